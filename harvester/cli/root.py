@@ -52,7 +52,7 @@ COMMANDS: dict[str, LazyCommand] = {
         summary="Lift a slot's quarantine, and say why.",
     ),
     "gateway": LazyCommand(
-        target="scheduler.gateway.command:gateway",
+        target="scheduler.gateway.serve_command:gateway",
         summary="Run the rollout gateway with its scheduler.",
     ),
     "phases": LazyCommand(

@@ -11,6 +11,7 @@ GET  /v1/status   GET /metrics   GET /healthz
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -34,17 +35,14 @@ from harvester.platform.http_kit import (
     errors_as_replies,
     json_reply,
 )
-from scheduler.gateway.config import GatewaySettings
-from scheduler.gateway.engine import RequestRefused
+from scheduler.gateway.engine_client import RequestRefused
+from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.policy.routing_events import (
-    Refusal,
-    RefuseTurn,
-)
+from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.requests import checked_trajectory, decode_generate
-from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.status import render_metrics, status
+from scheduler.gateway.scheduler import Scheduler, Switch
+from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
@@ -92,8 +90,10 @@ class Gateway:
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/v1/jobs/{job}/versions", self._publish),
                 web.post("/v1/jobs/{job}/activate", self._activate),
-                web.post("/v1/jobs/{job}/harvesting", self._harvesting),
-                web.post("/v1/jobs/{job}/dedicated", self._dedicated),
+                *(
+                    web.post(f"/v1/jobs/{{job}}/{switch}", partial(self._switch, switch))
+                    for switch in Switch
+                ),
                 *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 web.get("/v1/status", self._status),
                 web.get("/metrics", self._metrics),
@@ -108,31 +108,33 @@ class Gateway:
         job = self._job(request, request.headers.get(JOB_HEADER))
         if self._closing:
             raise Exhausted("the gateway is shutting down")
-        asked = self._checked(job, await request.read())
+        turn_request = self._checked(job, await request.read())
         session = request.headers.get(SESSION_HEADER)
-        trajectory = checked_trajectory(session, request_id=asked.request_id)
-        if asked.stream:
-            stream = _TurnStream(request, asked)
-            work = self._scheduler.generate(job, trajectory, asked, on_turn=stream.follow)
+        trajectory = checked_trajectory(session, request_id=turn_request.request_id)
+        if turn_request.stream:
+            stream = _TurnStream(request, turn_request)
+            work = self._scheduler.generate(job, trajectory, turn_request, on_turn=stream.follow)
             return await stream.serve(work)
-        turn, refused = await self._scheduler.generate(job, trajectory, asked)
+        turn, refused = await self._scheduler.generate(job, trajectory, turn_request)
         if refused is not None:
             raise TurnRefused(refused)
-        return json_reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
+        return json_reply(
+            GenerateReply(request_id=turn_request.request_id, choices=(turn.choice(),))
+        )
 
     def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
-        asked = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
+        turn_request = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
         names = self._scheduler.model_names(job)
-        if asked.model is not None and asked.model not in names:
+        if turn_request.model is not None and turn_request.model not in names:
             raise PeerProtocolError(
-                f"model: {asked.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+                f"model: {turn_request.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
                 f"leave it out or name {' or '.join(sorted(names))}"
             )
-        return asked
+        return turn_request
 
     async def _publish(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
+        job = self._job_of_path(request)
         published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
         if published.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
@@ -145,21 +147,17 @@ class Gateway:
         return json_reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
+        job = self._job_of_path(request)
         version, engines = await self._scheduler.activate(job)
         return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
-    async def _harvesting(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        wanted = await _switch(request)
-        self._scheduler.set_harvesting(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return json_reply({"job": job, "harvesting": wanted.enabled})
-
-    async def _dedicated(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        wanted = await _switch(request)
-        self._scheduler.use_dedicated(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return json_reply({"job": job, "dedicated": wanted.enabled})
+    async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
+        job = self._job_of_path(request)
+        wanted = await decoded_body(request, _Enabled, most_bytes=SMALL_BODY_BYTES)
+        if wanted.for_s is not None and not wanted.enabled:
+            raise PeerProtocolError("for_s: goes with enabled: true")
+        self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
+        return json_reply({"job": job, switch.value: wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
         self._tenant(request)
@@ -206,9 +204,9 @@ class Gateway:
 class _TurnStream:
     """A turn as server-sent events, as fast as the client reads."""
 
-    def __init__(self, request: web.Request, asked: GenerateRequest) -> None:
+    def __init__(self, request: web.Request, turn_request: GenerateRequest) -> None:
         self._request = request
-        self._asked = asked
+        self._turn_request = turn_request
         self._turn: Turn | None = None
         self._more = asyncio.Event()
         self._sent_tokens = 0
@@ -250,12 +248,5 @@ class _TurnStream:
         self._sent_tokens += len(choice.token_ids)
         if ended:
             choice = msgspec.structs.replace(choice, spans=self._turn.choice().spans)
-        reply = GenerateReply(request_id=self._asked.request_id, choices=(choice,))
+        reply = GenerateReply(request_id=self._turn_request.request_id, choices=(choice,))
         await response.write(b"data: " + _ENCODER.encode(reply) + b"\n\n")
-
-
-async def _switch(request: web.Request) -> _Enabled:
-    wanted = await decoded_body(request, _Enabled, most_bytes=SMALL_BODY_BYTES)
-    if wanted.for_s is not None and not wanted.enabled:
-        raise PeerProtocolError("for_s: goes with enabled: true")
-    return wanted

@@ -146,12 +146,10 @@ class Turn:
             engine=engine,
             version=version,
             token_ids=self.request.token_ids + tuple(self.token_ids),
-            sampling_params=SamplingParams(
+            sampling_params=msgspec.structs.replace(
+                wanted,
                 max_tokens=wanted.max_tokens - offset,
-                temperature=wanted.temperature,
-                top_p=wanted.top_p,
                 seed=continued_seed(wanted.seed, offset),
-                stop_token_ids=wanted.stop_token_ids,
             ),
         )
         self._open_from = offset
@@ -172,14 +170,14 @@ class Turn:
         self.logprobs += logprobs
         return True
 
-    def finish(self, attempt: Attempt, said: str) -> None:
+    def finish(self, attempt: Attempt, reported: str) -> None:
         """Ends the attempt by the engine's word: final, whatever happens to its stream."""
         if attempt is not self._open:
             return
-        if said == "stop" and self.token_ids and not self._at_stop_token():
+        if reported == "stop" and self.token_ids and not self._at_stop_token():
             # Strings never stop a turn, so its last token is an EOS of the model.
             self.eos_token_ids.add(self.token_ids[-1])
-        self.end(_FINISHED.get(said, FinishReason.STOP))
+        self.end(_FINISHED.get(reported, FinishReason.STOP))
 
     def lose(self, attempt: Attempt) -> None:
         """The attempt's engine is gone or has been told to stop.
@@ -263,23 +261,12 @@ class Turn:
         self._open = None
         if span is None:
             return
-        if self._spans and _continues(self._spans[-1], span):
-            span = Span(
-                start=self._spans.pop().start,
-                end=span.end,
-                version=span.version,
-                engine=span.engine,
-                numerics=span.numerics,
-            )
+        if self._spans:
+            longer = msgspec.structs.replace(self._spans[-1], end=span.end)
+            if longer == msgspec.structs.replace(span, start=longer.start):
+                self._spans[-1] = longer
+                return
         self._spans.append(span)
-
-
-def _continues(before: Span, after: Span) -> bool:
-    return (before.version, before.engine, before.numerics) == (
-        after.version,
-        after.engine,
-        after.numerics,
-    )
 
 
 class TurnLedger:

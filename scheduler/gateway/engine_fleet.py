@@ -8,28 +8,22 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import EngineChanged, EngineClient, EngineLost
+from scheduler.gateway.engine_client import EngineChanged, EngineClient, EngineLost
 from scheduler.gateway.identity import Change
-from scheduler.gateway.policy.fault_streak import FaultStreak
-from scheduler.gateway.policy.meddling import Meddling
+from scheduler.gateway.policy.engine_health import FaultStreak, Meddling
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     EngineOffered,
     EngineWithdrawn,
-    Retargeted,
 )
-from scheduler.gateway.policy.trajectories import Turn
-from scheduler.gateway.policy.versions import (
-    VersionPolicy,
-)
+from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
@@ -45,6 +39,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionsEffect,
     VersionsEvent,
 )
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.model import Engine, EngineKind, Lease
 
 T = TypeVar("T")
@@ -52,31 +47,6 @@ _log = logging.getLogger(__name__)
 
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
-
-
-class Cut(StrEnum):
-    """Why a running attempt is ended from this side."""
-
-    SWITCH = "switch"
-    """The turn goes on at the new version."""
-    END = "end"
-    """The turn ends with its tokens so far."""
-    LEASE = "lease"
-    PERMIT = "permit"
-    """The node is another job's now; the turn goes on where its job may run."""
-    STALL = "stall"
-    ENGINE = "engine"
-    WEIGHTS = "weights"
-    """Another caller changed the engine's weights; it lives, and no turn is to blame."""
-
-
-class Running(Protocol):
-    """An attempt that runs on an engine."""
-
-    turn: Turn
-    tokens: int
-
-    def cut(self, why: Cut) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +62,7 @@ class Member:
     """Whether it has been described since it joined."""
     seen_context_tokens: int = 0
     """Length at which it ended an unfinished turn, in tokens; 0: never."""
-    running: set[Running] = field(default_factory=set)
+    running: set[RunningAttempt] = field(default_factory=set)
     fault: str = ""
     streak: FaultStreak = field(default_factory=FaultStreak)
     probing: "asyncio.Task[Change] | None" = None
@@ -114,8 +84,8 @@ class Member:
     def context_tokens(self) -> int:
         """Context in tokens; 0 if unknown. Observed behaviour counts for more than the
         description."""
-        told = self.description.context_tokens if self.description else 0
-        return min(filter(None, (told, self.seen_context_tokens)), default=0)
+        described = self.description.context_tokens if self.description else 0
+        return min(filter(None, (described, self.seen_context_tokens)), default=0)
 
 
 class EngineFleet:
@@ -140,7 +110,7 @@ class EngineFleet:
         self._events: deque[VersionsEvent] = deque()
         self._observing = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._settled = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._parked: set[JobId] = set()
         self.last_refusal = ""
         self._context_limit: int | None = None
@@ -164,9 +134,6 @@ class EngineFleet:
             member.up, member.fault = True, ""
             joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
             self.observe(joined)
-
-    def may_return(self, member: Member) -> bool:
-        return member.meddling.may_return(now=self._clock.now())
 
     def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
@@ -197,9 +164,7 @@ class EngineFleet:
     def context_ended(self, member: Member, tokens: int) -> None:
         """The engine cut a turn off at `tokens` tokens, below the turn's own limit."""
         member.seen_context_tokens = tokens
-        target = self.policy.target
-        if target is not None and self._serving(member.engine.engine):
-            self._offer(member, target.job, target.version)
+        self._offer(member)
         self.review_contexts()
 
     def meddled(self, member: Member) -> None:
@@ -249,9 +214,9 @@ class EngineFleet:
         for member in tuple(self.members.values()):
             if member.engine.kind is not EngineKind.DEDICATED or not member.up:
                 continue
-            if enabled and self._serving(member.engine.engine):
-                self._offer(member, job, target.version)
-            elif not enabled:
+            if enabled:
+                self._offer(member)
+            else:
                 self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
                 for running in tuple(member.running):
                     if running.turn.job == job:
@@ -273,13 +238,11 @@ class EngineFleet:
         waited = []
         for member in self.members.values():
             if member.up:
-                staging = self._spawn(self._stage(member, store, version))
+                work = member.client.stage(store=store, version=version, timeout_s=STAGE_S)
+                staging = self._spawn(work)
                 if member.engine.kind is EngineKind.DEDICATED:
                     waited.append(staging)
         await asyncio.gather(*waited)
-
-    async def _stage(self, member: Member, store: str, version: WeightVersion) -> None:
-        await member.client.stage(store=store, version=version, timeout_s=STAGE_S)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)
@@ -290,14 +253,11 @@ class EngineFleet:
 
     def renewed(self, engine: EngineId, lease: Lease) -> None:
         member = self.members.get(engine)
-        if member is None:
-            return
-        member.lease = lease
-        target = self.policy.target
-        if member.up and target is not None and self._serving(engine):
-            self._offer(member, target.job, target.version)
+        if member is not None:
+            member.lease = lease
+            self._offer(member)
 
-    def began(self, engine: EngineId, running: Running) -> Member | None:
+    def began(self, engine: EngineId, running: RunningAttempt) -> Member | None:
         """The member that the attempt runs on, unless it went away since the turn was placed."""
         member = self.members.get(engine)
         if member is None or not member.up:
@@ -305,7 +265,7 @@ class EngineFleet:
         member.running.add(running)
         return member
 
-    def ended(self, member: Member, running: Running) -> None:
+    def ended(self, member: Member, running: RunningAttempt) -> None:
         member.running.discard(running)
         if member.quiesced_at_s is not None and member.up and not member.running:
             self.observe(EngineEmptied(engine=member.engine.engine))
@@ -330,18 +290,17 @@ class EngineFleet:
     async def settled(self, job: JobId, version: WeightVersion, *, timeout_s: float) -> bool:
         """Wait until every dedicated engine serves it. False: it took too long or was overtaken."""
 
-        def done() -> bool:
+        def is_target() -> bool:
             target = self.policy.target
-            overtaken = target is None or (target.job, target.version) != (job, version)
-            return overtaken or self.policy.settled
+            return target is not None and (target.job, target.version) == (job, version)
 
         try:
-            async with asyncio.timeout(timeout_s), self._settled:
-                await self._settled.wait_for(done)
+            async with asyncio.timeout(timeout_s):
+                while is_target() and not self.policy.settled:
+                    await self._changed.wait()
         except TimeoutError:
             return False
-        target = self.policy.target
-        return target is not None and (target.job, target.version) == (job, version)
+        return is_target()
 
     async def close(self) -> None:
         tasks = [*self._tasks]
@@ -355,17 +314,17 @@ class EngineFleet:
     def _apply(self, effect: VersionsEffect) -> None:
         match effect:
             case Retarget():
-                self._dispatcher.observe(Retargeted(job=effect.job, version=effect.version))
-                self._spawn(self._notify())
+                self._dispatcher.observe(effect)
+                self._wake_publishers()
             case QuiesceEngine():
                 self._quiesce(self.members[effect.engine], effect)
             case UpdateEngine():
                 member = self.members[effect.engine]
                 member.updating = self._spawn(self._update(member, effect))
             case ServeEngine():
-                self._serve(self.members[effect.engine], effect)
+                self._serve(self.members[effect.engine])
             case SettlePublish():
-                self._spawn(self._notify())
+                self._wake_publishers()
             case RefusePublish():
                 self.last_refusal = effect.reason
 
@@ -393,15 +352,12 @@ class EngineFleet:
                 member.is_described = True
             if fault := self._clash_of_member(member):
                 raise EngineLost(fault)
-            if effect.version:
-                member.description = await member.client.switch(
-                    store=effect.store,
-                    version=effect.version,
-                    timeout_s=self._update_s,
-                    adapter=self._adapter_of(effect.job),
-                )
-            else:
-                member.description = await member.client.serve_base(timeout_s=self._update_s)
+            member.description = await member.client.switch(
+                store=effect.store,
+                version=effect.version,
+                timeout_s=self._update_s,
+                adapter=self._adapter_of(effect.job),
+            )
             member.numerics = member.engine.numerics or await self._numerics(member)
             fault = self._clash_of_member(member)
         except EngineLost as error:
@@ -450,37 +406,41 @@ class EngineFleet:
                 self.down(other, fault)
 
     async def _numerics(self, member: Member) -> str:
-        said = member.description
+        described = member.description
         version = await member.client.vllm_version()
         known = [f"vllm {version}" if version else ""]
-        known += [said.dtype, said.logprobs_mode] if said is not None else []
+        known += [described.dtype, described.logprobs_mode] if described is not None else []
         return " ".join(filter(None, known))
 
-    def _serve(self, member: Member, effect: ServeEngine) -> None:
+    def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
         if began_s is not None:
             self.on_served(member, self._clock.now() - began_s)
-        self._offer(member, effect.job, effect.version)
+        self._offer(member)
 
-    def _offer(self, member: Member, job: JobId, version: WeightVersion) -> None:
-        lease, engine = member.lease, member.engine
-        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(job):
+    def _offer(self, member: Member) -> None:
+        """Tells routing of an engine that serves the target and that its job may use."""
+        lease, engine, target = member.lease, member.engine, self.policy.target
+        if target is None or not self._serving(engine.engine):
+            return
+        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(target.job):
             return
         self._dispatcher.observe(
             EngineOffered(
                 engine=engine.engine,
                 kind=engine.kind,
                 concurrency=engine.concurrency,
-                job=job,
-                version=version,
+                job=target.job,
+                version=target.version,
                 usable_until_s=lease.expires_s if lease else None,
                 context_tokens=member.context_tokens,
             )
         )
 
-    async def _notify(self) -> None:
-        async with self._settled:
-            self._settled.notify_all()
+    def _wake_publishers(self) -> None:
+        """Each of those that wait in `settled` looks once."""
+        self._changed.set()
+        self._changed.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)
@@ -494,10 +454,11 @@ async def _what_became(client: EngineClient) -> Change:
     return await client.changed() if await client.healthy() else Change.PROCESS
 
 
-async def watch_health(fleet: EngineFleet, *, period_s: float) -> None:
+async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> None:
     """Bring engines that answer into the fleet and give failed updates their next try."""
     while True:
-        waiting = [m for m in fleet.members.values() if not m.up and fleet.may_return(m)]
+        now = clock.now()
+        waiting = [m for m in fleet.members.values() if not m.up and now >= m.meddling.until_s]
         quiet = [m for m in fleet.members.values() if m.up and not m.running and not m.updating]
         changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
         for member, change in zip(quiet, changed, strict=True):

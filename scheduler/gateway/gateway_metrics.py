@@ -1,7 +1,6 @@
 """Prometheus metrics of the gateway. Touched a few times per turn, never per token."""
 
-from importlib.metadata import PackageNotFoundError, version
-
+from harvester.distribution import rosemux_version
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,7 +19,7 @@ class GatewayMetrics:
         ProcessCollector(registry=self.registry)
         job, engine = ["rl_job"], ["engine", "kind"]
         self._info = self._gauge("build_info", "Always 1; the version is a label.", ["version"])
-        self._info.labels(_version()).set(1)
+        self._info.labels(rosemux_version()).set(1)
         self.turns_queued = self._gauge("turns_queued", "Turns waiting for an engine.", job)
         self.turns_running = self._gauge(
             "turns_running", "Turns on an engine (dedicated, guest).", engine
@@ -57,10 +56,3 @@ class GatewayMetrics:
 
     def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"scheduler_{name}", text, labels, registry=self.registry)
-
-
-def _version() -> str:
-    try:
-        return version("rosemux")
-    except PackageNotFoundError:
-        return "unknown"

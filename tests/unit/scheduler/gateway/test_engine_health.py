@@ -1,9 +1,14 @@
-"""Attribution of broken attempts to an engine."""
+"""Broken attempts and meddled weights of one engine."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.gateway.policy.fault_streak import MOST_IN_A_ROW, FaultStreak
+from scheduler.gateway.policy.engine_health import (
+    FORGOTTEN_S,
+    MOST_IN_A_ROW,
+    FaultStreak,
+    Meddling,
+)
 
 
 def test_one_broken_attempt_is_not_the_engines_fault() -> None:
@@ -28,3 +33,22 @@ def test_an_attempt_that_comes_to_its_end_ends_the_row() -> None:
         assert not streak.fail(began_s=float(at), now=at + 0.5)
         if at % (MOST_IN_A_ROW - 1) == MOST_IN_A_ROW - 2:
             streak.succeed()
+
+
+def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
+    meddling = Meddling()
+    assert meddling.seen(now=0)
+    assert meddling.until_s <= 0
+    waits = []
+    for _ in range(9):
+        assert not meddling.seen(now=10), "told once"
+        waits.append(meddling.until_s - 10)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_what_is_long_ago_is_told_anew() -> None:
+    meddling = Meddling()
+    meddling.seen(now=0)
+    meddling.seen(now=1)
+    assert meddling.seen(now=2 + FORGOTTEN_S)
+    assert meddling.until_s <= 2 + FORGOTTEN_S

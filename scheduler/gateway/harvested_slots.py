@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-import aiohttp
+import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
@@ -21,10 +21,9 @@ from harvester.contracts.wire.leases import (
     SlotState,
 )
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.config import EngineSettings
-from scheduler.gateway.engine import EngineClient
-from scheduler.gateway.fleet import Cut, EngineFleet, Member
-from scheduler.gateway.leases import AgentClient
+from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_fleet import EngineFleet, Member
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,
     CapacityPolicy,
@@ -37,6 +36,8 @@ from scheduler.gateway.policy.capacity import (
     SlotRefusal,
     TakeLease,
 )
+from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.settings import EngineSettings
 from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, EngineKind, Lease
 
@@ -57,8 +58,7 @@ class Harvest:
         *,
         agents: dict[str, AgentClient],
         guests: dict[SlotId, EngineSettings],
-        session: aiohttp.ClientSession,
-        connect_s: float,
+        client_of: Callable[[str], EngineClient],
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
@@ -69,8 +69,7 @@ class Harvest:
         self._clock = clock
         self._agents = agents
         self._guests = guests
-        self._session = session
-        self._connect_s = connect_s
+        self._client_of = client_of
         self._demands = demands
         self._tenant_of = tenant_of
         self._refusals: list[SlotRefusal] = []
@@ -108,9 +107,9 @@ class Harvest:
     async def look(self) -> None:
         """One sample, one decision, its effects."""
         for name in sorted(self._doubted & self.leases.keys()):
-            await self._renew(self.leases[name], self._renewal(self.leases[name], "refused"))
+            await self._renew(self.leases[name])
         self._doubted.clear()
-        await asyncio.gather(*(self._ask(name) for name in sorted(self._agents)))
+        await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
         sample = CapacitySample(
             demands=self._demands(),
             slots=tuple(
@@ -156,19 +155,10 @@ class Harvest:
             self._state.end(lease.lease)
             if lease.agent not in self._agents:
                 continue
-            await self._ask(lease.agent)
-            await self._renew(lease, self._renewal(lease, "restarted"))
+            await self._refresh_offers(lease.agent)
+            await self._renew(lease)
 
-    def _renewal(self, lease: Lease, reason: str) -> RenewLease:
-        return RenewLease(
-            lease=lease.lease,
-            agent=lease.agent,
-            epoch=lease.epoch,
-            duration_s=self._policy.duration_s,
-            reason=reason,
-        )
-
-    async def _ask(self, name: str) -> None:
+    async def _refresh_offers(self, name: str) -> None:
         try:
             offers = await self._agents[name].offers()
         except (Exhausted, PeerProtocolError) as error:
@@ -194,7 +184,7 @@ class Harvest:
                 case RenewLease():
                     lease = self.leases.get(effect.lease)
                     if lease is not None:
-                        await self._renew(lease, effect)
+                        await self._renew(lease)
                 case ReleaseLease():
                     # Stop using it before its slot is free for another.
                     self._end(self.leases[effect.lease], effect.reason)
@@ -205,7 +195,7 @@ class Harvest:
             self.silent_agents[effect.agent] = str(error)
 
     async def _take(self, effect: TakeLease) -> None:
-        asked_at_s = self._clock.now()
+        called_at_s = self._clock.now()
         request = LeaseRequest(
             request_id=effect.request_id,
             slot=effect.slot,
@@ -228,37 +218,30 @@ class Harvest:
                     job=effect.job,
                     epoch=granted.epoch,
                     # The grantor counts from its reply, later than the question.
-                    expires_s=asked_at_s + min(granted.duration_s, effect.duration_s),
+                    expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
                 )
                 self._hold(lease)
 
-    async def _renew(self, lease: Lease, effect: RenewLease) -> None:
-        asked_at_s = self._clock.now()
+    async def _renew(self, lease: Lease) -> None:
+        called_at_s, duration_s = self._clock.now(), self._policy.duration_s
         try:
-            reply = await self._agents[effect.agent].renew(
-                effect.lease, epoch=effect.epoch, duration_s=effect.duration_s
+            reply = await self._agents[lease.agent].renew(
+                lease.lease, epoch=lease.epoch, duration_s=duration_s
             )
         except (Exhausted, PeerProtocolError) as error:
-            self.silent_agents[effect.agent] = str(error)
+            self.silent_agents[lease.agent] = str(error)
             return
         mismatch = lease.mismatch(reply)
         if mismatch:
-            _log.warning("agent %s, slot %s: %s", effect.agent, lease.slot, mismatch)
+            _log.warning("agent %s, slot %s: %s", lease.agent, lease.slot, mismatch)
             self._end(lease, mismatch)
             return
         match reply:
             case LeaseEnded():
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
-                renewed = Lease(
-                    lease=lease.lease,
-                    slot=lease.slot,
-                    agent=lease.agent,
-                    job=lease.job,
-                    epoch=lease.epoch,
-                    expires_s=asked_at_s + min(reply.duration_s, effect.duration_s),
-                )
-                self._hold(renewed)
+                expires_s = called_at_s + min(reply.duration_s, duration_s)
+                self._hold(msgspec.structs.replace(lease, expires_s=expires_s))
 
     def _hold(self, lease: Lease) -> None:
         known = self.leases.get(lease.lease)
@@ -272,8 +255,7 @@ class Harvest:
             return
         self._fleet.remove(self._guest_id(lease.slot), "leased anew")
         engine = self._guest(lease, offered[1])
-        client = EngineClient(self._session, engine.url, connect_s=self._connect_s)
-        self._fleet.add(engine, client, lease=lease)
+        self._fleet.add(engine, self._client_of(engine.url), lease=lease)
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)
@@ -292,7 +274,5 @@ class Harvest:
             kind=EngineKind.GUEST,
             url=offer.engine_url,
             concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
-            slot=lease.slot,
-            epoch=lease.epoch,
             numerics=settings.numerics if settings else "",
         )

@@ -20,7 +20,7 @@ from harvester.contracts.wire.leases import (
 )
 from harvester.policy.lease_book import LeaseBook
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.harvest import Harvest
+from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, Lease
@@ -144,8 +144,7 @@ class Stage:
             self.clock,
             agents=self.agents,  # type: ignore[arg-type]
             guests={},
-            session=None,  # type: ignore[arg-type]
-            connect_s=1.0,
+            client_of=lambda _url: None,  # type: ignore[arg-type, return-value]
             demands=lambda: (
                 Demand(
                     job=JOB, active=True, harvesting=True, queued=9, running=0, dedicated_places=0
@@ -191,7 +190,7 @@ async def test_a_lease_whose_reply_names_another_is_dropped_at_once(
     granted = LeaseGranted(lease=lease.lease, slot=lease.slot, epoch=lease.epoch, duration_s=10.0)
     fields = {name: getattr(granted, name) for name in granted.__struct_fields__}
     stage.agents["n"].reply = LeaseGranted(**{**fields, **changes})
-    await stage.harvest._renew(lease, stage.harvest._renewal(lease, "test"))
+    await stage.harvest._renew(lease)
     assert SLOTS[0] not in stage.held
     assert EngineId("guest.slot0") not in stage.fleet.guests
     assert says in caplog.text
@@ -202,7 +201,7 @@ async def test_an_end_of_another_lease_is_no_reply_to_ours_either() -> None:
     await stage.looks()
     lease = stage.held[SLOTS[0]]
     stage.agents["n"].reply = LeaseEnded(lease=LeaseId("other"), reason=EndReason.RELEASED)
-    await stage.harvest._renew(lease, stage.harvest._renewal(lease, "test"))
+    await stage.harvest._renew(lease)
     assert SLOTS[0] not in stage.held
 
 
@@ -244,7 +243,7 @@ async def test_a_lost_reply_is_asked_for_again_and_gives_the_same_lease() -> Non
 @pytest.mark.parametrize("first", ["a", "b"])
 async def test_a_slot_name_of_two_agents_sends_no_turn_to_the_wrong_one(first: str) -> None:
     stage = Stage("a", "b")
-    await stage.harvest._ask(first)
+    await stage.harvest._refresh_offers(first)
     for step in range(4):
         await stage.looks(after_s=3.0 if step else 0.0)
         assert set(stage.held) == set(SLOTS)

@@ -11,12 +11,8 @@ from harvester.contracts.ids import NAME_PATTERN
 from harvester.platform.bearer import is_loopback
 from harvester.platform.yaml_file import explained, parse_fields, read_text
 from scheduler.gateway.policy.capacity import CapacityConfig
-from scheduler.gateway.policy.routing_events import (
-    RoutingConfig,
-)
-from scheduler.gateway.policy.versions_events import (
-    VersionsConfig,
-)
+from scheduler.gateway.policy.routing_events import RoutingConfig
+from scheduler.gateway.policy.versions_events import VersionsConfig
 from scheduler.model import EngineKind
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]

@@ -89,7 +89,7 @@ class AgentClient:
             try:
                 return decoder.decode(raw)
             except msgspec.MsgspecError as error:
-                said = raw[:200].decode(errors="replace")
-                message = f"agent {self._url} {method} {path}: HTTP {status}, {error}: {said}"
+                excerpt = raw[:200].decode(errors="replace")
+                message = f"agent {self._url} {method} {path}: HTTP {status}, {error}: {excerpt}"
                 raise PeerProtocolError(message) from error
         raise Exhausted(f"agent {self._url} does not answer: {fault}")

@@ -16,15 +16,19 @@ from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
-from harvester.platform.http_kit import body_of
-from scheduler.gateway.identity import Change, HeldWeights, IdentityQuestions, change_between
+from scheduler.gateway.identity import (
+    Change,
+    HeldWeights,
+    IdentityClient,
+    WorkerReplies,
+    change_between,
+)
 from scheduler.gateway.policy.trajectories import Attempt
 from scheduler.gateway.stream import EngineChoice, EventStream
 
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
-_REPLY_BYTES = 1 << 20
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _RETRY_AFTER_S = 1.0
@@ -68,10 +72,7 @@ class _StageState(msgspec.Struct, frozen=True):
     state: str
 
 
-class _StageReply(msgspec.Struct, frozen=True):
-    """Reply of `/collective_rpc`: one state per worker."""
-
-    results: tuple[_StageState, ...]
+_STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
 
 
 class EngineClient:
@@ -79,22 +80,15 @@ class EngineClient:
         self._session = session
         self._url = url.rstrip("/")
         self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
-        self._connect_s = connect_s
         self._transfer_ready = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
-        self._questions = IdentityQuestions(session, self._url, timeout_s=connect_s)
-        self._identity = ""
+        self._identity_client = IdentityClient(session, self._url, timeout_s=connect_s)
+        self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
         self._stamped = False
         """Whether every reply carries the identity."""
-
-    @property
-    def identity(self) -> str:
-        """Identity of the engine that the version in force was applied to; "" if it reports
-        none."""
-        return self._identity
 
     async def generate(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
@@ -110,7 +104,7 @@ class EngineClient:
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
         if self._stamped:
-            headers[ENGINE_HEADER] = self._identity
+            headers[ENGINE_HEADER] = self.identity
         try:
             async with self._session.post(
                 f"{self._url}/inference/v1/generate",
@@ -142,7 +136,7 @@ class EngineClient:
     async def describe(self) -> EngineDescription:
         """Raises EngineLost."""
         try:
-            report, _ = await self._questions.report()
+            report, _ = await self._identity_client.report()
         except _BROKEN as error:
             raise EngineLost(f"what the engine is: {error!r}") from error
         return report.description
@@ -152,14 +146,14 @@ class EngineClient:
 
         Silence is no change. `frugal` skips engines that reveal it only in their whole metrics.
         """
-        given = self._identity
+        given = self.identity
         if not given or (frugal and not self._stamped):
             return Change.NONE
         try:
-            report, _ = await self._questions.report()
+            report, _ = await self._identity_client.report()
         except _BROKEN:
             return Change.NONE
-        return change_between(given, report.identity) if self._identity == given else Change.NONE
+        return change_between(given, report.identity) if self.identity == given else Change.NONE
 
     async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
         """Have the engine prepare a version while it samples; whether it has.
@@ -169,10 +163,13 @@ class EngineClient:
         call = {"method": "rosemux_stage", "kwargs": {"store": store, "version": version}}
         try:
             async with asyncio.timeout(timeout_s):
-                while "running" in (states := await self._stage_states(call)):  # noqa: ASYNC110
+                while True:
+                    workers = await self._identity_client.of_workers(call, _STAGE)
+                    states = {worker.state for worker in workers}
+                    if "running" not in states:
+                        return states == {"ready"}
                     await asyncio.sleep(_STAGE_POLL_S)
-                return states == {"ready"}
-        except (aiohttp.ClientError, TimeoutError, ConnectionError, EngineLost):
+        except _BROKEN:
             return False
 
     async def switch(
@@ -180,90 +177,73 @@ class EngineClient:
     ) -> EngineDescription:
         """Bring the engine to a version; on return it samples with nothing older.
 
-        `adapter`: the store holds LoRA adapters; requests after this ask for the version by that
-        name. KV made with the old weights is dropped and that of kept requests is computed again.
+        Version 0 is the weights that it started with: nothing is loaded. `adapter`: the store holds
+        LoRA adapters; requests after this ask for the version by that name. KV made with the old
+        weights is dropped and that of kept requests is computed again.
         Raises EngineLost; the engine may then be paused, which the next switch ends.
         """
+        wanted, model = HeldWeights(), None
+        if version:
+            wanted, model = HeldWeights(store=store, version=version), adapter
+        try:
+            async with asyncio.timeout(timeout_s):
+                if version:
+                    await self._load(store, version, adapter)
+                description = await self._confirm(wanted, adapter=model)
+            self._model = model
+            return description
+        except (*_BROKEN, EngineLost) as error:
+            self.forget()
+            what = f"switch to {store} {version}" if version else "version 0"
+            raise EngineLost(f"{what}: {error!r}") from error
+
+    async def _load(self, store: str, version: WeightVersion, adapter: str | None) -> None:
         named = {} if adapter is None else {"adapter": adapter}
+        await self._post("/pause", params={"mode": "keep"})
+        if not self._transfer_ready:
+            await self._post("/init_weight_transfer_engine", {"init_info": {}})
+            self._transfer_ready = True
+        await self._begin_update()
         update = {"update_info": {"store": store, "version": version, **named}}
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._post("/pause", params={"mode": "keep"})
-                if not self._transfer_ready:
-                    await self._post("/init_weight_transfer_engine", {"init_info": {}})
-                    self._transfer_ready = True
-                await self._begin_update()
-                await self._post("/update_weights", update)
-                await self._post("/finish_weight_update", {"weight_version": str(version)})
-                await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-                await self._post("/resume")
-                wanted = HeldWeights(store=store, version=version)
-                description = await self._confirm(wanted, adapter=adapter)
-            self._model = adapter
-            return description
-        except (*_BROKEN, EngineLost) as error:
-            self.forget()
-            raise EngineLost(f"switch to {store} {version}: {error!r}") from error
+        await self._post("/update_weights", update)
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        await self._post("/resume")
 
-    async def serve_base(self, *, timeout_s: float) -> EngineDescription:
-        """Take the weights that the engine started with for version 0. Raises EngineLost."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                description = await self._confirm(HeldWeights())
-            self._model = None
-            return description
-        except (*_BROKEN, EngineLost) as error:
-            self.forget()
-            raise EngineLost(f"version 0: {error!r}") from error
-
-    async def _confirm(
-        self, wanted: HeldWeights, *, adapter: str | None = None
-    ) -> EngineDescription:
+    async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
         """Checks that every worker holds `wanted`; from here on the engine must stay the same
         one."""
-        before, stamped = await self._questions.report()
-        told = WEIGHTS_FEATURE in before.description.features
+        before, stamped = await self._identity_client.report()
         if wanted.version and not before.identity:
             raise EngineLost(f"it tells no identity: start it with {' '.join(IDENTITY_FLAG)}")
         # A stock engine that has been given no weights may have no such call.
-        held = await self._questions.held() if told or wanted.version else (HeldWeights(),)
+        answers = wanted.version or WEIGHTS_FEATURE in before.description.features
+        held = await self._identity_client.held() if answers else (HeldWeights(),)
         for worker in [each.of(adapter) for each in held]:
             if (worker.store, worker.version) != (wanted.store, wanted.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
                 raise EngineLost(f"a worker holds {named}")
         if not held:
             raise EngineLost("no worker says what it holds")
-        after, _ = await self._questions.report()
+        after, _ = await self._identity_client.report()
         if before.identity != after.identity:
             raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
-        self._identity, self._stamped = after.identity, stamped
+        self.identity, self._stamped = after.identity, stamped
         return after.description
 
     async def _check_identity(self, reply: aiohttp.ClientResponse) -> None:
         """A stock engine's process is asked for once its reply has begun: if the one that has the
         port now had it when the version was applied, no other can have made the reply."""
-        given = self._identity
+        given = self.identity
         if not given:
             return
         if self._stamped:
-            told = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
+            answering = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
         else:
-            told = await self._questions.start_time() if reply.status == 200 else given
-        if told != given:
-            change = change_between(given, told)
-            raise EngineChanged(f"{told or 'an unknown engine'} answers, not {given}", change)
-
-    async def _stage_states(self, call: dict[str, Any]) -> set[str]:
-        """The states of all workers."""
-        async with self._session.post(self._url + "/collective_rpc", json=call) as response:
-            raw = await body_of(response, most_bytes=_REPLY_BYTES)
-            if response.status != 200:
-                raise EngineLost(f"/collective_rpc: {response.status}")
-        try:
-            told = msgspec.json.decode(raw, type=_StageReply)
-        except msgspec.MsgspecError as error:
-            raise EngineLost(f"/collective_rpc: {error}") from error
-        return {worker.state for worker in told.results}
+            answering = await self._identity_client.start_time() if reply.status == 200 else given
+        if answering != given:
+            change = change_between(given, answering)
+            raise EngineChanged(f"{answering or 'an unknown engine'} answers, not {given}", change)
 
     async def _begin_update(self) -> None:
         try:
@@ -278,23 +258,19 @@ class EngineClient:
     def forget(self) -> None:
         """The engine may be another process when it is back."""
         self._transfer_ready = False
-        self._identity, self._stamped = "", False
+        self.identity, self._stamped = "", False
 
     async def healthy(self) -> bool:
-        timeout = aiohttp.ClientTimeout(total=self._connect_s)
         try:
-            async with self._session.get(f"{self._url}/health", timeout=timeout) as response:
-                return response.status == 200
+            return (await self._identity_client.get("/health"))[0] == 200
         except (aiohttp.ClientError, TimeoutError, ConnectionError):
             return False
 
     async def vllm_version(self) -> str:
         """The vLLM version that the engine reports; empty without one."""
-        timeout = aiohttp.ClientTimeout(total=self._connect_s)
         try:
-            async with self._session.get(f"{self._url}/version", timeout=timeout) as response:
-                said = msgspec.json.decode(await body_of(response, most_bytes=_REPLY_BYTES))
-                return str(said["version"])[:64]
+            _, raw = await self._identity_client.get("/version")
+            return str(msgspec.json.decode(raw)["version"])[:64]
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
             return ""
 
@@ -361,10 +337,10 @@ def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
     return RequestFailed(f"HTTP {status}: {message}")
 
 
-def _retry_after_s(said: str) -> float:
+def _retry_after_s(value: str) -> float:
     """Seconds of a Retry-After value, bounded; dates and other text count as the default."""
     try:
-        asked_s = float(said)
+        retry_s = float(value)
     except ValueError:
         return _RETRY_AFTER_S
-    return min(max(asked_s, 0.1), _RETRY_AFTER_MAX_S) if asked_s >= 0 else _RETRY_AFTER_S
+    return min(max(retry_s, 0.1), _RETRY_AFTER_MAX_S) if retry_s >= 0 else _RETRY_AFTER_S

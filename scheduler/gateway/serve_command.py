@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from scheduler.gateway.config import GatewaySettings
+    from scheduler.gateway.settings import GatewaySettings
     from scheduler.gateway.tenants import Tenants
 
 
@@ -18,7 +18,7 @@ def gateway(
     """Run the rollout gateway with its scheduler."""
     import uvloop
 
-    from scheduler.gateway.config import load_settings
+    from scheduler.gateway.settings import load_settings
     from scheduler.gateway.tenants import Tenants
 
     settings = load_settings(config)
