@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 130 in
 import importlib
 import sys
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
+from harvester.distribution import rosemux_version
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
@@ -136,14 +136,6 @@ def _find_in_checkout(name: str, module_name: str) -> None:
         )
     # First: other distributions leave a package `examples` beside the installed ones.
     sys.path.insert(0, str(checkout))
-
-
-def rosemux_version() -> str:
-    """Version of the installed distribution; `0+tree` in a source tree that is not installed."""
-    try:
-        return metadata.version("rosemux")
-    except metadata.PackageNotFoundError:
-        return "0+tree"
 
 
 def _print_version(wanted: bool) -> None:
