@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from yaml import YAMLError
 
-from harvester.cli.root import rosemux_version
 from harvester.config import LoadedConfig, read_agent_config
 from harvester.contracts.errors import ConfigError
+from harvester.distribution import rosemux_version
 from harvester.platform.yaml_file import parse_value
 
 
