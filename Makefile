@@ -32,7 +32,7 @@ bench: setup ## one benchmark: make bench NAME=step_gate
 	$(BIN)/python -m benchmarks.$(NAME) --json out/bench/$(NAME).json $(ARGS)
 
 compat: setup ## every upstream symbol that we touch, in each supported vLLM's wheel
-	$(BIN)/python -m coserve.vllm.compat build/wheels --download $(ARGS)
+	$(BIN)/python -m tests.compat build/wheels --download $(ARGS)
 
 kvcached: setup ## the tests of shared KV over kvcached's own code, which needs no GPU for them
 	deploy/kvcached/install

@@ -15,11 +15,8 @@ import time
 from pathlib import Path
 
 from harvester.contracts.ids import JobId
-from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
-from scheduler.rollmux.control.control import PhaseControl
+from scheduler import DeclaredPhase, PhaseControl, PhaseKind, SocketControl, Submission
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.wire import MoveOrder
 
 GB = 10**9

@@ -2,9 +2,8 @@
 
 A file is YAML. A variable is `ROSEMUX_AGENT_` and the field's path in capitals with `__` for a dot,
 such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, if the
-value came from the file, its line. A value that is allowed but odd is a note, to be logged: a
-variable over the file, an experiment, an SLO that dashboards cannot count. This module decides
-nothing and opens no socket.
+value came from the file, its line. Valid but odd values (a variable over the file, an experiment,
+an SLO that dashboards cannot count) are notes, to be logged.
 """
 
 import grp
@@ -20,11 +19,11 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError
-from harvester.contracts.ids import NAME_PATTERN, checked_name
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.platform.bearer import is_loopback, read_token
-from harvester.platform.mps import DEFAULT_CONTROL
+from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.yaml_file import (
     Where,
     explained,
@@ -33,12 +32,11 @@ from harvester.platform.yaml_file import (
     parse_value,
     read_text,
 )
-from harvester.policy.bounds import Range, beyond
+from harvester.policy.bounds import Range, beyond, slo_warnings
 from harvester.policy.settings import Mode, SlotSettings, more_careful
-from harvester.policy.slo_edges import slo_warnings
 
 ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
-_NAME = Field(pattern=NAME_PATTERN)
+_Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Account = (
     Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
     | Annotated[str, Field(min_length=1, max_length=64)]
@@ -62,13 +60,9 @@ class HttpConfig(_Model):
     token_file: Path | None = None
     """File whose content callers send as `Authorization: Bearer ...`."""
 
-    @property
-    def loopback(self) -> bool:
-        return is_loopback(self.host)
-
     @model_validator(mode="after")
     def _token_off_loopback(self) -> "HttpConfig":
-        if not self.loopback and self.token_file is None:
+        if not is_loopback(self.host) and self.token_file is None:
             raise ValueError(
                 f"host {self.host} is not loopback: set token_file, or host to 127.0.0.1"
             )
@@ -89,6 +83,10 @@ class MpsConfig(_Model):
     timeout_s: float = Field(default=2.0, gt=0, le=60)
     """Seconds without a reply after which the daemon counts as absent."""
 
+    @property
+    def daemon(self) -> MpsControl:
+        return MpsControl(self.pipe_directory, self.control, self.timeout_s)
+
     @field_validator("pipe_directory")
     @classmethod
     def _absolute(cls, path: Path) -> Path:
@@ -105,9 +103,7 @@ class KvcachedConfig(_Model):
     guest: str
     """KVCACHED_IPC_NAME of the guest."""
     total_bytes: int = Field(gt=0, le=1 << 50)
-    """KV that all of them together may map on one GPU; production's other memory is not
-    included.
-    """
+    """KV that all may map together on one GPU; production's other memory is not included."""
 
     @model_validator(mode="after")
     def _segment_names(self) -> "KvcachedConfig":
@@ -159,10 +155,10 @@ class OwnersConfig(_Model):
 class SlotConfig(_Model):
     """One production engine replica and the guest beside it."""
 
-    name: str = _NAME
+    name: _Name
     pages: Path | None = None
     """Page directory; by default the slot's name under `page_root`."""
-    pulses: tuple[str, ...] = Field(default=(), max_length=32)
+    pulses: tuple[_Name, ...] = Field(default=(), max_length=32)
     """Pulse files that must be fresh, besides those present, at least one, and one for each API
     server that an engine announces."""
     owners: OwnersConfig | None = None
@@ -184,16 +180,6 @@ class SlotConfig(_Model):
     """Used by `rosemux guest` only; a guest may also be started by other means."""
     policy: SlotSettings = SlotSettings()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _owners_of_each_kind(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "trusted_uids" in values:
-            raise ValueError(
-                "trusted_uids has become `owners`, which names the users of production and guest "
-                "apart, and `page_group` beside it"
-            )
-        return values
-
     @model_validator(mode="after")
     def _one_kind_of_memory(self) -> "SlotConfig":
         if self.kvcached is not None and self.memory_group is not None:
@@ -212,19 +198,14 @@ class SlotConfig(_Model):
 
     @field_validator("pulses")
     @classmethod
-    def _pulse_names(cls, pulses: tuple[str, ...]) -> tuple[str, ...]:
-        for name in pulses:
-            try:
-                checked_name(name, what="pulse page")
-            except PeerProtocolError as error:
-                raise ValueError(str(error)) from error
+    def _in_order(cls, pulses: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted(pulses))
 
 
 class AgentConfig(_Model):
     """One node."""
 
-    node: str = Field(default="node-0", pattern=NAME_PATTERN)
+    node: _Name = "node-0"
     mode: Mode = Mode.OBSERVE
     """off, observe (decide and journal, grant nothing) or harvest."""
     page_root: Path = Path("/dev/shm/rosemux")
@@ -265,18 +246,26 @@ class AgentConfig(_Model):
     def pages_of(self, slot: SlotConfig) -> Path:
         return slot.pages or self.page_root / slot.name
 
+    def file_of(self, slot: SlotConfig, kind: str) -> Path:
+        """A slot's file in `state_dir`: `journal`, `state`, `lease`, `lifted` or `release`."""
+        return self.state_dir / f"{slot.name}.{kind}"
+
+    def slot_named(self, name: str | None) -> SlotConfig:
+        """The slot of a command's `--slot`; None is the only one. Raises ConfigError."""
+        names = [slot.name for slot in self.slots]
+        if name is None and len(names) > 1:
+            raise ConfigError(f"--slot: choose one of {', '.join(names)}")
+        if name is not None and name not in names:
+            raise ConfigError(f"--slot {name}: the file has {', '.join(names)}")
+        return next(slot for slot in self.slots if name in {None, slot.name})
+
     def owners_of(self, slot: SlotConfig) -> PageOwners:
         """Uids that may write each kind of page. Raises ConfigError if a user is unknown here, or
         if pages of several users lack a `page_group`.
         """
         named = slot.owners or self.owners
         agent, production, guest = (
-            uids(users, what=kind)
-            for kind, users in (
-                ("agent", named.agent),
-                ("production", named.production),
-                ("guest", named.guest),
-            )
+            uids(getattr(named, kind), what=kind) for kind in ("agent", "production", "guest")
         )
         own = agent or frozenset((os.geteuid(),))
         if slot.metrics_url is not None and production:
@@ -284,7 +273,7 @@ class AgentConfig(_Model):
         if (production | guest) - own - {0} and self.page_group is None:
             raise ConfigError(
                 "page_group: name a group of the users in owners, so that they can put their pages "
-                "into the slots' directories and nobody else can"
+                "into the slots' directories and no other user can"
             )
         return PageOwners(agent=agent, production=production, guest=guest)
 
@@ -358,23 +347,14 @@ def read_agent_config(
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, said, text, path) for where, said in found]
 
-    notes += _judge(
-        config, mistakes=say(_booleans(values, config, ())), unsafe=say(_unsafe(config))
-    )
-    return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
-
-
-def _judge(config: AgentConfig, *, mistakes: list[str], unsafe: list[str]) -> list[str]:
-    """Notes on an experiment's settings. Raises ConfigError for mistakes, and for unsafe settings
-    outside an experiment.
-    """
+    mistakes, unsafe = say(_booleans(values, config, ())), say(_unsafe(config))
     if unsafe and not config.unsafe_experiments:
-        mistakes = [*mistakes, *unsafe, "only experiments go beyond (unsafe_experiments)"]
+        mistakes += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
     if mistakes:
         raise ConfigError("; ".join(mistakes))
-    if not config.unsafe_experiments:
-        return []
-    return [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
+    if config.unsafe_experiments:
+        notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
+    return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
 
 
 def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from aiohttp import web
 
+from harvester.platform.backoff import RetryLimits
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot
 from weightsync.transport.metrics import TransferMetrics
 from weightsync.transport.object_cache import ObjectCache
-from weightsync.transport.patience import RetryLimits
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.relay import RelayShelf
 from weightsync.transport.server import ServingLimits, WeightServer

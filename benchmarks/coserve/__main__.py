@@ -50,7 +50,7 @@ from examples.demo.trace import Trace, read_trace
 from examples.demo.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
-from scheduler.gateway.leases import AgentClient
+from scheduler.gateway.agent_client import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 _FIRST_RATE = 3.0

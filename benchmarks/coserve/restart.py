@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
-from coserve.vllm.pulse import PULSE_TTL_NS
+from coserve.vllm.pulse_reporter import PULSE_TTL_NS
 from examples.demo.records import ProductionRequest
 from examples.demo.slot import PRODUCTION
 from examples.demo.window import Window

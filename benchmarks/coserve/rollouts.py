@@ -19,7 +19,7 @@ from examples.demo.slot import GUEST, SLOT
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.wire.leases import EPOCH_HEADER, LeaseGranted, LeaseRequest
-from scheduler.gateway.leases import AgentClient
+from scheduler.gateway.agent_client import AgentClient
 
 _DURATION_S = 10.0
 _RENEW_S = 2.0

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from harvester.agent.scrape import MetricsProbe
+from harvester.agent.engine_probes import MetricsProbe
 
 
 @asynccontextmanager

@@ -5,7 +5,6 @@ thread asks it while the gate is closed and while there is no work, so every cal
 Imports nothing of vLLM.
 """
 
-import logging
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,25 +15,22 @@ from coserve.guest.isolation import PREEMPTED, IsolationBackend
 from coserve.guest.isolation_watch import IsolationWatch, ObservedIsolation
 from coserve.guest.memory_deadline import MemoryDeadline
 from coserve.law.engine_terms import idle, terms_of
-from coserve.law.gate import Closed, StepDecision, decide
-from coserve.law.step_time import StepTimeModel
+from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
+from coserve.law.granted_pulses import GrantedPulses
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.page import (
     OWN_USER,
     Grant,
+    GrantMode,
     Guest,
     GuestMemory,
     PageDirectory,
     PageOwners,
-    PageReader,
     PulseHead,
     Reading,
 )
 from harvester.contracts.process import ProcessId
-
-_log = logging.getLogger(__name__)
 
 GUEST_PAGE_TTL_NS = 500_000_000
 _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
@@ -42,9 +38,7 @@ _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
 agent's settings."""
 _LOOK_NS = 100_000_000
 """Interval at which the guest checks that its page still exists."""
-_DEFAULT_GRACE_S = 10.0
 _FAULT_CHARACTERS = 300
-_DEFAULT_DEADLINE_S = 2.0
 
 
 @dataclass(slots=True)
@@ -69,7 +63,6 @@ class GuestQueue:
     """Whether the weights are offloaded when the slot falls asleep."""
     weights_away: bool = False
     isolation: str = ""
-    standing: ObservedIsolation = field(default_factory=ObservedIsolation)
     memory: GuestMemory = field(default_factory=GuestMemory)
 
 
@@ -84,22 +77,16 @@ class GuestSlot:
         self._guest_page = self._directory.guest_page()
         self._guest_page.make()
         self._look_ns = 0
-        self._pulse_names: tuple[str, ...] = ()
-        self._pulse_pages: dict[str, PageReader[PulseHead]] = {}
+        self._pulses = GrantedPulses(self._directory)
         self._token_limit = token_limit
         self.steps = GuestSteps()
         self.load = GuestQueue()
         self.last = StepDecision(0, Closed.NO_GRANT, 0.0)
         self._grant: Reading[Grant] = self._grant_page.read()
-        self._epoch = 0
-        self.abort_grace_s = _DEFAULT_GRACE_S
-        self._budget_tokens: int | None = None
-        self._kv_deadline_s = _DEFAULT_DEADLINE_S
+        self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
+        """The last one that could be read; without a grant nothing falls asleep or wakes up."""
         self._memory_deadline = MemoryDeadline()
-        self.asleep = False
-        """`asleep` of the last grant; without a grant nothing falls asleep or wakes up."""
-        self.kv_retained_ratio = 0.0
-        """`kv_retained_ratio` of the last grant."""
+        self._watch: IsolationWatch | None = None
         self._granted_ns = monotonic_ns()
         self._closings = self._aborted = 0
         self._decide_s = 0.0
@@ -116,27 +103,19 @@ class GuestSlot:
             # CPU time of this thread: beside production the idle class is preempted at any moment.
             began_ns, now_ns = thread_time_ns(), monotonic_ns()
             grant = self._grant = self._grant_page.read(now_ns=now_ns)
-            pulses = self._read_pulses(now_ns)
+            pulses: list[Reading[PulseHead]] = []
             if grant.record is not None:
-                self._granted_ns = now_ns
-                self._epoch = grant.record.epoch
-                self.abort_grace_s = min(grant.record.abort_grace_s, _GRACE_MAX_S)
-                self._kv_deadline_s = min(grant.record.kv_deadline_s, _DEADLINE_MAX_S)
-                budget_tokens = grant.record.kv_budget_tokens or None
-                self.asleep = grant.record.asleep
-                self._budget_tokens = 0 if self.asleep else budget_tokens
-                self.kv_retained_ratio = grant.record.kv_retained_ratio
-            decision = decide(
-                grant,
-                pulses,
+                self._granted_ns, self.granted = now_ns, grant.record
+                pulses = self._pulses.read(grant.record, now_ns=now_ns)
+            guest = GuestLoad(
                 step_time=self.steps.model,
                 decodes=self.load.running,
                 context_tokens=self.load.kv_tokens,
                 launched_s=self.steps.launched_s,
-                token_limit=self._token_limit,
-                may_probe=now_ns > self.steps.probe_ns,
-                now_ns=now_ns,
+                cap=self._token_limit,
             )
+            may_probe = now_ns > self.steps.probe_ns
+            decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
             if decision.tokens == 0 < self.last.tokens:
                 self._closings += 1
             self.last = decision
@@ -147,30 +126,21 @@ class GuestSlot:
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
         """Futex words of the slot's pages, to wait on."""
         with self._lock:
-            pages = () if grant_only else self._pulse_pages.values()
+            pages = () if grant_only else self._pulses.pages
             words = [self._grant_page.peek(), *[page.peek() for page in pages]]
             return tuple([word for word in words if word is not None])
 
     def isolation_watch(self) -> IsolationWatch | None:
         """A watch that is not started yet; None for an isolation that cannot cease to hold."""
         load = self.load
-        if load.isolation not in PREEMPTED:
-            return None
-
-        def tell(standing: ObservedIsolation) -> None:
-            load.standing = standing
-
-        return IsolationWatch(
-            IsolationBackend(load.isolation),
-            self._directory,
-            guest=lambda: load.processes,
-            tell=tell,
-        )
+        if load.isolation in PREEMPTED:
+            backend = IsolationBackend(load.isolation)
+            self._watch = IsolationWatch(backend, self._directory, guest=lambda: load.processes)
+        return self._watch
 
     @property
-    def closed_by_grant(self) -> bool:
-        """Whether no pulse can open the gate, as of the last decision."""
-        return self.last.closed_by_grant
+    def abort_grace_s(self) -> float:
+        return min(self.granted.abort_grace_s, _GRACE_MAX_S)
 
     def grace_over(self) -> bool:
         """Whether, at the last decision, the grant had been missing for longer than its grace."""
@@ -181,12 +151,14 @@ class GuestSlot:
     def kv_budget_tokens(self) -> int | None:
         """KV that the guest may keep as of the last decision; None is no limit."""
         # A late grant takes nothing; a grant that is missing beyond its grace takes everything.
-        return 0 if self.grace_over() else self._budget_tokens
+        if self.grace_over() or self.granted.asleep:
+            return 0
+        return self.granted.kv_budget_tokens or None
 
     def owes_memory(self) -> bool:
         """Whether the engine loop must obey a new budget, or sleep or wake."""
         load = self.load
-        if load.sleeps and load.weights_away != self.asleep:
+        if load.sleeps and load.weights_away != self.granted.asleep:
             return True
         return load.kv_tokens_short > 0 or load.kv_budget_tokens != self.kv_budget_tokens()
 
@@ -194,17 +166,13 @@ class GuestSlot:
         """Whether the guest has held more than its budget for longer than its deadline, as of the
         last decision. A sleeping guest has no deadline: production does not need that memory yet.
         Called by one thread only."""
-        waits = self.grace_over() or not self.asleep
+        waits = self.grace_over() or not self.granted.asleep
         return self._memory_deadline.missed(
             usable_tokens=self.load.kv_tokens_total - self.load.kv_tokens_withheld,
             budget_tokens=self.kv_budget_tokens() if waits else None,
-            deadline_s=self._kv_deadline_s,
+            deadline_s=min(self.granted.kv_deadline_s, _DEADLINE_MAX_S),
             now=monotonic_ns() * 1e-9,
         )
-
-    @property
-    def step_time(self) -> StepTimeModel:
-        return self.steps.model
 
     def launched(self, *, decodes: int, prefill_tokens: int) -> None:
         with self._lock:
@@ -246,10 +214,11 @@ class GuestSlot:
                 self._guest_page.close(unlink=True)
 
     def _record(self, now_ns: int) -> Guest:
-        decision, steps, standing = self.last, self.steps, self.load.standing
+        decision, steps = self.last, self.steps
+        observed = ObservedIsolation() if self._watch is None else self._watch.observed
         alone, beside = steps.calibrations(now_ns=now_ns)
         return Guest(
-            epoch=self._epoch,
+            epoch=self.granted.epoch,
             gate="open" if decision.open else "closed",
             reason=(decision.fault or decision.reason or ""),
             steps_launched=steps.launched_total,
@@ -268,8 +237,8 @@ class GuestSlot:
             prefix_tokens_dropped_total=self.load.prefix_tokens_dropped_total,
             processes=self.load.processes,
             isolation=self.load.isolation,
-            blocking_ratio=standing.blocking_ratio,
-            isolation_fault=standing.fault[:_FAULT_CHARACTERS],
+            blocking_ratio=observed.blocking_ratio,
+            isolation_fault=observed.fault[:_FAULT_CHARACTERS],
             memory=self.load.memory,
             weights_away=self.load.weights_away,
             step_over_ratio=steps.model.over_ratio,
@@ -281,34 +250,16 @@ class GuestSlot:
             decide_s_mean=self._decide_s,
         )
 
-    def _read_pulses(self, now_ns: int) -> list[Reading[PulseHead]]:
-        record = self._grant.record
-        if record is None:
-            return []
-        if self._pulse_names != record.pulses:
-            self._expect_pulses(record.pulses)
-        return [page.read(now_ns=now_ns) for page in self._pulse_pages.values()]
-
-    def _expect_pulses(self, names: tuple[str, ...]) -> None:
-        for page in self._pulse_pages.values():
-            page.close()
-        self._pulse_names, self._pulse_pages = names, {}
-        try:
-            self._pulse_pages = {name: self._directory.pulse_head_reader(name) for name in names}
-        except PeerProtocolError as error:
-            # Without its pulses the gate stays closed; the engine lives on and waits for a better
-            # grant.
-            _log.error("grant of %s: %s", self._directory.path, error)
-
     def _production(self, now_ns: int) -> ProductionMoment | None:
-        grant, pulses = self._grant.record, list[PulseHead]()
-        for page in self._pulse_pages.values():
+        grant = self._grant.record
+        if grant is None:
+            return None
+        pulses: list[PulseHead] = []
+        for page in self._pulses.pages:
             pulse = page.read(now_ns=now_ns).record
             if pulse is None:
                 return None
             pulses.append(pulse)
-        if grant is None:
-            return None
         return ProductionMoment(
             idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
             sum([pulse.requests_total for pulse in pulses]),

@@ -6,38 +6,83 @@ Chosen by capability, reported in the grant as `blocking_ratio` and undone on ex
     idle-group    Linux: the guest in a control group that is idle as a whole, preempted at once;
                   production's threads are ranked as if it were not there
     idle          Linux: the guest's processes in the idle scheduling class, preempted at once
-    time-slicing  CUDA's default: contexts take turns on the GPU; a fault stays with who caused it
+    time-slicing  CUDA's default: contexts take turns on the GPU; a fault ends only its own process
     mps           CUDA, by consent only: both run at once, the guest on a share of the GPU and at
-                  lower priority; without fault isolation, see coserve/guest/mps.py
+                  lower priority; without fault isolation, see MpsShare
                   under both the guest's threads on the host rank below production's as well
     none          nothing; the whole of a running step delays production
 
 The idle class ranks a process among those of its own scheduling group only, and groups share a core
 out by their own weights first: a guest in the idle class in another group than production gets half
-of the core. In the same group it is preempted, and what production's own threads are owed is off by
-up to a tick: they wait a millisecond for each other where they would not (decision 96).
+of the core. In the same group it is preempted, and the shares of production's own threads are off
+by up to a tick: they wait a millisecond for each other where they would not (decision 96).
 """
 
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
 from pathlib import Path
 
 from coserve.guest.gpus import ComputeMode, Gpu
-from coserve.guest.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.platform.idle_groups import IdleGroups
-from harvester.platform.mps import NO_DAEMON, PIPE_VARIABLE
+from harvester.platform.mps import (
+    NO_DAEMON,
+    PIPE_VARIABLE,
+    PRIORITY_VARIABLE,
+    THREADS_VARIABLE,
+    MpsControl,
+)
 from harvester.platform.scheduling_group import Rank, is_below, ranks
 
+_PRIORITY_NORMAL, _PRIORITY_BELOW_NORMAL = "0", "1"
 _GROUPS = IdleGroups()
 _GPU_GUEST_NICE = 19
 """Nice value of a GPU guest's host threads: a sixtieth of a core beside each of production's. Not
 the idle class: production may wait for a driver lock that a guest thread holds, and a thread
 without any CPU time never releases it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MpsShare:
+    """A guest's share of a GPU under NVIDIA's Multi-Process Service: consent level `mps`.
+
+    Production and guest are then clients of one server and run at the same time. What that costs,
+    and why it is never chosen by itself:
+
+        shared fate   a fault of one client ends the server and every client of it
+        one user      clients of another user than the server's wait until it is gone
+        no lifting    share and priority are read when a client starts; they cannot change later
+        no signals    a client that is killed in the middle of a kernel may leave the server
+                      undefined
+
+    A share of the GPU bounds its multiprocessors, not its memory bandwidth.
+    """
+
+    control: MpsControl = field(default_factory=MpsControl)
+    active_thread_percentage: float = 100.0
+    """Most of the GPU's multiprocessors that the guest may use, above 0 to 100."""
+    below_normal: bool = True
+    """Production's kernels go first where both wait."""
+    blocking_ratio: float = 1.0
+    """No other ratio has been measured on a GPU yet: configure your own measurement."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.active_thread_percentage <= 100:
+            raise ConfigError("mps: active_thread_percentage must be above 0 and at most 100")
+        if not 0 <= self.blocking_ratio <= 1:
+            raise ConfigError("mps: blocking_ratio must lie between 0 and 1")
+
+    @property
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        return (
+            (PIPE_VARIABLE, str(self.control.pipe_directory)),
+            (THREADS_VARIABLE, f"{self.active_thread_percentage:g}"),
+            (PRIORITY_VARIABLE, _PRIORITY_BELOW_NORMAL if self.below_normal else _PRIORITY_NORMAL),
+        )
 
 
 class IsolationBackend(StrEnum):

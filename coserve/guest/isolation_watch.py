@@ -8,6 +8,7 @@ nothing reports it. An unverifiable isolation does not hold: the guest's steps c
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 
 from coserve.guest.isolation import PREEMPTED, IsolationBackend, check_beside
@@ -32,7 +33,7 @@ class ObservedIsolation:
 
 
 class IsolationWatch(threading.Thread):
-    """Tells every second how the guest stands; only a backend of `PREEMPTED` needs one."""
+    """Looks every second; only a backend of `PREEMPTED` needs one."""
 
     def __init__(
         self,
@@ -40,17 +41,14 @@ class IsolationWatch(threading.Thread):
         directory: PageDirectory,
         *,
         guest: Callable[[], Iterable[ProcessId]],
-        tell: Callable[[ObservedIsolation], None],
     ) -> None:
         """`guest` says which processes the engine has."""
         super().__init__(name="rosemux-isolation", daemon=True)
         self._isolation = PREEMPTED[backend]
         self._directory = directory
         self._guest = guest
-        self._tell = tell
-        self._told = ObservedIsolation(fault="not looked at yet")
         self._stopped = threading.Event()
-        tell(self._told)
+        self.observed = ObservedIsolation(fault="not looked at yet")
 
     def stop(self) -> None:
         self._stopped.set()
@@ -64,19 +62,18 @@ class IsolationWatch(threading.Thread):
         """Ask once, in the caller's thread."""
         try:
             self._check()
-            standing = ObservedIsolation(self._isolation.blocking_ratio)
+            observed = ObservedIsolation(self._isolation.blocking_ratio)
         except (OSError, PeerProtocolError, Unsupported) as error:
-            standing = ObservedIsolation(fault=str(error))
+            observed = ObservedIsolation(fault=str(error))
         except Exception as error:
-            # Without this thread a standing would stay true for ever.
+            # Without this thread an observation would stay true for ever.
             _log.exception("the watch goes on after an error")
-            standing = ObservedIsolation(fault=f"it cannot be looked at: {error}")
-        if standing.fault and standing.fault != self._told.fault:
-            _log.warning("guest steps count whole (blocking ratio 1): %s", standing.fault)
-        elif self._told.fault and not standing.fault:
+            observed = ObservedIsolation(fault=f"it cannot be looked at: {error}")
+        before, self.observed = self.observed, observed
+        if observed.fault and observed.fault != before.fault:
+            _log.warning("guest steps count whole (blocking ratio 1): %s", observed.fault)
+        elif before.fault and not observed.fault:
             _log.warning("isolation %s holds", self._isolation.backend)
-        self._told = standing
-        self._tell(standing)
 
     def _check(self) -> None:
         guest = tuple(process.pid for process in self._guest())
@@ -89,21 +86,15 @@ class IsolationWatch(threading.Thread):
 
     def _roots(self) -> list[ProcessId]:
         """First process of every engine that the grant names."""
-        grants = self._directory.grant_reader()
-        try:
+        with closing(self._directory.grant_reader()) as grants:
             grant = grants.read().record
-        finally:
-            grants.close()
         if grant is None or not grant.pulses:
             raise Unsupported("no grant says who production is")
         return [self._root(name) for name in grant.pulses]
 
     def _root(self, name: str) -> ProcessId:
-        pulses = self._directory.pulse_reader(name)
-        try:
+        with closing(self._directory.pulse_reader(name)) as pulses:
             reading = pulses.read()
-        finally:
-            pulses.close()
         if reading.record is None:
             raise Unsupported(f"{name}: {reading.fault}")
         root = reading.record.root

@@ -1,12 +1,9 @@
 """Gives the memory of unused KV blocks back to the operating system, page by page.
 
-An engine takes its whole KV cache when it starts and keeps it. Blocks that no request holds are
-memory all the same, and beside production it is production's. A block is some bytes in each of
-several planes (per layer, and per half where keys and values lie apart); neighbours in a plane
-touch, so that a run of unused blocks covers whole pages even where one block covers none.
-
-The address space stays as it is: a page that was given back reads as zeros and is there again at
-the next write. Linux; nothing here knows an engine.
+An engine takes its whole KV cache when it starts. A block is some bytes in each of several planes
+(per layer, and per half where keys and values lie apart); neighbours in a plane touch, so that a
+run of unused blocks covers whole pages even where one block covers none. The address space stays: a
+page that was given back reads as zeros and is there again at the next write. Linux.
 """
 
 import ctypes

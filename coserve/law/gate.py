@@ -1,7 +1,16 @@
 """The gate: may the guest start a step now, and of how many tokens.
 
 It decides from page readings alone and the time that is passed in. Whatever it cannot know closes
-it: an expired grant, a missing, torn or foreign pulse, a production engine that hangs.
+it: an expired grant, a missing, torn or foreign pulse, a production engine that hangs. Once the
+grant is open and every pulse is present and fresh, the grant's law admits the step:
+
+    slack        RoseMux's: the largest step that fits into production's slack
+    rose         ROSE, section 4.1: chunks of 512 tokens while TTFT and TPOT slack to the SLO itself
+                 are positive
+    saturation   llm-d's probabilistic admitter (inference scheduler 520af478): new work is shed
+                 with probability min(1, 300 * saturation ** 5), work that runs goes on
+
+The last two are other projects' laws, for comparison on one engine.
 """
 
 import math
@@ -11,11 +20,17 @@ from random import random
 
 import msgspec
 
-from coserve.law.engine_terms import idle, terms_of
-from coserve.law.laws import Admission, GuestLoad, rose_law, saturation_law, slack_law
-from coserve.law.slack import hung
+from coserve.law.engine_terms import EngineTerms, idle, terms_of
+from coserve.law.slack import events_slack_s, hung, slack_s, step_budget_s
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, Law, PageFault, PulseHead, Reading
+
+ROSE_CHUNK_TOKENS = 512
+# llm-d's bounds: an engine is full with five waiting requests, or four fifths of its KV in use.
+_FULL_WAITING = 5.0
+_FULL_KV_RATIO = 0.8
+_SHED_FACTOR = 300.0
+_SHED_POWER = 5
 
 
 class Closed(StrEnum):
@@ -52,26 +67,33 @@ class StepDecision(msgspec.Struct, frozen=True):
         return self.reason in _BY_GRANT
 
 
+class GuestLoad(msgspec.Struct, frozen=True):
+    """The guest's load and limits for its next step."""
+
+    step_time: StepTimeModel
+    decodes: int
+    """Running decode requests."""
+    context_tokens: int
+    """KV tokens of the running requests."""
+    launched_s: float
+    """Predicted time of steps that are launched and not finished."""
+    cap: int
+    """Token limit of a step, by the engine; a law is asked with the grant's as well."""
+
+
 def decide(
     grant: Reading[Grant],
     pulses: Sequence[Reading[PulseHead]],
+    guest: GuestLoad,
     *,
-    step_time: StepTimeModel,
-    decodes: int,
-    context_tokens: int,
-    launched_s: float,
-    token_limit: int,
     may_probe: bool,
     now_ns: int,
     chance: Callable[[], float] = random,
 ) -> StepDecision:
     """The grant's law over all pulses of a slot.
 
-    `launched_s` is the predicted time of guest steps that are launched and not finished,
-    `token_limit` the engine's own maximum per step, `decodes` its running decode requests and
-    `context_tokens` the KV that these hold.
-    `may_probe` says that the last step is long enough ago: a prediction that is too long admits no
-    step and so is never corrected, wherefore idle production is then asked for one token.
+    With `may_probe` (the last step is long enough ago) idle production admits one token against the
+    prediction: one that is too long would admit no step, and so never be corrected.
     """
     record = grant.record
     if record is None:
@@ -79,11 +101,10 @@ def decide(
         return StepDecision(0, Closed.NO_GRANT if missing else Closed.GRANT_FAULT, 0.0, grant.fault)
     if record.mode is GrantMode.CLOSED:
         return StepDecision(0, Closed.GRANT_CLOSED, 0.0)
-    cap = token_limit
-    if 0 < record.step_tokens_cap < cap:
-        cap = record.step_tokens_cap
+    if 0 < record.step_tokens_cap < guest.cap:
+        guest = msgspec.structs.replace(guest, cap=record.step_tokens_cap)
     if record.mode is GrantMode.UNGATED:
-        return StepDecision(cap, None, math.inf)
+        return StepDecision(guest.cap, None, math.inf)
     if not pulses or len(pulses) != len(record.pulses):
         return StepDecision(0, Closed.NO_PULSE, 0.0)
     present: list[PulseHead] = []
@@ -95,20 +116,64 @@ def decide(
     for pulse, of_engine in zip(present, terms, strict=True):
         if pulse.in_flight and hung(pulse, of_engine, now_ns=now_ns):
             return StepDecision(0, Closed.HUNG, 0.0)
-    guest = GuestLoad(step_time, decodes, context_tokens, launched_s, cap)
     match record.law:
         case Law.SLACK:
-            admitted = slack_law(present, record, guest, terms=terms, now_ns=now_ns)
+            found = slack_law(present, record, guest, terms=terms, now_ns=now_ns)
         case Law.ROSE:
-            admitted = rose_law(present, record, guest, terms=terms, now_ns=now_ns)
+            found = rose_law(present, record, guest, terms=terms, now_ns=now_ns)
         case Law.SATURATION:
-            admitted = saturation_law(present, guest, chance=chance())
-    if admitted.tokens > 0:
-        return StepDecision(admitted.tokens, None, admitted.slack_s)
-    if may_probe and _may_probe(admitted, guest) and idle(present, terms, now_ns=now_ns):
-        return StepDecision(1, None, admitted.slack_s, probe=True)
-    return StepDecision(0, Closed.NO_SLACK, admitted.slack_s)
+            found = saturation_law(present, guest, chance=chance())
+    if found.open or not may_probe:
+        return found
+    could = found.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0
+    if could and idle(present, terms, now_ns=now_ns):
+        return StepDecision(1, None, found.slack_s, probe=True)
+    return found
 
 
-def _may_probe(admitted: Admission, guest: GuestLoad) -> bool:
-    return admitted.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0
+def slack_law(
+    pulses: Sequence[PulseHead],
+    grant: Grant,
+    guest: GuestLoad,
+    *,
+    terms: Sequence[EngineTerms],
+    now_ns: int,
+) -> StepDecision:
+    """Admit the largest step that fits into production's slack. `terms` has one entry per pulse."""
+    slack = slack_s(pulses, grant, terms, now_ns=now_ns)
+    budget_s = step_budget_s(slack, grant) - guest.launched_s
+    tokens = guest.step_time.tokens_within_s(
+        budget_s, decodes=guest.decodes, context_tokens=guest.context_tokens, cap=guest.cap
+    )
+    return _admitted(tokens, slack)
+
+
+def rose_law(
+    pulses: Sequence[PulseHead],
+    grant: Grant,
+    guest: GuestLoad,
+    *,
+    terms: Sequence[EngineTerms],
+    now_ns: int,
+) -> StepDecision:
+    """Admit a chunk while all slack to the SLO is positive. `terms` has one entry per pulse."""
+    slack = min(
+        (
+            events_slack_s(pulse, grant, of_engine, epsilon=math.inf, now_ns=now_ns)
+            for pulse, of_engine in zip(pulses, terms, strict=True)
+        ),
+        default=-math.inf,
+    )
+    return _admitted(min(guest.cap, ROSE_CHUNK_TOKENS) if slack > 0.0 else 0, slack)
+
+
+def saturation_law(pulses: Sequence[PulseHead], guest: GuestLoad, *, chance: float) -> StepDecision:
+    """Shed new work at random as production fills up. `chance` is uniform in [0, 1)."""
+    full = [max(p.waiting / _FULL_WAITING, p.kv_usage_ratio / _FULL_KV_RATIO) for p in pulses]
+    saturation = sum(full) / len(full) if full else 1.0
+    shed = chance < _SHED_FACTOR * saturation**_SHED_POWER
+    return _admitted(min(guest.cap, guest.decodes) if shed else guest.cap, math.inf)
+
+
+def _admitted(tokens: int, slack_s: float) -> StepDecision:
+    return StepDecision(tokens, None if tokens > 0 else Closed.NO_SLACK, slack_s)

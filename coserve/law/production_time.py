@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from coserve.law.calibration import CalibrationWindow
+from coserve.law.step_time import CalibrationWindow
 from harvester.contracts.page import ProductionModel
 
 _WINDOW = 512

@@ -63,6 +63,17 @@ def slack_s(
     return slack if phantom_of is not None else -math.inf
 
 
+def step_budget_s(slack_s: float, grant: Grant) -> float:
+    """The longest guest step that delays production by no more than the slack.
+
+    An isolation backend lets production preempt a running step, so only the preemption and a share
+    of the step delay production; without one the whole step does. A decode's slack is usually less
+    than the preemption: no step starts between two decode steps.
+    """
+    preemption_s = grant.preemption_s if grant.blocking_ratio < 1.0 else 0.0
+    return (slack_s - preemption_s) / max(grant.blocking_ratio, 1e-3)
+
+
 def events_slack_s(
     pulse: PulseHead, grant: Grant, terms: EngineTerms, *, epsilon: float, now_ns: int
 ) -> float:

@@ -5,24 +5,94 @@
 
 `context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online,
 so that other hardware and another model are followed without a reset. Only steps that production
-left alone are learned from: what a step takes beside production is told (`beside`), and no part of
-the law, which counts how much of the accelerator a step takes and not how long that lasts. The fit
-runs once per step and must cost microseconds. Touches no clock; observations come with their
-duration.
+left alone are learned from: the time of a step beside production is reported (`beside`), and is no
+part of the law, which counts how much of the accelerator a step takes and not how long it lasts.
+The fit runs once per step and must cost microseconds. Touches no clock; observations come with
+their duration.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coserve.law.calibration import CalibrationWindow
-from coserve.law.least_squares import LeastSquares
+import numpy as np
+
+from harvester.contracts.page import Calibration
 
 CONTEXT_UNIT_TOKENS = 1024
-# One step can be slow for reasons that are no step's (a first call, a page fault); what it says
-# beyond this many predictions is left out, and steps that stay slow still say it again.
+# A single step can be slow for other reasons (a first call, a page fault): it counts at most this
+# many times its prediction. Steps that stay slow still raise the fit.
 _OUTLIER_RATIO = 4.0
 _SHORTEST_STEP_S = 1e-4
 _LEAST_S = 1e-9
-_CALIBRATION_GAIN = 0.01
+_OVER_GAIN = 0.01
+_CALIBRATION_WINDOW = 512
+# An observation 200 ago weighs 1/e.
+_FORGETTING = 1.0 - 1.0 / 200.0
+_LEAST_INFORMATION = 1e-3
+"""Information added with every observation, in every direction."""
+
+
+class CalibrationWindow:
+    """Calibration of predicted step times: observed over predicted.
+
+    Each step is compared with the model in force when it ran, never with one that has learned from
+    it. For a model of the P90, a tenth of the steps take longer than predicted and the P90 of the
+    ratio is 1; above 1 production is slower than the slack law believes, below it harvesting leaves
+    time unused.
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=_CALIBRATION_WINDOW)
+
+    def observe(self, *, predicted_s: float, step_s: float) -> None:
+        """Record a step. Ignores predictions of 0 s."""
+        if predicted_s > 0.0:
+            self._ratios.append(step_s / predicted_s)
+
+    def summary(self) -> Calibration:
+        if not self._ratios:
+            return Calibration()
+        ratios = np.asarray(self._ratios)
+        p50, p90, p99 = np.quantile(ratios, (0.5, 0.9, 0.99))
+        return Calibration(
+            steps=len(ratios),
+            over_ratio=float((ratios > 1.0).mean()),
+            p50_ratio=float(p50),
+            p90_ratio=float(p90),
+            p99_ratio=float(p99),
+        )
+
+
+class LeastSquares:
+    """Coefficients of a linear law, from one observation at a time.
+
+    Recursive least squares with forgetting and a floor under the information (Kreisselmeier, 1990):
+    changes are followed without a reset, and a direction without observations for hours keeps some
+    information, without which the fit would diverge there. No coefficient falls below its minimum.
+    """
+
+    def __init__(self, *, least: Sequence[float]) -> None:
+        self._least = tuple(least)
+        self._floor = _LEAST_INFORMATION * np.eye(len(self._least))
+        self._information = np.zeros_like(self._floor)
+
+    def updated(
+        self, coefficients: Sequence[float], x: Sequence[float], residual: float
+    ) -> list[float]:
+        """The coefficients after one observation. `residual` is the observed value less the one
+        that the given coefficients predict for `x`."""
+        self._information = _FORGETTING * self._information + np.outer(x, x) + self._floor
+        inverse = np.linalg.inv(self._information)
+        found = np.asarray(coefficients) + residual * (inverse @ x)
+        for place, least in enumerate(self._least):
+            if found[place] < least:
+                # Raised along the inverse, so that the other coefficients compensate: raising one
+                # alone would bias the fit for every observation.
+                found += (least - found[place]) / inverse[place, place] * inverse[place]
+        # Compensation may have pushed another coefficient below its minimum.
+        raised: list[float] = np.maximum(found, self._least).tolist()
+        return raised
 
 
 @dataclass(slots=True)
@@ -43,10 +113,9 @@ class StepTimeModel:
     alone: CalibrationWindow = field(default_factory=CalibrationWindow)
     beside: CalibrationWindow = field(default_factory=CalibrationWindow)
     """Calibration of steps that production overlapped, over their predicted time alone."""
-    _fit: LeastSquares = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._fit = LeastSquares(self._coefficients, least=(0.0, _LEAST_S, _LEAST_S, 0.0))
+    _fit: LeastSquares = field(
+        default_factory=lambda: LeastSquares(least=(0.0, _LEAST_S, _LEAST_S, 0.0)), repr=False
+    )
 
     def predict_s(self, *, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
         mean = self.base_s + self.decode_s * decodes + self.prefill_s * prefill_tokens
@@ -59,7 +128,7 @@ class StepTimeModel:
         """Largest token count of a step that fits into `budget_s`, 0 to `cap`.
 
         A scheduler runs its decodes first (one token each) and fills up with prefill. Fewer decodes
-        than there are read less context, which is not counted on: whose they are is not known.
+        than there are read less context, which is not counted on: which ones run is not known.
         """
         left_s = budget_s / self.factor - self.base_s
         left_s -= self.context_s * (context_tokens / CONTEXT_UNIT_TOKENS)
@@ -76,21 +145,15 @@ class StepTimeModel:
         self, *, decodes: int, prefill_tokens: int, context_tokens: int, step_s: float
     ) -> None:
         """Fold in one step that production did not disturb."""
-        fit = self._fit
-        # Coefficients set from outside take effect.
-        fit.coefficients[:] = self._coefficients
         x = (1.0, float(decodes), float(prefill_tokens), context_tokens / CONTEXT_UNIT_TOKENS)
-        mean = fit.predict(x)
-        self.over_ratio += _CALIBRATION_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
+        before = self.base_s, self.decode_s, self.prefill_s, self.context_s
+        mean = sum([each * value for each, value in zip(before, x, strict=True)])
+        self.over_ratio += _OVER_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
         step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
-        fit.observe(x, step_s - mean)
-        self.base_s, self.decode_s, self.prefill_s, self.context_s = fit.coefficients
+        after = self._fit.updated(before, x, step_s - mean)
+        self.base_s, self.decode_s, self.prefill_s, self.context_s = after
         self._follow_quantile(mean, step_s)
         self.samples += 1
-
-    @property
-    def _coefficients(self) -> tuple[float, float, float, float]:
-        return self.base_s, self.decode_s, self.prefill_s, self.context_s
 
     def _follow_quantile(self, mean_s: float, step_s: float) -> None:
         # Stochastic quantile descent: up by q when the step took longer, down by 1 - q otherwise.

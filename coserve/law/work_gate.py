@@ -1,37 +1,95 @@
-"""Asks a slot's pages before each piece of guest work that is no engine step.
+"""Paces guest work that is no engine step: decoding or writing a version, waking weights, starting.
 
-One in each working process, workers included: it reads pages and writes none. Imports nothing of
-vLLM.
+The work is done in pieces; each piece needs slack for the time that pieces of its kind have taken,
+as a step does. Without slack it waits; but a version may be late and never stuck, so after a while
+one piece goes without slack.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from time import thread_time
 
-from coserve.law.work_pace import WorkPace, work_budget_s
+from coserve.law.engine_terms import terms_of
+from coserve.law.granted_pulses import GrantedPulses
+from coserve.law.slack import hung, slack_s, step_budget_s
 from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
-from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.page import Grant, PageDirectory, PageReader, PulseHead, Reading
+from harvester.contracts.page import Grant, GrantMode, PageDirectory, PulseHead, Reading
 
+SHARE = 0.05
+"""Share of time for pieces without slack: the default epsilon by which production's times may grow.
+A version takes at most twenty times as long as alone, whatever production does."""
+_SLOWER_GAIN = 0.2
 _LOOK_S = 0.005
 
 
+def work_budget_s(
+    grant: Reading[Grant], pulses: Sequence[Reading[PulseHead]], *, now_ns: int
+) -> float:
+    """Seconds that a piece of work may take now. An open or closed `grant` names the pulses.
+
+    Minus infinity if production's state is unknown, or if it hangs.
+    """
+    record = grant.record
+    if record is None:
+        return -math.inf
+    if record.mode is GrantMode.UNGATED:
+        return math.inf
+    present = [reading.record for reading in pulses if reading.record is not None]
+    if not present or len(present) != len(record.pulses):
+        return -math.inf
+    terms = terms_of(present, record)
+    for pulse, of_engine in zip(present, terms, strict=True):
+        if hung(pulse, of_engine, now_ns=now_ns):
+            return -math.inf
+    return step_budget_s(slack_s(present, record, terms, now_ns=now_ns), record)
+
+
+@dataclass(slots=True)
+class WorkPace:
+    """Pace of one kind of pieces."""
+
+    piece_s: float = 0.001
+    """Predicted duration of a piece; rises at once, falls slowly."""
+    _admitted_s: float | None = None
+    _next_s: float = 0.0
+    """Earliest time of a piece without slack."""
+
+    def admits(self, budget_s: float, *, now: float) -> bool:
+        """Whether a piece may run now; call again after a refusal."""
+        if self._admitted_s is None:
+            self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
+        if self.piece_s > budget_s and now < self._next_s:
+            return False
+        self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
+        return True
+
+    def observe(self, taken_s: float) -> None:
+        """Learn the duration of the piece that was admitted last."""
+        self.piece_s = max(taken_s, self.piece_s + _SLOWER_GAIN * (taken_s - self.piece_s))
+        if self._admitted_s is not None:
+            # By its actual duration: a long piece makes the prediction cautious, and delays only
+            # itself.
+            self._next_s = self._admitted_s + taken_s / SHARE
+
+
 class WorkGate:
-    """Thread-safe; pieces of several threads wait one after the other."""
+    """Asks a slot's pages before each piece; one in each working process, workers included.
+
+    Thread-safe; pieces of several threads wait one after the other.
+    """
 
     def __init__(
         self, pages: PageDirectory, *, on_host: bool = False, clock: Clock | None = None
     ) -> None:
         """With `on_host` a piece costs the CPU time of its threads, else its wall time, since the
         accelerator is occupied meanwhile."""
-        self._pages = pages
         self._grant_page = pages.grant_reader()
         self._guest_page = pages.guest_reader()
-        self._pulse_names: tuple[str, ...] = ()
-        self._pulse_pages: list[PageReader[PulseHead]] = []
+        self._pulses = GrantedPulses(pages)
         self._clock = clock or MonotonicClock()
         self._cost_s: Callable[[], float] = thread_time if on_host else self._clock.now
         self._paces: dict[str, WorkPace] = {}
@@ -81,7 +139,8 @@ class WorkGate:
             return -math.inf
         if self._owes(grant.record, now_ns):
             return math.inf
-        return work_budget_s(grant, self._read_pulses(grant.record, now_ns), now_ns=now_ns)
+        pulses = self._pulses.read(grant.record, now_ns=now_ns)
+        return work_budget_s(grant, pulses, now_ns=now_ns)
 
     def _pace(self, kind: str) -> WorkPace:
         return self._paces.setdefault(kind, WorkPace())
@@ -91,13 +150,3 @@ class WorkGate:
         if guest is None or not grant.kv_budget_tokens:
             return False
         return guest.kv_tokens_total - guest.kv_tokens_withheld > grant.kv_budget_tokens
-
-    def _read_pulses(self, grant: Grant, now_ns: int) -> list[Reading[PulseHead]]:
-        if self._pulse_names != grant.pulses:
-            for page in self._pulse_pages:
-                page.close()
-            self._pulse_names, self._pulse_pages = grant.pulses, []
-            # Without them nothing is known, and the gate of the steps says so in the log.
-            with suppress(PeerProtocolError):
-                self._pulse_pages = [self._pages.pulse_head_reader(name) for name in grant.pulses]
-        return [page.read(now_ns=now_ns) for page in self._pulse_pages]

@@ -1,4 +1,5 @@
-"""The engine cores behind one API-server process: one, or one per data-parallel rank.
+"""The steps of the engine cores behind one API-server process: one core, or one per data-parallel
+rank.
 
 Each core steps by itself, and each step's scheduler statistics reach one API server only. A
 process's knowledge of a core may therefore be old, and carries its time.
@@ -6,11 +7,57 @@ process's knowledge of a core may therefore be old, and carries its time.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from harvester.contracts.page import EngineCore
 
 # A page is 4 KiB.
 _TOLD_CORES = 16
 _SILENT_NS = 1_000_000_000
+
+
+class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration as the statistics logger reports it."""
+
+    running: int | None
+    """None if this process got no scheduler statistics for the step."""
+    kv_usage_ratio: float | None
+    first_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    inter_token_s: tuple[float, ...] = ()
+    finished_prompt_tokens: tuple[int, ...] = ()
+    rank: int = 0
+    """Data-parallel rank of the engine core."""
+    ours: bool = True
+    """Whether the step held requests of this process."""
+    waiting: int | None = None
+    """Requests without a place in the batch; None as for `running`."""
+
+    @property
+    def served(self) -> bool:
+        """Whether the step gave output to this process's requests; aborted requests get none."""
+        return bool(
+            self.generation_tokens
+            or self.first_tokens
+            or self.prompt_tokens
+            or self.inter_token_s
+            or self.finished_prompt_tokens
+        )
+
+
+class Siblings(msgspec.Struct, frozen=True):
+    """Totals of the engine's other API servers."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    decoding: int = 0
+    requests_total: int = 0
+    steps_total: int = 0
+    """A step that served several processes is counted by each of them."""
+
+
+NO_SIBLINGS = Siblings()
 
 
 @dataclass(slots=True)

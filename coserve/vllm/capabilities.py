@@ -44,43 +44,43 @@ class Capabilities:
     token_routes_module: str
     """Module that defines `/inference/v1/generate` (ids in, ids out)."""
 
-    token_routes_flag: str | None
+    token_routes_flag: str | None = None
     """Server flag without which those routes answer 403; None if no flag is needed."""
 
-    custom_histogram_buckets: bool
+    custom_histogram_buckets: bool = False
     """`--custom-histogram-buckets`: lets an SLO have its own bucket edge."""
 
-    plain_weight_flag: str | None
+    plain_weight_flag: str | None = None
     """Attribute of a linear layer that keeps its CPU weight unpacked; None: packing is fixed."""
 
-    sleep_backends: bool
-    endpoint_plugins: bool
-    weight_sync_client: bool
-    draft_weight_updates: bool
+    sleep_backends: bool = False
+    endpoint_plugins: bool = False
+    weight_sync_client: bool = False
+    draft_weight_updates: bool = False
     """An update of a speculative draft model begins with a separate call."""
 
-    abort_route: bool
+    abort_route: bool = False
     """`/abort_requests` is among the RL routes (before, only beside the token routes)."""
 
-    weight_version_api: bool
+    weight_version_api: bool = False
     """`/update_weight_version`, `/weight_info`, and a version given to `finish_weight_update`."""
 
-    preempt_drops_output: bool
+    preempt_drops_output: bool = False
     """A preemption can discard the output of steps that are still in flight."""
 
-    request_counts_published: bool
+    request_counts_published: bool = False
     """The engine loop publishes its request counts by itself before and after a step."""
 
-    checkpoint_patches: bool
+    checkpoint_patches: bool = False
     skipped_waiting_queue: bool
     """Requests passed over by a step wait in a separate queue; gone from 0.31."""
 
-    kv_memory_release: bool
-    weight_version_spans: bool
-    weight_checker: bool
+    kv_memory_release: bool = False
+    weight_version_spans: bool = False
+    weight_checker: bool = False
 
-    loop_watch_dog: bool
-    """The engine loop feeds vLLM's watchdog, which must be told of a sleep."""
+    loop_watch_dog: bool = False
+    """The engine loop feeds vLLM's watchdog, which must be notified of a sleep."""
 
 
 _0_24_0 = Capabilities(
@@ -90,23 +90,7 @@ _0_24_0 = Capabilities(
     weight_engine_sends=True,
     rl_routes_module="vllm.entrypoints.serve.dev.rlhf.api_router",
     token_routes_module="vllm.entrypoints.serve.disagg.api_router",
-    token_routes_flag=None,
-    custom_histogram_buckets=False,
-    plain_weight_flag=None,
-    sleep_backends=False,
-    endpoint_plugins=False,
-    weight_sync_client=False,
-    draft_weight_updates=False,
-    abort_route=False,
-    weight_version_api=False,
-    preempt_drops_output=False,
-    request_counts_published=False,
-    checkpoint_patches=False,
     skipped_waiting_queue=True,
-    kv_memory_release=False,
-    weight_version_spans=False,
-    weight_checker=False,
-    loop_watch_dog=False,
 )
 _0_25_0 = replace(
     _0_24_0,

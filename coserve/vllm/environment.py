@@ -17,13 +17,13 @@ from coserve.law.work_gate import WorkGate
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
-from harvester.contracts.page.owners import OWN_USER, PageOwners, owners_told
+from harvester.contracts.page.owners import OWN_USER, PageOwners, environment_owners
 from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
 from harvester.platform.mps import PIPE_VARIABLE
 
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
-"""A guest's `IsolationBackend`; unset is not said."""
+"""A guest's `IsolationBackend`; None if the variable is unset."""
 
 
 class Role(StrEnum):
@@ -65,7 +65,7 @@ def slot_environment() -> SlotEnvironment | None:
         pulse_page(engine, 0)
     except ConfigError as error:
         raise ConfigError(f"{ENGINE_VARIABLE}: {error}") from error
-    return SlotEnvironment(Role(role), engine, Path(directory), _isolation(), owners_told())
+    return SlotEnvironment(Role(role), engine, Path(directory), _isolation(), environment_owners())
 
 
 def work_gate(*, on_host: bool = False) -> WorkGate:

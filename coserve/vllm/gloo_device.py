@@ -2,9 +2,8 @@
 
 vLLM makes a dozen groups for one rank too. Torch opens a device for each, whose thread wakes a
 hundred times a second to check for its end: 1.5 % of a core. A device may serve any number of
-groups, but only a group's options can say so, which torch's own callers never pass. So while an
-engine of one rank starts, every request to torch for a single-rank gloo group gets a stock group
-with the device of the first. Groups of several ranks, and engines of several, are unaffected.
+groups, but only a group's options can say so, which torch's own callers never pass. So while such
+an engine starts, each single-rank gloo group is a stock group with the device of the first.
 """
 
 import logging

@@ -11,8 +11,7 @@ from enum import StrEnum
 
 from coserve.guest import isolation as backends
 from coserve.guest.gpus import Gpu
-from coserve.guest.isolation import Isolation, IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import Isolation, IsolationBackend, MpsShare
 from coserve.vllm import kv_shared, residency
 from coserve.vllm.capabilities import Capabilities
 from coserve.vllm.launch import GpuShare
@@ -33,7 +32,7 @@ class MemoryPlacement(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuestWishes:
+class GuestSettings:
     """Requests and consents of the operator."""
 
     kv_cache_bytes: int
@@ -70,35 +69,35 @@ class GuestPlan:
     """KV of a CPU engine, in GiB."""
 
 
-def plan(wishes: GuestWishes, vllm: Capabilities) -> GuestPlan:
+def plan(settings: GuestSettings, vllm: Capabilities) -> GuestPlan:
     """Raises Unsupported or ConfigError if a request cannot be met."""
-    memory = _memory(wishes)
-    _check_memory(memory, wishes, vllm)
-    if wishes.sleeps:
-        _check_sleep(wishes, vllm)
-    chosen = backends.choose(wishes.isolation, gpus=wishes.gpus, mps=wishes.mps)
-    if not wishes.gpus:
-        return GuestPlan(chosen, memory, None, wishes.kv_cache_bytes // _GIB)
+    memory = _memory(settings)
+    _check_memory(memory, settings, vllm)
+    if settings.sleeps:
+        _check_sleep(settings, vllm)
+    chosen = backends.choose(settings.isolation, gpus=settings.gpus, mps=settings.mps)
+    if not settings.gpus:
+        return GuestPlan(chosen, memory, None, settings.kv_cache_bytes // _GIB)
     share = GpuShare(
-        kv_cache_bytes=wishes.kv_cache_bytes,
-        devices=tuple(gpu.uuid for gpu in wishes.gpus),
-        shared_kv=wishes.shared_kv,
-        sleeps=wishes.sleeps,
-        eager=wishes.eager,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        devices=tuple(gpu.uuid for gpu in settings.gpus),
+        shared_kv=settings.shared_kv,
+        sleeps=settings.sleeps,
+        eager=settings.eager,
     )
     return GuestPlan(chosen, memory, share, 0)
 
 
-def answers(wishes: GuestWishes, vllm: Capabilities) -> tuple[Answer, ...]:
+def answers(settings: GuestSettings, vllm: Capabilities) -> tuple[Answer, ...]:
     """Answers for every choice, also where `plan` refuses."""
-    return (*_isolations(wishes), *_memories(wishes, vllm), _sleep(wishes, vllm))
+    return (*_isolations(settings), *_memories(settings, vllm), _sleep(settings, vllm))
 
 
-def _isolations(wishes: GuestWishes) -> Iterator[Answer]:
-    wanted = wishes.isolation or backends.choose(gpus=wishes.gpus).backend
+def _isolations(settings: GuestSettings) -> Iterator[Answer]:
+    wanted = settings.isolation or backends.choose(gpus=settings.gpus).backend
     for backend in IsolationBackend:
         try:
-            found = backends.choose(backend, gpus=wishes.gpus, mps=wishes.mps)
+            found = backends.choose(backend, gpus=settings.gpus, mps=settings.mps)
         except (ConfigError, Unsupported) as error:
             yield Answer("isolation", backend, False, False, str(error))
         else:
@@ -115,56 +114,56 @@ _EFFECT = {
 }
 
 
-def _memories(wishes: GuestWishes, vllm: Capabilities) -> Iterator[Answer]:
-    taken = _memory(wishes)
+def _memories(settings: GuestSettings, vllm: Capabilities) -> Iterator[Answer]:
+    taken = _memory(settings)
     for memory in MemoryPlacement:
         try:
-            _check_memory(memory, wishes, vllm)
+            _check_memory(memory, settings, vllm)
         except (ConfigError, Unsupported) as error:
             yield Answer("memory", memory, False, False, str(error))
         else:
-            yield Answer("memory", memory, True, memory is taken, _held(memory, wishes))
+            yield Answer("memory", memory, True, memory is taken, _held(memory, settings))
 
 
-def _sleep(wishes: GuestWishes, vllm: Capabilities) -> Answer:
+def _sleep(settings: GuestSettings, vllm: Capabilities) -> Answer:
     try:
-        _check_sleep(wishes, vllm)
+        _check_sleep(settings, vllm)
     except (ConfigError, Unsupported) as error:
         return Answer("asleep", "weights leave", False, False, str(error))
     why = "to pinned host memory of their size, where they follow new versions"
-    if not wishes.sleeps:
+    if not settings.sleeps:
         why += "; ask for it with guest.sleeps, else they stay on the GPU"
-    return Answer("asleep", "weights leave", True, wishes.sleeps, why)
+    return Answer("asleep", "weights leave", True, settings.sleeps, why)
 
 
-def _memory(wishes: GuestWishes) -> MemoryPlacement:
-    if wishes.shared_kv:
+def _memory(settings: GuestSettings) -> MemoryPlacement:
+    if settings.shared_kv:
         return MemoryPlacement.SHARED
-    return MemoryPlacement.STATIC if wishes.gpus else MemoryPlacement.PAGES
+    return MemoryPlacement.STATIC if settings.gpus else MemoryPlacement.PAGES
 
 
-def _held(memory: MemoryPlacement, wishes: GuestWishes) -> str:
-    size = f"{wishes.kv_cache_bytes / _GIB:.2f} GiB of KV"
+def _held(memory: MemoryPlacement, settings: GuestSettings) -> str:
+    size = f"{settings.kv_cache_bytes / _GIB:.2f} GiB of KV"
     match memory:
         case MemoryPlacement.STATIC:
             return f"{size} on each GPU stays taken; production must leave room for it"
         case MemoryPlacement.PAGES:
             return f"at most {size}; a budget is kept by giving pages back"
         case MemoryPlacement.SHARED:
-            return f"at most {size} on each GPU, by pages, as segment {wishes.shared_kv}"
+            return f"at most {size} on each GPU, by pages, as segment {settings.shared_kv}"
 
 
-def _check_memory(memory: MemoryPlacement, wishes: GuestWishes, vllm: Capabilities) -> None:
+def _check_memory(memory: MemoryPlacement, settings: GuestSettings, vllm: Capabilities) -> None:
     match memory:
-        case MemoryPlacement.STATIC if not wishes.gpus:
+        case MemoryPlacement.STATIC if not settings.gpus:
             raise Unsupported("on a CPU the KV's pages are given back")
-        case MemoryPlacement.PAGES if wishes.gpus:
+        case MemoryPlacement.PAGES if settings.gpus:
             raise Unsupported("vLLM's KV on a GPU cannot be given back in part")
-        case MemoryPlacement.PAGES if wishes.kv_cache_bytes < _GIB:
+        case MemoryPlacement.PAGES if settings.kv_cache_bytes < _GIB:
             raise ConfigError("kv_cache_bytes: on a CPU vLLM takes whole GiB, at least one")
-        case MemoryPlacement.SHARED if not wishes.gpus:
+        case MemoryPlacement.SHARED if not settings.gpus:
             raise Unsupported("kvcached needs an NVIDIA GPU")
-        case MemoryPlacement.SHARED if not wishes.shared_kv:
+        case MemoryPlacement.SHARED if not settings.shared_kv:
             raise ConfigError(
                 "shared memory takes an operator's consent: kvcached replaces production's KV "
                 "allocation as well. Name both engines' segments to give it"
@@ -175,9 +174,7 @@ def _check_memory(memory: MemoryPlacement, wishes: GuestWishes, vllm: Capabiliti
             pass
 
 
-def _check_sleep(wishes: GuestWishes, vllm: Capabilities) -> None:
-    if not wishes.gpus:
+def _check_sleep(settings: GuestSettings, vllm: Capabilities) -> None:
+    if not settings.gpus:
         raise Unsupported("on a CPU there is no other memory for the weights to go to")
-    if wishes.shared_kv:
-        raise ConfigError("sleep mode and kvcached do not go together: choose one")
-    residency.check(vllm)
+    residency.check(vllm, shared_kv=bool(settings.shared_kv))

@@ -10,12 +10,11 @@ Changes nothing else and calls nothing of vLLM's engine.
 
 import json
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
 
 import msgspec
 
 from coserve.vllm import continuation
+from coserve.vllm.middleware import App, Message, Receive, Scope, Send, reply_json
 from harvester.contracts.wire.engines import (
     CONTINUATION_FEATURE,
     ENGINE_HEADER,
@@ -24,12 +23,6 @@ from harvester.contracts.wire.engines import (
     EngineDescription,
     EngineReport,
 )
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _HEADER = ENGINE_HEADER.lower().encode()
 _RPC = "collective_rpc"
@@ -71,7 +64,7 @@ class IdentityMiddleware:
         path: str = scope["path"].rstrip("/")
         if scope["method"] == "GET" and path.endswith(ENGINE_ROUTE):
             report = EngineReport(identity=self.identity, description=_description(scope))
-            await _reply(send, 200, msgspec.json.encode(report), self.identity)
+            await reply_json(send, 200, msgspec.json.encode(report), _header(self.identity))
         elif scope["method"] == "POST" and path.rpartition("/")[2] in _WEIGHT_CALLS:
             await self._weight_call(scope, receive, send)
         else:
@@ -83,7 +76,7 @@ class IdentityMiddleware:
         )
         if wanted and wanted != self.identity:
             refusal = json.dumps({"error": f"this is engine {self.identity}, not {wanted}"})
-            await _reply(send, 412, refusal.encode(), self.identity)
+            await reply_json(send, 412, refusal.encode(), _header(self.identity))
             return
         cut = False
 
@@ -172,12 +165,8 @@ def _reads_only(body: bytes) -> bool:
 
 
 def _stamped(message: Message, identity: str) -> Message:
-    headers = [*message.get("headers", ()), (_HEADER, identity.encode())]
-    return {**message, "headers": headers}
+    return {**message, "headers": [*message.get("headers", ()), _header(identity)]}
 
 
-async def _reply(send: Send, status: int, body: bytes, identity: str) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    start: Message = {"type": "http.response.start", "status": status, "headers": headers}
-    await send(_stamped(start, identity))
-    await send({"type": "http.response.body", "body": body})
+def _header(identity: str) -> tuple[bytes, bytes]:
+    return _HEADER, identity.encode()

@@ -1,15 +1,14 @@
 """Keeps the guest's KV within its budget where kvcached shares a GPU's pages with production.
 
-Same interface as `KvReserve`, another mechanism. kvcached would map blocks that are withheld from
-its pool first, so the pool's own limit moves here instead. kvcached defers a limit below the
-present use without end; here cached prefixes are evicted first, the remaining excess is reported to
-the scheduler, which aborts the youngest requests, and pages that await a next step are released
-without one, since a closed guest has no next step. A page is free once every block on it is, so
-token counts are a lower bound.
+Same interface as `KvReserve`. kvcached would map blocks that are withheld from its pool, so the
+pool's own limit moves instead. kvcached defers a limit below the present use without end; here
+cached prefixes are evicted first, the scheduler aborts requests for the rest, and pages that await
+a next step are released without one, since a closed guest has none. A page is free once every
+block on it is, so token counts are a lower bound.
 
 Names are those of kvcached 0.1.6: `ElasticBlockPool`, which replaces vLLM's pool, and
-`KVCacheManager`. This has been exercised with kvcached's own manager over a stand-in for its
-compiled allocator, and never on a GPU.
+`KVCacheManager`. Tested with kvcached's own manager over a stand-in for its compiled allocator, and
+never on a GPU.
 """
 
 import logging

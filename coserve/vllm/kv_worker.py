@@ -6,6 +6,7 @@ Pages are returned on a CPU only; on a GPU the worker reports its memory.
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -40,18 +41,15 @@ class KvPages:
         """Pace this worker's weight work from now on: each piece asks the slot for slack."""
         paced_by = getattr(getattr(self, "weight_transfer_engine", None), "paced_by", None)
         if paced_by is not None:
-            paced_by(self._rosemux_gate())
+            paced_by(self._rosemux_gate)
 
     def rosemux_follow_updates(self) -> None:
         """Accept new versions while this worker sleeps."""
-        follow_updates(self, self._rosemux_gate())
+        follow_updates(self, self._rosemux_gate)
 
+    @cached_property
     def _rosemux_gate(self) -> WorkGate:
-        gate = getattr(self, "_rosemux_work_gate", None)
-        if gate is None:
-            on_host = torch.device(self.device).type == "cpu"
-            gate = self._rosemux_work_gate = work_gate(on_host=on_host)
-        return gate
+        return work_gate(on_host=torch.device(self.device).type == "cpu")
 
     def _rosemux_planes(self, total: int) -> list[Plane]:
         planes = getattr(self, "_rosemux_known_planes", None)

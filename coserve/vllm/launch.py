@@ -53,8 +53,6 @@ class GpuShare:
     def __post_init__(self) -> None:
         if self.kv_cache_bytes <= 0:
             raise ConfigError("a guest's KV on a GPU must be above 0 bytes")
-        if self.sleeps and self.shared_kv:
-            raise ConfigError("sleep mode and kvcached do not go together: choose one")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +128,9 @@ def guest(
         *IDENTITY,
     )
     slot = _slot(spec, Role.GUEST, pages)
-    under = {} if isolation is None else _isolation(isolation)
+    under: dict[str, str] = {}
+    if isolation is not None:
+        under = {ISOLATION_VARIABLE: isolation.backend, **dict(isolation.environment)}
     environment = _environment(spec) | _compiler(spec) | slot | _weights(weights) | under
     return EngineCommand(arguments, environment)
 
@@ -179,7 +179,7 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
     if isinstance(gpu, GpuOwner):
         return ("--gpu-memory-utilization", f"{gpu.memory_ratio:g}")
     if gpu.sleeps:
-        residency.check(spec.vllm)
+        residency.check(spec.vllm, shared_kv=bool(gpu.shared_kv))
     eager = ("--enforce-eager",) if gpu.eager else ()
     size = ("--kv-cache-memory-bytes", str(gpu.kv_cache_bytes))
     sleeps = ("--enable-sleep-mode",) if gpu.sleeps else ()
@@ -230,7 +230,14 @@ the first of them: 20 s of a core, which a guest takes from production."""
 
 
 def _environment(spec: EngineSpec) -> dict[str, str]:
-    device = _cpu(spec) if spec.gpu is None else _gpu(spec.gpu)
+    if spec.gpu is None:
+        device = {
+            "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **ONE_PROCESS,
+        }
+    else:
+        device = _gpu(spec.gpu)
     return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -245,14 +252,6 @@ def _environment(spec: EngineSpec) -> dict[str, str]:
 def _compiler(spec: EngineSpec) -> dict[str, str]:
     # On a GPU vLLM's own steps are compiled.
     return NO_COMPILER if spec.gpu is None else {}
-
-
-def _cpu(spec: EngineSpec) -> dict[str, str]:
-    return {
-        "VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        **ONE_PROCESS,
-    }
 
 
 def _gpu(part: GpuShare | GpuOwner) -> dict[str, str]:
@@ -271,10 +270,6 @@ def shared_memory(segment: str) -> dict[str, str]:
 
 def _slot(spec: EngineSpec, role: Role, pages: Path) -> dict[str, str]:
     return {ROLE_VARIABLE: role, ENGINE_VARIABLE: spec.name, DIRECTORY_VARIABLE: str(pages)}
-
-
-def _isolation(isolation: Isolation) -> dict[str, str]:
-    return {ISOLATION_VARIABLE: isolation.backend, **dict(isolation.environment)}
 
 
 def _weights(root: Path) -> dict[str, str]:

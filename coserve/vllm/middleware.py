@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from harvester.contracts.stock_fallback import guarded
 
 if TYPE_CHECKING:
-    from coserve.vllm.pulse import PulseReporter
+    from coserve.vllm.pulse_reporter import PulseReporter
     from harvester.contracts.page import Grant, PageReader
 
 Scope = MutableMapping[str, Any]
@@ -78,7 +78,7 @@ class PulseMiddleware:
 
 
 def _attached_reporter() -> "PulseReporter | None":
-    from coserve.vllm.pulse import process_reporter
+    from coserve.vllm.pulse_reporter import process_reporter
 
     reporter = process_reporter()
     if reporter is not None:
@@ -139,7 +139,7 @@ class EpochMiddleware:
         self._grant: PageReader[Grant] | None = None
         if environment is not None and guest:
             self._grant = PageDirectory(environment.directory, environment.owners).grant_reader()
-        self._open: dict[asyncio.Task[None], _Reply] = {}
+        self._open: dict[asyncio.Task[None], _Exchange] = {}
         self._watcher: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,9 +164,9 @@ class EpochMiddleware:
         await self._serve(scope, receive, send, grant.epoch)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: int) -> None:
-        reply = _Reply(send, epoch)
-        task = asyncio.create_task(_run(self._app, scope, _Receive(receive, reply), reply))
-        self._open[task] = reply
+        exchange = _Exchange(receive, send, epoch)
+        task = asyncio.create_task(exchange.run(self._app, scope))
+        self._open[task] = exchange
         if self._watcher is None or self._watcher.done():
             self._watcher = asyncio.create_task(self._watch())
         try:
@@ -177,11 +177,11 @@ class EpochMiddleware:
             raise
         finally:
             self._open.pop(task, None)
-        if not reply.cut.is_set():
+        if not exchange.cut.is_set():
             task.result()
-        elif not reply.started:
+        elif not exchange.started:
             await _refuse(send, 409, "lease epoch was raised")
-        elif not reply.whole:
+        elif not exchange.whole:
             # End the stream without a final chunk: the gateway keeps the tokens received.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -191,23 +191,24 @@ class EpochMiddleware:
         while self._open:
             grant = self._grant.read().record
             if grant is not None:
-                for task, reply in tuple(self._open.items()):
-                    if reply.epoch < grant.epoch:
-                        reply.cut.set()
-                        reply.passes += 1
-                        if reply.passes == _PASSES:
+                for task, exchange in tuple(self._open.items()):
+                    if exchange.epoch < grant.epoch:
+                        exchange.cut.set()
+                        exchange.passes += 1
+                        if exchange.passes == _PASSES:
                             task.cancel()
             await asyncio.sleep(_WATCH_S)
 
 
-class _Reply:
-    """Passes an app's messages on and tracks the progress of its reply.
+class _Exchange:
+    """Passes the messages of an app and its client on, and tracks the progress of the reply.
 
-    A cancelled app may still send messages or raise: once the reply is `cut`, both are dropped.
+    Once the exchange is `cut` the client counts as disconnected. A cancelled app may still send
+    messages or raise: both are dropped.
     """
 
-    def __init__(self, send: Send, epoch: int) -> None:
-        self._send = send
+    def __init__(self, receive: Receive, send: Send, epoch: int) -> None:
+        self._receive, self._send = receive, send
         self.epoch = epoch
         self.started = False
         self.whole = False
@@ -215,7 +216,14 @@ class _Reply:
         self.passes = 0
         """Passes of the watch since the cut."""
 
-    async def __call__(self, message: Message) -> None:
+    async def run(self, app: App, scope: Scope) -> None:
+        try:
+            await app(scope, self.receive, self.send)
+        except Exception:
+            if not self.cut.is_set():
+                raise
+
+    async def send(self, message: Message) -> None:
         if self.cut.is_set():
             return
         self.started = True
@@ -223,33 +231,17 @@ class _Reply:
             self.whole = True
         await self._send(message)
 
-
-class _Receive:
-    """Passes the client's messages on; once the reply is cut it reports a disconnected client."""
-
-    def __init__(self, receive: Receive, reply: _Reply) -> None:
-        self._receive = receive
-        self._cut = reply.cut
-
-    async def __call__(self) -> Message:
+    async def receive(self) -> Message:
         message = asyncio.ensure_future(self._receive())
-        cut = asyncio.ensure_future(self._cut.wait())
+        cut = asyncio.ensure_future(self.cut.wait())
         try:
             await asyncio.wait({message, cut}, return_when=asyncio.FIRST_COMPLETED)
-            if message.done() and not self._cut.is_set():
+            if message.done() and not self.cut.is_set():
                 return message.result()
             return {"type": "http.disconnect"}
         finally:
             message.cancel()
             cut.cancel()
-
-
-async def _run(app: App, scope: Scope, receive: Receive, reply: _Reply) -> None:
-    try:
-        await app(scope, receive, reply)
-    except Exception:
-        if not reply.cut.is_set():
-            raise
 
 
 def _epoch(scope: Scope, header: bytes) -> int | None:
@@ -260,7 +252,11 @@ def _epoch(scope: Scope, header: bytes) -> int | None:
 
 
 async def _refuse(send: Send, status: int, why: str) -> None:
-    body = json.dumps({"error": why}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await reply_json(send, status, json.dumps({"error": why}).encode())
+
+
+async def reply_json(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    """A whole reply; `headers` come behind those of its content."""
+    content = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": status, "headers": [*content, *headers]})
     await send({"type": "http.response.body", "body": body})

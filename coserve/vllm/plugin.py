@@ -3,17 +3,15 @@
 Three methods are wrapped, once. The engine loop, because the scheduler needs the core whose input
 queue it sleeps in and is woken through (gated_loop.py), and stock vLLM does not hand it out. The
 readers of vLLM's shared-memory queues, which spin for a second after each message. And the start of
-the workers, which on a GPU waits until no other guest is starting there, and in which a single
-rank's process groups share a device and its passes ask for slack (start_pace.py).
+the workers (guest_start.py).
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from coserve.vllm import continuation, gloo_device, start_pace, start_turn
+from coserve.vllm import continuation, guest_start
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
-from coserve.vllm.environment import Role, SlotEnvironment, slot_environment, work_gate
+from coserve.vllm.environment import Role, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.stock_fallback import guarded
 
@@ -27,7 +25,6 @@ _LOOK_AGAIN_MS = (2, 100)
 _LOOK_AGAIN_RATIO = 0.25
 
 _registered = False
-_log = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -54,7 +51,7 @@ def _register() -> None:
         EngineCoreProc.run_busy_loop, EngineCoreRequestType.WAKEUP
     )
     SpinCondition.wait = _sleeping(SpinCondition.wait)
-    Executor.__init__ = _in_turn(Executor.__init__, environment)
+    Executor.__init__ = guest_start.in_turn(Executor.__init__, environment)
     _registered = True
 
 
@@ -74,39 +71,7 @@ def _attached(run_busy_loop: Callable[[Any], Any], wakeup: Any) -> Callable[[Any
         attach = getattr(self.scheduler, "attach", None)
         if attach is not None:
             attach(self, lambda: self.input_queue.put_nowait((wakeup, None)))
-        start_pace.end()
-        start_turn.end()
+        guest_start.end()
         return run_busy_loop(self)
 
     return attached_busy_loop
-
-
-def _in_turn(start: Callable[..., None], environment: SlotEnvironment) -> Callable[..., None]:
-    def start_in_turn(self: Any, vllm_config: Any) -> None:
-        from vllm.platforms import current_platform
-
-        parallel = vllm_config.parallel_config
-        workers = parallel.world_size
-        start_turn.begin(environment, current_platform, workers=workers)
-        if current_platform.is_cuda() and workers * parallel.data_parallel_size == 1:
-            _pace_start()
-        try:
-            with gloo_device.shared(ranks=workers * parallel.data_parallel_size):
-                start(self, vllm_config)
-        except BaseException:
-            start_pace.end()
-            start_turn.end()
-            raise
-
-    return start_in_turn
-
-
-def _pace_start() -> None:
-    try:
-        import torch
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        start_pace.begin(GPUModelRunner, work_gate(), torch.accelerator.synchronize)
-    except Exception:
-        # A guest that starts at full speed is still gated in all of its steps.
-        _log.exception("this guest's start does not ask for slack")

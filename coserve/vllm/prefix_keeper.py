@@ -1,12 +1,10 @@
 """Keeps prefixes of open trajectories in vLLM's block pool while their tools run.
 
 vLLM's own cache is kept by age: a flood of turns that never come back pushes out a prefix that is
-needed in a second. A block that is kept has one more user, as if a request held it; the scheduler
-lets go before a running request or production would want for it. What is let go stays in vLLM's
-cache and goes from there by age.
-
-What may be hit is vLLM's affair: block hashes begin with the salt of the request, which names job,
-weight version and adapter, so that a kept prefix serves no other.
+needed in a second. A kept block has one more user, as if a request held it; it goes before a
+running request or production lacks room, and then stays in vLLM's cache by age. Block hashes begin
+with the salt of the request, which names job, weight version and adapter: a kept prefix serves no
+other.
 """
 
 from collections.abc import Callable, Iterable

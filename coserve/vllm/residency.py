@@ -3,14 +3,10 @@
     asleep   no KV anywhere, weights in pinned host memory; the driver's context stays
     awake    weights are copied back and KV is mapped anew before the first step
 
-On a CPU, or with sleep mode off, a sleeping guest releases its KV and keeps its weights: there is
-no other memory for them. Calls vLLM's executor from the engine loop's thread, as vLLM's own
-`/sleep` and `/wake_up` do; it decides nothing.
-
-A new version arrives while the guest sleeps: the weights alone are woken, written, verified, and
-put back to sleep. vLLM does not guard its own update, which would write to unmapped addresses and
-lose the context; so each call of an update first wakes the weights, whatever slept or woke since
-the previous call.
+On a CPU, or with sleep mode off, a sleeping guest keeps its weights: there is no other memory for
+them. For a version that arrives meanwhile the weights alone are woken, written, verified, and put
+back to sleep. vLLM does not guard its own update, which would write to unmapped addresses and lose
+the context; so each call of an update first wakes the weights, whatever slept since the last one.
 """
 
 import logging
@@ -37,12 +33,16 @@ LEVEL = 1
 _log = logging.getLogger(__name__)
 
 
-def check(vllm: Capabilities) -> None:
-    """Raises Unsupported if weights cannot be woken and put back to sleep alone.
+def check(vllm: Capabilities, *, shared_kv: bool) -> None:
+    """Raises ConfigError beside kvcached, Unsupported if weights cannot be woken and put back to
+    sleep alone.
 
     vLLM's allocator must skip memory that already sleeps. Version 0.24 would unmap it again; the
     code was read for 0.31 and later, whose table says that KV is released alone.
     """
+    if shared_kv:
+        # Both would map and unmap the same engine's memory, unaware of each other.
+        raise ConfigError("sleep mode and kvcached do not go together: choose one")
     if not vllm.kv_memory_release:
         raise Unsupported(
             f"vLLM {vllm.version} was not checked to put weights back to sleep while its KV "
@@ -80,10 +80,7 @@ def residency(
     """None if a sleeping guest keeps its weights. Raises ConfigError, Unsupported."""
     if not vllm_config.model_config.enable_sleep_mode:
         return None
-    check(vllm)
-    if shared_kv:
-        # Both would map and unmap the same engine's memory, unaware of each other.
-        raise ConfigError("sleep mode and kvcached do not go together: leave one of them out")
+    check(vllm, shared_kv=shared_kv)
     executor.collective_rpc("rosemux_follow_updates")
     return GuestResidency(executor)
 

@@ -64,6 +64,7 @@ class CoserveScheduler(AsyncScheduler):
         )
         self._slot.load.isolation = environment.isolation or ""
         self._isolation = self._slot.isolation_watch()
+        self._vllm = capabilities(installed_vllm_version())
         self._core: Any = None
         self._waker: Waker | None = None
         self.kv_cache_manager: Any
@@ -79,7 +80,7 @@ class CoserveScheduler(AsyncScheduler):
         """The memory mechanism that fits the engine's pool."""
         pool = self.kv_cache_manager.block_pool
         if is_shared(pool):
-            check(capabilities(installed_vllm_version()))
+            check(self._vllm)
             name = os.environ.get(SEGMENT_VARIABLE)
             segment = None if name is None else KvSegment(name)
             return KvShared(pool, tokens_per_block=self.block_size, segment=segment)
@@ -93,11 +94,9 @@ class CoserveScheduler(AsyncScheduler):
         if self._core is not None:
             return
         self._core = core
+        shared_kv = isinstance(self._kv, KvShared)
         self._residency = residency(
-            self.vllm_config,
-            core.model_executor,
-            capabilities(installed_vllm_version()),
-            shared_kv=isinstance(self._kv, KvShared),
+            self.vllm_config, core.model_executor, self._vllm, shared_kv=shared_kv
         )
         self._slot.load.sleeps = self._residency is not None
         self._kv.give_back_unused()
@@ -109,7 +108,7 @@ class CoserveScheduler(AsyncScheduler):
         self._measure_load()
         if self._isolation is not None:
             self._isolation.start()
-        GatedLoop(core, self, capabilities(installed_vllm_version()))
+        GatedLoop(core, self, self._vllm)
         # Killing an MPS client in the middle of a kernel takes production with it: the agent ends
         # it in order.
         by_itself = self._slot.load.isolation != IsolationBackend.MPS
@@ -279,7 +278,7 @@ class CoserveScheduler(AsyncScheduler):
     def _weights_are_there(self) -> bool:
         """Wake the weights before the first block is allocated again, unless the slot sleeps. False
         without slack for waking: the loop then sleeps on and returns here after a beat."""
-        if self._residency is None or not self._residency.asleep or self._slot.asleep:
+        if self._residency is None or not self._residency.asleep or self._slot.granted.asleep:
             return True
         if not self._work.admits(WAKE):
             return False
@@ -290,7 +289,7 @@ class CoserveScheduler(AsyncScheduler):
 
     def _lay_weights_down(self) -> None:
         """Offload the weights once no request, no launched step and no cached prefix is left."""
-        if self._residency is None or self._residency.asleep or not self._slot.asleep:
+        if self._residency is None or self._residency.asleep or not self._slot.granted.asleep:
             return
         if self.requests or self._core.batch_queue or self._kv.blocks_usable:
             return
@@ -304,7 +303,7 @@ class CoserveScheduler(AsyncScheduler):
     def _most_retained(self) -> int:
         if not self._retains:
             return 0
-        return int(self._slot.kv_retained_ratio * self._kv.blocks_usable)
+        return int(self._slot.granted.kv_retained_ratio * self._kv.blocks_usable)
 
     def _blocks_of_step(self) -> int:
         """Blocks that the next step may take, so that no running request is preempted for a kept
@@ -332,7 +331,7 @@ class CoserveScheduler(AsyncScheduler):
         self._slot.load.processes = process_ids(pids)
 
     def _abort(self, request_ids: list[str]) -> None:
-        """End requests with the output so far; their clients are told."""
+        """End requests with the output so far, and reply to their clients."""
         if not request_ids:
             return
         aborted = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

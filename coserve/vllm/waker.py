@@ -1,14 +1,10 @@
-"""Wakes a guest whose gate is closed, and returns its memory when no grant comes any more.
+"""Wakes a guest whose gate is closed, and ends it where its memory is not back in time.
 
-While the gate is closed the engine loop sleeps in its input queue, so that a waiting guest costs
-nothing. This thread sleeps too, until a page that can open the gate is written: the grant page if
-the grant has closed the gate, else any page of the slot. It then evaluates the gate and puts a
-wake-up into that queue. Slack only shrinks as time passes, so without a changed page only a probe
-can open a closed gate, and a probe may wait.
-
-It decides nothing that the engine loop would not decide again: the loop is woken when the gate
-opens, when it must return memory or may take it again, and once when the grace after a lost grant
-is over. A stuck loop returns nothing: at the deadline this thread ends the guest.
+While the gate is closed the engine loop sleeps in its input queue. This thread sleeps too, until a
+page that can open the gate is written: the grant page if the grant has closed it, else any page of
+the slot. Slack only shrinks as time passes, so without a changed page only a probe can open a
+closed gate, and a probe may wait. The loop is woken when the gate opens, when it must return memory
+or may take it again, and once when the grace after a lost grant is over; it decides again itself.
 """
 
 import logging
@@ -84,12 +80,12 @@ class Waker(threading.Thread):
             self._wake()
         self._beat()
         if not self._armed:
-            self._sleep((rung, *written), timeout_s=BEAT_S, grant_only=True)
+            self._sleep((rung, *written), grant_only=True)
 
     def _watch(self) -> None:
         """Until the loop must wake up."""
         while not self._stopped.is_set():
-            grant_only, looked_ns = self._slot.closed_by_grant, monotonic_ns()
+            grant_only, looked_ns = self._slot.last.closed_by_grant, monotonic_ns()
             # Read before the decision, so that a write in between ends the sleep at once.
             rung, written = self._bell.word(), self._slot.written(grant_only=grant_only)
             if self._must_wake():
@@ -98,15 +94,13 @@ class Waker(threading.Thread):
                 self._wake()
                 return
             self._beat()
-            if self._slot.closed_by_grant == grant_only:
-                self._sleep((rung, *written), timeout_s=BEAT_S, grant_only=grant_only)
+            if self._slot.last.closed_by_grant == grant_only:
+                self._sleep((rung, *written), grant_only=grant_only)
             time.sleep(max(0, looked_ns + _PAUSE_NS - monotonic_ns()) * 1e-9)
 
-    def _sleep(
-        self, words: tuple[Word, ...], *, timeout_s: float, grant_only: bool = False
-    ) -> None:
+    def _sleep(self, words: tuple[Word, ...], *, grant_only: bool) -> None:
         """Sleep until one of the words has changed. Without futexes, poll the words."""
-        until_ns = monotonic_ns() + int(timeout_s * 1e9)
+        until_ns = monotonic_ns() + int(BEAT_S * 1e9)
         while (left_ns := until_ns - monotonic_ns()) > 0:
             sleep_until_rung(words, timeout_s=left_ns * 1e-9)
             if (self._bell.word(), *self._slot.written(grant_only=grant_only)) != words:

@@ -1,34 +1,39 @@
-"""Turns one slot's beats into metric values. It measures nothing and decides nothing.
+"""One slot's beats as metric values. It measures nothing and decides nothing.
 
 Unknown values are exported as NaN, never as 0 or as the previous value.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 
 from harvester.agent.metrics import AgentMetrics
-from harvester.agent.sharing_exposition import SharingExposition
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Calibration, Grant, Guest, PageName, Pulse
+from harvester.contracts.page import Calibration, Grant, Guest, GuestMemory, PageName, Pulse
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
-from harvester.policy.leases import SlotLease
-from harvester.policy.sample import GuestAction, SlotSample
-from harvester.policy.settings import Mode
+from harvester.policy.lease_book import SlotLease
+from harvester.policy.sample import GuestAction, MpsReading, SlotSample
+from harvester.policy.settings import AUTO, Mode
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
+BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
+"""Values of a guest's `isolation`; any other value, such as "", counts as no backend."""
+_PREEMPTING = ("idle-group", "idle")
+"""Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
-_OUTCOMES = ("in_time", "missed")
-_PREFIX_OUTCOMES = ("used", "dropped")
+_RECLAIM_OUTCOMES = ("in_time", "missed")
+_PREFIX_OUTCOMES = {
+    "used": "prefix_tokens_used_total",
+    "dropped": "prefix_tokens_dropped_total",
+}
 _ACTIONS = {
     LiftGuest: GuestAction.LIFT,
     SettleGuest: GuestAction.SETTLE,
     KillGuest: GuestAction.KILL,
 }
-_BECAME = ("asked", "done", "failed")
-_PERCENTILES = ("50", "90", "99")
-_KV_STATES = ("held", "retained", "withheld", "free")
+_ACTION_OUTCOMES = ("asked", "done", "failed")
+_MPS_STATES = ("together", "apart", "fault", "silent")
 
 
 class SlotExposition:
@@ -38,31 +43,22 @@ class SlotExposition:
         self._metrics = metrics
         self._tenants = tenants
         self._last: SlotSample | None = None
-        self._sharing = SharingExposition(slot, metrics)
-        # A child looked up by its labels costs as much as everything else that is done per beat.
-        self._requests = metrics.requests.labels(slot)
-        self._misses = metrics.misses.labels(slot)
-        self._step_tokens = metrics.step_tokens.labels(slot)
-        self._guest_tokens = metrics.guest_tokens.labels(slot)
-        self._unrecorded = metrics.unrecorded.labels(slot)
-        self._missing = metrics.missing_lines.labels(slot)
-        self._missed = 0
         self._guest: Guest | None = None
+        self._missing_lines = 0
         self._was_open = False
         self._closing_at_ns: int | None = None
         self._counted = (0.0, 0.0)
-        self._reclaims = (0, 0)
+        self._reclaims = dict.fromkeys(_RECLAIM_OUTCOMES, 0)
+        self._blocking_ratio = math.nan
         self._tenant = ""
         self._begin()
 
     def name_tenants(self, tenants: tuple[str, ...]) -> None:
-        """Take the tenants of a reloaded configuration; the lease in force is relabelled at the
-        next beat.
-        """
+        """Tenants of a reloaded configuration; the next beat relabels the lease in force."""
         self._tenants = tenants
         for tenant in tenants:
             if tenant != self._tenant:
-                self._metrics.leases_active.labels(self._slot, tenant).set(0)
+                self._set("leases_active", 0, tenant)
 
     def observe(
         self,
@@ -76,100 +72,102 @@ class SlotExposition:
             if isinstance(effect, WriteGrant):
                 self._note_grant(effect.grant, policy)
             elif (action := _ACTIONS.get(type(effect))) is not None:
-                self._metrics.guest_actions.labels(self._slot, action.value, "asked").inc()
+                self._count("guest_actions", 1, action.value, "asked")
         for done in sample.outcomes:
-            became = "failed" if done.fault else "done"
-            self._metrics.guest_actions.labels(self._slot, done.action.value, became).inc()
+            outcome = "failed" if done.fault else "done"
+            self._count("guest_actions", 1, done.action.value, outcome)
         self._note_guest(sample.guest.record, policy)
         requests, misses = policy.accounted
-        self._requests.inc(requests - self._counted[0])
-        self._misses.inc(misses - self._counted[1])
+        self._count("requests", requests - self._counted[0])
+        self._count("slo_misses", misses - self._counted[1])
         self._counted = (requests, misses)
-        reclaims = (policy.reclaim.state.in_time, policy.reclaim.state.missed)
-        for outcome, count, before in zip(_OUTCOMES, reclaims, self._reclaims, strict=True):
-            if count > before:
-                self._metrics.kv_reclaims.labels(self._slot, outcome).inc(count - before)
-        self._reclaims = reclaims
-        tenant = "" if lease is None else self._label(lease.tenant)
+        for outcome in _RECLAIM_OUTCOMES:
+            count = getattr(policy.reclaim.state, outcome)
+            self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
+            self._reclaims[outcome] = count
+        tenant = "" if lease is None else self._tenant_label(lease.tenant)
         if tenant != self._tenant:
             for name, active in ((self._tenant, 0), (tenant, 1)):
                 if name:
-                    self._metrics.leases_active.labels(self._slot, name).set(active)
+                    self._set("leases_active", active, name)
             self._tenant = tenant
         self._last = sample
 
     def recorded(self, fault: str, missing_total: int) -> None:
-        """Export whether the journal can be written (`fault` is empty) and count missing
-        decisions.
-        """
-        self._unrecorded.set(fault != "")
-        self._missing.inc(missing_total - self._missed)
-        self._missed = missing_total
+        """`fault` is why the journal cannot be written; the count is of missing decisions."""
+        self._set("unrecorded", fault != "")
+        self._count("journal_missing_lines", missing_total - self._missing_lines)
+        self._missing_lines = missing_total
 
     def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
         """Set the gauges that need no counting per beat. Called before every scrape."""
-        metrics, slot, settings = self._metrics, self._slot, policy.settings
-        metrics.quarantined.labels(slot).set(policy.slot_state() is SlotState.QUARANTINED)
-        for mode in Mode:
-            metrics.mode.labels(slot, mode.value).set(mode is settings.mode)
-        for state in State:
-            metrics.state.labels(slot, state.value).set(state is policy.state)
+        settings, sample = policy.settings, self._last
+        guest = None if sample is None else sample.guest.record
+        readings = () if sample is None else sample.pulses
+        pulses = [reading.record for reading in readings if reading.record is not None]
+        self._set("quarantined", policy.slot_state() is SlotState.QUARANTINED)
+        self._set_one("mode", settings.mode, Mode)
+        self._set_one("slot_state", policy.state, State)
         now_ns = monotonic_ns()
         for source, stamp_ns in seen_ns.items():
             # A guest that was stopped on purpose has no age: its silence is no fault.
             stopped = source == PageName.GUEST and policy.guest.state.stopped
             age_s = math.nan if stopped else max(0, now_ns - stamp_ns) / 1e9
-            metrics.signal_age.labels(slot, source).set(age_s)
-        for reading in self._last.pulses if self._last is not None else ():
+            self._set("signal_age_seconds", age_s, source)
+        for reading in readings:
             if reading.name not in seen_ns:
-                metrics.signal_age.labels(slot, reading.name).set(math.inf)
-        self._set_guest()
-        self._sharing.refresh(self._last, policy)
-        idle = policy.idle_ratio
-        metrics.idle.labels(slot).set(math.nan if idle is None else idle)
-        metrics.objective.labels(slot).set(settings.budget.slo_target_ratio)
-        metrics.impact_limit.labels(slot).set(settings.proof.limit_ratio)
+                self._set("signal_age_seconds", math.inf, reading.name)
+        self._set("idle_ratio", _known(policy.idle_ratio))
+        self._set("slo_objective_ratio", settings.budget.slo_target_ratio)
+        self._set("impact_limit_ratio", settings.proof.limit_ratio)
         spent, allowance = policy.budget.spent, policy.budget.allowance
-        ratio = spent / allowance if allowance > 0 else float("inf") if spent else 0.0
-        metrics.budget_spent.labels(slot).set(ratio)
+        ratio = spent / allowance if allowance > 0 else math.inf if spent else 0.0
+        self._set("error_budget_spent_ratio", ratio)
         for slo, impact in policy.impact().items():
             known = (math.nan,) * 3 if impact is None else (impact.low, impact.ratio, impact.high)
-            for bound, value in zip(("low", "mean", "high"), known, strict=True):
-                metrics.impact.labels(slot, slo, bound).set(value)
-        self._set_headroom("ttft", settings.ttft_slo_s)
-        self._set_headroom("itl", settings.itl_slo_s)
+            bounds = dict(zip(("low", "mean", "high"), known, strict=True))
+            self._set_each("impact_ratio", bounds, slo)
+        ttfts_s = [x for pulse in pulses for x in pulse.ttft_s_recent]
+        itls_s = [x for pulse in pulses for x in pulse.itl_s_recent]
+        self._set("slo_headroom_ratio", 1 - _p90(ttfts_s) / settings.ttft_slo_s, "ttft")
+        self._set("slo_headroom_ratio", 1 - _p90(itls_s) / settings.itl_slo_s, "itl")
+        self._set_calibrations(guest, pulses)
+        self._set_guest(guest)
+        self._set_sharing(sample, policy)
 
     def ended(self, reason: str) -> None:
-        self._metrics.leases_ended.labels(self._slot, reason).inc()
+        self._count("leases_ended", 1, reason)
 
-    def _label(self, tenant: str) -> str:
+    def _tenant_label(self, tenant: str) -> str:
         return tenant if tenant in self._tenants else _OTHER_TENANT
 
     def _begin(self) -> None:
         """Create every series at the start: `increase` does not see a counter's first value."""
-        metrics, slot = self._metrics, self._slot
-        metrics.guest_tokens.labels(slot)
-        metrics.reclaim.labels(slot)
-        for outcome in _OUTCOMES:
-            metrics.kv_reclaims.labels(slot, outcome)
-        for outcome in _PREFIX_OUTCOMES:
-            metrics.prefixes.labels(slot, outcome)
+        self._metrics.reclaim_duration.labels(self._slot)
+        for name in ("guest_tokens", "requests", "slo_misses", "journal_missing_lines"):
+            self._count(name, 0)
+        for name in ("unrecorded", "grant_step_tokens"):
+            self._set(name, 0)
+        for name, labels in (
+            ("kv_reclaims", _RECLAIM_OUTCOMES),
+            ("guest_prefix_tokens", _PREFIX_OUTCOMES),
+            ("evictions", Condition),
+            ("leases_ended", EndReason),
+        ):
+            for label in labels:
+                self._count(name, 0, str(label))
         for action in GuestAction:
-            for became in _BECAME:
-                metrics.guest_actions.labels(slot, action.value, became)
-        for condition in Condition:
-            metrics.evictions.labels(slot, condition.value)
-        for reason in EndReason:
-            metrics.leases_ended.labels(slot, reason.value)
+            for outcome in _ACTION_OUTCOMES:
+                self._count("guest_actions", 0, action.value, outcome)
         for tenant in (*self._tenants, _OTHER_TENANT):
-            metrics.leases_active.labels(slot, tenant).set(0)
+            self._set("leases_active", 0, tenant)
 
     def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
-        metrics, is_open = self._metrics, grant.mode.admits
-        self._sharing.granted(grant)
+        is_open = grant.mode.admits
+        self._blocking_ratio = grant.blocking_ratio
         decision = "open" if is_open else "closed"
-        metrics.decisions.labels(self._slot, decision, policy.condition.value).inc()
-        self._step_tokens.set(grant.step_tokens_cap if is_open else 0)
+        self._count("admission_decisions", 1, decision, policy.condition.value)
+        self._set("grant_step_tokens", grant.step_tokens_cap if is_open else 0)
         if self._was_open and not is_open:
             self._closing_at_ns = monotonic_ns()
         elif is_open:
@@ -179,70 +177,121 @@ class SlotExposition:
     def _note_guest(self, guest: Guest | None, policy: SlotPolicy) -> None:
         if guest is None:
             return
-        metrics, before = self._metrics, self._guest
+        before = self._guest
         if before is not None:
             # After the guest restarted its counters begin anew at 0.
-            tokens = guest.tokens_total - before.tokens_total
-            aborted = guest.aborted_total - before.aborted_total
-            self._guest_tokens.inc(max(0, tokens))
-            if aborted > 0:
-                metrics.evictions.labels(self._slot, policy.condition.value).inc(aborted)
-            for outcome, now, then in zip(
-                _PREFIX_OUTCOMES, _prefix_tokens(guest), _prefix_tokens(before), strict=True
-            ):
-                if now > then:
-                    metrics.prefixes.labels(self._slot, outcome).inc(now - then)
+            self._count("guest_tokens", max(0, guest.tokens_total - before.tokens_total))
+            aborted = max(0, guest.aborted_total - before.aborted_total)
+            self._count("evictions", aborted, policy.condition.value)
+            for outcome, field in _PREFIX_OUTCOMES.items():
+                tokens = getattr(guest, field) - getattr(before, field)
+                self._count("guest_prefix_tokens", max(0, tokens), outcome)
         self._guest = guest
         if self._closing_at_ns is not None and guest.steps_launched <= guest.steps_finished:
             late_ns = max(0, guest.last_step_end_ns - self._closing_at_ns)
-            metrics.reclaim.labels(self._slot).observe(late_ns / 1e9)
+            self._metrics.reclaim_duration.labels(self._slot).observe(late_ns / 1e9)
             self._closing_at_ns = None
 
-    def _set_guest(self) -> None:
-        guest = self._last.guest.record if self._last is not None else None
-        known: dict[str, float] = dict.fromkeys(_KV_STATES, math.nan)
-        if guest is not None:
-            taken = (guest.kv_tokens, guest.kv_tokens_retained, guest.kv_tokens_withheld)
-            free = guest.kv_tokens_total - sum(taken)
-            known = dict(zip(_KV_STATES, (*taken, free), strict=True))
-        over = math.nan if guest is None else guest.step_over_ratio
-        self._metrics.step_over.labels(self._slot).set(over)
-        unknown = Calibration()
-        self._set_percentiles("alone", guest.step_calibration if guest else unknown)
-        self._set_percentiles("beside", guest.beside_calibration if guest else unknown)
-        self._set_calibration("prefill", lambda pulse: pulse.prefill_calibration)
-        self._set_calibration("decode", lambda pulse: pulse.decode_calibration)
-        for state, tokens in known.items():
-            self._metrics.kv.labels(self._slot, state).set(tokens)
+    def _set_calibrations(self, guest: Guest | None, pulses: list[Pulse]) -> None:
+        """Production's are those of the pulse whose steps exceed their prediction most often."""
+        for kind, found in (
+            ("alone", guest.step_calibration if guest else Calibration()),
+            ("beside", guest.beside_calibration if guest else Calibration()),
+        ):
+            self._set_each("guest_step_percentile_ratio", _percentiles(found), kind)
+        for kind, all_found in (
+            ("prefill", [pulse.prefill_calibration for pulse in pulses]),
+            ("decode", [pulse.decode_calibration for pulse in pulses]),
+        ):
+            compared = [found for found in all_found if found.steps]
+            worst = max(compared, key=lambda found: found.over_ratio, default=Calibration())
+            over = worst.over_ratio if worst.steps else math.nan
+            self._set("production_step_over_ratio", over, kind)
+            self._set_each("production_step_percentile_ratio", _percentiles(worst), kind)
 
-    def _set_percentiles(self, kind: str, found: Calibration) -> None:
-        ratios = (found.p50_ratio, found.p90_ratio, found.p99_ratio)
-        for percentile, ratio in zip(_PERCENTILES, ratios, strict=True):
-            value = ratio if found.steps else math.nan
-            self._metrics.guest_percentiles.labels(self._slot, kind, percentile).set(value)
+    def _set_guest(self, guest: Guest | None) -> None:
+        known = Guest() if guest is None else guest
+        taken = (known.kv_tokens, known.kv_tokens_retained, known.kv_tokens_withheld)
+        kv_tokens: dict[str, float] = {
+            **dict(zip(("held", "retained", "withheld"), taken, strict=True)),
+            "free": known.kv_tokens_total - sum(taken),
+        }
+        memory = known.memory
+        memory_bytes: dict[str, float] = {
+            "weights": memory.weights_bytes,
+            "graphs": memory.graphs_bytes,
+            "activations": memory.activations_bytes,
+            "context": memory.other_bytes,
+            "kv": memory.kv_bytes,
+        }
+        self._set_each("guest_kv_tokens", kv_tokens, known=guest is not None)
+        self._set_each("guest_memory_bytes", memory_bytes, known=memory != GuestMemory())
+        self._set("guest_step_over_ratio", math.nan if guest is None else guest.step_over_ratio)
+        self._set("guest_weights_away", math.nan if guest is None else guest.weights_away)
+        self._set("guest_asleep_bytes_max", memory.asleep_bytes_max or math.nan)
+        self._set_one("guest_isolation", known.isolation, BACKENDS)
+        holds = known.isolation_fault == "" if known.isolation in _PREEMPTING else math.nan
+        self._set("guest_isolation_holds", holds)
 
-    def _set_calibration(self, kind: str, of: Callable[[Pulse], Calibration]) -> None:
-        """Export the calibration of the pulse whose steps exceed their prediction most often."""
-        readings = self._last.pulses if self._last is not None else ()
-        found = [of(reading.record) for reading in readings if reading.record is not None]
-        known = [one for one in found if one.steps]
-        values = (math.nan,) * 4
-        if known:
-            worst = max(known, key=lambda one: one.over_ratio)
-            values = (worst.over_ratio, worst.p50_ratio, worst.p90_ratio, worst.p99_ratio)
-        self._metrics.production_over.labels(self._slot, kind).set(values[0])
-        for percentile, ratio in zip(_PERCENTILES, values[1:], strict=True):
-            self._metrics.production_percentiles.labels(self._slot, kind, percentile).set(ratio)
-
-    def _set_headroom(self, slo: str, slo_s: float) -> None:
-        readings = self._last.pulses if self._last is not None else ()
-        pulses = [reading.record for reading in readings if reading.record is not None]
-        recent = sorted(
-            x for p in pulses for x in (p.ttft_s_recent if slo == "ttft" else p.itl_s_recent)
+    def _set_sharing(self, sample: SlotSample | None, policy: SlotPolicy) -> None:
+        """Accelerator time and memory that guest and production share."""
+        configured = policy.settings.blocking_ratio
+        ratios = {
+            "configured": math.nan if configured == AUTO else configured,
+            "in_force": self._blocking_ratio,
+            "observed": _known(policy.blocking.ratio),
+        }
+        self._set_each("blocking_ratio", ratios)
+        mps, guest, shared, kv = (
+            (None, None, None, None)
+            if sample is None
+            else (sample.mps, sample.guest.record, sample.memory, sample.guest_kv)
         )
-        p90 = recent[min(len(recent) - 1, int(0.9 * len(recent)))] if recent else math.nan
-        self._metrics.headroom.labels(self._slot, slo).set(1 - p90 / slo_s)
+        self._set_one("mps_state", _mps_state(mps, guest), _MPS_STATES)
+        sizes = dict.fromkeys(("used", "limit", "guest", "guest_limit"), math.nan)
+        if shared is not None and shared.limit_bytes > 0:
+            sizes |= {"used": shared.used_bytes, "limit": shared.limit_bytes}
+        if kv is not None and not kv.fault:
+            sizes |= {"guest": kv.mapped_bytes, "guest_limit": kv.limit_bytes}
+        self._set_each("shared_memory_bytes", sizes)
+
+    def _count(self, name: str, by: float, *labels: str) -> None:
+        self._metrics.counter(name, self._slot, *labels).inc(by)
+
+    def _set(self, name: str, value: float, *labels: str) -> None:
+        self._metrics.gauge(name, self._slot, *labels).set(value)
+
+    def _set_each(
+        self, name: str, values: Mapping[str, float], *labels: str, known: bool = True
+    ) -> None:
+        """Set the series of the last label's values; `labels` are those before it."""
+        for label, value in values.items():
+            self._set(name, value if known else math.nan, *labels, label)
+
+    def _set_one(self, name: str, chosen: str, choices: Iterable[str]) -> None:
+        for choice in choices:
+            self._set(name, choice == chosen, str(choice))
 
 
-def _prefix_tokens(guest: Guest) -> tuple[int, int]:
-    return guest.prefix_tokens_used_total, guest.prefix_tokens_dropped_total
+def _known(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _percentiles(found: Calibration) -> dict[str, float]:
+    ratios = {"50": found.p50_ratio, "90": found.p90_ratio, "99": found.p99_ratio}
+    return ratios if found.steps else dict.fromkeys(ratios, math.nan)
+
+
+def _p90(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.9 * len(values)))] if values else math.nan
+
+
+def _mps_state(mps: MpsReading | None, guest: Guest | None) -> str:
+    if mps is None:
+        return ""
+    if mps.fault:
+        return "silent"
+    if mps.server_fault:
+        return "fault"
+    processes = () if guest is None else guest.processes
+    return "together" if mps.shared_by(processes) else "apart"

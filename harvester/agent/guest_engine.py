@@ -1,14 +1,11 @@
 """Runs a guest engine that an operator started here, until it ends or is stopped, and cleans up.
 
-The engine's processes form their own process group, so that an interrupt at the terminal reaches
-this process first: under MPS a signal in the middle of a kernel may crash production's MPS server,
-so the daemon terminates the guest's GPU work before any signal is sent. The processes stay in this
-session, since the idle class counts within one session. If this process is killed, the kernel ends
-the engine too, except under MPS, where an unprepared signal is worse than a leftover guest. The
-cleanup covers the processes and, where KV is shared, their segment: the segment of a dead guest
-would count as memory in use. The next guest removes what a killed guest left (`guest_place`).
-
-A requested stop is not a lost guest: a second page beside the guest's own announces it.
+The engine has a process group of its own, so that an interrupt at the terminal reaches this process
+first: under MPS a signal in the middle of a kernel may crash production's MPS server, so the daemon
+ends the guest's GPU work before any signal. It stays in this session, within which the idle class
+counts. If this process is killed, the kernel ends the engine too, except under MPS. The cleanup
+removes a segment of shared KV, which would count as memory in use. A requested stop is announced on
+a second page, so that it does not count as a lost guest.
 """
 
 import asyncio
@@ -22,7 +19,7 @@ from functools import partial
 import msgspec
 import psutil
 
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.page import Guest, PageDirectory, PageWriter
@@ -112,7 +109,7 @@ class GuestEngine:
             if asked.is_set():
                 asked.clear()
                 times_asked += 1
-                self._say_leaving()
+                self._announce_stop()
                 patience_s = self._stop(child, insisted=times_asked > 1)
             elif patience_s is not None:
                 _log.error("the guest did not stop within %.0f s and is killed", self._stop_s)
@@ -120,15 +117,11 @@ class GuestEngine:
                 self._kill(child.pid)
         return times_asked
 
-    def _say_leaving(self) -> None:
-        """Publish the guest's last record with `leaving` set, on a page that the engine does not
-        write.
-        """
+    def _announce_stop(self) -> None:
+        """Publish the guest's last record with `leaving` set, on another page than the engine's."""
         if self._pages is None or self._leaving is not None:
             return
-        reader = self._pages.guest_reader()
-        left = reader.read_left().record
-        reader.close()
+        left = self._pages.guest_reader().read_left().record
         if left is None:
             return
         try:
@@ -140,17 +133,13 @@ class GuestEngine:
         self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
 
     def _remove_page(self) -> None:
-        """Remove the page of an engine that was killed; an engine that ended by itself has removed
-        it.
-        """
+        """Remove the page of a killed engine; one that ended by itself has removed it."""
         assert self._pages is not None
         with contextlib.suppress(ConfigError, Exhausted):
             self._pages.guest_writer().close(unlink=True)
 
     def _stop(self, child: asyncio.subprocess.Process, *, insisted: bool) -> float | None:
-        """Ask the engine to stop. Returns the seconds to wait for it, None if no signal was
-        sent.
-        """
+        """Seconds to wait for the engine that was asked to stop; None if no signal was sent."""
         if insisted or self._may_signal(child.pid):
             with contextlib.suppress(ProcessLookupError):
                 child.terminate()

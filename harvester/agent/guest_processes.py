@@ -1,16 +1,12 @@
 """Acts on the processes that a guest names on its page: lifts them out of isolation, or ends them.
 
-Under MPS a guest is ended in two steps: the daemon ends its work on the GPU, and only then is a
-signal sent. Lifting applies to the idle group and the idle class alone: a client of MPS keeps the
-share that it began with, and a control group that an operator made idle is not changed.
+Under MPS the daemon ends a guest's GPU work before any signal. Lifting applies to the idle group
+and the idle class: a client of MPS keeps its share, and an operator's idle control group stays.
 
-The guest writes its page, so a named process is believed only if it belongs to the page's owner and
-began when the page says: the same pid may be another process in another pid namespace, or a moment
-later. Where the agent sees no matching process (in another pod, say), it does nothing and says so:
-every action has an outcome, and a failed one gives its reason.
-
-Production and guest may run as one user. A process that a pulse names as production's is never
-acted on, nor are its ancestors or descendants, whatever a guest's page says.
+A named process is believed only if it belongs to the page's owner and began when the page says: the
+pid may be another process's in another pid namespace, or later. Processes that a pulse names as
+production's, their ancestors and descendants are never acted on. Every action has an outcome, and a
+failed one its reason.
 """
 
 import logging
@@ -26,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE, Unsupported
 from harvester.contracts.process import ProcessId, lineage, start_ticks
@@ -60,7 +56,7 @@ class _Found:
     """Running processes that belong to the guest."""
     gone: tuple[ProcessId, ...]
     """Processes of the guest that have ended."""
-    fault: str
+    faults: tuple[str, ...]
     """Why the other processes cannot be acted on."""
 
 
@@ -106,7 +102,7 @@ class GuestProcesses:
         has ended, and is not merely in another pid namespace."""
         if named != self._named:
             self._named = named
-            here = {one for one in named if start_ticks(one.pid) == one.start_ticks}
+            here = {one for one in named if one.lives()}
             self._seen = frozenset(here | (self._seen & set(named)))
 
     def spare(self, production: Iterable[ProcessId]) -> None:
@@ -114,8 +110,7 @@ class GuestProcesses:
         action. They stay excluded while they live, also while no pulse names them."""
         new = frozenset(production) - self._production
         if new:
-            known = (one for one in self._production if _lives(one))
-            self._production = new.union(known)
+            self._production = new.union(one for one in self._production if one.lives())
 
     def outcomes(self) -> tuple[ActionOutcome, ...]:
         """Outcomes of actions that became known since the last call."""
@@ -125,33 +120,27 @@ class GuestProcesses:
                 self._conclude(kill)
         if self.memo_fault:
             self._remember()
-        known = []
-        while self._outcomes:
-            known.append(self._outcomes.popleft())
-        return tuple(known)
+        return tuple(self._outcomes.popleft() for _ in range(len(self._outcomes)))
 
     def lift(self, processes: Iterable[ProcessId]) -> None:
         """Move processes out of the idle group or the idle class."""
         found = self._find(processes)
-        faults, lifted = [found.fault] if found.fault else [], []
+        faults, lifted = list(found.faults), []
         for process in found.own:
             try:
                 self._lift(process)
                 lifted.append(process)
-            except OSError as error:
-                faults.append(f"process {process.pid}: {error.strerror}")
-            except Unsupported as error:
-                faults.append(f"process {process.pid}: {error}")
+            except (OSError, Unsupported) as error:
+                faults.append(f"process {process.pid}: {getattr(error, 'strerror', error)}")
         self._remember()
         self._note(GuestAction.LIFT, lifted, faults)
 
     def settle(self) -> None:
-        """Move lifted processes back, with the threads that they have made since. Failed moves are
-        retried at the next call."""
+        """Move lifted processes and their new threads back; failed moves wait for the next call."""
         faults, settled, left = [], [], set()
         for lifted in self._lifted:
             process = lifted.process
-            if start_ticks(process.pid) != process.start_ticks:
+            if not process.lives():
                 continue
             try:
                 self._put_back(lifted)
@@ -164,9 +153,7 @@ class GuestProcesses:
         self._note(GuestAction.SETTLE, settled, faults)
 
     def kill(self, processes: Iterable[ProcessId]) -> None:
-        """End processes with SIGKILL. Under MPS a thread first ends their GPU work, beside the
-        beat.
-        """
+        """Send SIGKILL; under MPS a thread first ends their GPU work, beside the beat."""
         found = self._find(processes)
         if self._mps is None:
             with self._killing:
@@ -198,8 +185,7 @@ class GuestProcesses:
         if self._kill is not None:
             # A kill is under way; its processes need no second signal.
             return
-        faults = [found.fault] if found.fault else []
-        kill = _Kill(list(found.gone), faults, monotonic_ns() + _DYING_NS)
+        kill = _Kill(list(found.gone), list(found.faults), monotonic_ns() + _DYING_NS)
         for process in found.own:
             try:
                 descriptor = _signalled(process)
@@ -216,9 +202,7 @@ class GuestProcesses:
             self._kill = kill
 
     def _has_ended(self, kill: _Kill) -> bool:
-        """Whether every signalled process has ended; moves those that have from `dying` to
-        `ended`.
-        """
+        """Whether every signalled process has ended; moves ended ones from `dying` to `ended`."""
         for descriptor in _ended(kill.dying):
             kill.ended.append(kill.dying.pop(descriptor))
             os.close(descriptor)
@@ -279,7 +263,7 @@ class GuestProcesses:
                 own.append(process)
         if not (own or gone or faults):
             faults.append("the guest names no process")
-        return _Found(own=tuple(own), gone=tuple(gone), fault="; ".join(faults))
+        return _Found(own=tuple(own), gone=tuple(gone), faults=tuple(faults))
 
     def _is_production(self, pid: int) -> bool:
         """Whether the process is a live production root, or an ancestor or descendant of one."""
@@ -287,7 +271,7 @@ class GuestProcesses:
         return any(
             root.pid in line or pid in lineage(root.pid)
             for root in self._production
-            if _lives(root)
+            if root.lives()
         )
 
     def _remember(self) -> None:
@@ -312,10 +296,6 @@ def _remembered(memo: Path) -> set[_Lifted]:
         return set()
 
 
-def _lives(process: ProcessId) -> bool:
-    return start_ticks(process.pid) == process.start_ticks
-
-
 def _owner_of(path: Path) -> int | None:
     try:
         return path.lstat().st_uid
@@ -331,7 +311,7 @@ def _signalled(process: ProcessId) -> int | None:
     except ProcessLookupError:
         return None
     try:
-        if start_ticks(process.pid) == process.start_ticks:
+        if process.lives():
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             return descriptor
     except ProcessLookupError:

@@ -6,17 +6,16 @@ import secrets
 
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
+from harvester.agent.operator_files import read_kill_switch
 from harvester.agent.reload import Reload, reload
-from harvester.agent.sense import KillSwitchFile
-from harvester.agent.slot import Slot
+from harvester.agent.slot_loop import Slot
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import LeaseId, NodeId, SlotId
-from harvester.contracts.page.directory import LAUNCH_DIRECTORY
-from harvester.contracts.page.trusted_directory import make_directory
+from harvester.contracts.ids import NodeId, SlotId
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest, SlotState
-from harvester.policy.leases import LeaseBook
+from harvester.policy.lease_book import LeaseBook
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
 
@@ -38,25 +37,17 @@ class NodeAgent:
             ttl_s=config.lease_ttl_s,
         )
         _make_root(config)
-        self._switch = KillSwitchFile(config.kill_switch)
         self._switched = KillSwitch.NONE
-        self._expositions: dict[str, SlotExposition] = {}
-        self.slots: list[Slot] = []
-        for slot in config.slots:
-            exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
-            self._expositions[slot.name] = exposition
-            self.slots.append(self._slot(config, slot, exposition, started))
-        self._slot_of_lease: dict[LeaseId, SlotId] = {}
+        self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
         self._faults: dict[SlotId, str] = {}
         """Fault text of each slot whose last beat raised."""
         self._beat_at_s = started
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that await a restart."""
-        self._tell_configured()
+        self._export_configuration()
 
-    def _slot(
-        self, config: AgentConfig, slot: SlotConfig, exposition: SlotExposition, now: float
-    ) -> Slot:
+    def _slot(self, config: AgentConfig, slot: SlotConfig, now: float) -> Slot:
+        exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
         try:
             return Slot(config, slot, book=self.book, exposition=exposition, now=now)
         except OSError as error:
@@ -71,22 +62,18 @@ class NodeAgent:
 
     def beat(self) -> None:
         now = self.clock.now()
-        switch = self._switch.read()
+        switch = read_kill_switch(self._config.kill_switch)
         if switch is not self._switched:
             _log.warning("kill switch: %s", switch)
             self._switched = switch
-        self.metrics.kill_switch.labels("node").set(switch is not KillSwitch.NONE)
+        self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
         for slot in self.slots:
-            lease = self.book.live(slot.name)
-            if lease is not None:
-                self._slot_of_lease[lease.lease] = slot.name
             self._beat_slot(slot, switch, now)
-        self._tell_ended()
+        self._count_ended()
         self._beat_at_s = now
 
     def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
-        """Run one slot's beat. If it raises, its grant is not written and expires; other slots go
-        on."""
+        """If it raises, the slot's grant is not written and expires; other slots go on."""
         try:
             slot.beat(switch, now=now)
         except Exception as error:
@@ -100,9 +87,7 @@ class NodeAgent:
                 _log.warning("slot %s: the agent decides again", slot.name)
 
     def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
-        """Grant or refuse a lease. A lease is granted only once it is on disk for a restarted
-        agent.
-        """
+        """A lease is granted only once it is on disk for a restarted agent."""
         secret = secrets.token_hex(_SECRET_BYTES)
         answer = self.book.take(request, secret=secret, now=self.clock.now())
         if not isinstance(answer, LeaseGranted):
@@ -123,22 +108,22 @@ class NodeAgent:
         """Apply the fields that a running agent can change; `restart_needed` lists the others."""
         done = reload(self._config, config)
         self._config, self.restart_needed = done.config, done.restart_needed
-        self._tell_configured()
+        self._export_configuration()
         for slot, new in zip(self.slots, done.config.slots, strict=True):
-            self._expositions[slot.name].name_tenants(done.config.tenants)
+            slot.exposition.name_tenants(done.config.tenants)
             settings = done.config.settings_of(new)
             slot.reconfigure(new, settings, restart_needed=done.restart_needed)
         return done
 
-    def _tell_configured(self) -> None:
-        self.metrics.unsafe_experiments.set(self._config.unsafe_experiments)
-        self.metrics.restart_needed.set(len(self.restart_needed))
-        self.metrics.reload_successful.set(not self.restart_needed)
+    def _export_configuration(self) -> None:
+        self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
+        self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
+        self.metrics.gauge("config_last_reload_successful").set(not self.restart_needed)
 
     def close(self) -> None:
         for slot in self.slots:
             slot.close(now=self.clock.now())
-        self._tell_ended()
+        self._count_ended()
 
     def late_s(self) -> float:
         return self.clock.now() - self._beat_at_s
@@ -155,13 +140,12 @@ class NodeAgent:
 
     def refresh_metrics(self) -> None:
         for slot in self.slots:
-            self._expositions[slot.name].refresh(slot.policy, slot.sensor.seen_ns)
+            slot.exposition.refresh(slot.policy, slot.sensor.seen_ns)
 
-    def _tell_ended(self) -> None:
-        for ended in self.book.news():
-            name = self._slot_of_lease.pop(ended.lease, None)
-            if name is not None:
-                self._expositions[name].ended(ended.reason.value)
+    def _count_ended(self) -> None:
+        slots = {slot.name: slot for slot in self.slots}
+        for name, reason in self.book.news():
+            slots[name].exposition.ended(reason.value)
 
 
 def _make_root(config: AgentConfig) -> None:

@@ -45,7 +45,7 @@ class SlotRecord:
         self._state = state
         self._first_line = first_line
         self._journal: JournalWriter | None = None
-        self._journal_fault = self._state_fault = self._said = ""
+        self._journal_fault = self._state_fault = self._logged = ""
         self._retry_at_s = self._resave_at_s = 0.0
         self._saved: tuple[object, ...] | None = None
         self._saved_at_s = self._saved_misses = 0.0
@@ -59,7 +59,7 @@ class SlotRecord:
         return self._journal_fault or self._state_fault
 
     def resume(self, policy: SlotPolicy, *, now: float) -> None:
-        """Restores an earlier agent's state. Where that is unknown, nothing is offered on trust."""
+        """Restore an earlier agent's state; an unknown one quarantines, or spends the budget."""
         try:
             left = self._state.load(now=now)
         except Corrupt as error:
@@ -71,17 +71,17 @@ class SlotRecord:
             policy.resume(left)
         elif self._path.exists():
             _log.warning("slot %s: a journal and no state: its budget counts as spent", self._slot)
-            policy.presume_spent("history not known: a journal and no state", now=now)
+            policy.budget.stop("history not known: a journal and no state", now=now)
 
     def begin(self) -> None:
-        """The journal's first line. Raises OSError for what no waiting mends."""
+        """Write the first line. Raises OSError for faults that do not pass by themselves."""
         try:
             self._begin()
         except OSError as error:
             if error.errno not in _DISK:
                 raise
-            self._journal_fault = _said("journal", error)
-        self._tell()
+            self._journal_fault = _fault_of("journal", error)
+        self._log_fault()
 
     def look(self, *, now: float) -> str:
         """Before a beat: `fault`, after another try where it is due."""
@@ -91,30 +91,30 @@ class SlotRecord:
         return self.fault
 
     def reopen(self) -> None:
-        """Go on with a line that stands for all before it."""
+        """Go on with a first line, which holds the whole state."""
         try:
             self._begin()
             self._journal_fault = ""
         except OSError as error:
-            self._journal_fault = _said("journal", error)
-        self._tell()
+            self._journal_fault = _fault_of("journal", error)
+        self._log_fault()
 
     def decided(self, *, now: float, sample: SlotSample, effects: tuple[Effect, ...]) -> str:
-        """Why these effects are not on record; "" where they are."""
+        """Why these effects are not recorded; "" if they are."""
         if self._journal is None or self._journal_fault:
             return self._miss()
         try:
             self._journal.decided(now=now, sample=sample, effects=effects)
         except OSError as error:
-            self._journal_fault = _said("journal", error)
-            self._tell()
+            self._journal_fault = _fault_of("journal", error)
+            self._log_fault()
             return self._miss()
         if self._journal.full:
             self.reopen()
         return ""
 
     def save(self, policy: SlotPolicy, *, now: float, last: bool = False) -> None:
-        """The durable state, where it is due: at once where a verdict changed."""
+        """Save the durable state when it is due: at once after a changed verdict."""
         standing, (_, misses) = policy.standing, policy.accounted
         patience_s = _SAVE_S if misses == self._saved_misses else _SAVE_SPENT_S
         due = last or standing != self._saved or now - self._saved_at_s >= patience_s
@@ -123,11 +123,11 @@ class SlotRecord:
         try:
             self._state.save(policy.durable(), now=now)
         except OSError as error:
-            self._state_fault, self._resave_at_s = _said("state", error), now + _RETRY_S
+            self._state_fault, self._resave_at_s = _fault_of("state", error), now + _RETRY_S
         else:
             self._state_fault, self._saved = "", standing
             self._saved_at_s, self._saved_misses = now, misses
-        self._tell()
+        self._log_fault()
 
     def close(self) -> None:
         if self._journal is not None:
@@ -148,9 +148,9 @@ class SlotRecord:
         self.missing_total += 1
         return self.fault
 
-    def _tell(self) -> None:
-        """Once for each change."""
-        if self.fault == self._said:
+    def _log_fault(self) -> None:
+        """Log each change of the fault once."""
+        if self.fault == self._logged:
             return
         if self.fault:
             _log.error("slot %s is withdrawn: %s", self._slot, self.fault)
@@ -160,8 +160,8 @@ class SlotRecord:
                 self._slot,
                 self.missing_total,
             )
-        self._said = self.fault
+        self._logged = self.fault
 
 
-def _said(what: str, error: OSError) -> str:
+def _fault_of(what: str, error: OSError) -> str:
     return f"{what}: {error.strerror or error}"

@@ -1,13 +1,12 @@
-"""Reads a slot's pages and the kill switch into one sample. It judges nothing."""
+"""Reads a slot's pages into one sample. It judges nothing."""
 
 import logging
 import os
 from contextlib import suppress
 from pathlib import Path
 
-from harvester.agent.kv_sharing import SharedKv
-from harvester.agent.memory import SharedMemory
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
+from harvester.agent.shared_memory import SharedKv, SharedMemory
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
     Guest,
@@ -19,42 +18,27 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.page.owners import user_name
-from harvester.contracts.process import ProcessId, start_ticks
+from harvester.contracts.process import ProcessId
 from harvester.platform.scheduling_group import is_under_idle, scheduling_group
-from harvester.policy.expected_pulses import FOREIGN_PULSE, MAX_PULSES, expected
-from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+from harvester.policy.sample import (
+    FOREIGN_PULSE,
+    MAX_PULSES,
+    GuestReading,
+    KillSwitch,
+    LeaseView,
+    PulseReading,
+    SlotSample,
+    expected,
+)
 
 _log = logging.getLogger(__name__)
 
-_SWITCH_BYTES = 64
 _RELIST_BEATS = 5
-
-
-class KillSwitchFile:
-    """An operator's file, which works while everything else is down. An empty file drains."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> KillSwitch:
-        try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return KillSwitch.NONE
-        except OSError:
-            return KillSwitch.DRAIN
-        try:
-            text = os.read(file, _SWITCH_BYTES).strip()
-        except OSError:
-            return KillSwitch.DRAIN
-        finally:
-            os.close(file)
-        return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
 
 
 def _lives_below(process: ProcessId) -> bool:
     """Queried from the kernel: a supervisor may have isolated the guest from outside."""
-    if start_ticks(process.pid) != process.start_ticks:
+    if not process.lives():
         return False
     try:
         if os.sched_getscheduler(process.pid) == os.SCHED_IDLE:
@@ -73,9 +57,7 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` must be present, besides any other present pulses and those that they
-        announce.
-        """
+        """`pulses` must be present, besides those that are there or announced."""
         self._memory = memory
         self._mps = mps
         self._directory = directory
@@ -92,7 +74,7 @@ class SlotSensor:
 
     def sample(self, *, lease: LeaseView, kill_switch: KillSwitch) -> SlotSample:
         now_ns = monotonic_ns()
-        guest = self._guest_said(now_ns)
+        guest = self._guest_page(now_ns)
         names = tuple(sorted(self._expected.union(self._names())))
         pulses = expected(self._pulses_of(names, now_ns), self._expected)
         return SlotSample(
@@ -105,8 +87,8 @@ class SlotSensor:
             guest_kv=self._memory.read_guest() if isinstance(self._memory, SharedKv) else None,
         )
 
-    def _tell_stranger(self, path: Path, fault: PageFault | None) -> None:
-        """Once: nothing else names the user that owns a page and is not believed."""
+    def _log_stranger(self, path: Path, fault: PageFault | None) -> None:
+        """Log once which user owns a page that is not believed."""
         if fault is not PageFault.FOREIGN:
             self._strangers.discard(path)
         elif path not in self._strangers:
@@ -121,8 +103,8 @@ class SlotSensor:
         self._guest.close()
         self._leaving.close()
 
-    def _guest_said(self, now_ns: int) -> Reading[Guest]:
-        """Its own page, unless it is being stopped on purpose."""
+    def _guest_page(self, now_ns: int) -> Reading[Guest]:
+        """The guest's own page, or the one that announces its stop."""
         guest, leaving = self._guest.read(now_ns=now_ns), self._leaving.read(now_ns=now_ns)
         if leaving.record is None:
             return guest
@@ -130,7 +112,7 @@ class SlotSensor:
         return guest if another else leaving
 
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
-        self._tell_stranger(self._guest.path, found.fault)
+        self._log_stranger(self._guest.path, found.fault)
         if found.record is None:
             below = any(_lives_below(process) for process in self._guest_processes)
             return GuestReading(fault=found.fault, lives_below=below)
@@ -166,5 +148,5 @@ class SlotSensor:
         reading = reader.read(now_ns=now_ns)
         if reading.record is not None:
             self.seen_ns[name] = reading.stamp_ns
-        self._tell_stranger(reader.path, reading.fault)
+        self._log_stranger(reader.path, reading.fault)
         return PulseReading(name=name, record=reading.record, fault=reading.fault)

@@ -1,5 +1,6 @@
 """`rosemux agent`."""
 
+import asyncio
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,9 +46,9 @@ def agent(
     logging.basicConfig(
         level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    from harvester.agent.process import run_agent
+    from harvester.agent.agent_process import AgentProcess
 
-    run_agent(loaded, reload=load, version=rosemux_version())
+    asyncio.run(AgentProcess(loaded, reload=load, version=rosemux_version()).run())
 
 
 def _flags(mode: str | None, port: int | None, assignments: list[str]) -> dict[str, Any]:

@@ -15,20 +15,19 @@ from rich.table import Table
 
 from coserve.guest import isolation
 from coserve.guest.gpus import Gpu, gpus
-from coserve.guest.isolation import IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import IsolationBackend, MpsShare
 from coserve.vllm import launch
-from coserve.vllm.guest_plan import Answer, GuestPlan, GuestWishes, answers, plan
+from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_place import GuestPlace
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
-from harvester.config import AgentConfig, GuestConfig, MpsConfig, SlotConfig, load_agent_config
+from harvester.config import GuestConfig, SlotConfig, load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.kv_segment import KvSegment
-from harvester.platform.mps import PIPE_VARIABLE, MpsControl
+from harvester.platform.mps import PIPE_VARIABLE
 from harvester.policy.settings import AUTO
 
 _NAME = "guest"
@@ -44,7 +43,7 @@ def guest(
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
     agent = load_agent_config(config)
-    chosen = _slot(agent, slot)
+    chosen = agent.slot_named(slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)
     console = Console()
     owners = agent.owners_of(chosen)
@@ -53,9 +52,9 @@ def guest(
         mark = "good" if check.good else "WRONG"
         console.print(f"{check.what}: {mark}: {check.says}", soft_wrap=True, highlight=False)
     vllm = supported_vllm()
-    wishes = _wishes(chosen, wanted)
-    console.print(_table(answers(wishes, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
-    planned = plan(wishes, vllm)
+    settings = _settings(chosen, wanted)
+    console.print(_table(answers(settings, vllm), title=f"Slot {chosen.name}, vLLM {vllm.version}"))
+    planned = plan(settings, vllm)
     spec = launch.EngineSpec(
         name=_NAME,
         model=wanted.model,
@@ -65,7 +64,7 @@ def guest(
         vllm=vllm,
         kv_cache_gib=planned.kv_cache_gib,
         gpu=planned.gpu,
-        extra_arguments=(*_ranks(wishes.gpus), *wanted.arguments),
+        extra_arguments=(*_ranks(settings.gpus), *wanted.arguments),
     )
     command = launch.guest(spec, pages=pages, weights=wanted.weights, isolation=planned.isolation)
     command = replace(command, environment=command.environment | owners.variable())
@@ -77,8 +76,8 @@ def guest(
     if dry_run:
         return
     segment = None
-    if wishes.shared_kv:
-        segment = KvSegment(wishes.shared_kv, owners=frozenset((os.getuid(),)))
+    if settings.shared_kv:
+        segment = KvSegment(settings.shared_kv, owners=frozenset((os.getuid(),)))
     place = GuestPlace(PageDirectory(pages, owners))
     place.take()
     if segment is not None:
@@ -86,7 +85,7 @@ def guest(
     engine = GuestEngine(
         command.arguments,
         command.environment,
-        mps=_watch(wishes.mps, planned),
+        mps=_watch(settings.mps, planned),
         segment=segment,
         inherits=(place.descriptor,),
         pages=PageDirectory(pages),
@@ -99,15 +98,6 @@ def guest(
         isolation.clear()
 
 
-def _slot(agent: AgentConfig, name: str | None) -> SlotConfig:
-    names = [slot.name for slot in agent.slots]
-    if name is None and len(names) > 1:
-        raise ConfigError(f"--slot: choose one of {', '.join(names)}")
-    if name is not None and name not in names:
-        raise ConfigError(f"--slot {name}: the file has {', '.join(names)}")
-    return next(slot for slot in agent.slots if name in {None, slot.name})
-
-
 def _guest(slot: SlotConfig) -> GuestConfig:
     if slot.guest is None:
         raise ConfigError(
@@ -117,15 +107,15 @@ def _guest(slot: SlotConfig) -> GuestConfig:
     return slot.guest
 
 
-def _wishes(slot: SlotConfig, wanted: GuestConfig) -> GuestWishes:
+def _settings(slot: SlotConfig, wanted: GuestConfig) -> GuestSettings:
     share, configured = None, slot.policy.blocking_ratio
     if slot.mps is not None:
         share = MpsShare(
-            _daemon(slot.mps),
+            slot.mps.daemon,
             active_thread_percentage=wanted.active_thread_percentage,
             blocking_ratio=1.0 if configured == AUTO else configured,
         )
-    return GuestWishes(
+    return GuestSettings(
         kv_cache_bytes=wanted.kv_cache_bytes,
         gpus=_gpus(wanted.gpus),
         isolation=None if wanted.isolation is None else IsolationBackend(wanted.isolation),
@@ -185,9 +175,10 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
             "shared fate: a fault of the guest ends production. Never kill -9 the guest; stop it "
             "with SIGTERM to this process"
         )
-        if not _clients(slot.mps):
+        daemon = slot.mps.daemon
+        if not any(daemon.clients(server) for server in daemon.servers()):
             notes.append(
-                "nobody is a client of this daemon: was production started with its pipe directory?"
+                "this MPS daemon has no client: was production started with its pipe directory?"
             )
     names = () if slot.kvcached is None else slot.kvcached.production
     for variables in [production | launch.shared_memory(name) for name in names] or [production]:
@@ -203,15 +194,6 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
         notes.append("an idle control group of its own is made and goes with the guest")
     notes.append("nothing else is set on the host: it ends with the guest's processes")
     return notes
-
-
-def _clients(mps: MpsConfig) -> int:
-    daemon = _daemon(mps)
-    return sum(len(daemon.clients(server)) for server in daemon.servers())
-
-
-def _daemon(mps: MpsConfig) -> MpsControl:
-    return MpsControl(mps.pipe_directory, mps.control, mps.timeout_s)
 
 
 def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:

@@ -1,4 +1,4 @@
-"""Checks before a guest spends minutes on its start; each is told in a line."""
+"""Checks before a guest spends minutes on its start, each reported in one line."""
 
 import json
 import os
@@ -119,11 +119,7 @@ def _pages(pages: PageDirectory) -> str:
 
 
 def _granted(pages: PageDirectory) -> str:
-    reader = pages.grant_reader()
-    try:
-        grant = reader.read()
-    finally:
-        reader.close()
+    grant = pages.grant_reader().read()
     if grant.record is None:
         # A guest starts all the same: the agent may come later, and until then it is closed.
         return f"grant {grant.fault}: the guest would wait for `rosemux agent`"

@@ -7,12 +7,20 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 import yaml
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.page import PageDirectory, PageFault, PageReader, Pulse, Reading
+from harvester.contracts.page import (
+    PageDirectory,
+    PageFault,
+    PageReader,
+    ProductionModel,
+    Pulse,
+    Reading,
+)
 from harvester.policy.settings import SlotSettings
 
 _POLL_S = 0.2
@@ -55,7 +63,7 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
     names = directory.pulse_names()
     if not names:
         raise ConfigError(f"no pulse in {directory.path}: start production with its pulse first")
-    most: dict[str, float] = {}
+    most = ProductionModel()
     for name in names:
         path = directory.path / name
         reading = _read(directory, name)
@@ -65,10 +73,9 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
             return None
         if reading.record.model_samples < SlotSettings().model_samples_min:
             return None
-        model = reading.record.model
-        for field in model.__struct_fields__:
-            most[field] = max(most.get(field, 0.0), getattr(model, field))
-    return most
+        most = most.upper(reading.record.model)
+    learned: dict[str, float] = msgspec.to_builtins(most)
+    return learned
 
 
 def _shapes(directory: PageDirectory) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from harvester.agent.release import MAX_BYTES, release_path
+from harvester.agent.operator_files import RELEASE_BYTES_MAX
 from harvester.config import load_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
@@ -23,14 +23,11 @@ def release(
 ) -> None:
     """Lift a slot's quarantine, and say why. An agent that is down obeys when it starts."""
     agent = load_agent_config(config)
-    names = [one.name for one in agent.slots]
-    if (slot is None and len(names) > 1) or (slot is not None and slot not in names):
-        raise ConfigError(f"--slot: choose one of {', '.join(names)}")
+    chosen = agent.slot_named(slot)
     said = reason.strip().encode()
-    if not said or len(said) > MAX_BYTES:
-        raise ConfigError(f"--reason: say it in 1 to {MAX_BYTES} bytes")
-    chosen = next(one for one in agent.slots if slot in {None, one.name})
-    path = release_path(agent, chosen)
+    if not said or len(said) > RELEASE_BYTES_MAX:
+        raise ConfigError(f"--reason: say it in 1 to {RELEASE_BYTES_MAX} bytes")
+    path = agent.file_of(chosen, "release")
     try:
         whole_file.replace(path, said + b"\n", mode=0o644)
     except OSError as error:

@@ -24,9 +24,12 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
+from harvester.platform.bearer import authorization, read_own_token
 
 _TIMEOUT_S = 3.0
 _MAX_REPLY_BYTES = 1 << 20
+_RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
+"""Every other page is a pulse."""
 
 
 def status(
@@ -67,31 +70,20 @@ def _page_table(directories: list[PageDirectory]) -> Table:
 
 
 def _page_rows(directory: PageDirectory) -> list[tuple[str, str, str, str]]:
-    """One row per page, read as its own user; the agent's log names the users it believes
-    instead.
-    """
+    """One row per page, read as its own user; the agent's log names the users it believes."""
     now_ns = monotonic_ns()
     rows = []
     for name in (PageName.GRANT, *directory.pulse_names(), PageName.GUEST):
         path = directory.path / name
         owners = frozenset({path.stat().st_uid}) if path.exists() else frozenset()
-        reading = _read(path, name, owners, now_ns)
+        kind = _RECORDS.get(name, Pulse)
+        reading = PageReader(path, kind, owners=owners).read(now_ns=now_ns)
         age = f"{(now_ns - reading.stamp_ns) / 1e6:.0f} ms" if reading.record else ""
-        rows.append((str(name), ", ".join(map(user_name, owners)), age, _says(reading)))
+        rows.append((str(name), ", ".join(map(user_name, owners)), age, _summary(reading)))
     return rows
 
 
-def _read(
-    path: Path, name: str, owners: frozenset[int], now_ns: int
-) -> Reading[Grant] | Reading[Guest] | Reading[Pulse]:
-    if name == PageName.GRANT:
-        return PageReader(path, Grant, owners=owners).read(now_ns=now_ns)
-    if name == PageName.GUEST:
-        return PageReader(path, Guest, owners=owners).read(now_ns=now_ns)
-    return PageReader(path, Pulse, owners=owners).read(now_ns=now_ns)
-
-
-def _says(reading: Reading[Grant] | Reading[Guest] | Reading[Pulse]) -> str:
+def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
     match reading.record:
         case Grant(epoch=epoch, mode=mode, reason=reason, step_tokens_cap=cap):
             return f"{mode} ({reason}), epoch {epoch}, at most {cap} tokens per step"
@@ -162,9 +154,7 @@ def _gib(size_bytes: int) -> str:
 
 
 def _over(calibration: Calibration, what: str) -> str:
-    """Share of steps that exceeded their prediction. The model predicts the P90, so 10 % is
-    ideal.
-    """
+    """Share of steps longer than predicted. The model predicts the P90, so 10 % is ideal."""
     if calibration.steps == 0:
         return f"no {what} compared"
     return f"{calibration.over_ratio:.0%} of {calibration.steps} {what}"
@@ -191,16 +181,9 @@ def _ask(agent_url: str, token_file: Path | None) -> SlotOffers:
         raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
     request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots")
     if token_file is not None:
-        request.add_header("Authorization", f"Bearer {_token(token_file)}")
+        request.headers.update(authorization(read_own_token(token_file)))
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
             return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)
     except (OSError, msgspec.DecodeError) as error:
         raise Exhausted(f"agent at {agent_url} gives no answer: {error}") from error
-
-
-def _token(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error

@@ -104,11 +104,6 @@ def ring(address: int, *, private: bool = False) -> None:
         _call(_FUTEX, ctypes.c_void_p(address), operation, _EVERYBODY, None, None, 0)
 
 
-def can_ring() -> bool:
-    """Whether sleepers can be woken; otherwise they nap."""
-    return _call is not None
-
-
 def sleep_until_rung(words: Sequence[Word], *, timeout_s: float) -> None:
     """Return when one of the words has changed or was rung, at most `timeout_s` later. Spurious
     returns are possible."""

@@ -151,9 +151,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def read_journal(path: Path) -> Iterator[Line]:
-    """Yield the lines of one file, without a torn last line (a crash while writing). Raises
-    Corrupt, naming the line, for anything else that is not a journal line.
-    """
+    """The lines of a file, but for a torn last one. Raises Corrupt, naming a line that is none."""
     with path.open("rb") as file:
         yield from lines_of(file, path.name)
 

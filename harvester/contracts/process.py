@@ -14,11 +14,13 @@ class ProcessId(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     start_ticks: int
 
+    def lives(self) -> bool:
+        """Whether this very process exists here; a zombie does too."""
+        return start_ticks(self.pid) == self.start_ticks
+
 
 def start_ticks(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None if it does not exist or is not
-    visible.
-    """
+    """Start time in clock ticks since boot; None if it does not exist or is not visible."""
     return _status(pid, _START_FIELD)
 
 

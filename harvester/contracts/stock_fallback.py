@@ -1,10 +1,9 @@
 """No fault of ours keeps production down: what fails in a hook is logged, and vLLM serves as stock.
 
-Every entry point that vLLM loads goes through `guarded`. In a guest the fault passes on: a guest
-that lacks one of its hooks would run ungated, so it does not start. A guest whose role is misspelt
-counts as production here; its scheduler and its middleware, which only a guest has, refuse then.
-
-Imports nothing but the standard library, so that a broken installation is a fault like others.
+Every entry point that vLLM loads goes through `guarded`. In a guest the fault passes on, since a
+guest without one of its hooks would run ungated. A guest whose role is misspelt counts as
+production here; its own scheduler and middleware refuse then. Only the standard library is
+imported, so that a broken installation is a fault like others.
 """
 
 import logging

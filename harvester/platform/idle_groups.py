@@ -1,14 +1,12 @@
 """Control groups for guests: idle as a whole, so below everything else on the machine.
 
-A thread of the idle class among production's own threads is preempted at once and still costs
-production: the kernel owes each group of threads a fair share and gives the idle thread its three
-thousandths in ticks of milliseconds, after which production's own threads are out of turn among
-themselves for a second. With the guest in a separate group, they are ranked as if it were not
-there.
+A thread of the idle class in production's own group still costs production: the kernel gives it
+its three thousandths in ticks of milliseconds, after which production's threads are out of turn
+among themselves for a second. With the guest in another group, they are ranked as if it were away.
 
 A guest enters only from the root group: in a service or a container the control group is its
 operator's, who may make it or a parent idle (systemd: `CPUWeight=idle` of a slice). Each guest has
-a group of its own: lifting it for a reclaim is one write and lifts no other guest.
+a group of its own, so that lifting one lifts no other.
 """
 
 import errno
@@ -37,9 +35,7 @@ _LIFTED = {"cpu.weight": "1000", "cpu.shares": "10240"}
 
 
 class IdleGroups:
-    """Makes, enters and removes guests' groups. Holds only paths, so any process may use it. A
-    group is removed once it is empty.
-    """
+    """Guests' groups. Holds only paths, so any process may use it."""
 
     def __init__(self, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
         self._proc = proc
@@ -85,9 +81,7 @@ class IdleGroups:
         raise Unsupported(f"{group}: {failure}") from failure
 
     def leave(self, pid: int) -> None:
-        """Move a process from its guest group to the parent; no-op outside guest groups. Raises
-        OSError.
-        """
+        """Move a process from its guest group to the parent, if it is in one. Raises OSError."""
         group = self._of(pid)
         if group is not None:
             (group.parent / _MEMBERS).write_text(f"{pid}\n")
@@ -119,9 +113,7 @@ class IdleGroups:
                     group.rmdir()
 
     def commands(self) -> tuple[str, ...]:
-        """Shell commands that put a new guest into its group; empty if it is in an idle group
-        already.
-        """
+        """Shell commands that put a new guest into its group; none where it is idle already."""
         if self._is_given(os.getpid()):
             return ()
         group = self._writable_root() / f"{_PREFIX}$$"

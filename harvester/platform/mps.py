@@ -1,12 +1,9 @@
-"""Speaks to the control daemon of NVIDIA's Multi-Process Service, through its own command.
+"""The control daemon of NVIDIA's Multi-Process Service, through its own command.
 
-    nvidia-cuda-mps-control        commands on its standard input, replies on its standard output
-    CUDA_MPS_PIPE_DIRECTORY        says which daemon is meant
-
-It asks, and it ends the GPU work of one client. It never starts or stops a daemon or a server, and
-never sets a limit: those of a server hold for everybody's next client, production's too, and none
-reaches a client that runs already. Words and meanings: NVIDIA, "Multi-Process Service", the chapter
-on `nvidia-cuda-mps-control`.
+`nvidia-cuda-mps-control` takes commands on its standard input; CUDA_MPS_PIPE_DIRECTORY names the
+daemon. RoseMux asks, and ends the GPU work of one client. It starts and stops nothing and sets no
+limit: a server's limits hold for every next client, production included. Words and meanings:
+NVIDIA, "Multi-Process Service", the chapter on `nvidia-cuda-mps-control`.
 """
 
 import os
@@ -41,9 +38,7 @@ class ServerStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MpsControl:
-    """One daemon. Every call runs the control command once; it raises Unsupported without a
-    daemon.
-    """
+    """One daemon. Every call runs the command once; Unsupported without a daemon."""
 
     pipe_directory: Path = DEFAULT_PIPE_DIRECTORY
     executable: str = DEFAULT_CONTROL

@@ -1,4 +1,4 @@
-"""A process that is not to outlive its parent, however that one ends."""
+"""Ends a process with its parent, however the parent ends."""
 
 import ctypes
 import os

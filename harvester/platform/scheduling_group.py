@@ -15,9 +15,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Rank of a thread in the kernel's scheduler: its group among groups, its class in the
-    group.
-    """
+    """Rank of a thread for the scheduler: its group among groups, its class within it."""
 
     group: str
     idle_class: bool

@@ -1,12 +1,12 @@
 """The range of each setting in which production stays protected, with the reason for its ends.
 
-Settings beyond are experiments: they mean something, and harm or blind what guards production. An
-operator asks for them by one name, `unsafe_experiments`. What means nothing at all (negative, not
-finite, contradictory) is refused by the settings themselves. Reads and logs nothing.
+Settings beyond it are experiments, which an operator asks for by `unsafe_experiments`. Meaningless
+values (negative, not finite, contradictory) are refused by the settings themselves.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import pairwise
 from typing import Any
 
 from harvester.contracts.page.records import Law
@@ -67,7 +67,7 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         "kv_budget_tokens": Range(0, 10**12, "tokens", "no engine has more"),
         "phantom_prompt_tokens": Range(0, 10**8, "tokens", "no model reads more"),
         "blocking_ratio": Range(
-            0.01, 1.0, "of a step", "no backend promises that a guest's step delays nobody"
+            0.01, 1.0, "of a step", "no backend promises steps that delay nothing"
         ),
         "preemption_s": Range(1e-5, 0.1, "s", "no switch between processes costs production less"),
         "model_samples_min": Range(
@@ -137,22 +137,60 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
     },
 }
 
+TTFT_EDGES_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_EDGES_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+"""vLLM's, unless it was started with `--custom-histogram-buckets`."""
 
-def beyond(settings: SlotSettings) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each setting outside its range: its path, and the range with its reason."""
-    yield from _beyond(settings, ())
+# Above these an SLO was probably meant in milliseconds: no service allows so long for a first
+# token, or between two.
+TTFT_PLAUSIBLE_S = 30.0
+ITL_PLAUSIBLE_S = 2.0
 
 
-def _beyond(settings: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def beyond(settings: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each of the settings outside its range: its path, and the range with its reason."""
     bounds = BOUNDS[type(settings)]
     for field in fields(settings):
         value = getattr(settings, field.name)
         where = (*path, field.name)
         if is_dataclass(value):
-            yield from _beyond(value, where)
+            yield from beyond(value, where)
         elif (bound := bounds.get(field.name)) is not None and not (
             isinstance(bound, Range) and isinstance(value, str)
         ):
             fault = bound.fault(value)
             if fault:
                 yield where, fault
+
+
+def slo_warnings(*, ttft_slo_s: float, itl_slo_s: float) -> Iterator[tuple[str, str]]:
+    """Warnings of an SLO that dashboards cannot count, or that is probably not in seconds: each odd
+    setting's name and its warning.
+
+    RoseMux itself judges from raw samples; dashboards read production's histograms, and between two
+    edges they can only interpolate.
+    """
+    for name, slo_s, plausible_s, edges_s in (
+        ("ttft_slo_s", ttft_slo_s, TTFT_PLAUSIBLE_S, TTFT_EDGES_S),
+        ("itl_slo_s", itl_slo_s, ITL_PLAUSIBLE_S, ITL_EDGES_S),
+    ):
+        if slo_s > plausible_s:
+            yield name, f"{slo_s:g} s is long: were {slo_s:g} ms meant, {slo_s / 1000:g}?"
+        elif slo_s not in edges_s:
+            near = _near(slo_s, edges_s)
+            yield name, f"{slo_s:g} is no edge of vLLM's histogram, dashboards interpolate {near}"
+    if itl_slo_s > ttft_slo_s:
+        yield "itl_slo_s", f"{itl_slo_s:g} s is longer than ttft_slo_s, {ttft_slo_s:g} s"
+
+
+def _near(slo_s: float, edges_s: tuple[float, ...]) -> str:
+    for below, above in pairwise(edges_s):
+        if below < slo_s < above:
+            return f"between {below:g} and {above:g}"
+    return f"below {edges_s[0]:g}" if slo_s < edges_s[0] else f"above {edges_s[-1]:g}"

@@ -77,9 +77,13 @@ class Ring(msgspec.Struct, kw_only=True):
         return sum(self.requests[s] for s in slots), sum(self.misses[s] for s in slots)
 
 
+def _ring(period_s: float, size: int) -> Ring:
+    return Ring(period_s=period_s, requests=[0.0] * size, misses=[0.0] * size)
+
+
 class BudgetState(msgspec.Struct, kw_only=True):
-    minutes: Ring
-    hours: Ring
+    minutes: Ring = msgspec.field(default_factory=lambda: _ring(_MINUTE_S, _MINUTES))
+    hours: Ring = msgspec.field(default_factory=lambda: _ring(_HOUR_S, _HOURS))
     stopped_at_s: float | None = None
     reason: str = ""
     judged_minute: int = -1
@@ -88,9 +92,7 @@ class BudgetState(msgspec.Struct, kw_only=True):
 class ErrorBudget:
     def __init__(self, settings: BudgetSettings, state: BudgetState | None = None) -> None:
         self._settings = settings
-        self.state = state or BudgetState(
-            minutes=_ring(_MINUTE_S, _MINUTES), hours=_ring(_HOUR_S, _HOURS)
-        )
+        self.state = state or BudgetState()
 
     @property
     def stopped(self) -> bool:
@@ -153,7 +155,3 @@ class ErrorBudget:
             if min(long, short) >= window.rate * strictness:
                 return f"budget burns at {long:.1f} times its pace over {window.long_minutes} min"
         return ""
-
-
-def _ring(period_s: float, size: int) -> Ring:
-    return Ring(period_s=period_s, requests=[0.0] * size, misses=[0.0] * size)

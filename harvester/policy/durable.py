@@ -1,12 +1,11 @@
-"""State of a slot's policy that must outlive its process, and how it moves to another clock.
+"""State of a slot's policy that must outlive its process, and its move to another clock.
 
-Everything here keeps harvesting back. What is measured anew within a beat, such as pulses, the
-guest's page and leases, is left out, as are counters for people.
-
-Times are monotonic seconds. Those of another boot do not compare, and a wall clock can be set: time
-in which no agent could count is therefore no time at all. No stop runs down and no miss grows old
-while a machine is off, whatever its clock says afterwards.
+All of it restrains harvesting. Pulses, the guest's page and leases are measured anew within a beat.
+Times are monotonic seconds, which do not compare between boots, and a wall clock can be set: while
+no agent runs no time passes, so that no stop runs down and no miss grows old.
 """
+
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +13,8 @@ from harvester.policy.blocking import BlockingState
 from harvester.policy.budget import BudgetState, Ring
 from harvester.policy.level import LevelState, MissState
 from harvester.policy.proof import ProofState
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class DurableState(msgspec.Struct, kw_only=True):
@@ -24,7 +25,7 @@ class DurableState(msgspec.Struct, kw_only=True):
     step_level: LevelState = msgspec.field(default_factory=LevelState)
     kv_level: LevelState = msgspec.field(default_factory=LevelState)
     misses: MissState = msgspec.field(default_factory=MissState)
-    budget: BudgetState | None = None
+    budget: BudgetState = msgspec.field(default_factory=BudgetState)
     guest_losses_s: list[float] = []
     guest_stopped: bool = False
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
@@ -35,41 +36,30 @@ class DurableState(msgspec.Struct, kw_only=True):
 def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:
     """The same ages at `to_s` as at `from_s`."""
     by_s = to_s - from_s
-    return DurableState(
-        quarantine=state.quarantine,
-        danger_at_s=_later(state.danger_at_s, by_s),
-        step_level=_level(state.step_level, by_s),
-        kv_level=_level(state.kv_level, by_s),
-        misses=msgspec.structs.replace(state.misses, at_s=_later(state.misses.at_s, by_s)),
-        budget=None if state.budget is None else _budget(state.budget, from_s, to_s),
+    budget = state.budget
+    return msgspec.structs.replace(
+        _later(state, by_s),
+        step_level=_later(state.step_level, by_s),
+        kv_level=_later(state.kv_level, by_s),
+        misses=_later(state.misses, by_s),
+        budget=msgspec.structs.replace(
+            _later(budget, by_s),
+            minutes=_ring(budget.minutes, from_s, to_s),
+            hours=_ring(budget.hours, from_s, to_s),
+            judged_minute=-1,
+        ),
         guest_losses_s=[at_s + by_s for at_s in state.guest_losses_s],
-        guest_stopped=state.guest_stopped,
-        blocking=state.blocking,
         proof_ttft=_proof(state.proof_ttft, by_s),
         proof_itl=_proof(state.proof_itl, by_s),
     )
 
 
-def _later(at_s: float | None, by_s: float) -> float | None:
-    return None if at_s is None else at_s + by_s
-
-
-def _level(level: LevelState, by_s: float) -> LevelState:
-    return LevelState(
-        ratio=level.ratio,
-        breached_at_s=_later(level.breached_at_s, by_s),
-        shrunk_at_s=_later(level.shrunk_at_s, by_s),
-        grown_at_s=_later(level.grown_at_s, by_s),
-    )
-
-
-def _budget(budget: BudgetState, from_s: float, to_s: float) -> BudgetState:
-    return BudgetState(
-        minutes=_ring(budget.minutes, from_s, to_s),
-        hours=_ring(budget.hours, from_s, to_s),
-        stopped_at_s=_later(budget.stopped_at_s, to_s - from_s),
-        reason=budget.reason,
-    )
+def _later(state: S, by_s: float) -> S:
+    """The struct with each moment in it, a field `...at_s`, later by `by_s`."""
+    known = {name: getattr(state, name) for name in state.__struct_fields__}
+    moments = {name: at_s for name, at_s in known.items() if name.endswith("at_s")}
+    later = {name: at_s + by_s for name, at_s in moments.items() if at_s is not None}
+    return msgspec.structs.replace(state, **later)
 
 
 def _ring(ring: Ring, from_s: float, to_s: float) -> Ring:
@@ -78,6 +68,4 @@ def _ring(ring: Ring, from_s: float, to_s: float) -> Ring:
 
 def _proof(proof: ProofState, by_s: float) -> ProofState:
     """Without the slice that was under way: it was not seen whole."""
-    return msgspec.structs.replace(
-        proof, index=None, n=0.0, x=0.0, stopped_at_s=_later(proof.stopped_at_s, by_s)
-    )
+    return msgspec.structs.replace(_later(proof, by_s), index=None, n=0.0, x=0.0)

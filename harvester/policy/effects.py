@@ -1,7 +1,7 @@
-"""Effects that the slot policy requests. Each has its reason and serves the guest or production.
+"""Effects that the slot policy requests, each with its reason.
 
-An effect for the guest is applied only with its line in the journal; an effect for production is
-applied in any case.
+A grant serves the guest and is open only with its line in the journal; every other effect protects
+production and is applied in any case.
 """
 
 from typing import Self
@@ -14,23 +14,13 @@ from harvester.contracts.wire.leases import EndReason
 
 
 class SlotEffect(msgspec.Struct, frozen=True, kw_only=True):
-    def without_record(self, fault: str) -> Self:
+    def without_record(self, fault: str) -> Self:  # noqa: ARG002 - no fault takes protection away
         """The effect to apply if its journal line cannot be written; `fault` says why."""
-        raise NotImplementedError
-
-
-class ForProduction(SlotEffect, frozen=True, kw_only=True):
-    """An effect that protects production, applied with or without a journal line."""
-
-    def without_record(self, fault: str) -> Self:  # noqa: ARG002 - no fault takes it away
         return self
 
 
 class WriteGrant(SlotEffect, frozen=True, kw_only=True, tag="write_grant"):
-    """Publish this grant; written every beat, since an old one expires.
-
-    An open grant serves the guest, a closed one production.
-    """
+    """Publish this grant; written every beat, since an old one expires."""
 
     grant: Grant
     ttl_s: float
@@ -41,7 +31,7 @@ class WriteGrant(SlotEffect, frozen=True, kw_only=True, tag="write_grant"):
         return msgspec.structs.replace(self, grant=grant, reason=fault)
 
 
-class EndLease(ForProduction, frozen=True, kw_only=True, tag="end_lease"):
+class EndLease(SlotEffect, frozen=True, kw_only=True, tag="end_lease"):
     lease: str
     """Name of the lease."""
     reason: EndReason
@@ -49,28 +39,26 @@ class EndLease(ForProduction, frozen=True, kw_only=True, tag="end_lease"):
     """Seconds for which running turns may go on."""
 
 
-class Quarantine(ForProduction, frozen=True, kw_only=True, tag="quarantine"):
+class Quarantine(SlotEffect, frozen=True, kw_only=True, tag="quarantine"):
     """Offer the slot no more until an operator has looked at it and released it."""
 
     reason: str
 
 
-class LiftGuest(ForProduction, frozen=True, kw_only=True, tag="lift_guest"):
-    """Move the guest out of its isolation backend: work that production waits for must not wait
-    behind production.
-    """
+class LiftGuest(SlotEffect, frozen=True, kw_only=True, tag="lift_guest"):
+    """Move the guest out of its isolation: what production waits for must not wait behind it."""
 
     processes: tuple[ProcessId, ...]
     reason: str
 
 
-class SettleGuest(ForProduction, frozen=True, kw_only=True, tag="settle_guest"):
+class SettleGuest(SlotEffect, frozen=True, kw_only=True, tag="settle_guest"):
     """Move a lifted guest back under its isolation backend."""
 
     reason: str
 
 
-class KillGuest(ForProduction, frozen=True, kw_only=True, tag="kill_guest"):
+class KillGuest(SlotEffect, frozen=True, kw_only=True, tag="kill_guest"):
     """End its processes, so that their memory is production's."""
 
     processes: tuple[ProcessId, ...]

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from harvester.contracts.page.records import Guest
-from harvester.policy.sample import GuestReading
+from harvester.policy.sample import GuestReading, MpsReading
 from harvester.policy.settings import AUTO, SlotSettings
 
 _NO_ISOLATION = "none"
@@ -100,3 +100,8 @@ class GuestWatch:
             return ""
         times, why = len(self.state.losses_s), reading.fault or "missing"
         return f"guest lost {times} times in {window_s:.0f} s ({why})"
+
+
+def lacks_consent(mps: MpsReading | None, guest: Guest | None) -> bool:
+    """Whether the guest runs under MPS without consent in the slot's configuration."""
+    return mps is None and guest is not None and guest.isolation == "mps"

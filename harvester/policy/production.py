@@ -1,11 +1,10 @@
-"""The pulses of one slot, combined into one view, and whether production may be believed at all.
+"""The pulses of one slot as one view, and whether production may be believed at all.
 
 Missing data is danger, never idleness: an absent pulse, counters that went backwards, requests
-without steps, and steps without requests are separate conditions. This module does not decide what
-the guest may do.
+without steps, and steps without requests are separate conditions.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -15,7 +14,7 @@ from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_
 from harvester.policy.sample import PulseReading
 from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
-from harvester.policy.unseen import UnseenSteps, UnseenWatch
+from harvester.policy.unseen import UnseenSteps, unseen_requests
 
 _IDLE_WINDOW_S = 10.0
 
@@ -60,6 +59,9 @@ class PulseMemory(msgspec.Struct, kw_only=True):
     unseen_steps_total: int = 0
 
 
+_COUNTERS = frozenset(PulseMemory.__struct_fields__) - {"unseen_steps_total"}
+
+
 class WatchState(msgspec.Struct, kw_only=True):
     pulses: dict[str, PulseMemory] = {}
     progress_at_s: dict[str, float] = {}
@@ -76,14 +78,17 @@ class ProductionWatch:
     def __init__(self, settings: SlotSettings, state: WatchState | None = None) -> None:
         self._settings = settings
         self.state = state or WatchState()
-        self._unseen = UnseenWatch(self.state.unseen)
 
     def observe(self, readings: tuple[PulseReading, ...], *, now: float) -> ProductionView:
         silent = _silence(readings)
         pulses = {r.name: r.record for r in readings if r.record is not None}
-        restarted = self._restarted(pulses, now)
-        ttft, itl = self._latencies(pulses)
-        self._note_idleness(pulses, now)
+        remembered = self.state.pulses
+        known = {name: (remembered[name], pulses[name]) for name in pulses if name in remembered}
+        went_on = {name: pair for name, pair in known.items() if not _went_backwards(*pair)}
+        restarted = self._restarted(known.keys() - went_on.keys(), now)
+        ttft = _latencies(went_on, "ttft_s_recent", "samples_total")
+        itl = _latencies(went_on, "itl_s_recent", "itl_samples_total")
+        self._note_idleness(went_on.values(), now, seen=bool(pulses))
         engines = _by_engine(pulses)
         unseen = self._unseen_requests(engines, now)
         if not silent and not any(self._busy(members) for members in engines.values()):
@@ -125,12 +130,7 @@ class ProductionWatch:
         """The learned model, or the configured profile until enough steps are learned."""
         given = self._settings.profile
         if self._has_profile(pulses) and _learned(pulses) < self._settings.model_samples_min:
-            return ProductionModel(
-                prefill_base_s=given.prefill_base_s,
-                prefill_s_per_token=given.prefill_s_per_token,
-                decode_base_s=given.decode_base_s,
-                decode_s_per_request=given.decode_s_per_request,
-            )
+            return msgspec.convert(given, ProductionModel, from_attributes=True)
         return _upper(pulses.values())
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
@@ -143,71 +143,49 @@ class ProductionWatch:
         engines = {engine_of(name) for name in pulses}
         return len(engines) > 1 and _learned(pulses) >= self._settings.model_samples_min
 
-    def _restarted(self, pulses: dict[str, Pulse], now: float) -> str:
+    def _restarted(self, backwards: Set[str], now: float) -> str:
         state = self.state
-        for name, pulse in sorted(pulses.items()):
-            if name in state.pulses and _went_backwards(state.pulses[name], pulse):
-                state.restarted_at_s = now
-                state.idle_ratio = None
-                state.progress_at_s.pop(engine_of(name), None)
-                return f"{name}: counters went backwards"
+        if backwards:
+            name = min(backwards)
+            state.restarted_at_s = now
+            state.idle_ratio = None
+            state.progress_at_s.pop(engine_of(name), None)
+            return f"{name}: counters went backwards"
         since = state.restarted_at_s
         if since is not None and now - since < self._settings.cooldown_s:
             return "production restarted"
         return ""
 
-    def _latencies(self, pulses: dict[str, Pulse]) -> tuple[Latencies, Latencies]:
-        ttft: list[float] = []
-        itl: list[float] = []
-        ttft_total = itl_total = 0
-        for name, pulse in sorted(pulses.items()):
-            before = self.state.pulses.get(name)
-            if before is None or _went_backwards(before, pulse):
-                continue
-            new = pulse.samples_total - before.samples_total
-            new_itl = pulse.itl_samples_total - before.itl_samples_total
-            ttft += pulse.ttft_s_recent[-new:] if new else ()
-            itl += pulse.itl_s_recent[-new_itl:] if new_itl else ()
-            ttft_total += new
-            itl_total += new_itl
-        return (
-            Latencies(seen_s=tuple(ttft), total=ttft_total),
-            Latencies(seen_s=tuple(itl), total=itl_total),
-        )
-
-    def _note_idleness(self, pulses: dict[str, Pulse], now: float) -> None:
+    def _note_idleness(
+        self, went_on: Collection[tuple[PulseMemory, Pulse]], now: float, *, seen: bool
+    ) -> None:
         state = self.state
         elapsed_s = 0.0 if state.observed_at_s is None else now - state.observed_at_s
-        if not pulses:
+        if not seen:
             state.idle_ratio = None
-        known = [
-            (pulse, state.pulses[name])
-            for name, pulse in pulses.items()
-            if name in state.pulses and not _went_backwards(state.pulses[name], pulse)
-        ]
-        if elapsed_s <= 0 or not known:
+        if elapsed_s <= 0 or not went_on:
             return
-        busy_s = sum(max(0.0, pulse.busy_s_total - before.busy_s_total) for pulse, before in known)
+        busy_s = sum(pulse.busy_s_total - before.busy_s_total for before, pulse in went_on)
         idle = 1.0 - min(1.0, busy_s / elapsed_s)
         gain = min(1.0, elapsed_s / _IDLE_WINDOW_S)
         last = idle if state.idle_ratio is None else state.idle_ratio
         state.idle_ratio = last + gain * (idle - last)
 
     def _unseen_requests(self, engines: dict[str, dict[str, Pulse]], now: float) -> str:
-        verdict = ""
-        for engine, members in engines.items():
-            pulses = tuple(members.values())
-            found = self._unseen.observe(
-                engine, pulses, patience_s=self._patience_s(members), now=now
+        verdicts = [
+            unseen_requests(
+                self.state.unseen,
+                engine,
+                tuple(members.values()),
+                patience_s=self._patience_s(members),
+                now=now,
             )
-            verdict = verdict or found
-        return verdict
+            for engine, members in engines.items()
+        ]
+        return next(filter(None, verdicts), "")
 
     def _busy(self, members: dict[str, Pulse]) -> bool:
-        """Whether one engine has work, by its middleware, its cores or its steps.
-
-        An open WebSocket alone is no work.
-        """
+        """Whether middleware, cores or steps show work; an open WebSocket alone is none."""
         pulses = tuple(members.values())
         if any(pulse.in_flight > pulse.sockets for pulse in pulses):
             return True
@@ -243,15 +221,21 @@ class ProductionWatch:
 
     def _remember(self, pulses: dict[str, Pulse], now: float) -> None:
         for name, pulse in pulses.items():
-            self.state.pulses[name] = PulseMemory(
-                steps_total=pulse.steps_total,
-                requests_total=pulse.requests_total,
-                samples_total=pulse.samples_total,
-                itl_samples_total=pulse.itl_samples_total,
-                busy_s_total=pulse.busy_s_total,
-                unseen_steps_total=pulse.unseen_steps_total,
-            )
+            self.state.pulses[name] = msgspec.convert(pulse, PulseMemory, from_attributes=True)
         self.state.observed_at_s = now
+
+
+def _latencies(
+    went_on: Mapping[str, tuple[PulseMemory, Pulse]], recent: str, total: str
+) -> Latencies:
+    """New samples of the field `recent`, of which `total` counts all."""
+    seen_s: list[float] = []
+    new_total = 0
+    for _, (before, pulse) in sorted(went_on.items()):
+        new = getattr(pulse, total) - getattr(before, total)
+        seen_s += getattr(pulse, recent)[-new:] if new else ()
+        new_total += new
+    return Latencies(seen_s=tuple(seen_s), total=new_total)
 
 
 def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:
@@ -269,13 +253,7 @@ def _silence(readings: tuple[PulseReading, ...]) -> str:
 
 
 def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
-    return (
-        pulse.steps_total < before.steps_total
-        or pulse.requests_total < before.requests_total
-        or pulse.samples_total < before.samples_total
-        or pulse.itl_samples_total < before.itl_samples_total
-        or pulse.busy_s_total < before.busy_s_total
-    )
+    return any(getattr(pulse, name) < getattr(before, name) for name in _COUNTERS)
 
 
 def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:

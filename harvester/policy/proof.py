@@ -14,9 +14,7 @@ from harvester.policy.settings import ProofSettings
 
 
 class SliceSum(msgspec.Struct, kw_only=True):
-    """Sums over one kind of slices: n samples of sum x, and the products that the variance
-    needs.
-    """
+    """Sums over slices of a kind: n samples of sum x, and products for the variance."""
 
     slices: int = 0
     n: float = 0.0

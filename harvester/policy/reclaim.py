@@ -1,14 +1,10 @@
 """Memory that production needs back: the guest's deadline, and the steps that enforce it.
 
-The KV budget in the grant falls first. From the beat in which the guest holds more than its budget
-it is lifted out of its isolation backend, since a guest in the idle class beside saturated
-production would release nothing while production is saturated. If it still exceeds the budget at
-the deadline, it is ended. Lift and kill are effects; their outcomes arrive with a later sample. A
-guest of another user ends itself soon after the deadline. A guest that still reports, owes memory
-then and cannot be ended is out of reach: its slot is not fit for a guest.
-
-A guest that owes memory is often too starved to write its page, so its last page stands until it
-writes a new one or the page is gone.
+A guest that holds more than its KV budget is lifted out of its isolation at once, since in the idle
+class it would release nothing beside saturated production. At the deadline it is ended; a guest of
+another user ends itself soon after. One that still reports, owes memory then and cannot be ended is
+out of reach. Lift and kill are effects, whose outcomes arrive with a later sample. A guest in debt
+is often too starved to write, so its last page stands until it is replaced or gone.
 """
 
 import msgspec
@@ -89,9 +85,7 @@ class Reclaim:
         return (KillGuest(processes=state.processes, reason=reason),)
 
     def out_of_reach(self, reading: GuestReading, *, now: float) -> str:
-        """Why a guest that still reports and owes memory cannot be ended; "" if it can, or may
-        yet.
-        """
+        """Why a guest that reports and owes memory cannot be ended; "" if it can, or may yet."""
         since_s = self.state.since_s
         if reading.record is None or since_s is None:
             return ""

@@ -5,9 +5,15 @@ from enum import StrEnum
 import msgspec
 
 from harvester.contracts.ids import Epoch
-from harvester.contracts.page.records import Guest, Pulse
-from harvester.contracts.page.seal import PageFault
+from harvester.contracts.page import Guest, PageFault, Pulse, engine_of, pulse_page
 from harvester.contracts.process import ProcessId
+
+MAX_PULSES = 32
+"""Their names fit into the grant page."""
+FOREIGN_PULSE = "pulse.foreign.0"
+"""Stands for pulses that are too many to be believed."""
+
+_GONE = frozenset((PageFault.EXPIRED, PageFault.MISSING))
 
 
 class KillSwitch(StrEnum):
@@ -121,3 +127,36 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     """Why the journal or the state file cannot be written."""
     release: str = ""
     """An operator's reason to lift the quarantine; "" without a request."""
+
+
+def expected(
+    present: tuple[PulseReading, ...], configured: frozenset[str] = frozenset()
+) -> tuple[PulseReading, ...]:
+    """Pulses that must be present: present ones, siblings that they announce, and the configured.
+
+    Each pulse says how many API servers its engine has. An announced server that never showed
+    itself is missing, not idle; a page beyond the announced number is a leftover. A configured list
+    adds to that: it never hides an engine that runs beside the listed ones, but the silent page of
+    an engine that is not listed is a leftover too. The result is in the order of names.
+    """
+    processes: dict[str, int] = {}
+    for reading in present:
+        if reading.record is not None:
+            engine = engine_of(reading.name)
+            processes[engine] = max(processes.get(engine, 0), reading.record.processes)
+    if sum(processes.values()) > MAX_PULSES:
+        return (PulseReading(name=FOREIGN_PULSE, fault=PageFault.FOREIGN),)
+    named = {
+        pulse_page(engine, place) for engine, count in processes.items() for place in range(count)
+    }
+    kept = {
+        reading.name: reading
+        for reading in present
+        if reading.name in named
+        or reading.name in configured
+        or reading.fault not in _GONE
+        or not (configured or processes.get(engine_of(reading.name)))
+    }
+    for name in named - kept.keys():
+        kept[name] = PulseReading(name=name, fault=PageFault.MISSING)
+    return tuple(kept[name] for name in sorted(kept))

@@ -1,9 +1,7 @@
-"""The settings of the node policies: what an operator may choose, with the reason for each default.
+"""The settings of the node policies, with the reason for each default.
 
-They are plain frozen dataclasses, so that a configuration file, a journal's first line and a test
-all make the same object. Meaningless values are refused here; values that harm production are
-refused by the ranges of `harvester.policy.bounds`. This module reads no file or environment
-variable.
+Plain frozen dataclasses: a configuration file, a journal's first line and a test make the same
+object. Meaningless values are refused here, values that harm production by `policy.bounds`.
 """
 
 import math
@@ -33,13 +31,15 @@ def _check(holds: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _check_numbers(settings: "_Settings") -> None:
+def _check_numbers(settings: "_Settings", *, above_0: tuple[str, ...] = ()) -> None:
     """No number may be infinite, NaN, negative, or too long for the journal."""
     for each in fields(settings):
         value = getattr(settings, each.name)
         if isinstance(value, int | float):
             holds = 0 <= value < 2**63 and math.isfinite(value)
             _check(holds, f"{each.name} must be a finite number, at least 0")
+    for name in above_0:
+        _check(getattr(settings, name) > 0, f"{name} must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,10 @@ class LevelSettings:
     """Time without a breach before anything grows."""
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        _check_numbers(self, above_0=("grow_interval_s",))
         _check(0 < self.shrink_ratio < 1, "shrink_ratio must lie between 0 and 1")
         _check(0 < self.floor_ratio <= 1, "floor_ratio must be above 0 and at most 1")
         _check(0 < self.grow_ratio <= 1, "grow_ratio must be above 0 and at most 1")
-        _check(self.grow_interval_s > 0, "grow_interval_s must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +74,7 @@ class MissSettings:
     minimum_misses: float = 3.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check(self.window_s > 0, "window_s must be above 0")
+        _check_numbers(self, above_0=("window_s",))
         _check(0 < self.limit_ratio < 1, "limit_ratio must lie between 0 and 1")
 
 
@@ -119,9 +117,8 @@ class ProofSettings:
     hold_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        _check_numbers(self, above_0=("slice_s",))
         _check(0 <= self.share_ratio < 1, "share_ratio must be at least 0 and below 1")
-        _check(self.slice_s > 0, "slice_s must be above 0")
         _check(0.5 <= self.confidence_ratio < 1, "confidence_ratio must be 0.5 to below 1")
         _check(
             2 <= self.minimum_slices <= self.window_slices,
@@ -134,9 +131,7 @@ class ProfileSettings:
     """Initial step times of production, as `rosemux profile` prints them. All 0 is no profile."""
 
     shapes: tuple[str, ...] = ()
-    """Shapes of the engines that they were learned on; other engines ignore the profile. Empty
-    matches any.
-    """
+    """Shapes of the engines that it was learned on; others ignore it. Empty matches any."""
     prefill_base_s: float = 0.0
     prefill_s_per_token: float = 0.0
     decode_base_s: float = 0.0
@@ -202,9 +197,7 @@ class SlotSettings:
     """Quiet time after danger before the slot opens again."""
     production_lost_s: float = 5.0
     guest_away_s: float = 2.0
-    """Silence after which a guest counts as away; one in the idle class may miss some page
-    beats.
-    """
+    """Silence after which a guest is away; one in the idle class may miss some beats."""
     guest_lost_s: float = 5.0
     """Seconds as away after which the guest's lease ends."""
     quarantine_losses: int = 3
@@ -229,27 +222,24 @@ class SlotSettings:
     proof: ProofSettings = field(default_factory=ProofSettings)
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check(self.beat_s > 0, "beat_s must be above 0")
+        _check_numbers(
+            self,
+            above_0=(
+                *("beat_s", "ttft_slo_s", "itl_slo_s"),
+                *("step_tokens_max", "kv_deadline_s", "quarantine_losses"),
+            ),
+        )
         _check(
             self.grant_ttl_s >= 2 * self.beat_s,
             "grant_ttl_s must be at least two beats (beat_s), else one late beat closes the gate",
         )
-        _check(
-            self.ttft_slo_s > 0 and self.itl_slo_s > 0, "ttft_slo_s and itl_slo_s must be above 0 s"
-        )
         _check(0 <= self.epsilon <= 1e6, "epsilon must lie between 0 and 1e6")
-        _check(self.step_tokens_max > 0, "step_tokens_max must be above 0")
-        _check(self.kv_budget_tokens >= 0, "kv_budget_tokens may not be negative")
         _check(
             self.blocking_ratio == AUTO or 0 < self.blocking_ratio <= 1,
             "blocking_ratio must be auto, or above 0 and at most 1",
         )
         _check(0 < self.memory_high_ratio <= 1, "memory_high_ratio must lie between 0 and 1")
-        _check(self.kv_deadline_s > 0, "kv_deadline_s must be above 0")
         _check(0 <= self.kv_retained_ratio <= 1, "kv_retained_ratio must lie between 0 and 1")
-        _check(self.sleep_after_s >= 0, "sleep_after_s may not be negative")
-        _check(self.quarantine_losses > 0, "quarantine_losses must be above 0")
 
 
 _Settings = (

@@ -13,12 +13,11 @@ import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.leases import EndReason, SlotState
-from harvester.policy import gpu_sharing
 from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.durable import DurableState
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
-from harvester.policy.guest_watch import GuestState, GuestWatch
+from harvester.policy.guest_watch import GuestState, GuestWatch, lacks_consent
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
 from harvester.policy.production import ProductionView, ProductionWatch, WatchState
 from harvester.policy.proof import Impact, ProofSlices, ProofState
@@ -58,7 +57,7 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     misses: MissState = msgspec.field(default_factory=MissState)
     requests_total: float = 0.0
     misses_total: float = 0.0
-    budget: BudgetState | None = None
+    budget: BudgetState = msgspec.field(default_factory=BudgetState)
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     guest: GuestState = msgspec.field(default_factory=GuestState)
     unleased_since_s: float | None = None
@@ -67,10 +66,12 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     proof_itl: ProofState = msgspec.field(default_factory=ProofState)
 
 
+_DURABLE = frozenset(DurableState.__struct_fields__) & frozenset(SlotMemory.__struct_fields__)
+
+
 class SlotPolicy:
     NAME = "harvester.policy.slot"
     SAMPLE = SlotSample
-    EFFECT = Effect
 
     def __init__(self, settings: SlotSettings) -> None:
         self.settings = settings
@@ -81,15 +82,7 @@ class SlotPolicy:
         return cls(msgspec.convert(config, SlotSettings))
 
     def snapshot(self) -> dict[str, Any]:
-        memory = self._memory
-        memory.watch, memory.guest = self._watch.state, self.guest.state
-        memory.misses = self._misses.state
-        memory.step_level, memory.kv_level = self._step_level.state, self._kv_level.state
-        memory.budget = self.budget.state
-        memory.reclaim = self.reclaim.state
-        memory.blocking = self.blocking.state
-        memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
-        snapshot: dict[str, Any] = msgspec.to_builtins(memory)
+        snapshot: dict[str, Any] = msgspec.to_builtins(self._remembered())
         return snapshot
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -97,44 +90,21 @@ class SlotPolicy:
 
     def durable(self) -> DurableState:
         """The part of the memory that must survive this process."""
-        memory = self._memory
+        memory = self._remembered()
         return DurableState(
-            quarantine=memory.quarantine,
-            danger_at_s=memory.danger_at_s,
-            step_level=self._step_level.state,
-            kv_level=self._kv_level.state,
-            misses=self._misses.state,
-            budget=self.budget.state,
-            guest_losses_s=self.guest.state.losses_s,
-            guest_stopped=self.guest.state.stopped,
-            blocking=self.blocking.state,
-            proof_ttft=self._proof_ttft.state,
-            proof_itl=self._proof_itl.state,
+            guest_losses_s=memory.guest.losses_s,
+            guest_stopped=memory.guest.stopped,
+            **{name: getattr(memory, name) for name in _DURABLE},
         )
 
     def resume(self, left: DurableState) -> None:
         """Begin with an earlier process's durable state; its times are in this process's clock."""
-        self._install(
-            SlotMemory(
-                quarantine=left.quarantine,
-                danger_at_s=left.danger_at_s,
-                step_level=left.step_level,
-                kv_level=left.kv_level,
-                misses=left.misses,
-                budget=left.budget,
-                guest=GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped),
-                blocking=left.blocking,
-                proof_ttft=left.proof_ttft,
-                proof_itl=left.proof_itl,
-            )
-        )
+        guest = GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped)
+        kept = {name: getattr(left, name) for name in _DURABLE}
+        self._install(SlotMemory(guest=guest, **kept))
 
     def quarantine(self, reason: str) -> None:
         self._memory.quarantine = reason
-
-    def presume_spent(self, reason: str, *, now: float) -> None:
-        """Count the error budget as spent for its hold time, because its history is unknown."""
-        self.budget.stop(reason, now=now)
 
     @property
     def standing(self) -> tuple[object, ...]:
@@ -161,21 +131,9 @@ class SlotPolicy:
         return self._memory.reason
 
     @property
-    def step_level_ratio(self) -> float:
-        return self._step_level.ratio
-
-    @property
     def idle_ratio(self) -> float | None:
         """Share of recent time in which production had nothing to step; None is unknown."""
         return self._watch.state.idle_ratio
-
-    @property
-    def guest_isolation(self) -> str:
-        return self.guest.state.isolation
-
-    @property
-    def guest_floor_bytes(self) -> int:
-        return self.guest.state.floor_bytes
 
     @property
     def accounted(self) -> tuple[float, float]:
@@ -190,12 +148,10 @@ class SlotPolicy:
         memory = self._memory
         if memory.quarantine:
             return SlotState.QUARANTINED
-        if self.settings.mode is not Mode.HARVEST or memory.state is State.OFF:
+        if self.settings.mode is not Mode.HARVEST or memory.state in {State.OFF, State.COOLDOWN}:
             return SlotState.OFF
         if memory.state is State.LEARNING:
             return SlotState.LEARNING
-        if memory.state is State.COOLDOWN:
-            return SlotState.OFF
         if memory.condition in {Condition.STOPPED, Condition.GUESTLESS}:
             return SlotState.OFF
         return SlotState.OFFERED
@@ -235,14 +191,18 @@ class SlotPolicy:
         self.reclaim.state.unreached = ""
 
     def _quarantine_unreached(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
-        """Quarantine a guest that cannot be ended: it is not lost, it still holds production's
-        memory.
-        """
+        """Quarantine a guest that cannot be ended: it still holds production's memory."""
         fault = self.reclaim.out_of_reach(reading, now=now)
         if not fault or self._memory.quarantine:
             return ()
         self._memory.quarantine = f"guest owes memory and could not be ended: {fault}"
         return (Quarantine(reason=self._memory.quarantine),)
+
+    def _remembered(self) -> SlotMemory:
+        """The whole memory; the parts change it in place, but a proof begins a new one."""
+        memory = self._memory
+        memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
+        return memory
 
     def _install(self, memory: SlotMemory) -> None:
         settings = self.settings
@@ -259,9 +219,7 @@ class SlotPolicy:
         self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
 
     def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
-        """Fold the beat's latencies into levels and budget; returns whether the budget is
-        overspent.
-        """
+        """Fold the beat's latencies into levels and budget; True if the budget is overspent."""
         settings, beside = self.settings, self.guest.stepped_during
         guest = sample.guest.record
         if guest is not None:
@@ -300,7 +258,8 @@ class SlotPolicy:
             return Condition.KILLED, "mode off"
         if sample.kill_switch is not KillSwitch.NONE:
             return Condition.KILLED, f"kill switch: {sample.kill_switch}"
-        memory.quarantine = memory.quarantine or gpu_sharing.server_fault(sample.mps)
+        if not memory.quarantine and sample.mps is not None and sample.mps.server_fault:
+            memory.quarantine = "MPS: the server that production and guest share has a fault"
         if memory.quarantine:
             return Condition.QUARANTINED, memory.quarantine
         if sample.record_fault:
@@ -327,8 +286,8 @@ class SlotPolicy:
                 if self.guest.starved(sample.guest, idle_at_s=production.idle_at_s):
                     return Condition.STARVED, "guest alive and without a core"
                 idle, reason = Condition.GUESTLESS, f"guest {sample.guest.fault or 'missing'}"
-            elif gpu_sharing.lacks_consent(sample.mps, sample.guest.record):
-                idle, reason = Condition.GUESTLESS, "guest under MPS, to which no one has agreed"
+            elif lacks_consent(sample.mps, sample.guest.record):
+                idle, reason = Condition.GUESTLESS, "guest under MPS without the slot's consent"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
         if idle is Condition.CLEAR and self._proof_ttft.withheld(now=now):
@@ -385,6 +344,12 @@ class SlotPolicy:
         # At least 1: 0 would leave the guest its whole capacity.
         return max(1, int((min(most, has) if most and has else most or has) * self._kv_level.ratio))
 
+    def _blocking_ratio(self, sample: SlotSample, now: float) -> float:
+        if sample.mps is not None and not sample.mps.shared_by(self.reclaim.state.processes):
+            # CUDA silently starts a client without a daemon; then the two take turns on the GPU.
+            return 1.0
+        return self.guest.blocking_ratio(self.settings.blocking_ratio, sample.guest, now=now)
+
     def _grant(self, sample: SlotSample, production: ProductionView, now: float) -> Grant:
         settings, memory = self.settings, self._memory
         asleep = self._asleep(sample, now)
@@ -407,11 +372,7 @@ class SlotPolicy:
             or (0 if production.own_models else production.phantom_prompt_tokens),
             production=production.model,
             own_models=production.own_models,
-            blocking_ratio=gpu_sharing.blocking_ratio(
-                self.guest.blocking_ratio(settings.blocking_ratio, sample.guest, now=now),
-                sample.mps,
-                self.reclaim.state.processes,
-            ),
+            blocking_ratio=self._blocking_ratio(sample, now),
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,

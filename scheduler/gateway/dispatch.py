@@ -7,9 +7,7 @@ from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
-from scheduler.gateway.policy.routing import (
-    RoutingPolicy,
-)
+from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     QueueTurn,
@@ -17,7 +15,6 @@ from scheduler.gateway.policy.routing_events import (
     RefuseTurn,
     RoutingEvent,
     TurnArrived,
-    TurnCleared,
     TurnLeft,
     TurnWithdrawn,
 )
@@ -47,7 +44,7 @@ class Dispatcher:
                     if waiting is not None and not waiting.done():
                         waiting.set_result(effect)
                     elif isinstance(effect, DispatchTurn):
-                        self.leave(effect.turn)
+                        self.observe(TurnLeft(turn=effect.turn))
 
     async def place(
         self,
@@ -108,31 +105,13 @@ class Dispatcher:
                 reason = "the gateway is shutting down"
                 waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.FULL, reason=reason))
 
-    def leave(
-        self,
-        turn: str,
-        *,
-        tokens: int = 0,
-        seconds: float = 0.0,
-        stalled: bool = False,
-        refused_s: float | None = None,
-    ) -> None:
-        self.observe(
-            TurnLeft(
-                turn=turn, tokens=tokens, seconds=seconds, stalled=stalled, refused_s=refused_s
-            )
-        )
-
-    def cleared(self, turn: str) -> None:
-        self.observe(TurnCleared(turn=turn))
-
     def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
         arrived = arrival(turn, resumed=True, avoid=avoid)
         return self.policy.other_places(arrived, now=self._clock.now())
 
     def _give_up(self, turn: str, waiting: asyncio.Future[DispatchTurn | RefuseTurn]) -> None:
         if waiting.done() and isinstance(waiting.result(), DispatchTurn):
-            self.leave(turn)
+            self.observe(TurnLeft(turn=turn))
         elif not waiting.done():
             waiting.cancel()
             self.observe(TurnWithdrawn(turn=turn))

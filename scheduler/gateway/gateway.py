@@ -11,14 +11,15 @@ POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
 GET  /v1/status   GET /metrics   GET /healthz
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from functools import partial
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -27,18 +28,23 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
-from scheduler.gateway.config import GatewaySettings
-from scheduler.gateway.engine import RequestRefused
-from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.policy.routing_events import (
-    Refusal,
+from harvester.platform.http_kit import (
+    RETRY_AFTER,
+    SMALL_BODY_BYTES,
+    decoded_body,
+    error_reply,
+    errors_as_replies,
+    json_reply,
 )
+from scheduler.gateway.engine_client import RequestRefused
+from scheduler.gateway.gateway_status import render_metrics, status
+from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.renderer import RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
-from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.scheduler import Scheduler, Switch
+from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
-from scheduler.gateway.status import render_metrics, status
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
@@ -49,46 +55,14 @@ from scheduler.gateway.text_routes import (
 )
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
-_ENCODER = msgspec.json.Encoder()
-_RETRY_AFTER_S = "1"
-_REFUSED_STATUS = {
-    Refusal.VERSION: 409,
-    Refusal.REQUEST: 422,
-    Refusal.CONTEXT: 400,
-    Refusal.JOB: 503,
-    Refusal.FULL: 503,
-}
-_SMALL_BODY_BYTES = 64 << 10
 FOR_MAX_S = 3600.0
 _MODEL_CHARS = 200
-
-T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
     for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
     """Switched off after this long unless renewed, in s; None: it stays."""
-
-    def checked(self) -> "_Enabled":
-        if self.for_s is not None and not self.enabled:
-            raise PeerProtocolError("for_s: goes with enabled: true")
-        return self
-
-
-def _error(status_code: int, message: str) -> web.Response:
-    headers = {"Retry-After": _RETRY_AFTER_S} if status_code in (409, 503) else None
-    return web.Response(
-        status=status_code,
-        body=_ENCODER.encode({"error": message}),
-        content_type="application/json",
-        headers=headers,
-    )
-
-
-def _reply(body: object) -> web.Response:
-    return web.Response(body=_ENCODER.encode(body), content_type="application/json")
 
 
 def _as_openai(response: web.StreamResponse) -> web.StreamResponse:
@@ -103,32 +77,20 @@ def _as_openai(response: web.StreamResponse) -> web.StreamResponse:
         return response
     kind = "invalid_request_error" if response.status < 500 else "server_error"
     error = {"message": told, "type": kind, "param": None, "code": response.status}
-    response.body = _ENCODER.encode({"error": error})
+    response.body = msgspec.json.encode({"error": error})
     return response
 
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    response = await handler(request)
+    try:
+        response = await handler(request)
+    except RenderRefused as error:
+        return web.Response(status=error.status, body=error.body, content_type="application/json")
     return _as_openai(response) if request.path in OPENAI_ROUTES else response
 
 
-@web.middleware
-async def errors_as_replies(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except (PeerProtocolError, RequestRefused) as error:
-        return _error(400, str(error))
-    except RenderRefused as error:
-        return web.Response(status=error.status, body=error.body, content_type="application/json")
-    except TurnRefused as error:
-        return _error(_REFUSED_STATUS[error.refusal], str(error))
-    except (Stale, IdInUse) as error:
-        return _error(409, str(error))
-    except Exhausted as error:
-        return _error(503, str(error))
-    except web.HTTPException as error:
-        return _error(error.status, error.reason)
+_STATUSES = {RequestRefused: 400, IdInUse: 409, TurnRefused: None, web.HTTPException: None}
 
 
 class Gateway:
@@ -140,15 +102,18 @@ class Gateway:
         self._clock = clock
         self._closing = False
         self.app = web.Application(
-            middlewares=[openai_errors, errors_as_replies], client_max_size=settings.max_body_bytes
+            middlewares=[openai_errors, errors_as_replies(_STATUSES, try_later=(409, 503))],
+            client_max_size=settings.max_body_bytes,
         )
         self.app.add_routes(
             [
                 web.post("/inference/v1/generate", self._generate),
                 web.post("/v1/jobs/{job}/versions", self._publish),
                 web.post("/v1/jobs/{job}/activate", self._activate),
-                web.post("/v1/jobs/{job}/harvesting", self._harvesting),
-                web.post("/v1/jobs/{job}/dedicated", self._dedicated),
+                *(
+                    web.post(f"/v1/jobs/{{job}}/{switch}", partial(self._switch, switch))
+                    for switch in Switch
+                ),
                 *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
                 *TextRoutes(scheduler, self._job_of_header, self._admitted).routes(),
                 *SglangRoutes(scheduler, self._job_of_header, self._admitted).routes(),
@@ -173,7 +138,7 @@ class Gateway:
                 msgspec.structs.replace(turn.choice(), index=index)
                 for index, turn in enumerate(turns)
             )
-            return _reply(
+            return json_reply(
                 GenerateReply(
                     request_id=asked.request_id,
                     choices=choices,
@@ -188,18 +153,18 @@ class Gateway:
         if self._closing:
             raise Exhausted("the gateway is shutting down")
         vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
-        asked = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
+        turn_request = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
         names = self._scheduler.model_names(job)
-        if asked.model is not None and asked.model not in names:
+        if turn_request.model is not None and turn_request.model not in names:
             raise PeerProtocolError(
-                f"model: {asked.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+                f"model: {turn_request.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
                 f"leave it out or name {' or '.join(sorted(names))}"
             )
-        return asked
+        return turn_request
 
     async def _publish(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        published = await _decoded(request, PublishedVersion)
+        job = self._job_of_path(request)
+        published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
         if published.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         engines = await self._scheduler.publish(
@@ -208,28 +173,24 @@ class Gateway:
             version=published.version,
             cut_exact=published.cut_open_turns,
         )
-        return _reply(VersionSwitched(version=published.version, engines=engines))
+        return json_reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
+        job = self._job_of_path(request)
         version, engines = await self._scheduler.activate(job)
-        return _reply(VersionSwitched(version=WeightVersion(version), engines=engines))
+        return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
-    async def _harvesting(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        wanted = (await _decoded(request, _Enabled)).checked()
-        self._scheduler.set_harvesting(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, "harvesting": wanted.enabled})
-
-    async def _dedicated(self, request: web.Request) -> web.Response:
-        job = self._job(request, request.match_info["job"])
-        wanted = (await _decoded(request, _Enabled)).checked()
-        self._scheduler.use_dedicated(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, "dedicated": wanted.enabled})
+    async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
+        job = self._job_of_path(request)
+        wanted = await decoded_body(request, _Enabled, most_bytes=SMALL_BODY_BYTES)
+        if wanted.for_s is not None and not wanted.enabled:
+            raise PeerProtocolError("for_s: goes with enabled: true")
+        self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
+        return json_reply({"job": job, switch.value: wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
         self._tenant(request)
-        return _reply(status(self._scheduler, now=self._clock.now()))
+        return json_reply(status(self._scheduler, now=self._clock.now()))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._tenant(request)
@@ -239,7 +200,9 @@ class Gateway:
         )
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return _error(503, "shutting down") if self._closing else _reply({"status": "ok"})
+        if self._closing:
+            return error_reply(503, "shutting down", headers=RETRY_AFTER)
+        return json_reply({"status": "ok"})
 
     def _job_of_header(self, request: web.Request) -> JobId:
         return self._job(request, request.headers.get(JOB_HEADER))
@@ -271,22 +234,13 @@ class Gateway:
 
 
 async def _streamed(
-    request: web.Request, asked: GenerateRequest, samples: Samples
+    request: web.Request, turn_request: GenerateRequest, samples: Samples
 ) -> web.StreamResponse:
     """The choices' tokens as server-sent events, as fast as the client reads."""
-    reply = GenerateReply(request_id=asked.request_id, choices=())
+    reply = GenerateReply(request_id=turn_request.request_id, choices=())
     async with event_stream(request) as send:
         async for choice in samples.chunks():
             await send(msgspec.structs.replace(reply, choices=(choice,)))
-        if wants_usage(asked.stream_options):
+        if wants_usage(turn_request.stream_options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response
-
-
-async def _decoded(request: web.Request, kind: type[T]) -> T:
-    if (request.content_length or 0) > _SMALL_BODY_BYTES:
-        raise PeerProtocolError(f"body of more than {_SMALL_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerProtocolError(str(error)) from error

@@ -7,14 +7,14 @@ only its model's name and context.
 
 import re
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
-from harvester.platform.reply import body_of
+from harvester.platform.http_kit import body_of
 
 _MOST_BYTES = 8 << 20
 _COUNTED = re.compile(r"[^.\s]+\.\d+")
@@ -33,11 +33,11 @@ class Change(IntEnum):
     """The same process, with weights that another caller has set."""
 
 
-def change_between(given: str, told: str) -> Change:
-    if given == told:
+def change_between(given: str, reported: str) -> Change:
+    if given == reported:
         return Change.NONE
-    counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(told)
-    same = counted and given.rpartition(".")[0] == told.rpartition(".")[0]
+    counted = _COUNTED.fullmatch(given) and _COUNTED.fullmatch(reported)
+    same = counted and given.rpartition(".")[0] == reported.rpartition(".")[0]
     return Change.WEIGHTS if same else Change.PROCESS
 
 
@@ -62,18 +62,18 @@ class HeldWeights(msgspec.Struct, frozen=True):
         return self if adapter is None else self.adapters.get(adapter, HeldWeights())
 
 
-class _Held(msgspec.Struct, frozen=True):
-    """Every worker's reply to `/collective_rpc`."""
+class WorkerReplies(msgspec.Struct, Generic[T], frozen=True):
+    """Reply of `/collective_rpc`: one for each worker."""
 
-    results: tuple[HeldWeights, ...]
+    results: tuple[T, ...]
 
 
 _REPORT = msgspec.json.Decoder(EngineReport)
 _MODELS = msgspec.json.Decoder(_StockModels)
-_HELD = msgspec.json.Decoder(_Held)
+_HELD = msgspec.json.Decoder(WorkerReplies[HeldWeights])
 
 
-class IdentityQuestions:
+class IdentityClient:
     """Raises PeerProtocolError for an invalid answer, and aiohttp's errors."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:
@@ -84,7 +84,7 @@ class IdentityQuestions:
     async def report(self) -> tuple[EngineReport, bool]:
         """The report, and whether every reply carries the identity. A stock engine may have none:
         ""."""
-        status, raw = await self._get(ENGINE_ROUTE)
+        status, raw = await self.get(ENGINE_ROUTE)
         if status == 200:
             return _decoded(raw, _REPORT, ENGINE_ROUTE), True
         if status != 404:
@@ -96,25 +96,29 @@ class IdentityQuestions:
         """Start time of a stock engine's process, from its metrics; "" without it."""
         # vLLM writes its whole page in the process that answers requests: the one series first.
         for path in ("/metrics/?name[]=process_start_time_seconds", "/metrics"):
-            status, raw = await self._get(path)
+            status, raw = await self.get(path)
             for line in raw.splitlines() if status == 200 else ():
                 if line.startswith(_STARTED):
                     return f"started {line[len(_STARTED) :].decode(errors='replace')[:40]}"
         return ""
 
     async def held(self) -> tuple[HeldWeights, ...]:
-        """Weights held by each worker. The caller bounds the wait: workers answer between steps."""
+        """Weights held by each worker."""
+        return await self.of_workers({"method": "rosemux_weights"}, _HELD)
+
+    async def of_workers(
+        self, call: dict[str, Any], decoder: msgspec.json.Decoder[WorkerReplies[T]]
+    ) -> tuple[T, ...]:
+        """Every worker's reply. The caller bounds the wait: workers answer between steps."""
         route = "/collective_rpc"
-        async with self._session.post(
-            self._url + route, json={"method": "rosemux_weights"}
-        ) as response:
+        async with self._session.post(self._url + route, json=call) as response:
             raw = await body_of(response, most_bytes=_MOST_BYTES)
             if response.status != 200:
                 raise PeerProtocolError(f"{route}: HTTP {response.status}")
-        return _decoded(raw, _HELD, route).results
+        return _decoded(raw, decoder, route).results
 
     async def _stock_description(self) -> EngineDescription:
-        status, raw = await self._get("/v1/models")
+        status, raw = await self.get("/v1/models")
         models = _decoded(raw, _MODELS, "/v1/models").data if status == 200 else ()
         if not models:
             return EngineDescription()
@@ -123,7 +127,7 @@ class IdentityQuestions:
             model=models[0].id[:200], context_tokens=models[0].max_model_len or 0
         )
 
-    async def _get(self, path: str) -> tuple[int, bytes]:
+    async def get(self, path: str) -> tuple[int, bytes]:
         async with self._session.get(self._url + path, timeout=self._timeout) as response:
             return response.status, await body_of(response, most_bytes=_MOST_BYTES)
 

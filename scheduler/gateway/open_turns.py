@@ -41,8 +41,8 @@ class _Open:
             listener()
 
     def is_for(self, request: GenerateRequest, trajectory: TrajectoryId) -> bool:
-        asked = msgspec.structs.replace(request, stream=self.turn.request.stream)
-        return asked == self.turn.request and trajectory == self.turn.trajectory
+        again = msgspec.structs.replace(request, stream=self.turn.request.stream)
+        return again == self.turn.request and trajectory == self.turn.trajectory
 
 
 class OpenTurns:

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.errors import Exhausted, RoseMuxError
-from harvester.platform.reply import body_of
+from harvester.platform.http_kit import body_of
 
 _MOST_BYTES = 64 << 20
 _ENCODER = msgspec.json.Encoder()

@@ -12,16 +12,23 @@ from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Usage
 from scheduler.gateway.open_turns import Listen
-from scheduler.gateway.policy.routing_events import RefuseTurn
+from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
 
 _SEED_BOUND = 1 << 63
+_REFUSED_STATUS = {
+    Refusal.VERSION: 409,
+    Refusal.REQUEST: 422,
+    Refusal.CONTEXT: 400,
+    Refusal.JOB: 503,
+    Refusal.FULL: 503,
+}
 
 
 class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
     def __init__(self, refused: RefuseTurn) -> None:
         super().__init__(refused.reason)
-        self.refusal = refused.refusal
+        self.status = _REFUSED_STATUS[refused.refusal]
 
 
 class TurnServer(Protocol):

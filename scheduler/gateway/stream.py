@@ -1,6 +1,7 @@
 """An engine's event stream, from bytes to chunks: one decode per event, nothing per token."""
 
 from collections.abc import Iterator
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -11,15 +12,18 @@ MAX_EVENT_BYTES = 4 << 20
 DONE = b"[DONE]"
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[TokenLogprob] | None = None
+L = TypeVar("L")
 
 
-class EngineChoice(msgspec.Struct):
+class _Logprobs(msgspec.Struct, Generic[L]):
+    content: list[L] | None = None
+
+
+class _Choice(msgspec.Struct, Generic[L]):
     """The part of a streamed choice that is used; the engine sends more."""
 
     token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: _Logprobs[L] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -28,15 +32,15 @@ class _Error(msgspec.Struct):
     code: int = 500
 
 
-class EngineChunk(msgspec.Struct):
-    choices: list[EngineChoice] = []
+class _Chunk(msgspec.Struct, Generic[L]):
+    choices: list[_Choice[L]] = []
     error: msgspec.Raw = msgspec.Raw()
 
     @property
     def fault(self) -> str:
         """The error that the engine reports; empty without one."""
-        said = bytes(self.error)
-        return "" if said in (b"", b"null") else said[:500].decode(errors="replace")
+        raw = bytes(self.error)
+        return "" if raw in (b"", b"null") else raw[:500].decode(errors="replace")
 
     @property
     def fault_status(self) -> int:
@@ -47,43 +51,30 @@ class EngineChunk(msgspec.Struct):
             return 500
 
 
+EngineChoice: TypeAlias = _Choice[TokenLogprob]
+EngineChunk: TypeAlias = _Chunk[TokenLogprob]
+
+
 class _NamelessLogprob(msgspec.Struct):
+    """vLLM before 0.32 sends log-probabilities without token ids."""
+
     logprob: float
 
 
-class _NamelessLogprobs(msgspec.Struct):
-    content: list[_NamelessLogprob] | None = None
-
-
-class _NamelessChoice(msgspec.Struct):
-    token_ids: list[int] | None = None
-    logprobs: _NamelessLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def named(self) -> EngineChoice:
-        """Each log-probability is that of the token in the same place."""
-        content = self.logprobs.content if self.logprobs else None
-        if content is None:
-            return EngineChoice(self.token_ids, None, self.finish_reason, self.stop_reason)
-        token_ids = self.token_ids or []
-        if len(token_ids) != len(content):
-            raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
-        named = [
-            TokenLogprob(token_id, each.logprob)
-            for token_id, each in zip(token_ids, content, strict=True)
-        ]
-        return EngineChoice(token_ids, _Logprobs(named), self.finish_reason, self.stop_reason)
-
-
-class _NamelessChunk(msgspec.Struct):
-    choices: list[_NamelessChoice] = []
-    error: msgspec.Raw = msgspec.Raw()
-
-
 _DECODER = msgspec.json.Decoder(EngineChunk)
-_NAMELESS_DECODER = msgspec.json.Decoder(_NamelessChunk)
-"""For vLLM before 0.32, whose log-probabilities carry no token ids."""
+_NAMELESS_DECODER = msgspec.json.Decoder(_Chunk[_NamelessLogprob])
+
+
+def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
+    """Each log-probability is that of the token in the same place."""
+    content = choice.logprobs.content if choice.logprobs else None
+    if content is None:
+        return EngineChoice(choice.token_ids, None, choice.finish_reason, choice.stop_reason)
+    token_ids = choice.token_ids or []
+    if len(token_ids) != len(content):
+        raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
+    named = [TokenLogprob(at, each.logprob) for at, each in zip(token_ids, content, strict=True)]
+    return EngineChoice(token_ids, _Logprobs(named), choice.finish_reason, choice.stop_reason)
 
 
 def _chunk(event: memoryview) -> EngineChunk:
@@ -91,7 +82,7 @@ def _chunk(event: memoryview) -> EngineChunk:
         return _DECODER.decode(event)
     except msgspec.ValidationError:
         older = _NAMELESS_DECODER.decode(event)
-        return EngineChunk([choice.named() for choice in older.choices], older.error)
+        return EngineChunk([_named(choice) for choice in older.choices], older.error)
 
 
 class EventStream:

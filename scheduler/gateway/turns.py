@@ -8,16 +8,13 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
-from scheduler.gateway.config import Timeouts
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import (
+from scheduler.gateway.engine_client import (
     EngineBusy,
     EngineChanged,
     EngineLost,
@@ -25,17 +22,20 @@ from scheduler.gateway.engine import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.fleet import Cut, EngineFleet, Member
+from scheduler.gateway.engine_fleet import EngineFleet, Member
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
-from scheduler.gateway.policy.course import TurnCourse
-from scheduler.gateway.policy.first_tokens import FirstTokens
+from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
-    QueueReviewed,
     Refusal,
     RefuseTurn,
+    TurnCleared,
+    TurnLeft,
 )
 from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.policy.versions_events import TimePassed
+from scheduler.gateway.running_attempt import Cut, RunningAttempt, suspected_as
+from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
 
@@ -46,63 +46,11 @@ _FAILED_PAUSE_S = 5.0
 _ABORTED_PAUSE_S = 0.25
 
 
-class TurnObserver(Protocol):
-    """Observer of attempts, called a few times per turn and never per token."""
-
-    def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
-
-    def lease_refused(self, member: Member) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class RunningAttempt:
-    turn: Turn
-    began_s: float
-    heard_s: float
-    course: TurnCourse = field(default_factory=TurnCourse)
-    task: "asyncio.Task[None] | None" = None
-    why_cut: Cut | None = None
-    paused_s: float = 0.0
-    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
-    trial: str = ""
-    """The suspect on trial; empty for a turn above suspicion."""
-    tokens: int = 0
-    broke_s: float | None = None
-    """Time at which it was seen to fail, possibly before its engine is known to have died."""
-    reached: bool = True
-    """Whether the engine may have received it."""
-    refused_s: float | None = None
-    """The engine did not take it and wants no more for this long."""
-
-    @property
-    def request(self) -> str:
-        """The suspect if the engine fails now: the prompt, or the turn with its tokens."""
-        return suspected_as(self.turn)
-
-    def hear(self, *, now: float, pause_s: float) -> None:
-        """A chunk came; a gap of more than `pause_s` before it was a pause."""
-        gap_s, self.heard_s = now - self.heard_s, now
-        if gap_s > pause_s:
-            self.paused_s += gap_s
-
-    def cut(self, why: Cut) -> None:
-        if self.why_cut is None and self.task is not None and not self.task.done():
-            self.why_cut = why
-            self.task.cancel()
-
-
-def suspected_as(turn: Turn) -> str:
-    """The turn's own key once its prompt made tokens, since that prompt cannot kill; else the
-    prompt."""
-    return turn.key if turn.token_ids else turn.content
-
-
 class TurnRunner:
     def __init__(
         self,
         fleet: EngineFleet,
         dispatcher: Dispatcher,
-        observer: TurnObserver,
         clock: Clock,
         *,
         timeouts: Timeouts,
@@ -110,7 +58,6 @@ class TurnRunner:
     ) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._observer = observer
         self._clock = clock
         self._timeouts = timeouts
         self._max_attempts = max_attempts
@@ -118,9 +65,12 @@ class TurnRunner:
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
+        self.on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None
+        """Called with an attempt's tokens when it has ended."""
+        self.on_lease_refused: Callable[[Member], None] = lambda _member: None
         fleet.on_lost = self._engine_lost
 
-    async def run(self, turn: Turn, *, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
+    async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
 
         Raises RequestRefused if an engine rejects the request before any token.
@@ -187,7 +137,7 @@ class TurnRunner:
         accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
         early = self.blame.trial_in_s(suspect, now=self._clock.now()) > 0
         if isinstance(placed, DispatchTurn) and accused and (early or not suspect):
-            self._dispatcher.leave(turn.key)
+            self._dispatcher.observe(TurnLeft(turn=turn.key))
             return None
         return placed
 
@@ -227,11 +177,7 @@ class TurnRunner:
 
     def _engine_lost(self, member: Member, fault: str) -> None:
         engine, now = member.engine.engine, self._clock.now()
-        lost = [
-            running
-            for running in member.running
-            if isinstance(running, RunningAttempt) and running.reached and not running.turn.ended
-        ]
+        lost = [each for each in member.running if each.reached and not each.turn.ended]
         broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
         for running in lost:
             if running.trial not in ("", running.request):
@@ -253,12 +199,11 @@ class TurnRunner:
         period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
         while True:
             await asyncio.sleep(period_s)
-            self._dispatcher.observe(QueueReviewed())
+            self._dispatcher.observe(TimePassed())
             moving = 0
             for member in tuple(self._fleet.members.values()):
                 for running in tuple(member.running):
-                    if isinstance(running, RunningAttempt):
-                        moving += self._check_stall(member, running, moving)
+                    moving += self._check_stall(member, running, moving)
 
     def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:
         """Cut a stalled turn; `moving` other turns leave already and have not taken their places
@@ -292,11 +237,11 @@ class TurnRunner:
         )
         member = self._fleet.began(engine, running)
         if member is None:
-            self._dispatcher.leave(turn.key)
+            self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         self.blame.placed(running.trial, engine)
         if course.suspect and not running.trial:
-            self._dispatcher.cleared(turn.key)
+            self._dispatcher.observe(TurnCleared(turn=turn.key))
         try:
             _check_vocabulary(turn, member)
             attempt = turn.begin(
@@ -315,13 +260,15 @@ class TurnRunner:
             if running.why_cut is Cut.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
-            self._observer.generated(turn, member, running.tokens)
-            self._dispatcher.leave(
-                turn.key,
-                tokens=running.tokens,
-                seconds=self._clock.now() - running.began_s - running.paused_s,
-                stalled=running.why_cut is Cut.STALL,
-                refused_s=None if running.tokens else running.refused_s,
+            self.on_left(turn, member, running.tokens)
+            self._dispatcher.observe(
+                TurnLeft(
+                    turn=turn.key,
+                    tokens=running.tokens,
+                    seconds=self._clock.now() - running.began_s - running.paused_s,
+                    stalled=running.why_cut is Cut.STALL,
+                    refused_s=None if running.tokens else running.refused_s,
+                )
             )
             self._fleet.ended(member, running)
 
@@ -351,7 +298,7 @@ class TurnRunner:
         except Stale:
             turn.lose(attempt)
             course.why = f"{engine}: another lease epoch"
-            self._observer.lease_refused(member)
+            self.on_lease_refused(member)
             return
         except EngineBusy as error:
             why, pause_s = str(error), error.retry_after_s
@@ -361,7 +308,9 @@ class TurnRunner:
             running.broke_s = self._clock.now()
             if not await member.client.healthy():
                 turn.lose(attempt)
-                self._died(member, why, course)
+                course.deaths += 1
+                course.why = f"{engine}: {why}"
+                self._fleet.down(member, why)
                 return
             running.refused_s = pause_s
             self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
@@ -385,11 +334,6 @@ class TurnRunner:
         turn.lose(attempt)
         if not running.tokens or running.refused_s is not None:
             course.avoid(engine, pause_s, f"{engine}: {why}", now=self._clock.now())
-
-    def _died(self, member: Member, fault: str, course: TurnCourse) -> None:
-        course.deaths += 1
-        course.why = f"{member.engine.engine}: {fault}"
-        self._fleet.down(member, fault)
 
     async def _stream(
         self,
@@ -424,8 +368,8 @@ class TurnRunner:
                 # token is left to send with it.
                 if choice.finish_reason == "length" and turn.remaining_tokens > 0:
                     # The engine's length, not the client's: its context is full.
-                    said = len(turn.request.token_ids) + len(turn.token_ids)
-                    self._fleet.context_ended(member, said)
+                    length = len(turn.request.token_ids) + len(turn.token_ids)
+                    self._fleet.context_ended(member, length)
                     return
                 if choice.finish_reason not in (None, "abort", "error"):
                     turn.finish(attempt, choice.finish_reason, choice.stop_reason)
@@ -446,7 +390,7 @@ class TurnRunner:
 
     def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
         self.blame.served(running.trial, engine)
-        self._dispatcher.cleared(running.turn.key)
+        self._dispatcher.observe(TurnCleared(turn=running.turn.key))
         running.trial = ""
 
 
@@ -464,7 +408,7 @@ def _check_vocabulary(turn: Turn, member: Member) -> None:
     bound = member.vocabulary_tokens
     if bound is None:
         return
-    asked = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
-    largest = max(max(token_ids, default=0) for token_ids in asked)
+    given = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
+    largest = max(max(token_ids, default=0) for token_ids in given)
     if largest >= bound:
         raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

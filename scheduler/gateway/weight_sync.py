@@ -13,29 +13,20 @@ transports that need the trainer and each engine in one group (NCCL, CUDA IPC) a
 engine that comes or goes must not end the group.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
+from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body
+from scheduler.gateway.scheduler import Scheduler
 
 _PREFIX = "/v1/jobs/{job}/vllm"
-_MAX_BODY_BYTES = 64 << 10
 
 T = TypeVar("T")
-JobOf: TypeAlias = Callable[[web.Request], JobId]
-"""The job that a request means, if the caller may speak for it."""
-
-
-class WeightReceivers(Protocol):
-    def publish(
-        self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
-    ) -> Awaitable[object]:
-        """Returns when the job's dedicated engines serve the version."""
-        ...
 
 
 class _Init(msgspec.Struct, frozen=True):
@@ -58,8 +49,9 @@ class _Finish(msgspec.Struct, frozen=True):
 
 
 class WeightSyncRoutes:
-    def __init__(self, fleet: WeightReceivers, job_of: JobOf) -> None:
-        self._fleet = fleet
+    def __init__(self, scheduler: Scheduler, job_of: Callable[[web.Request], JobId]) -> None:
+        """`job_of`: the job that a request means, if the caller may speak for it."""
+        self._scheduler = scheduler
         self._job_of = job_of
         self._updated: dict[JobId, WeightVersion] = {}
 
@@ -94,18 +86,18 @@ class WeightSyncRoutes:
         if info.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         store, version = checked_name(info.store, what="store"), WeightVersion(info.version)
-        await self._fleet.publish(job, store=store, version=version, cut_exact=False)
+        await self._scheduler.publish(job, store=store, version=version, cut_exact=False)
         self._updated[job] = version
         return _message("Weights updated")
 
     async def _finish(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
-        said = (await _decoded(request, _Finish)).weight_version
+        named = (await _decoded(request, _Finish)).weight_version
         updated = self._updated.pop(job, None)
         if updated is None:
             raise PeerProtocolError("finish_weight_update without an update_weights before it")
-        if said is not None and said != str(updated):
-            raise PeerProtocolError(f"weight_version {said!r}: the update was to {updated}")
+        if named is not None and named != str(updated):
+            raise PeerProtocolError(f"weight_version {named!r}: the update was to {updated}")
         return _message("Weight update finished")
 
     async def _world_size(self, request: web.Request) -> web.Response:
@@ -122,9 +114,4 @@ def _message(text: str) -> web.Response:
 
 
 async def _decoded(request: web.Request, kind: type[T]) -> T:
-    if (request.content_length or 0) > _MAX_BODY_BYTES:
-        raise PeerProtocolError(f"body of more than {_MAX_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerProtocolError(str(error)) from error
+    return await decoded_body(request, kind, most_bytes=SMALL_BODY_BYTES, empty=b"{}")

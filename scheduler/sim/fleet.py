@@ -20,12 +20,12 @@ from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
-    Retargeted,
     RoutingConfig,
     RoutingEvent,
     TurnArrived,
     TurnLeft,
 )
+from scheduler.gateway.policy.versions_events import Retarget
 from scheduler.model import EngineKind
 from scheduler.sim.engine import Scheduled, Simulation
 
@@ -139,7 +139,7 @@ class SimulatedFleet:
         self.engines: dict[EngineId, SimulatedEngine] = {}
         self.migrated = 0
         self._turns: dict[str, _Turn] = {}
-        self.observe(Retargeted(job=_JOB, version=_VERSION))
+        self.observe(Retarget(job=_JOB, version=_VERSION))
         for index in range(shape.dedicated):
             self._add(EngineId(f"dedicated.{index}"), EngineKind.DEDICATED, 1.0)
         for index in range(shape.guests if leases else 0):

@@ -12,7 +12,6 @@ POLICIES: dict[str, str] = {
     "scheduler.policy.capacity": "scheduler.gateway.policy.capacity:CapacityPolicy",
     "scheduler.policy.cluster": "scheduler.rollmux.cluster.runtime:PhaseRuntime",
     "scheduler.policy.phases": "scheduler.rollmux.permits.permits:PermitPolicy",
-    "scheduler.policy.routing": "scheduler.gateway.policy.routing:RoutingPolicy",
     "scheduler.policy.versions": "scheduler.gateway.policy.versions:VersionPolicy",
 }
 

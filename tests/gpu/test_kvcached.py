@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from coserve.vllm.launch import SEGMENT_VARIABLE
-from harvester.agent.kv_sharing import SharedKv
+from harvester.agent.shared_memory import SharedKv
 from harvester.contracts.clock import MonotonicClock
 from harvester.platform.kv_segment import KvSegment, KvUse
 from tests.gpu.child import Child

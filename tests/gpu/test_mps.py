@@ -7,9 +7,8 @@ from contextlib import contextmanager
 import pytest
 
 from coserve.guest.gpus import ComputeMode, Gpu
-from coserve.guest.isolation import TIME_SLICING, IsolationBackend, choose
-from coserve.guest.mps import MpsShare
-from harvester.agent.mps import MpsWatch
+from coserve.guest.isolation import TIME_SLICING, IsolationBackend, MpsShare, choose
+from harvester.agent.mps_watch import MpsWatch
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.process import ProcessId
 from harvester.platform.mps import ServerStatus

@@ -29,7 +29,7 @@ from harvester.contracts.wire.leases import (
 
 HERE = Path(__file__).parent
 _GATEWAY = (
-    "import sys; from pathlib import Path; from scheduler.gateway.command import gateway; "
+    "import sys; from pathlib import Path; from scheduler.gateway.serve_command import gateway; "
     "gateway(Path(sys.argv[1]))"
 )
 

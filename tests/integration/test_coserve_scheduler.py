@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from coserve.guest.guest_slot import GuestSlot
@@ -371,7 +372,8 @@ def test_no_step_starts_without_weights(
 
 
 def test_an_agent_that_is_gone_neither_wakes_nor_lays_down(scene: Scene, sleeper: Sleeper) -> None:
-    scene.scheduler._slot.abort_grace_s = 60.0
+    slot = scene.scheduler._slot
+    slot.granted = msgspec.structs.replace(slot.granted, abort_grace_s=60.0)
     scene.grant(ttl_ns=0)
     scene.scheduler._slot.decide()
     scene.scheduler.has_requests()

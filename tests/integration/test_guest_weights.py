@@ -10,7 +10,7 @@ import torch
 from examples.demo.job.model import Policy
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
-from scheduler.gateway.engine import EngineClient
+from scheduler.gateway.engine_client import EngineClient
 from tests.integration.engine_slot import SHAPE, EngineSlot
 
 pytestmark = pytest.mark.engine

@@ -21,9 +21,9 @@ TIMEOUT_S = 60
 PRODUCTION = """
 import json, sys, time
 from pathlib import Path
-from coserve.law.engine_step import EngineStep
+from coserve.pulse.engine_cores import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse import PulseReporter
+from coserve.vllm.pulse_reporter import PulseReporter
 STEP = EngineStep(running=0, kv_usage_ratio=0.5, prompt_tokens=10, generation_tokens=1,
                   first_tokens=1, inter_token_s=(), finished_prompt_tokens=())
 reporter = PulseReporter(SlotEnvironment(Role.PRODUCTION, "production", Path(sys.argv[1])))
@@ -121,7 +121,7 @@ FULL = """
 import json, os, sys, time, logging
 from pathlib import Path
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse import BEAT_S, PulseReporter
+from coserve.vllm.pulse_reporter import BEAT_S, PulseReporter
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, PageFault
 logged = []

@@ -1,7 +1,9 @@
 """A control that plans, and jobs, as real processes: killed, restarted, on nodes that fail."""
 
+import inspect
 import re
 import subprocess
+import textwrap
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import scheduler
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from scheduler.rollmux.control.command import explain, forget, node, submit
@@ -248,3 +251,13 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
             SocketControl(machine.socket).journal()
     finally:
         machine.children.stop()
+
+
+def test_the_example_of_the_package_runs_against_a_planning_control(machine: Machine) -> None:
+    machine.control()
+    page = inspect.cleandoc(scheduler.__doc__ or "").split("\n\n", 1)[1]
+    code = "\n".join(line for line in page.splitlines() if not line or line.startswith("    "))
+    example = textwrap.dedent(code).replace("/run/rosemux/phases.sock", str(machine.socket))
+    assert "phases.forget()" in example
+    exec(compile(example, "scheduler/__init__.py", "exec"), {})
+    assert SocketControl(machine.socket).jobs() == ()

@@ -6,7 +6,7 @@ import math
 import aiohttp
 import pytest
 
-from harvester.agent.scrape import narrowed, read_levels
+from harvester.agent.engine_probes import narrowed, read_levels
 from harvester.contracts.page import GrantMode, PageReader, Pulse
 from tests.integration.engine_slot import (
     FAKE_PULSE,

@@ -48,7 +48,7 @@ def become(user, *groups):
 
 AGENT_PROCESS = """
 import encodings.ascii, encodings.idna, sys
-import harvester.agent.process
+import harvester.agent.agent_process
 from harvester.cli import main
 sys.argv = ["rosemux", "agent", "--config", sys.argv[1]]
 become({agent}, {group})
@@ -59,12 +59,12 @@ PRODUCTION_PROCESS = """
 import json, sys, time
 from pathlib import Path
 import msgspec
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import PageDirectory, ProductionModel, owners_told
+from harvester.contracts.page import PageDirectory, ProductionModel, environment_owners
 become({production}, {group})
-pages = PageDirectory(Path(sys.argv[1]), owners_told())
-page, grants, book = pages.own_pulse("prod", 0), pages.grant_reader(), PulseBook()
+pages = PageDirectory(Path(sys.argv[1]), environment_owners())
+page, grants, book = pages.own_pulse("prod", 0), pages.grant_reader(), PulseState()
 model = ProductionModel(prefill_base_s=0.1, decode_base_s=0.05)
 samples = dict(model=model, model_samples=1000,
                ttft_s_recent=(0.03,) * 32, itl_s_recent=(0.008,) * 32)
@@ -81,9 +81,9 @@ GUEST_PROCESS = """
 import json, sys, time
 from pathlib import Path
 from coserve.guest.guest_slot import GuestSlot
-from harvester.contracts.page import owners_told
+from harvester.contracts.page import environment_owners
 become({guest}, {group})
-slot = GuestSlot(Path(sys.argv[1]), token_limit=512, owners=owners_told())
+slot = GuestSlot(Path(sys.argv[1]), token_limit=512, owners=environment_owners())
 while True:
     decision = slot.decide()
     slot.publish()

@@ -23,6 +23,7 @@ from aiohttp import web
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
@@ -30,7 +31,6 @@ from weightsync.target import TensorTarget
 from weightsync.transport.access import Access
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.patience import RetryLimits
 from weightsync.transport.server import ServingLimits
 
 SHARD_FILE = "model-00001-of-00001.safetensors"

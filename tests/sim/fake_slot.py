@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
-from coserve.law.engine_step import EngineStep
-from coserve.law.gate import StepDecision, decide
+from coserve.law.gate import GuestLoad, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.engine_cores import EngineStep
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, GrantMode, Guest, PageFault, Pulse, Reading
 from harvester.policy.effects import Effect, WriteGrant
@@ -53,7 +53,7 @@ class FakeProduction:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     served: list[Request] = field(default_factory=list)
-    book: PulseBook = field(default_factory=lambda: PulseBook(step_tokens=STEP_TOKENS))
+    book: PulseState = field(default_factory=lambda: PulseState(step_tokens=STEP_TOKENS))
 
     def arrive(self, request: Request) -> None:
         self.waiting.append(request)
@@ -217,11 +217,13 @@ class FakeSlot:
         return decide(
             Reading(self.grant, None),
             [self.pulse()],
-            step_time=self._guest_time,
-            decodes=_GUEST_DECODES,
-            context_tokens=0,
-            launched_s=0.0,
-            token_limit=self.settings.step_tokens_max,
+            GuestLoad(
+                step_time=self._guest_time,
+                decodes=_GUEST_DECODES,
+                context_tokens=0,
+                launched_s=0.0,
+                cap=self.settings.step_tokens_max,
+            ),
             may_probe=False,
             now_ns=_ns(self.now),
         )

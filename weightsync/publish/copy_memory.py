@@ -5,7 +5,6 @@ contents; last_published.py does.
 """
 
 import errno
-import fcntl
 import mmap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.platform.file_lock import locked
 from weightsync.elements.bits import Bits, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.publish.intake import Piece
 
@@ -61,12 +61,8 @@ class MappedFile:
         directory.mkdir(parents=True, exist_ok=True)
         self._data = directory / f"copy-{rank:05d}.bin"
         self._record = self._data.with_suffix(".json")
-        self._lock = self._data.with_suffix(".lock").open("wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(f"{directory} is another publisher's copy_dir") from error
+        taken = f"{directory} is another publisher's copy_dir"
+        self._lock = locked(self._data.with_suffix(".lock"), taken=taken)
 
     def close(self) -> None:
         self._lock.close()

@@ -6,9 +6,9 @@ that its index is put after them and LATEST after the index is all that a reader
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt
+from harvester.platform.backoff import RetryLimits
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.objects import Objects
-from weightsync.transport.patience import RetryLimits
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import watched
 

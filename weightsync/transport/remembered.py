@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import is_name
-from weightsync.layout.durable import TEMPORARY
+from harvester.platform.whole_file import TEMPORARY
 from weightsync.layout.names import LATEST_FILE, MAX_INDEX_BYTES, VersionRef, named_ref
 from weightsync.transport.published import PublishedFile, published_files
 

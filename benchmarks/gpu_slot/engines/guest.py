@@ -66,7 +66,7 @@ class GuestEngine:
                 continue
             probes += decision.probe
             steps.append(self._run(form))
-        smallest_s = self._slot.step_time.predict_s(
+        smallest_s = self._slot.steps.model.predict_s(
             decodes=1, prefill_tokens=0, context_tokens=self._slot.load.kv_tokens
         )
         return GuestLog(

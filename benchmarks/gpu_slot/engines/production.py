@@ -13,9 +13,9 @@ from pathlib import Path
 from benchmarks.gpu_slot.device import Device, Work
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import ProductionLog, ServedRequest, Step
-from coserve.law.engine_step import EngineStep
+from coserve.pulse.engine_cores import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.pulse import EngineShape, PulseReporter
+from coserve.vllm.pulse_reporter import EngineShape, PulseReporter
 from harvester.contracts.clock import monotonic_ns
 
 ENGINE = "production"

@@ -24,7 +24,7 @@ from examples.demo.slot import SLOT
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.platform.parent import end_with
-from scheduler.gateway.leases import AgentClient
+from scheduler.gateway.agent_client import AgentClient
 
 _START_S = 60.0
 _POLL_S = 0.05

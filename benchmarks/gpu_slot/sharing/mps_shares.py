@@ -22,8 +22,7 @@ from benchmarks.gpu_slot.engines.children import engine
 from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put, under
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
-from coserve.guest.isolation import IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import IsolationBackend, MpsShare
 from examples.demo.slot import SLOT
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Unsupported
 from harvester.contracts.page import PageDirectory

@@ -1,9 +1,13 @@
 """The page directory: what agent, production engines and guest of one slot tell each other."""
 
-from harvester.contracts.page.cores import latest_cores
 from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
 from harvester.contracts.page.kept import KeptPage
-from harvester.contracts.page.owners import OWN_USER, OWNERS_VARIABLE, PageOwners, owners_told
+from harvester.contracts.page.owners import (
+    OWN_USER,
+    OWNERS_VARIABLE,
+    PageOwners,
+    environment_owners,
+)
 from harvester.contracts.page.reader import PageReader, Reading
 from harvester.contracts.page.records import (
     MOST_SHAPE_CHARACTERS,
@@ -18,6 +22,7 @@ from harvester.contracts.page.records import (
     Pulse,
     PulseHead,
     Record,
+    latest_cores,
 )
 from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
 from harvester.contracts.page.writer import PageWriter
@@ -50,7 +55,7 @@ __all__ = [
     "Reading",
     "Record",
     "engine_of",
+    "environment_owners",
     "latest_cores",
-    "owners_told",
     "pulse_page",
 ]

@@ -2,13 +2,14 @@
 
 grant                       the agent
 guest                       the guest
-leaving                     whoever stops the guest on purpose: its last record
+leaving                     the command that stops the guest: the guest's last record
 pulse.<engine>.<process>    each API-server process of each production engine
 .<page>.lock                a page's writer, which holds a lock on it for as long as it lives
 """
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -20,7 +21,6 @@ from harvester.contracts.page.kept import KeptPage
 from harvester.contracts.page.owners import OWN_USER, PageOwners
 from harvester.contracts.page.reader import PageReader
 from harvester.contracts.page.records import Grant, Guest, Pulse, PulseHead
-from harvester.contracts.page.trusted_directory import check_directory, make_directory
 from harvester.contracts.page.writer import PageWriter
 
 DIRECTORY_VARIABLE = "ROSEMUX_PAGE_DIR"
@@ -40,10 +40,7 @@ class PageName(StrEnum):
 
 
 def pulse_page(engine: str, process: int) -> str:
-    """File name of a pulse.
-
-    Raises ConfigError when the engine's name contains a dot, the separator, or is too long.
-    """
+    """File name of a pulse. Raises ConfigError for a dot, the separator, or too long a name."""
     name = f"pulse.{engine}.{process}"
     if not _PULSE.fullmatch(name) or not is_name(name):
         raise ConfigError(
@@ -80,8 +77,7 @@ class PageDirectory:
         return self.owners.agent or frozenset((os.geteuid(),))
 
     def check(self) -> None:
-        """The directory is the agent's or root's, and no stranger can change it. Raises
-        ConfigError."""
+        """Raises ConfigError unless it is the agent's or root's, and no stranger can change it."""
         check_directory(self.path, owners=self.own)
 
     def grant_writer(self) -> PageWriter[Grant]:
@@ -130,3 +126,75 @@ class PageDirectory:
     def _pulse_path(self, name: str) -> Path:
         checked_name(name, what="pulse page")
         return self.path / name
+
+
+def make_directory(path: Path, *, owners: frozenset[int], group: int | None) -> None:
+    """Make it if needed. Users of `group` may put files there, their own files only, and others do
+    not get in; without a group the owner alone may, and others may read.
+
+    Raises ConfigError where a stranger could put, swap or remove files all the same.
+    """
+    # A way for strangers into the directory above is one into this.
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _check_way(path)
+    if not path.is_symlink():
+        path.mkdir(mode=0o755, exist_ok=True)
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        opened = -1  # Not ours, as the check below says better.
+    except OSError as error:
+        raise ConfigError(f"pages {path} is a link or no directory: name the directory") from error
+    if opened >= 0:
+        try:
+            found = os.fstat(opened)
+            if found.st_uid == os.geteuid() and group is not None:
+                if found.st_gid != group:
+                    os.fchown(opened, -1, group)
+                os.fchmod(opened, 0o1770)
+            elif found.st_uid == os.geteuid():
+                os.fchmod(opened, stat.S_IMODE(found.st_mode) & ~0o022)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot give pages {path} to group {group}: {error.strerror}; make it by "
+                "tmpfiles, or the agent's user a member of the group"
+            ) from error
+        finally:
+            os.close(opened)
+    check_directory(path, owners=owners)
+
+
+def check_directory(path: Path, *, owners: frozenset[int]) -> None:
+    """`owners` may own it, and root. Raises ConfigError, which says what to do."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot use pages {path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"pages {path} is a link or no directory: name the directory itself")
+    if found.st_uid not in owners | {0}:
+        raise ConfigError(
+            f"pages {path} belongs to user {found.st_uid}, who could swap what is in it: remove "
+            f"it, chown it to root or user {' or '.join(map(str, sorted(owners)))}, or name that "
+            "user as the agent's (owners.agent)"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"pages {path}: every local user may write there: chmod o-w {path}")
+    if found.st_mode & stat.S_IWGRP and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(
+            f"pages {path}: its group may remove other users' pages: chmod +t {path}, or g-w"
+        )
+
+
+def _check_way(path: Path) -> None:
+    """No stranger can put another directory into the place of one above `path`."""
+    parent = Path(os.path.realpath(path.parent))
+    for above in (parent, *parent.parents):
+        try:
+            mode = above.stat().st_mode
+        except OSError as error:
+            raise ConfigError(f"cannot use pages {path}: {above}: {error.strerror}") from error
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise ConfigError(
+                f"pages {path}: every local user may swap what is in {above}: chmod o-w {above}"
+            )

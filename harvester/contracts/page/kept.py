@@ -1,7 +1,7 @@
-"""A page of a process that lives longer than its page: made again wherever it was lost.
+"""A page of a process that lives longer than its page: made again after each loss.
 
-What happens to files is never an error here. A page that cannot be written is an absence: logged
-once with its reason, seen by every reader as a fault, and tried again on the process's beat.
+A page that cannot be written is no error but an absence: logged once with its reason, a fault to
+every reader, and tried again on the process's beat.
 """
 
 import logging
@@ -35,25 +35,26 @@ class KeptPage(Generic[R]):
         self._writing = Lock()
 
     def reserve(self) -> None:
-        """Take the page's writer lock; its present content stays. Raises PageHeld, ConfigError,
-        Exhausted."""
+        """Take the writer lock; the content stays. Raises PageHeld, ConfigError, Exhausted."""
         self._lock.take()
 
     def make(self) -> None:
-        """At a start that is to fail where there can be no page. Raises as `reserve` does."""
+        """Make the page now; raises as `reserve` does where there can be none."""
         self.reserve()
         page = PageWriter(self.path, self._kind, lock=self._lock)
         with self._writing:
             self._page, self.absence = page, ""
 
     def keep(self) -> None:
-        """Look after the page, once per beat."""
+        """Once per beat: make the page again if it was lost."""
         page = self._page
         if page is not None and page.look():
-            self._tell_contest(page)
+            self._log_contest(page)
             return
         if page is not None:
-            self._lose(page)
+            with self._writing:
+                self._page = None
+                page.close()
         try:
             made = PageWriter(self.path, self._kind, lock=self._lock)
         except (ConfigError, Exhausted, OSError) as error:
@@ -66,7 +67,7 @@ class KeptPage(Generic[R]):
         elif self.absence != _NEW:
             _log.warning("page %s is written now", self.path)
         self.absence = ""
-        self._tell_contest(made)
+        self._log_contest(made)
 
     def write(self, record: R, *, now_ns: int, ttl_ns: int) -> None:
         """Raises ValueError for a record that does not fit into a page."""
@@ -91,17 +92,12 @@ class KeptPage(Generic[R]):
                 page.close(unlink=unlink)
             self._lock.close()
 
-    def _lose(self, page: PageWriter[R]) -> None:
-        with self._writing:
-            self._page = None
-            page.close()
-
     def _absent(self, reason: str) -> None:
         if reason != self.absence:
             self.absence = reason
             _log.warning("no page until this is mended: %s", reason)
 
-    def _tell_contest(self, page: PageWriter[R]) -> None:
+    def _log_contest(self, page: PageWriter[R]) -> None:
         if page.contested != self._contested:
             self._contested = page.contested
             _log.error(

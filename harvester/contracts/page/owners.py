@@ -1,7 +1,7 @@
 """Users whose pages are believed: each kind of page has its own.
 
-A user that is not named for a kind is a stranger to it, whatever else the user may write: the
-guest, which runs what research asks of it, cannot say what production does. Root is believed.
+A user who may write one kind is a stranger to the others: the guest, which runs research's code,
+cannot write production's pulses. Root is always believed.
 """
 
 import os
@@ -39,7 +39,7 @@ OWN_USER = PageOwners()
 _KINDS = ("agent", "production", "guest")
 
 
-def owners_told(environment: Mapping[str, str] | None = None) -> PageOwners:
+def environment_owners(environment: Mapping[str, str] | None = None) -> PageOwners:
     """The owners that the environment names. Raises ConfigError."""
     told = (os.environ if environment is None else environment).get(OWNERS_VARIABLE, "")
     if len(told) > _MOST_CHARACTERS:
@@ -53,6 +53,11 @@ def owners_told(environment: Mapping[str, str] | None = None) -> PageOwners:
             )
         named[kind].append(user)
     return PageOwners(**{kind: uids(users, what=kind) for kind, users in named.items()})
+
+
+def believed(users: frozenset[int]) -> frozenset[int]:
+    """The users and root; this process's own user where none is named."""
+    return (users or frozenset((os.geteuid(),))) | {0}
 
 
 def uids(users: Iterable[str | int], *, what: str) -> frozenset[int]:

@@ -15,6 +15,7 @@ import msgspec
 from harvester.contracts.bell import FileWord, Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE
+from harvester.contracts.page.owners import believed
 from harvester.contracts.page.records import Record
 from harvester.contracts.page.seal import (
     BODY_OFFSET,
@@ -52,7 +53,7 @@ class PageReader(Generic[R]):
     def __init__(self, path: Path, kind: type[R], *, owners: frozenset[int] = frozenset()) -> None:
         self.path = path
         self._kind = kind
-        self._owners = (owners or {os.geteuid()}) | {0}
+        self._owners = believed(owners)
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._fd = -1
         self._inode = 0
@@ -105,8 +106,7 @@ class PageReader(Generic[R]):
         return _copied(self._fd, BODY_OFFSET - SEQUENCE_OFFSET, SEQUENCE_OFFSET)
 
     def peek(self) -> Word | None:
-        """The sequence number's lower half as a futex word: the writer wakes its sleepers. None
-        while there is no page."""
+        """Futex word of the sequence number's lower half, rung by the writer; None without page."""
         if self._fd < 0:
             return None
         if self._bell is None:

@@ -3,6 +3,7 @@
 Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none".
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -11,6 +12,8 @@ import msgspec
 from harvester.contracts.process import ProcessId
 
 MOST_SHAPE_CHARACTERS = 120
+_LATE_NS = 250_000_000
+"""Reports closer in time than this have no order: a busy API server reads its statistics late."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +75,7 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int = 0
     told_ns: int = 0
-    """Time of the report: with several API servers each step's statistics go to only one of
-    them.
-    """
+    """With several API servers each step's statistics go to only one of them."""
     kv_usage_ratio: float = 0.0
     running: int = 0
     """Requests in its batch, from every API server and entry point."""
@@ -83,11 +84,7 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PulseHead(Record, frozen=True, kw_only=True):
-    """The part of a pulse that gates decide from: production's present state.
-
-    Guests decode only this before every step; decoding the whole pulse costs more than the
-    decision.
-    """
+    """Production's present state: all that gates decode, since a whole pulse costs more."""
 
     KIND: ClassVar[int] = 1
 
@@ -109,9 +106,7 @@ class PulseHead(Record, frozen=True, kw_only=True):
     cores: tuple[EngineCore, ...] = ()
     """The engine's cores, as far as known; at most 16, the fullest."""
     sockets: int = 0
-    """WebSockets among those in flight: open ones count as work only while the cores have
-    requests.
-    """
+    """WebSockets among those in flight: they count as work only while the cores have requests."""
     unseen_step_ns: int = 0
     """End of the last step that served requests of this process although only WebSockets, or a
     reply that its request may outlive before its first token, were in flight."""
@@ -153,6 +148,26 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     middleware: bool | None = None
     """Whether the middleware is part of this process's server: without it `in_flight` stays 0. None
     if unknown."""
+
+
+def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
+    """The latest report of each core, from the pulses of one engine.
+
+    Reports that are nearly as new as the newest cannot be ordered: the one with the fewest requests
+    counts, since a running engine repeats its report and an idle one reports once.
+    """
+    if len(pulses) == 1:
+        return pulses[0].cores
+    words: dict[int, list[EngineCore]] = {}
+    for pulse in pulses:
+        for core in pulse.cores:
+            words.setdefault(core.rank, []).append(core)
+    found: list[EngineCore] = []
+    for of_core in words.values():
+        newest_ns = max([core.told_ns for core in of_core])
+        near = [core for core in of_core if newest_ns - core.told_ns <= _LATE_NS]
+        found.append(min(near, key=lambda core: core.running + core.waiting))
+    return found
 
 
 class GrantMode(StrEnum):
@@ -283,18 +298,14 @@ class Guest(Record, frozen=True, kw_only=True):
     """Backend that the guest was started under, as `ROSEMUX_ISOLATION` says; "" if not reported."""
     memory: GuestMemory = GuestMemory()
     weights_away: bool = False
-    """Asleep with its weights in host memory: only the context and graphs stay on the
-    accelerator.
-    """
+    """Asleep with weights in host memory: the accelerator holds only context and graphs."""
     step_calibration: Calibration = Calibration()
     """Calibration of steps while production was idle."""
     beside_calibration: Calibration = Calibration()
     """Calibration of steps that production overlapped, over their predicted time alone: a P50 of 2
     means half of the accelerator."""
     blocking_ratio: float = 1.0
-    """Ratio promised by the isolation while the guest sees it hold; 1 if it does not hold or is
-    absent.
-    """
+    """Promised by the isolation while the guest sees it hold; else 1."""
     isolation_fault: str = ""
     """Why its isolation does not hold."""
     leaving: bool = False

@@ -17,8 +17,7 @@ Readers of layout N accept N and N-1, and a layout N-1 reader skips fields that 
 The checksum binds the record to its sequence number, so that one sequence number means one record:
 a page that was copied while it was written does not pass. A page that two processes want to write
 has another magic, "RMXC", and is believed by no reader of any version. Its writer renews it on each
-beat: past its expiry it was left by the dead. So is an odd sequence number over times that are
-past.
+beat, so past its expiry it has no writer; nor has an odd sequence number over an expired record.
 This module touches no file: it packs and checks bytes.
 """
 

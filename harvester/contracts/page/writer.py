@@ -1,7 +1,7 @@
 """One page as its one writer sees it.
 
-Nothing here touches mapped memory: a file system that is full and a page that somebody cuts short
-are errors of a call (`Exhausted`), never a signal that ends the process.
+Nothing here touches mapped memory: a full file system and a page that is cut short are errors of a
+call (`Exhausted`), never a signal that ends the process.
 """
 
 import os
@@ -20,7 +20,7 @@ from harvester.contracts.page.seal import (
     pack_head,
     sequence_of,
 )
-from harvester.contracts.page.writer_lock import WriterLock, check_own, is_at, refusal
+from harvester.contracts.page.writer_lock import WriterLock, is_at, open_own, refusal
 
 R = TypeVar("R", bound=Record)
 
@@ -46,6 +46,8 @@ class PageWriter(Generic[R]):
         self._lock.take(claim=lock is not None)
         try:
             self._fd, new = _opened(path)
+            # All of it now: a page that is there can be written until its file system is unmounted.
+            os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             self._sequence = _TERM if new else _next_term(os.pread(self._fd, BODY_OFFSET, 0))
             os.pwrite(self._fd, pack_head(kind=kind.KIND, sequence=self._sequence + 1), 0)
         except OSError as error:
@@ -122,19 +124,8 @@ def _next_term(head: bytes) -> int:
 
 
 def _opened(path: Path) -> tuple[int, bool]:
-    """The page, and whether it was made just now."""
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    """The page, readable by other users, and whether it was made just now."""
     try:
-        fd, new = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+        return open_own(path, flags=os.O_CREAT | os.O_EXCL, mode=0o644), True
     except FileExistsError:
-        fd, new = os.open(path, flags), False
-    try:
-        check_own(path, os.fstat(fd))
-        # Whatever the umask: readers of other users are what a page is for.
-        os.fchmod(fd, 0o644)
-        # All of it now: a page that is there can be written until its file system is unmounted.
-        os.posix_fallocate(fd, 0, PAGE_BYTES)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, new
+        return open_own(path, flags=0, mode=0o644), False

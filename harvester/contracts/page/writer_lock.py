@@ -1,9 +1,8 @@
 """One living writer a page: a file beside the page that the kernel locks for it.
 
-The lock ends with its process however that ends, so that a restart takes the page over at once. The
-file has mode 0600: a lock on the page itself, or on its directory, is anybody's who may open it.
-Locks are on open files (`F_OFD_SETLK`), and a child made by fork gives its copy up: a worker that
-outlives its engine holds nothing.
+The kernel ends the lock with its process, so that a restart takes the page over at once. The file
+has mode 0600, since every process that may open a file may lock it. Locks are on open files
+(`F_OFD_SETLK`), and a forked child gives its copy up: a worker that outlives its engine holds none.
 
     byte 0    exclusive: the writer
     byte 1    shared: processes that were refused, for as long as they want the page
@@ -99,7 +98,10 @@ class WriterLock:
     def _open(self) -> None:
         for _ in range(_OPEN_ATTEMPTS):
             if self._fd < 0:
-                self._fd = _opened(self.path)
+                try:
+                    self._fd = open_own(self.path, flags=os.O_CREAT, mode=0o600)
+                except OSError as error:
+                    raise refusal(self.path, error) from error
             if self.in_place():
                 return
             # Deleted meanwhile: the next writer would lock another file.
@@ -117,9 +119,7 @@ class WriterLock:
         return True
 
     def _sign(self) -> None:
-        """Write this process's name for refused writers; on a full file system the name is
-        missing.
-        """
+        """Write this process's name for refused writers; a full file system takes none."""
         try:
             name = Path("/proc/self/comm").read_bytes()
             os.ftruncate(self._fd, 0)
@@ -128,27 +128,24 @@ class WriterLock:
             return
 
 
-def _opened(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+def open_own(path: Path, *, flags: int, mode: int) -> int:
+    """Open this user's own plain file, and give it exactly `mode`, whatever the umask.
+
+    Raises OSError, and ConfigError for a file of another user, or one that is no plain file.
+    """
+    flags |= os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(path, flags, mode)
     try:
-        fd = os.open(path, flags, 0o600)
-    except OSError as error:
-        raise refusal(path, error) from error
-    try:
-        check_own(path, os.fstat(fd))
-        os.fchmod(fd, 0o600)
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid():
+            raise _stranger(path, found.st_uid)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise ConfigError(f"{path} is not a regular file of one name; remove it first")
+        os.fchmod(fd, mode)
     except BaseException:
         os.close(fd)
         raise
     return fd
-
-
-def check_own(path: Path, found: os.stat_result) -> None:
-    """Raises ConfigError for a file of another user, or one that is no plain file."""
-    if found.st_uid != os.geteuid():
-        raise _stranger(path, found.st_uid)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-        raise ConfigError(f"{path} is not a regular file of one name; remove it first")
 
 
 def _stranger(path: Path, owner: int) -> ConfigError:

@@ -168,7 +168,7 @@ class BlamePolicy:
         for request in sorted(set(requests)):
             suspect = self._suspects.get(request)
             if suspect is not None and suspect.trial == engine:
-                self._quarantine(request, _told(suspect, engine, reason), now)
+                self._quarantine(request, _verdict(suspect, engine, reason), now)
             elif suspect is None:
                 _remember(self._suspects, request, _Suspect(engine, reason, now))
 
@@ -181,19 +181,20 @@ class BlamePolicy:
         if not suspect.excused and any(request not in names for names in wave):
             suspect.excused = True
         else:
-            suspect.verdict, suspect.verdict_s = _told(suspect, engine, reason), now + self._held_s
+            suspect.verdict = _verdict(suspect, engine, reason)
+            suspect.verdict_s = now + self._held_s
 
     def _excuse_all_but(self, names: frozenset[str]) -> None:
         for request, suspect in self._suspects.items():
             if suspect.verdict and not suspect.excused and request not in names:
                 suspect.excused, suspect.verdict = True, ""
 
-    def _quarantine(self, request: str, told: str, now: float) -> None:
+    def _quarantine(self, request: str, reason: str, now: float) -> None:
         del self._suspects[request]
-        _remember(self._quarantined, request, _Quarantined(told, now + QUARANTINE_S))
+        _remember(self._quarantined, request, _Quarantined(reason, now + QUARANTINE_S))
 
 
-def _told(suspect: _Suspect, engine: EngineId, reason: str) -> str:
+def _verdict(suspect: _Suspect, engine: EngineId, reason: str) -> str:
     return (
         f"engines failed twice under this request: {suspect.engine} "
         f"({suspect.reason}), then {engine} ({reason}); it is not tried again"

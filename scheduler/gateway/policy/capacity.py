@@ -102,7 +102,7 @@ CapacityEffect = TakeLease | RenewLease | ReleaseLease | DropLease
 
 
 @dataclass(slots=True)
-class _Asked:
+class _LeaseCall:
     """A request without an answer, repeated under the same id until there is one."""
 
     request_id: str
@@ -113,12 +113,11 @@ class _Asked:
 class CapacityPolicy:
     NAME: ClassVar[str] = "scheduler.policy.capacity"
     SAMPLE: ClassVar[Any] = CapacitySample
-    EFFECT: ClassVar[Any] = CapacityEffect
 
     def __init__(self, config: CapacityConfig) -> None:
         self._config = config
         self._requests = 0
-        self._asked: dict[SlotId, _Asked] = {}
+        self._calls: dict[SlotId, _LeaseCall] = {}
         self._not_before_s: dict[SlotId, float] = {}
         self._busy_at_s: dict[JobId, float] = {}
 
@@ -129,20 +128,14 @@ class CapacityPolicy:
     def snapshot(self) -> dict[str, Any]:
         return {
             "requests": self._requests,
-            "asked": {
-                slot: {"request_id": asked.request_id, "job": asked.job, "at_s": asked.at_s}
-                for slot, asked in self._asked.items()
-            },
+            "asked": msgspec.to_builtins(self._calls),
             "not_before_s": dict(self._not_before_s),
             "busy_at_s": dict(self._busy_at_s),
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         self._requests = snapshot["requests"]
-        self._asked = {
-            SlotId(slot): _Asked(asked["request_id"], JobId(asked["job"]), asked["at_s"])
-            for slot, asked in snapshot["asked"].items()
-        }
+        self._calls = msgspec.convert(snapshot["asked"], dict[SlotId, _LeaseCall])
         self._not_before_s = dict(snapshot["not_before_s"])
         self._busy_at_s = dict(snapshot["busy_at_s"])
 
@@ -152,7 +145,7 @@ class CapacityPolicy:
 
     def observe(self, sample: CapacitySample, *, now: float) -> tuple[CapacityEffect, ...]:
         for refusal in sample.refusals:
-            self._asked.pop(refusal.slot, None)
+            self._calls.pop(refusal.slot, None)
             wait_s = max(self._config.refused_s, refusal.retry_after_s)
             self._not_before_s[refusal.slot] = now + wait_s
         for demand in sample.demands:
@@ -161,7 +154,7 @@ class CapacityPolicy:
         kept: dict[SlotId, Lease] = {}
         effects: list[CapacityEffect] = []
         for lease in sorted(sample.leases, key=lambda lease: lease.lease):
-            self._asked.pop(lease.slot, None)
+            self._calls.pop(lease.slot, None)
             effects += self._hold(lease, sample, kept, now)
         return (*effects, *self._take(sample, kept, now))
 
@@ -209,7 +202,7 @@ class CapacityPolicy:
     ) -> list[CapacityEffect]:
         demand = next((demand for demand in sample.demands if demand.active), None)
         if demand is None or not demand.harvesting:
-            self._asked.clear()
+            self._calls.clear()
             return []
         wanted = demand.queued + demand.running
         if wanted <= self._config.spill_ratio * demand.dedicated_places:
@@ -218,26 +211,26 @@ class CapacityPolicy:
         offered = sorted(sample.slots, key=lambda slot: (-(slot.idle_ratio or 0.0), slot.slot))
         reason = f"{wanted} turns on {demand.dedicated_places} dedicated places"
         return [
-            self._ask(slot, demand.job, now, reason)
+            self._call(slot, demand.job, now, reason)
             for slot in offered
-            if self._may_ask(slot, now) and slot.slot not in kept
+            if self._may_call(slot, now) and slot.slot not in kept
         ]
 
-    def _may_ask(self, slot: OfferedSlot, now: float) -> bool:
+    def _may_call(self, slot: OfferedSlot, now: float) -> bool:
         # A slot that was free until we asked may be ours: the reply was lost.
-        return (slot.free or slot.slot in self._asked) and now >= self._not_before_s.get(
+        return (slot.free or slot.slot in self._calls) and now >= self._not_before_s.get(
             slot.slot, now
         )
 
-    def _ask(self, slot: OfferedSlot, job: JobId, now: float, reason: str) -> TakeLease:
-        asked = self._asked.get(slot.slot)
+    def _call(self, slot: OfferedSlot, job: JobId, now: float, reason: str) -> TakeLease:
+        call = self._calls.get(slot.slot)
         # The grantor remembers a request for one duration at least; after it the id may be new.
-        if asked is None or asked.job != job or now > asked.at_s + self._config.duration_s:
+        if call is None or call.job != job or now > call.at_s + self._config.duration_s:
             self._requests += 1
-            asked = _Asked(f"{self._config.instance}-{self._requests}", job, now)
-            self._asked[slot.slot] = asked
+            call = _LeaseCall(f"{self._config.instance}-{self._requests}", job, now)
+            self._calls[slot.slot] = call
         return TakeLease(
-            request_id=asked.request_id,
+            request_id=call.request_id,
             slot=slot.slot,
             agent=slot.agent,
             job=job,

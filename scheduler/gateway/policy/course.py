@@ -6,7 +6,9 @@ taken off an engine for silence, it waits twice as long on the next one, and doe
 to a silent engine without a gate. Reads no clock.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median
 
 from harvester.contracts.ids import EngineId
 
@@ -14,6 +16,24 @@ USUAL_FIRST_TOKENS = 3.0
 """Least silence that counts as a stall, in usual first-token times."""
 PAUSE_MAX_S = 8.0
 """A pause doubles up to this with every attempt without a token; a longer one is kept as asked."""
+
+_FIRST_TOKENS_KEPT = 32
+
+
+class FirstTokens:
+    """Usual time to a turn's first token: its prefill and its wait.
+
+    The median of the last turns: a hung engine that goes on after a minute does not raise it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_FIRST_TOKENS_KEPT)
+        self.usual_s = 0.0
+        """0 before any was seen."""
+
+    def note(self, seconds: float) -> None:
+        self._seconds.append(seconds)
+        self.usual_s = median(self._seconds)
 
 
 @dataclass(slots=True)

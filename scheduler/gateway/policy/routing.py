@@ -19,9 +19,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
-
-import msgspec
+from typing import TypeAlias
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from scheduler.gateway.policy.engine_load import EngineLoad
@@ -34,7 +32,6 @@ from scheduler.gateway.policy.routing_events import (
     QueueTurn,
     Refusal,
     RefuseTurn,
-    Retargeted,
     RoutingConfig,
     RoutingEffect,
     RoutingEvent,
@@ -43,10 +40,12 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
+from scheduler.gateway.policy.versions_events import Retarget
 from scheduler.model import EngineKind
 
 _RESUMED, _BEGUN, _FRESH = 0, 1, 2
-_LineKey: TypeAlias = tuple[JobId, int, int, str, tuple[EngineId, ...], int]
+_Pin: TypeAlias = WeightVersion | None
+_LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, tuple[EngineId, ...], int]
 """Job, exact and least version, suspect, engines to avoid, and which have the context."""
 
 
@@ -71,10 +70,6 @@ class _Queued:
 
 
 class RoutingPolicy:
-    NAME: ClassVar[str] = "scheduler.policy.routing"
-    SAMPLE: ClassVar[Any] = RoutingEvent
-    EFFECT: ClassVar[Any] = RoutingEffect
-
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
         self._engines: dict[EngineId, EngineLoad] = {}
@@ -84,34 +79,12 @@ class RoutingPolicy:
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
         self._queued: dict[str, _Queued] = {}
-        self._target: Retargeted | None = None
+        self._target: Retarget | None = None
         self._contexts: list[int] = []
         """Contexts of all engines offered so far, sorted; the same turns fit all lengths between
         two."""
         self._context_limit: int | None = None
         self._turn_tokens = config.default_turn_tokens
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "RoutingPolicy":
-        return cls(msgspec.convert(config, RoutingConfig))
-
-    def snapshot(self) -> dict[str, Any]:
-        """State that outlives open turns: the learned speeds."""
-        return {
-            "turn_tokens": self._turn_tokens,
-            "measured": {
-                engine: {"seconds": at.seconds, "tokens": at.tokens, "learned_s": at.learned_s}
-                for engine, at in sorted(self._engines.items())
-                if at.tokens
-            },
-        }
-
-    def restore(self, snapshot: dict[str, Any]) -> None:
-        self._turn_tokens = snapshot["turn_tokens"]
-        for engine, measured in snapshot["measured"].items():
-            at = self._engines.setdefault(EngineId(engine), EngineLoad(kind=EngineKind.GUEST))
-            at.seconds, at.tokens = measured["seconds"], measured["tokens"]
-            at.learned_s = measured["learned_s"]
 
     @property
     def queued_turns(self) -> int:
@@ -145,13 +118,7 @@ class RoutingPolicy:
 
     def may_serve(self, turn: TurnArrived) -> bool:
         """Whether an engine is offered that the turn could wait for."""
-        return any(
-            load.offered
-            and load.job == turn.job
-            and _allows(turn, load.version)
-            and load.fits(turn.context_tokens)
-            for load in self._engines.values()
-        )
+        return any(_may_serve(load, turn) for load in self._engines.values())
 
     def other_places(self, turn: TurnArrived, *, now: float) -> int:
         """Number of places on other engines where a stalled turn could go on at once."""
@@ -177,13 +144,12 @@ class RoutingPolicy:
             case EngineWithdrawn():
                 if event.engine in self._engines:
                     self._engines[event.engine].offered = False
-                return (*self._drain(now), *self._refuse_stale())
-            case Retargeted():
+            case Retarget():
                 self._target = event
-                return (*self._drain(now), *self._refuse_stale())
             case ContextLimited():
                 self._context_limit = event.tokens
-                return (*self._drain(now), *self._refuse_stale())
+        if isinstance(event, EngineWithdrawn | Retarget | ContextLimited):
+            return (*self._drain(now), *self._refuse_stale())
         return self._drain(now)
 
     def _offer(self, event: EngineOffered) -> None:
@@ -226,8 +192,7 @@ class RoutingPolicy:
 
     def _line_key(self, turn: TurnArrived) -> _LineKey:
         fits = bisect_left(self._contexts, turn.context_tokens)
-        pins = (_pin(turn.exact), _pin(turn.minimum))
-        return (turn.job, *pins, turn.suspect, turn.avoid, fits)
+        return (turn.job, turn.exact, turn.minimum, turn.suspect, turn.avoid, fits)
 
     def _split_lines(self) -> None:
         """Regroups the lines after an engine with a new context length joined."""
@@ -365,10 +330,7 @@ class RoutingPolicy:
         may = {
             engine: load
             for engine, load in self._engines.items()
-            if load.offered
-            and load.job == turn.job
-            and _allows(turn, load.version)
-            and load.fits(turn.context_tokens)
+            if _may_serve(load, turn)
             and (load.usable_until_s is None or until_s < load.usable_until_s)
             and self._may_try(turn, engine)
         }
@@ -443,11 +405,9 @@ class RoutingPolicy:
         return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
 
 
-def _pin(version: WeightVersion | None) -> int:
-    return -1 if version is None else version
-
-
-def _allows(turn: TurnArrived, version: WeightVersion) -> bool:
-    if turn.exact is not None and version != turn.exact:
+def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:
+    """Whether the engine serves the turn's job at a version its pin allows, and its context holds
+    the whole turn."""
+    if not load.offered or load.job != turn.job or not load.fits(turn.context_tokens):
         return False
-    return turn.minimum is None or version >= turn.minimum
+    return turn.exact in (None, load.version) and load.version >= (turn.minimum or 0)

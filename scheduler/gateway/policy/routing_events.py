@@ -5,6 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
 
 
@@ -53,13 +54,6 @@ class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offer
 
 class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
     engine: EngineId
-
-
-class Retargeted(msgspec.Struct, frozen=True, kw_only=True, tag="retargeted"):
-    """Job and version that the fleet serves or is switching to."""
-
-    job: JobId
-    version: WeightVersion
 
 
 class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_limited"):
@@ -112,20 +106,16 @@ class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdra
     turn: str
 
 
-class QueueReviewed(msgspec.Struct, frozen=True, kw_only=True, tag="queue_reviewed"):
-    """Time has passed: an engine that fell silent may have made a slower one worth having."""
-
-
 RoutingEvent = (
     EngineOffered
     | EngineWithdrawn
-    | Retargeted
+    | Retarget
     | ContextLimited
     | TurnArrived
     | TurnLeft
     | TurnWithdrawn
     | TurnCleared
-    | QueueReviewed
+    | TimePassed
 )
 
 

@@ -204,16 +204,16 @@ class Turn:
         self.logprobs += logprobs
         return True
 
-    def finish(self, attempt: Attempt, said: str, stop_reason: int | str | None = None) -> None:
+    def finish(self, attempt: Attempt, reported: str, stop_reason: int | str | None = None) -> None:
         """Ends the attempt by the engine's word: final, whatever happens to its stream."""
         if attempt is not self._open:
             return
         self.stop_reason = stop_reason
         by_string = isinstance(stop_reason, str)
-        if said == "stop" and self.token_ids and not by_string and not self._at_stop_token():
+        if reported == "stop" and self.token_ids and not by_string and not self._at_stop_token():
             # Neither a string nor a stop token of the request: an EOS of the model.
             self.eos_token_ids.add(self.token_ids[-1])
-        self.end(_FINISHED.get(said, FinishReason.STOP))
+        self.end(_FINISHED.get(reported, FinishReason.STOP))
 
     def lose(self, attempt: Attempt) -> None:
         """The attempt's engine is gone or has been told to stop.
@@ -305,23 +305,12 @@ class Turn:
         self._open = None
         if span is None:
             return
-        if self._spans and _continues(self._spans[-1], span):
-            span = Span(
-                start=self._spans.pop().start,
-                end=span.end,
-                version=span.version,
-                engine=span.engine,
-                numerics=span.numerics,
-            )
+        if self._spans:
+            longer = msgspec.structs.replace(self._spans[-1], end=span.end)
+            if longer == msgspec.structs.replace(span, start=longer.start):
+                self._spans[-1] = longer
+                return
         self._spans.append(span)
-
-
-def _continues(before: Span, after: Span) -> bool:
-    return (before.version, before.engine, before.numerics) == (
-        after.version,
-        after.engine,
-        after.numerics,
-    )
 
 
 class TurnLedger:

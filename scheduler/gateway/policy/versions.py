@@ -73,6 +73,9 @@ class _Engine:
     version: WeightVersion = BASE_VERSION
     failed_at_s: float = 0.0
 
+    def serves(self, job: JobId, version: WeightVersion) -> bool:
+        return self.state is EngineState.SERVING and (self.job, self.version) == (job, version)
+
     def move(self, trigger: SwitchTrigger) -> bool:
         to = TRANSITIONS.get((self.state, trigger))
         if to is not None:
@@ -83,7 +86,6 @@ class _Engine:
 class VersionPolicy:
     NAME: ClassVar[str] = "scheduler.policy.versions"
     SAMPLE: ClassVar[Any] = VersionsEvent
-    EFFECT: ClassVar[Any] = VersionsEffect
 
     def __init__(self, config: VersionsConfig) -> None:
         self._config = config
@@ -102,16 +104,7 @@ class VersionPolicy:
             "published": [msgspec.to_builtins(job) for job in self._published.values()],
             "target": self._target.job if self._target else None,
             "settled": self._settled,
-            "engines": {
-                engine: {
-                    "kind": at.kind,
-                    "state": at.state,
-                    "job": at.job,
-                    "version": at.version,
-                    "failed_at_s": at.failed_at_s,
-                }
-                for engine, at in self._engines.items()
-            },
+            "engines": msgspec.to_builtins(self._engines),
         }
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -120,16 +113,7 @@ class VersionPolicy:
         target = snapshot["target"]
         self._target = None if target is None else self._published[JobId(target)]
         self._settled = snapshot["settled"]
-        self._engines = {
-            EngineId(engine): _Engine(
-                kind=EngineKind(at["kind"]),
-                state=EngineState(at["state"]),
-                job=JobId(at["job"]),
-                version=WeightVersion(at["version"]),
-                failed_at_s=at["failed_at_s"],
-            )
-            for engine, at in snapshot["engines"].items()
-        }
+        self._engines = msgspec.convert(snapshot["engines"], dict[EngineId, _Engine])
 
     @property
     def target(self) -> JobVersion | None:
@@ -153,9 +137,7 @@ class VersionPolicy:
 
     def switch_states(self, job: JobId, version: WeightVersion) -> dict[EngineId, SwitchState]:
         return {
-            engine: SwitchState.SWITCHED
-            if at.state is EngineState.SERVING and (at.job, at.version) == (job, version)
-            else SwitchState.CATCHING_UP
+            engine: SwitchState.SWITCHED if at.serves(job, version) else SwitchState.CATCHING_UP
             for engine, at in sorted(self._engines.items())
         }
 
@@ -218,9 +200,8 @@ class VersionPolicy:
         self._target, self._settled = to, False
         effects: list[VersionsEffect] = [Retarget(job=to.job, version=to.version)]
         for engine, at in sorted(self._engines.items()):
-            if at.state is EngineState.SERVING and (at.job, at.version) == (to.job, to.version):
-                continue
-            effects += self._advance(engine, SwitchTrigger.RETARGET, cut_exact=cut_exact)
+            if not at.serves(to.job, to.version):
+                effects += self._advance(engine, SwitchTrigger.RETARGET, cut_exact=cut_exact)
         return effects
 
     def _updated(self, event: EngineUpdated, now: float) -> list[VersionsEffect]:
@@ -277,14 +258,9 @@ class VersionPolicy:
         target = self._target
         if target is None or self._settled:
             return []
-        serving = 0
-        for at in self._engines.values():
-            there = (at.job, at.version) == (target.job, target.version)
-            if at.kind is EngineKind.DEDICATED:
-                if at.state is not EngineState.SERVING or not there:
-                    return []
-                serving += 1
-        if serving < self._config.min_dedicated:
+        dedicated = [at for at in self._engines.values() if at.kind is EngineKind.DEDICATED]
+        serving = [at for at in dedicated if at.serves(target.job, target.version)]
+        if len(serving) < max(len(dedicated), self._config.min_dedicated):
             return []
         self._settled = True
         return [SettlePublish(job=target.job, version=target.version)]

@@ -51,7 +51,8 @@ class EngineUpdated(msgspec.Struct, frozen=True, kw_only=True, tag="engine_updat
 
 
 class TimePassed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
-    pass
+    """A failed update may be due for its next try; an engine that fell silent may have made a
+    slower one worth a queued turn."""
 
 
 VersionsEvent = (
@@ -66,7 +67,8 @@ VersionsEvent = (
 
 
 class Retarget(msgspec.Struct, frozen=True, kw_only=True, tag="retarget"):
-    """New turns are for this job and version from now on."""
+    """New turns are for this job and version from now on: the fleet serves it or switches to it.
+    An effect of the version policy, an event of routing."""
 
     job: JobId
     version: WeightVersion

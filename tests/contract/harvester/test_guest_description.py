@@ -5,7 +5,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from harvester.agent.guest_description import GuestDescription
+from harvester.agent.engine_probes import GuestDescription
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription
 
 UNKNOWN = EngineDescription()

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from harvester.agent.scrape import MetricsProbe, VllmLevels
+from harvester.agent.engine_probes import MetricsProbe, VllmLevels
 
 LEVELS = VllmLevels(
     running=3.0,

@@ -12,8 +12,8 @@ from aiohttp.test_utils import TestServer
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import Epoch, NodeId, SlotId
 from harvester.contracts.wire.leases import SlotOffer, SlotOffers, SlotState
-from scheduler.gateway import leases
-from scheduler.gateway.leases import AgentClient
+from scheduler.gateway import agent_client
+from scheduler.gateway.agent_client import AgentClient
 
 OFFERS = SlotOffers(
     node=NodeId("n"),
@@ -66,6 +66,6 @@ async def test_a_reply_that_is_longer_than_one_may_be_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said = msgspec.json.encode(OFFERS)
-    monkeypatch.setattr(leases, "MAX_REPLY_BYTES", len(said) - 1)
+    monkeypatch.setattr(agent_client, "MAX_REPLY_BYTES", len(said) - 1)
     with pytest.raises(PeerProtocolError):
         await offers_of(agent_that_says([said]))

@@ -12,7 +12,7 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.engine import EngineClient, RequestRefused
+from scheduler.gateway.engine_client import EngineClient, RequestRefused
 from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
 from scheduler.gateway.stream import EngineChoice
 
@@ -95,14 +95,14 @@ async def says_that_it_is_healthy_and_which_vllm_it_is(client: EngineClient) -> 
 
 
 async def says_what_fits_it_and_stays_the_same_engine(client: EngineClient) -> None:
-    described = await client.serve_base(timeout_s=20.0)
+    described = await client.switch(store="", version=WeightVersion(0), timeout_s=20.0)
     assert described.model
     assert described.context_tokens > len(PROMPT)
     identity = client.identity
     assert identity
     assert await collect(client, attempt(4), "e")
     assert not await client.changed()
-    await client.serve_base(timeout_s=20.0)
+    await client.switch(store="", version=WeightVersion(0), timeout_s=20.0)
     assert client.identity == identity
 
 

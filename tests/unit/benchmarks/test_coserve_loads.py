@@ -27,7 +27,7 @@ from benchmarks.coserve.unseen import (
     crowd,
     long_prompt,
 )
-from coserve.vllm.pulse import PULSE_TTL_NS
+from coserve.vllm.pulse_reporter import PULSE_TTL_NS
 from examples.demo.records import ProductionRequest
 from examples.demo.trace import Arrival
 from examples.demo.window import Window

@@ -44,9 +44,9 @@ def test_the_agent_exports_the_table() -> None:
     assert exported(AgentMetrics(version="1").registry) == table(Exporter.AGENT)
 
 
-@pytest.mark.skipif(find_spec("scheduler.gateway.metrics") is None, reason="no gateway yet")
+@pytest.mark.skipif(find_spec("scheduler.gateway.gateway_metrics") is None, reason="no gateway yet")
 def test_the_gateway_exports_the_table() -> None:
-    from scheduler.gateway.metrics import GatewayMetrics
+    from scheduler.gateway.gateway_metrics import GatewayMetrics
 
     assert exported(GatewayMetrics().registry) == table(Exporter.GATEWAY)
 

@@ -23,8 +23,8 @@ from coserve.vllm.launch import EngineSpec
 from harvester.config import load_agent_config
 from harvester.contracts.wire.rollouts import PublishedVersion
 from harvester.policy.settings import AUTO, Mode
-from scheduler.gateway.config import load_settings
 from scheduler.gateway.requests import decode_generate
+from scheduler.gateway.settings import load_settings
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import read_jobs
 from weightsync.publisher import Published, Publisher

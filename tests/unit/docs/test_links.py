@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from coserve.vllm.capabilities import SUPPORTED
-from harvester.cli.commands import COMMANDS
+from harvester.cli.root import COMMANDS
 
 TableAfter = Callable[[str, str], list[list[str]]]
 

@@ -39,7 +39,6 @@ from harvester.contracts.page.seal import (
     SEQUENCE_OFFSET,
 )
 from harvester.contracts.wire import engines, leases, rollouts
-from scheduler.gateway.config import GatewaySettings
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.requests import (
     REFUSED_FIELDS,
@@ -47,6 +46,7 @@ from scheduler.gateway.requests import (
     RefusedField,
     decode_generate,
 )
+from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
 from weightsync.layout.slices import SliceRecord

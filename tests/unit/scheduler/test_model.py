@@ -8,9 +8,8 @@ from scheduler.model import (
     Node,
     Placement,
     Pool,
-    group_faults,
-    lease_faults,
 )
+from tests.unit.scheduler.faults import group_faults, lease_faults
 
 NODES = {
     NodeId(name): Node(node=NodeId(name), pool=pool, host_bytes=100)

@@ -13,11 +13,11 @@ from coserve.guest.isolation import (
     TIME_SLICING,
     Isolation,
     IsolationBackend,
+    MpsShare,
     apply_to_process,
     choose,
     lift_from_process,
 )
-from coserve.guest.mps import MpsShare
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.platform.mps import DEFAULT_PIPE_DIRECTORY, PIPE_VARIABLE
 from tests.mps_daemon import MpsDaemon

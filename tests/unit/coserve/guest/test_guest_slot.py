@@ -53,7 +53,7 @@ def test_a_grant_that_names_no_pulse_page_closes_the_gate_and_ends_no_engine(
 
 
 def test_launched_steps_are_taken_off_until_they_finish(guest: GuestSlot) -> None:
-    guest.step_time.base_s = 0.3
+    guest.steps.model.base_s = 0.3
     full = guest.decide()
     guest.launched(decodes=1, prefill_tokens=0)
     one = guest.decide()
@@ -98,23 +98,23 @@ def test_learns_from_steps_beside_idle_production_only(slot: Slot, guest: GuestS
 
     step()
     guest.finished()
-    assert guest.step_time.samples == 1
+    assert guest.steps.model.samples == 1
     step()
     slot.pulse(in_flight=1, decoding=1, requests_total=1)
     guest.finished()
-    assert guest.step_time.samples == 1, "production had arrived"
+    assert guest.steps.model.samples == 1, "production had arrived"
     step()
     slot.pulse(requests_total=2)
     guest.finished()
-    assert guest.step_time.samples == 1, "production had come and gone"
+    assert guest.steps.model.samples == 1, "production had come and gone"
     step()
     slot.pulse(ttl_ns=0)
     guest.finished()
-    assert guest.step_time.samples == 1, "nobody knows"
+    assert guest.steps.model.samples == 1, "nobody knows"
     slot.pulse(requests_total=2)
     step()
     guest.finished()
-    assert guest.step_time.samples == 2
+    assert guest.steps.model.samples == 2
 
 
 def test_grace_ends_only_while_the_grant_is_gone(slot: Slot, guest: GuestSlot) -> None:
@@ -172,7 +172,7 @@ def test_asleep_it_keeps_nothing(slot: Slot, guest: GuestSlot) -> None:
 def test_a_prediction_that_admits_nothing_is_probed_and_corrected(
     slot: Slot, guest: GuestSlot
 ) -> None:
-    guest.step_time.base_s = 50.0
+    guest.steps.model.base_s = 50.0
     steps = 0
     while not (decision := guest.decide()).open or decision.probe:
         assert decision.probe, "the first step of a guest waits for nothing"
@@ -187,7 +187,7 @@ def test_probes_take_a_hundredth_of_idle_time(guest: GuestSlot) -> None:
     guest.launched(decodes=1, prefill_tokens=0)
     threading.Event().wait(0.002)
     guest.finished()
-    guest.step_time.base_s = 50.0
+    guest.steps.model.base_s = 50.0
     assert guest.decide().reason is Closed.NO_SLACK
 
 
@@ -286,7 +286,7 @@ def test_the_page_says_how_steps_held_alone_and_beside_production(
 
 
 def test_the_context_of_running_requests_counts(guest: GuestSlot) -> None:
-    guest.step_time.context_s = 1.0
+    guest.steps.model.context_s = 1.0
     guest.steps.probe_ns = monotonic_ns() + HOUR_NS
     assert guest.decide().open
     guest.load.kv_tokens = 16 * 1024

@@ -93,8 +93,8 @@ def test_steps_in_the_queue_use_up_the_slack_of_the_next_one(
 ) -> None:
     # The phantom leaves 26 ms; each step of four decodes is predicted to take 12 ms.
     slot.grant(ttft_slo_s=0.050)
-    guest.step_time.factor = 1.0
-    guest.step_time.base_s, guest.step_time.decode_s = 0.008, 0.001
+    guest.steps.model.factor = 1.0
+    guest.steps.model.base_s, guest.steps.model.decode_s = 0.008, 0.001
     deep = EngineLoop(guest, depth=8)
     for _ in range(3):
         deep.turn()

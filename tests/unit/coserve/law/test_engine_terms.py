@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from coserve.law.engine_terms import terms_of
-from coserve.law.laws import GuestLoad, slack_law
+from coserve.law.gate import GuestLoad, slack_law
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import EngineCore, Grant, ProductionModel, Pulse
 

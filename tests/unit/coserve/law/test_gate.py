@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.law.gate import Closed, StepDecision, decide
+from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, PageFault, ProductionModel, Pulse, Reading
 
@@ -19,10 +20,14 @@ IDLE = Reading(Pulse(), None)
 LONG_AGO_NS = NOW_NS - 60_000_000_000
 # 1 ms per decode, 0.1 ms per prefill token, 2 ms besides; no margin, so that tokens can be counted.
 STEP_TIME = StepTimeModel(base_s=0.002, decode_s=0.001, prefill_s=0.0001, factor=1.0)
+GUEST = GuestLoad(STEP_TIME, decodes=0, context_tokens=0, launched_s=0.0, cap=512)
 
 
 def decision(
-    grant: Grant | PageFault, *pulses: Reading[Pulse] | Pulse | PageFault, **changes: Any
+    grant: Grant | PageFault,
+    *pulses: Reading[Pulse] | Pulse | PageFault,
+    may_probe: bool = False,
+    **changes: Any,
 ) -> StepDecision:
     readings: list[Reading[Pulse]] = []
     for pulse in pulses or (IDLE,):
@@ -33,17 +38,9 @@ def decision(
                 readings.append(Reading(pulse, None))
             case _:
                 readings.append(Reading(None, pulse))
-    arguments: dict[str, Any] = {
-        "step_time": STEP_TIME,
-        "decodes": 0,
-        "context_tokens": 0,
-        "launched_s": 0.0,
-        "token_limit": 512,
-        "may_probe": False,
-        "now_ns": NOW_NS,
-    }
+    guest = msgspec.structs.replace(GUEST, **changes)
     reading = Reading(grant, None) if isinstance(grant, Grant) else Reading(None, grant)
-    return decide(reading, readings, **(arguments | changes))
+    return decide(reading, readings, guest, may_probe=may_probe, now_ns=NOW_NS)
 
 
 def test_opens_to_the_tokens_whose_predicted_step_fits_the_slack(make_grant: MakeGrant) -> None:
@@ -166,7 +163,7 @@ def test_a_probe_waits_for_idle_production_and_for_its_own_steps(make_grant: Mak
     assert not decision(grant, busy, may_probe=True).open
     assert not decision(grant, may_probe=True, launched_s=0.001).open
     assert not decision(make_grant(ttft_slo_s=0.020), may_probe=True).open
-    assert not decision(grant, may_probe=True, token_limit=0).open
+    assert not decision(grant, may_probe=True, cap=0).open
 
 
 def test_a_step_that_fits_is_no_probe(make_grant: MakeGrant) -> None:

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.law.engine_terms import terms_of
-from coserve.law.gate import Closed, decide
-from coserve.law.laws import (
+from coserve.law.gate import (
     ROSE_CHUNK_TOKENS,
-    Admission,
+    Closed,
     GuestLoad,
+    StepDecision,
+    decide,
     rose_law,
     saturation_law,
     slack_law,
@@ -33,11 +34,11 @@ def guest(decodes: int = 0, cap: int = 2048) -> GuestLoad:
     return GuestLoad(STEP_TIME, decodes, 0, 0.0, cap)
 
 
-def rose(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> Admission:
+def rose(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> StepDecision:
     return rose_law(pulses, grant, load, terms=terms_of(pulses, grant), now_ns=NOW_NS)
 
 
-def slack(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> Admission:
+def slack(pulses: list[Pulse], grant: Grant, load: GuestLoad) -> StepDecision:
     return slack_law(pulses, grant, load, terms=terms_of(pulses, grant), now_ns=NOW_NS)
 
 
@@ -105,11 +106,7 @@ def test_the_gate_obeys_the_law_of_the_grant(make_grant: MakeGrant, law: Law, op
     decision = decide(
         Reading(grant, None),
         [Reading(decoding(0.001), None)],
-        step_time=STEP_TIME,
-        decodes=0,
-        context_tokens=0,
-        launched_s=0.0,
-        token_limit=256,
+        guest(cap=256),
         may_probe=False,
         now_ns=NOW_NS,
         chance=lambda: 0.5,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from coserve.law.least_squares import LeastSquares
+from coserve.law.step_time import LeastSquares
 
 LEAST = (0.0, 1e-9, 1e-9, 0.0)
 
@@ -27,10 +27,21 @@ def observations(
     return found
 
 
-def fitted(seen: list[tuple[list[float], float]]) -> LeastSquares:
-    fit = LeastSquares((0.02, 0.001, 0.0005, 0.0), least=LEAST)
+class Fit:
+    """Coefficients that follow what is observed."""
+
+    def __init__(self, coefficients: list[float], least: tuple[float, ...]) -> None:
+        self.coefficients, self._fit = coefficients, LeastSquares(least=least)
+
+    def observe(self, x: list[float], y: float) -> None:
+        predicted = sum(each * value for each, value in zip(self.coefficients, x, strict=True))
+        self.coefficients = self._fit.updated(self.coefficients, x, y - predicted)
+
+
+def fitted(seen: list[tuple[list[float], float]]) -> Fit:
+    fit = Fit([0.02, 0.001, 0.0005, 0.0], LEAST)
     for x, y in seen:
-        fit.observe(x, y - fit.predict(x))
+        fit.observe(x, y)
     return fit
 
 
@@ -44,10 +55,10 @@ def test_is_the_weighted_least_squares_solution() -> None:
 
 def test_none_falls_below_its_least_and_the_others_make_up_for_it() -> None:
     """The second term would have to be negative."""
-    rng, fit = random.Random(8), LeastSquares((0.01, 0.001), least=(0.0, 0.0))
+    rng, fit = random.Random(8), Fit([0.01, 0.001], (0.0, 0.0))
     for _ in range(2000):
         x = [1.0, rng.uniform(0.0, 10.0)]
-        fit.observe(x, 0.05 - 0.002 * x[1] - fit.predict(x))
+        fit.observe(x, 0.05 - 0.002 * x[1])
         assert min(fit.coefficients) >= 0.0
     assert fit.coefficients[1] == 0.0
     assert fit.coefficients[0] == pytest.approx(0.04, rel=0.1), "the mean of what was seen"
@@ -60,5 +71,5 @@ def test_terms_that_always_come_together_do_not_drift_apart() -> None:
     for _ in range(50_000):
         x = [1.0, 16.0, 0.0, 32.0]
         y = sum(each * value for each, value in zip(law, x, strict=True)) * rng.uniform(0.9, 1.1)
-        fit.observe(x, y - fit.predict(x))
+        fit.observe(x, y)
     assert fit.coefficients == pytest.approx(law, rel=0.25)

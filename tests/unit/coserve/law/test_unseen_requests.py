@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.law.engine_step import EngineStep, Siblings
 from coserve.law.engine_terms import idle, terms_of
-from coserve.law.gate import Closed, StepDecision, decide
+from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
 from coserve.law.step_time import StepTimeModel
-from coserve.pulse.pulse_book import PulseBook
+from coserve.pulse.engine_cores import EngineStep, Siblings
+from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.page import EngineCore, Grant, Law, ProductionModel, PulseHead, Reading
 
 MakeGrant = Callable[..., Grant]
@@ -32,7 +32,7 @@ class Engine:
     """Production as its logger sees it; the middleware sees what a test lets arrive."""
 
     def __init__(self) -> None:
-        self.book, self.now_ns = PulseBook(), START_NS
+        self.book, self.now_ns = PulseState(), START_NS
 
     def after(self, seconds: float) -> "Engine":
         self.now_ns += round(seconds * 1e9)
@@ -84,11 +84,7 @@ def decision(grant: Grant, *pulses: PulseHead, now_ns: int, may_probe: bool = Tr
     return decide(
         Reading(grant, None),
         [Reading(pulse, None) for pulse in pulses],
-        step_time=GUEST_TIME,
-        decodes=16,
-        context_tokens=0,
-        launched_s=0.0,
-        token_limit=512,
+        GuestLoad(GUEST_TIME, decodes=16, context_tokens=0, launched_s=0.0, cap=512),
         may_probe=may_probe,
         now_ns=now_ns,
     )
@@ -191,11 +187,9 @@ def test_a_probe_is_no_way_past_unseen_requests(engine: Engine, grant: Grant) ->
     """A step time that is predicted far too long asks for a probe whenever production is idle."""
     engine.decode(1)
     slow = msgspec.structs.replace(grant, epsilon=float("inf"))
-    found = decide(
-        Reading(slow, None), [Reading(engine.pulse(), None)], step_time=StepTimeModel(base_s=9.0),
-        decodes=1, context_tokens=0, launched_s=0.0, token_limit=512, may_probe=True,
-        now_ns=engine.now_ns,
-    )  # fmt: skip
+    guest = GuestLoad(StepTimeModel(base_s=9.0), 1, context_tokens=0, launched_s=0.0, cap=512)
+    pulses = [Reading(engine.pulse(), None)]
+    found = decide(Reading(slow, None), pulses, guest, may_probe=True, now_ns=engine.now_ns)
     assert found.slack_s > 0
     assert found.tokens == 0
 

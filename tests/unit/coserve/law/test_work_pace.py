@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coserve.law.work_pace import SHARE, WorkPace, work_budget_s
+from coserve.law.work_gate import SHARE, WorkPace, work_budget_s
 from harvester.contracts.page import Grant, GrantMode, PageFault, PulseHead, Reading
 
 NOW_NS = 1_000_000_000_000

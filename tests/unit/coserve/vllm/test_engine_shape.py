@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from coserve.vllm import engine_shape as module
-from coserve.vllm.engine_shape import engine_shape
+from coserve.vllm import pulse_reporter as module
+from coserve.vllm.pulse_reporter import shape_line
 from harvester.contracts.page import MOST_SHAPE_CHARACTERS
 
 
@@ -31,11 +31,11 @@ def on_one_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_model_parallelism_and_accelerator_make_a_shape() -> None:
     said = "Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3"
-    assert engine_shape(config()) == said
+    assert shape_line(config()) == said
 
 
 def test_another_quantization_is_another_shape() -> None:
-    assert "48x5120 fp8 tp4" in engine_shape(config(quantization="fp8"))
+    assert "48x5120 fp8 tp4" in shape_line(config(quantization="fp8"))
 
 
 def test_what_upstream_no_longer_says_is_left_out_and_nothing_fails(
@@ -43,14 +43,14 @@ def test_what_upstream_no_longer_says_is_left_out_and_nothing_fails(
 ) -> None:
     odd = config()
     del odd.model_config.hf_text_config
-    assert engine_shape(odd) == "tp4 pp1 on NVIDIA H100 80GB HBM3"
+    assert shape_line(odd) == "tp4 pp1 on NVIDIA H100 80GB HBM3"
 
     def broken() -> str:
         raise RuntimeError("no driver")
 
     monkeypatch.setattr(module, "_accelerator", broken)
-    assert engine_shape(SimpleNamespace()) == ""
+    assert shape_line(SimpleNamespace()) == ""
 
 
 def test_a_long_name_fits_into_the_page() -> None:
-    assert len(engine_shape(config(architecture="X" * 500))) == MOST_SHAPE_CHARACTERS
+    assert len(shape_line(config(architecture="X" * 500))) == MOST_SHAPE_CHARACTERS

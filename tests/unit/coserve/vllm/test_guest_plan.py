@@ -7,18 +7,17 @@ import pytest
 
 from coserve.guest import isolation
 from coserve.guest.gpus import ComputeMode, Gpu
-from coserve.guest.isolation import IsolationBackend
-from coserve.guest.mps import MpsShare
+from coserve.guest.isolation import IsolationBackend, MpsShare
 from coserve.vllm import kv_shared
 from coserve.vllm.capabilities import capabilities
-from coserve.vllm.guest_plan import Answer, GuestWishes, MemoryPlacement, answers, plan
+from coserve.vllm.guest_plan import Answer, GuestSettings, MemoryPlacement, answers, plan
 from harvester.contracts.errors import ConfigError, Unsupported
 from harvester.platform.kv_segment import KVCACHED_VERSION
 from tests.mps_daemon import MpsDaemon
 
 NEWEST, WITH_KVCACHED = capabilities("0.32.0"), capabilities("0.30.0")
 GIB = 1 << 30
-CPU = GuestWishes(kv_cache_bytes=2 * GIB)
+CPU = GuestSettings(kv_cache_bytes=2 * GIB)
 GPU = replace(CPU, gpus=(Gpu("GPU-1", ComputeMode.DEFAULT), Gpu("GPU-2", ComputeMode.DEFAULT)))
 
 

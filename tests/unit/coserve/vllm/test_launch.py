@@ -168,8 +168,9 @@ def test_sleep_mode_is_for_versions_that_can_follow_weights_asleep() -> None:
     assert "--enable-sleep-mode" not in guest(spec(gpu=GPU), pages=PAGES, weights=WEIGHTS).arguments
     with pytest.raises(Unsupported, match=r"0\.30\.0"):
         guest(spec(gpu=sleeping, vllm=capabilities("0.30.0")), pages=PAGES, weights=WEIGHTS)
+    both = GpuShare(kv_cache_bytes=1, sleeps=True, shared_kv="kv")
     with pytest.raises(ConfigError, match="choose one"):
-        GpuShare(kv_cache_bytes=1, sleeps=True, shared_kv="kv")
+        guest(spec(gpu=both), pages=PAGES, weights=WEIGHTS)
 
 
 def test_an_operators_own_arguments_are_kept() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from coserve.law.engine_step import EngineStep
-from coserve.vllm import pulse
+from coserve.pulse.engine_cores import EngineStep
+from coserve.vllm import pulse_reporter
 from coserve.vllm.middleware import (
     App,
     EpochMiddleware,
@@ -393,7 +393,7 @@ async def test_outside_a_guest_no_epoch_is_asked_for(monkeypatch: pytest.MonkeyP
 def pages(tmp_path: Path, set_role: SetRole, monkeypatch: pytest.MonkeyPatch) -> PageDirectory:
     """A fresh production process: the reporter is one per process."""
     set_role("production", tmp_path)
-    monkeypatch.setattr(pulse, "_reporter", None)
+    monkeypatch.setattr(pulse_reporter, "_reporter", None)
     return PageDirectory(tmp_path)
 
 
@@ -567,7 +567,7 @@ async def test_a_websocket_is_in_flight_while_it_is_open(pages: PageDirectory, f
 async def test_a_message_over_a_websocket_explains_the_step_that_follows(
     pages: PageDirectory, way: str
 ) -> None:
-    reporter = pulse.process_reporter()
+    reporter = pulse_reporter.process_reporter()
     assert reporter is not None
     step = EngineStep(
         running=1, kv_usage_ratio=0.1, first_tokens=0, prompt_tokens=0, generation_tokens=1,
@@ -592,7 +592,7 @@ async def test_a_message_over_a_websocket_explains_the_step_that_follows(
 
 
 async def test_a_pulse_says_whether_a_middleware_is_there(pages: PageDirectory) -> None:
-    reporter = pulse.process_reporter()
+    reporter = pulse_reporter.process_reporter()
     assert reporter is not None
     reporter.finish(0)
     assert pulse_in(pages).middleware is False

@@ -129,7 +129,7 @@ def test_what_could_not_follow_versions_or_share_pages_is_refused(
         residency(config(sleeps=True), executor, OLD, shared_kv=False)
     with pytest.raises(ConfigError, match="kvcached"):
         residency(config(sleeps=True), executor, NEW, shared_kv=True)
-    check(capabilities("0.31.0"))
+    check(capabilities("0.31.0"), shared_kv=False)
 
 
 def test_asleep_it_holds_nothing_and_awake_everything(

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from coserve.law.work_gate import WorkGate
-from coserve.vllm import start_pace
+from coserve.vllm import guest_start
 
 
 class Gate:
@@ -38,9 +38,9 @@ class Runner:
 def first() -> Iterator[list[str]]:
     """Before the first pass."""
     made: list[str] = []
-    start_pace.begin(Runner, cast(WorkGate, Gate(made)), lambda: made.append("done"))
+    guest_start.pace(Runner, cast(WorkGate, Gate(made)), lambda: made.append("done"))
     yield made
-    start_pace.end()
+    guest_start.end()
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def test_a_pass_that_fails_is_over_and_its_error_is_vllm_s(said: list[str]) -> N
 
 
 def test_after_the_start_nothing_waits(said: list[str]) -> None:
-    start_pace.end()
-    start_pace.end()
+    guest_start.end()
+    guest_start.end()
     assert Runner(said)._dummy_run(3) == 6
     assert said == ["3 False"]
 
 
 def test_a_second_engine_in_the_process_is_paced_once(said: list[str]) -> None:
-    start_pace.begin(Runner, cast(WorkGate, Gate(said)), lambda: None)
+    guest_start.pace(Runner, cast(WorkGate, Gate(said)), lambda: None)
     Runner(said)._dummy_run(1)
     assert said.count("start waits") == 1

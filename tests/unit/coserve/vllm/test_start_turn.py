@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from coserve.guest.launch_lock import LaunchLock
-from coserve.vllm import start_turn
+from coserve.vllm import guest_start
 from coserve.vllm.environment import Role, SlotEnvironment
-from coserve.vllm.plugin import _in_turn
 from harvester.contracts.errors import ConfigError, Exhausted
 
 BRIEF_S = 0.05
@@ -33,7 +32,7 @@ class Gpus:
 def slot(tmp_path: Path) -> Iterator[SlotEnvironment]:
     (tmp_path / "slot0").mkdir()
     yield SlotEnvironment(Role.GUEST, "guest", tmp_path / "slot0")
-    start_turn.end()
+    guest_start.end()
 
 
 def is_free(folder: Path, gpu: str) -> bool:
@@ -49,11 +48,11 @@ def is_free(folder: Path, gpu: str) -> bool:
 def test_the_gpus_of_the_engine_are_taken_until_it_has_started(
     slot: SlotEnvironment, tmp_path: Path
 ) -> None:
-    start_turn.begin(slot, Gpus("GPU-a", "GPU-b", "GPU-c"), workers=2)
+    guest_start.take_turn(slot, Gpus("GPU-a", "GPU-b", "GPU-c"), workers=2)
     assert not is_free(tmp_path, "GPU-a")
     assert not is_free(tmp_path, "GPU-b")
     assert is_free(tmp_path, "GPU-c")
-    start_turn.end()
+    guest_start.end()
     assert is_free(tmp_path, "GPU-a")
 
 
@@ -61,13 +60,13 @@ def test_a_guest_that_is_not_the_agent_waits_where_guests_may_write(
     slot: SlotEnvironment, tmp_path: Path
 ) -> None:
     (tmp_path / "launch").mkdir()
-    start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+    guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
     assert not is_free(tmp_path / "launch", "GPU-a")
     assert is_free(tmp_path, "GPU-a")
 
 
 def test_a_cpu_engine_waits_for_nobody(slot: SlotEnvironment, tmp_path: Path) -> None:
-    start_turn.begin(slot, Gpus(), workers=1)
+    guest_start.take_turn(slot, Gpus(), workers=1)
     assert list(tmp_path.glob("*.launch")) == []
 
 
@@ -75,18 +74,18 @@ def test_an_operator_may_name_the_directory_and_the_patience(
     slot: SlotEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "locks").mkdir()
-    monkeypatch.setenv(start_turn.LOCKS_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setenv(guest_start.LOCKS_VARIABLE, str(tmp_path / "locks"))
     other = LaunchLock(tmp_path / "locks", ["GPU-a"])
     other.acquire(timeout_s=BRIEF_S)
-    monkeypatch.setenv(start_turn.TIMEOUT_VARIABLE, "0.05")
+    monkeypatch.setenv(guest_start.TIMEOUT_VARIABLE, "0.05")
     with pytest.raises(Exhausted, match="GPU-a"):
-        start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+        guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
     other.release()
-    start_turn.begin(slot, Gpus("GPU-a"), workers=1)
-    start_turn.end()
-    monkeypatch.setenv(start_turn.TIMEOUT_VARIABLE, "soon")
+    guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
+    guest_start.end()
+    monkeypatch.setenv(guest_start.TIMEOUT_VARIABLE, "soon")
     with pytest.raises(ConfigError, match="seconds above 0"):
-        start_turn.begin(slot, Gpus("GPU-a"), workers=1)
+        guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
 
 
 def test_the_workers_start_in_the_turn_and_a_failed_start_ends_it(
@@ -103,10 +102,10 @@ def test_the_workers_start_in_the_turn_and_a_failed_start_ends_it(
         if executor == "fails":
             raise MemoryError
 
-    in_turn = _in_turn(start, slot)
+    in_turn = guest_start.in_turn(start, slot)
     in_turn("starts", config)
     assert not is_free(tmp_path, "GPU-a"), "graphs and KV are still to come"
-    start_turn.end()
+    guest_start.end()
     with pytest.raises(MemoryError):
         in_turn("fails", config)
     assert is_free(tmp_path, "GPU-a")

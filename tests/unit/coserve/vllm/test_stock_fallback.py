@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coserve.vllm import plugin, pulse
+from coserve.vllm import plugin, pulse_reporter
 from coserve.vllm.middleware import EpochMiddleware, PulseMiddleware, Receive, Scope, Send
 from harvester.contracts import stock_fallback
 from harvester.contracts.errors import ConfigError, Unsupported
@@ -35,7 +35,7 @@ BAD: dict[str, Environment] = {
 @pytest.fixture(autouse=True)
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh production process, with every variable valid."""
-    monkeypatch.setattr(pulse, "_reporter", None)
+    monkeypatch.setattr(pulse_reporter, "_reporter", None)
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(weights_plugin, "_registered", True)
     monkeypatch.setattr(stock_fallback, "_told", set())
@@ -112,7 +112,7 @@ def broken(*_: Any, **__: Any) -> Any:
 async def test_an_error_of_ours_at_the_start_leaves_production_as_stock(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(f"coserve.vllm.pulse.{part}", broken)
+    monkeypatch.setattr(f"coserve.vllm.pulse_reporter.{part}", broken)
     assert await served_by(PulseMiddleware)
     assert "vLLM serves as stock: RuntimeError: of ours" in caplog.text
 

@@ -44,8 +44,8 @@ class FakeSlot:
         return self.decision
 
     @property
-    def closed_by_grant(self) -> bool:
-        return self.decision.closed_by_grant
+    def last(self) -> StepDecision:
+        return self.decision
 
     def written(self, *, grant_only: bool = False) -> tuple[Word, ...]:
         return (self.page.word(),) if grant_only else (self.page.word(), self.pulse.word())

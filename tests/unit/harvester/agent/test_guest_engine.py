@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from harvester.agent.guest_engine import GuestEngine
-from harvester.agent.mps import MpsWatch
+from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError

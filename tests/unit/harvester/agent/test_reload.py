@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from harvester.agent import agent_process
 from harvester.agent.node import NodeAgent
-from harvester.agent.process import AgentProcess
 from harvester.agent.reload import reload
-from harvester.agent.systemd import Notifier
 from harvester.config import (
     AgentConfig,
     GuestConfig,
@@ -271,8 +270,8 @@ def test_a_reload_that_fails_is_counted_and_ends(
         raise error
 
     said: list[str] = []
-    monkeypatch.setattr(Notifier, "_send", lambda _, message: said.append(message.split("=")[0]))
-    process = AgentProcess(LoadedConfig(config=FULL), reload=load, version="1")
+    monkeypatch.setattr(agent_process, "notify", lambda text: said.append(text.split("=")[0]))
+    process = agent_process.AgentProcess(LoadedConfig(config=FULL), reload=load, version="1")
     # Asyncio logs what a signal's handler raises.
     with contextlib.suppress(RuntimeError):
         process._reconfigure(node)

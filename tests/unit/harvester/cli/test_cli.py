@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from harvester.cli import main
-from harvester.cli.commands import COMMANDS, LazyCommand
-from harvester.cli.root import load
-from harvester.cli.status import _says
+from harvester.cli.root import COMMANDS, LazyCommand, load
+from harvester.cli.status import _summary
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Unsupported
 from harvester.contracts.page import (
@@ -141,23 +140,23 @@ def test_status_says_what_a_guest_holds_while_closed_and_whose_fate_it_shares(
 ) -> None:
     gib = 1 << 30
     memory = GuestMemory(weights_bytes=3 * gib, graphs_bytes=gib // 2, kv_bytes=8 * gib)
-    says = _says(Reading(Guest(isolation="mps", memory=memory), None, 0))
+    says = _summary(Reading(Guest(isolation="mps", memory=memory), None, 0))
     assert "isolation mps (shared fate: a fault of the guest ends production)" in says
     assert "holds at least 3.50 GiB while closed (weights 3.00 GiB, graphs 0.50 GiB" in says
     assert says.endswith("and 8.00 GiB of KV")
     whole = msgspec.structs.replace(memory, other_bytes=gib, whole=True)
-    says = _says(Reading(Guest(isolation="time-slicing", memory=whole), None, 0))
+    says = _summary(Reading(Guest(isolation="time-slicing", memory=whole), None, 0))
     assert "takes turns with production on the GPU" in says
     assert "holds 4.50 GiB while closed" in says
-    assert "isolation" not in _says(Reading(Guest(), None, 0))
+    assert "isolation" not in _summary(Reading(Guest(), None, 0))
     away = GuestMemory(other_bytes=gib, whole=True, asleep_bytes_max=2 * gib)
-    says = _says(Reading(Guest(weights_away=True, memory=away), None, 0))
+    says = _summary(Reading(Guest(weights_away=True, memory=away), None, 0))
     assert says.endswith("; asleep, weights in host memory, where at most 2.00 GiB may stay")
 
 
 def test_status_says_why_an_isolation_does_not_hold() -> None:
     fallen = Guest(isolation="idle-group", isolation_fault="production moved")
-    says = _says(Reading(fallen, None, 0))
+    says = _summary(Reading(fallen, None, 0))
     assert "isolation idle-group DOES NOT HOLD, its steps count whole: production moved" in says
 
 

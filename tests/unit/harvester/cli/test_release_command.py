@@ -38,7 +38,7 @@ def test_leaves_its_reason_for_the_agent(
     ("options", "complaint"),
     [
         (("--reason", "why"), "choose one of slot0, slot1"),
-        (("--reason", "why", "--slot", "slot9"), "choose one of slot0, slot1"),
+        (("--reason", "why", "--slot", "slot9"), "the file has slot0, slot1"),
         (("--reason", " ", "--slot", "slot0"), "--reason"),
         (("--reason", "x" * 401, "--slot", "slot0"), "--reason"),
     ],

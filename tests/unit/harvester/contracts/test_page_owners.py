@@ -6,15 +6,15 @@ import pwd
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import OWN_USER, OWNERS_VARIABLE, PageOwners, owners_told
+from harvester.contracts.page import OWN_USER, OWNERS_VARIABLE, PageOwners, environment_owners
 
 
 def told(text: str) -> PageOwners:
-    return owners_told({OWNERS_VARIABLE: text})
+    return environment_owners({OWNERS_VARIABLE: text})
 
 
 def test_nobody_is_named_where_nothing_is_said() -> None:
-    assert owners_told({}) == told("") == OWN_USER
+    assert environment_owners({}) == told("") == OWN_USER
     assert OWN_USER.variable() == {}
 
 
@@ -22,7 +22,7 @@ def test_what_one_process_says_another_understands() -> None:
     owners = PageOwners(
         agent=frozenset({990}), production=frozenset({991, 1000}), guest=frozenset({992})
     )
-    assert owners_told(owners.variable()) == owners
+    assert environment_owners(owners.variable()) == owners
 
 
 def test_users_may_be_named() -> None:

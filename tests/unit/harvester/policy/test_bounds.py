@@ -22,14 +22,13 @@ from harvester.config import (
     read_agent_config,
 )
 from harvester.contracts.errors import ConfigError
-from harvester.policy.bounds import BOUNDS, Only, beyond
+from harvester.policy.bounds import BOUNDS, ITL_EDGES_S, TTFT_EDGES_S, Only, beyond, slo_warnings
 from harvester.policy.settings import (
     LevelSettings,
     MissSettings,
     ProofSettings,
     SlotSettings,
 )
-from harvester.policy.slo_edges import ITL_EDGES_S, TTFT_EDGES_S, slo_warnings
 
 Where = tuple[str | int, ...]
 INF, NAN, HUGE = float("inf"), float("nan"), 1e300

@@ -95,7 +95,7 @@ def test_danger_that_is_not_over_cools_on(open_scene: Any) -> None:
 
 def test_a_history_that_is_not_known_counts_as_spent_for_the_budget_s_hold() -> None:
     policy = SlotPolicy(SlotSettings())
-    policy.presume_spent("history not known", now=50.0)
+    policy.budget.stop("history not known", now=50.0)
     assert policy.budget.observe(requests=0, misses=0, now=649.0)
     assert policy.budget.reason == "history not known"
     assert not policy.budget.observe(requests=0, misses=0, now=720.0)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.agent.memory import SharedMemory
+from harvester.agent.shared_memory import SharedMemory
 from harvester.contracts.ids import Epoch
 from harvester.contracts.page import Guest, PageFault
 from harvester.contracts.process import ProcessId

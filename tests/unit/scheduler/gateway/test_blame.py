@@ -22,10 +22,14 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.config import Timeouts
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine import EngineLost, EngineUnreachable, RequestFailed, RequestRefused
-from scheduler.gateway.fleet import EngineFleet, Member
+from scheduler.gateway.engine_client import (
+    EngineLost,
+    EngineUnreachable,
+    RequestFailed,
+    RequestRefused,
+)
+from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
@@ -42,6 +46,7 @@ from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn, Routing
 from scheduler.gateway.policy.trajectories import Attempt, Turn, TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated
+from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice, _Logprobs
 from scheduler.gateway.turns import TurnRunner
 from scheduler.model import Engine, EngineKind
@@ -227,7 +232,7 @@ class Client:
     async def describe(self) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
 
-    async def serve_base(self, *, timeout_s: float) -> EngineDescription:
+    async def switch(self, **to: Any) -> EngineDescription:
         self.served_life = self.life
         return EngineDescription(vocabulary=self.vocabulary)
 
@@ -236,12 +241,6 @@ class Client:
 
     def forget(self) -> None:
         pass
-
-
-class Nobody:
-    def generated(self, turn: Turn, member: Member, tokens: int) -> None: ...
-
-    def lease_refused(self, member: Member) -> None: ...
 
 
 class Cluster:
@@ -258,9 +257,7 @@ class Cluster:
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
         self.fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
-        self.runner = TurnRunner(
-            self.fleet, dispatcher, Nobody(), clock, timeouts=Timeouts(), max_attempts=8
-        )
+        self.runner = TurnRunner(self.fleet, dispatcher, clock, timeouts=Timeouts(), max_attempts=8)
         self.runner.blame = blame or BlamePolicy(quiet_s=0, held_s=0)
         self.ledger = TurnLedger(JOB)
         self.clients = [Client(poison) for _ in range(engines)]

@@ -6,7 +6,7 @@ import pytest
 
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
-from scheduler.gateway.engine import RequestRefused
+from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.open_turns import IdInUse, Listen, OpenTurns
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
 

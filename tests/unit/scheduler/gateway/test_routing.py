@@ -17,25 +17,24 @@ from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
-    QueueReviewed,
     QueueTurn,
     Refusal,
     RefuseTurn,
-    Retargeted,
     RoutingConfig,
     TurnArrived,
     TurnCleared,
     TurnLeft,
     TurnWithdrawn,
 )
+from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
 
 JOB = JobId("job")
 DEDICATED, GUEST = EngineKind.DEDICATED, EngineKind.GUEST
 
 
-def _target(version: int = 1, job: JobId = JOB) -> Retargeted:
-    return Retargeted(job=job, version=WeightVersion(version))
+def _target(version: int = 1, job: JobId = JOB) -> Retarget:
+    return Retarget(job=job, version=WeightVersion(version))
 
 
 def _offer(
@@ -293,7 +292,7 @@ def test_a_guest_that_fell_silent_is_left_alone_then_tried_then_used_again() -> 
     assert policy.open_turns_on(guest) == 0
     ends_elsewhere(0.5 + STALL_PAUSE_S)
     assert policy.open_turns_on(guest) == 0
-    probes = policy.observe(QueueReviewed(), now=0.6 + STALL_PAUSE_S)
+    probes = policy.observe(TimePassed(), now=0.6 + STALL_PAUSE_S)
     assert len(probes) == policy.open_turns_on(guest) == PROBE_TURNS
     policy.observe(TurnLeft(turn=probes[0].turn, tokens=16, seconds=0.1), now=1.7)
     assert policy.open_turns_on(guest) > PROBE_TURNS
@@ -372,15 +371,6 @@ def test_a_withdrawn_turn_leaves_its_place_in_the_queue_to_the_next() -> None:
     policy.observe(TurnWithdrawn(turn="2"), now=0.5)
     (placed,) = policy.observe(TurnLeft(turn="1", tokens=1, seconds=1.0), now=1.0)
     assert placed.turn == "3"
-
-
-def test_learned_speeds_survive_a_snapshot() -> None:
-    policy = _policy(_offer("a"))
-    policy.observe(_turn("1"), now=0.0)
-    policy.observe(TurnLeft(turn="1", tokens=10, seconds=1.0), now=1.0)
-    copy = _policy(_offer("a"))
-    copy.restore(policy.snapshot())
-    assert copy.speeds() == policy.speeds() != {}
 
 
 def _measure(policy: RoutingPolicy, engine: str, *, seconds: float) -> None:
@@ -594,7 +584,7 @@ def test_an_engine_is_left_alone_once_it_refused_two_turns_in_a_row_and_not_for_
     assert _went(policy.observe(_turn("good"), now=0)) == {"good": "a"}
     policy.observe(TurnLeft(turn="good", refused_s=5.0), now=0)
     assert _went(policy.observe(_turn("next"), now=4.9)) == {}
-    assert _went(policy.observe(QueueReviewed(), now=5.1)) == {"next": "a"}
+    assert _went(policy.observe(TimePassed(), now=5.1)) == {"next": "a"}
 
 
 def test_a_synchronous_steps_whole_batch_finds_room_to_wait() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.gateway.config import load_settings
+from scheduler.gateway.settings import load_settings
 from scheduler.gateway.tenants import Tenants
 
 GOOD: dict[str, Any] = {

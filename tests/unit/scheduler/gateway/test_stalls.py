@@ -6,8 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import EngineId
-from scheduler.gateway.policy.course import USUAL_FIRST_TOKENS, TurnCourse
-from scheduler.gateway.policy.first_tokens import FirstTokens
+from scheduler.gateway.policy.course import USUAL_FIRST_TOKENS, FirstTokens, TurnCourse
 
 STALL_S, WATCH_S = 2.0, 0.25
 

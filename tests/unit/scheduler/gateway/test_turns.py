@@ -4,9 +4,9 @@ import math
 
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.config import Timeouts
 from scheduler.gateway.policy.trajectories import Turn, TurnCounters
-from scheduler.gateway.turns import RunningAttempt
+from scheduler.gateway.running_attempt import RunningAttempt
+from scheduler.gateway.settings import Timeouts
 from scheduler.model import EngineKind
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import JobSpec, Node, Pool, group_faults
+from scheduler.model import JobSpec, Node, Pool
 from scheduler.rollmux.forecast.judge import Distributional, WorstCase
 from scheduler.rollmux.planner.group_events import (
     AddNode,
@@ -24,6 +24,7 @@ from scheduler.rollmux.planner.group_events import (
     ReviewDue,
 )
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from tests.unit.scheduler.faults import group_faults
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
 
 HOUR_S = 3600.0

@@ -1,0 +1,138 @@
+"""A guest's start on a GPU: in its turn, and asking for slack.
+
+The turn lasts from before the engine's first memory until its loop is about to run: weights, KV and
+graphs are there by then. Each pass that vLLM makes meanwhile to measure and warm up asks for slack,
+where one process works for the engine: with several ranks one that waits keeps the others spinning
+on their GPUs, which production would feel more than the pass itself. Loading weights is not paced:
+it is copies. On a CPU there is no turn, and the guest's idle group bounds its start as everything
+else.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coserve.guest.launch_lock import LaunchLock
+from coserve.law.work_gate import WorkGate
+from coserve.vllm import gloo_device
+from coserve.vllm.environment import SlotEnvironment, work_gate
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY
+
+LOCKS_VARIABLE = "ROSEMUX_GPU_LOCKS"
+"""Directory of the locks; by default one beside the slot's pages, common to a node's slots."""
+TIMEOUT_VARIABLE = "ROSEMUX_GPU_LOCK_TIMEOUT_S"
+
+_TIMEOUT_S = 1800.0
+_KIND = "start"
+_PIECE_S = 0.05
+"""A decode batch's pass, before one was measured."""
+
+_log = logging.getLogger(__name__)
+
+_ends: dict[str, Callable[[], None]] = {}
+"""How to end what this process has begun: its turn, its pace."""
+
+
+def in_turn(start: Callable[..., None], environment: SlotEnvironment) -> Callable[..., None]:
+    """vLLM's start of the workers, in this guest's turn. A failure ends the turn."""
+
+    def start_in_turn(self: Any, vllm_config: Any) -> None:
+        from vllm.platforms import current_platform
+
+        parallel = vllm_config.parallel_config
+        workers = parallel.world_size
+        ranks = workers * parallel.data_parallel_size
+        take_turn(environment, current_platform, workers=workers)
+        if current_platform.is_cuda() and ranks == 1:
+            _pace_runner()
+        try:
+            with gloo_device.shared(ranks=ranks):
+                start(self, vllm_config)
+        except BaseException:
+            end()
+            raise
+
+    return start_in_turn
+
+
+def end() -> None:
+    """The engine's loop is about to run, or the start has failed. Idempotent."""
+    while _ends:
+        _, end_one = _ends.popitem()
+        end_one()
+
+
+def take_turn(environment: SlotEnvironment, platform: Any, *, workers: int) -> None:
+    """Wait for the GPUs of this engine. Raises Exhausted, ConfigError."""
+    if not platform.is_cuda() or "turn" in _ends:
+        return
+    # UUIDs: every pod and user counts GPUs in its own way.
+    gpus = [platform.get_device_uuid(device) for device in range(workers)]
+    directory = Path(os.environ.get(LOCKS_VARIABLE) or _locks_beside(environment.directory))
+    lock = LaunchLock(directory, gpus)
+    _log.info("this guest waits for its turn to start on %s", ", ".join(gpus))
+    lock.acquire(timeout_s=_timeout_s())
+    _ends["turn"] = lock.release
+
+
+def pace(runner: Any, gate: WorkGate, synchronize: Callable[[], None]) -> None:
+    """Make each dummy pass of the runner's class wait for the gate, until `end`.
+
+    The first pass waits as the others and is not measured: vLLM compiles the model in it, for a
+    minute of the host's time that no later pass takes, and after a minute the next one would wait
+    for twenty.
+    """
+    if "pace" in _ends:
+        return
+    stock = runner._dummy_run
+    gate.expect(_KIND, _PIECE_S)
+    compiled = False
+
+    def paced_dummy_run(self: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal compiled
+        if not compiled:
+            compiled = True
+            with gate.piece(_KIND):
+                pass
+            return stock(self, *arguments, **options)
+        with gate.piece(_KIND):
+            made = stock(self, *arguments, **options)
+            # A pass is over when the GPU is done with it, not when it was launched.
+            synchronize()
+        return made
+
+    runner._dummy_run = paced_dummy_run
+    _ends["pace"] = lambda: setattr(runner, "_dummy_run", stock)
+
+
+def _pace_runner() -> None:
+    try:
+        import torch
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        pace(GPUModelRunner, work_gate(), torch.accelerator.synchronize)
+    except Exception:
+        # A guest that starts at full speed is still gated in all of its steps.
+        _log.exception("this guest's start does not ask for slack")
+
+
+def _locks_beside(pages: Path) -> Path:
+    """Guests that are no agents may not write in the directory above their slots'."""
+    common = pages.parent / LAUNCH_DIRECTORY
+    return common if common.is_dir() else pages.parent
+
+
+def _timeout_s() -> float:
+    said = os.environ.get(TIMEOUT_VARIABLE)
+    if not said:
+        return _TIMEOUT_S
+    try:
+        timeout_s = float(said)
+    except ValueError:
+        timeout_s = -1.0
+    if not timeout_s > 0:
+        raise ConfigError(f"{TIMEOUT_VARIABLE}={said!r}: give seconds above 0")
+    return timeout_s

@@ -1,0 +1,128 @@
+"""The agent's process: the beat, the server, signals and systemd, from start to drain."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from harvester.agent.engine_probes import MetricsProbe
+from harvester.agent.http import application
+from harvester.agent.node import NodeAgent
+from harvester.config import LoadedConfig
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.errors import ConfigError
+from harvester.platform.bearer import read_token
+from harvester.platform.http_kit import listen, serving, stop_event
+
+_log = logging.getLogger(__name__)
+
+_WATCHDOG_SHARE = 4
+"""Notifications to systemd per watchdog period."""
+
+
+def notify(message: str) -> None:
+    """sd_notify(3); nothing where the environment has no NOTIFY_SOCKET."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        # The abstract namespace, whose addresses begin with a zero byte.
+        address = "\0" + address[1:]
+    # systemd may be gone or slow; that never stops the agent.
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as channel,
+    ):
+        channel.sendto(message.encode(), address)
+
+
+class AgentProcess:
+    """`reload` reads the configuration anew; it raises ConfigError for a bad one."""
+
+    def __init__(
+        self, loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str
+    ) -> None:
+        self._loaded = loaded
+        self._config = loaded.config
+        self._reload = reload
+        self._version = version
+        self._clock = MonotonicClock()
+
+    async def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
+        _log_notes(self._loaded)
+        path = self._config.http.token_file
+        token = None if path is None else read_token(path)
+        node = NodeAgent(self._config, clock=self._clock, version=self._version)
+        async with serving(application(node, token=token)) as runner:
+            try:
+                node.beat()
+                host, port = self._config.http.host, self._config.http.port
+                url = await listen(runner, host, port, remedy="choose another with --port")
+                _log.info("agent %s listens on %s", node.book.node, url.removeprefix("http://"))
+                stop = stop_event()
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
+                probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
+                probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
+                notify("READY=1")
+                await self._beats(node, stop)
+                notify("STOPPING=1")
+                for probe in probes:
+                    probe.cancel()
+            finally:
+                node.close()
+
+    async def _beats(self, node: NodeAgent, stop: asyncio.Event) -> None:
+        due_s, told_s = self._clock.now(), 0.0
+        watchdog_us = os.environ.get("WATCHDOG_USEC", "")
+        watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
+        stopped = asyncio.create_task(stop.wait())
+        while not stop.is_set():
+            node.beat()
+            now = self._clock.now()
+            if now - told_s >= watchdog_s / _WATCHDOG_SHARE:
+                notify("WATCHDOG=1")
+                told_s = now
+            # A beat that came late is not made up for.
+            due_s = max(due_s + node.beat_s, now)
+            await asyncio.wait((stopped,), timeout=due_s - now)
+
+    def _reconfigure(self, node: NodeAgent) -> None:
+        notify(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
+        # Set in any case; a configuration in force sets it again.
+        node.metrics.gauge("config_last_reload_successful").set(0)
+        try:
+            loaded = self._reload()
+            loaded.config.check_here()
+        except ConfigError as error:
+            _log.error("configuration not reloaded, the old one stays: %s", error)
+        else:
+            _log_notes(loaded)
+            done = node.reconfigure(loaded.config)
+            _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
+            if done.guest_start_needed:
+                _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))
+            if done.restart_needed:
+                _log.error("needs a restart: %s", _joined(done.restart_needed))
+        finally:
+            notify("READY=1")
+
+    def _probes(self) -> list[MetricsProbe]:
+        return [
+            MetricsProbe(slot.metrics_url, pages=self._config.pages_of(slot))
+            for slot in self._config.slots
+            if slot.metrics_url is not None
+        ]
+
+
+def _log_notes(loaded: LoadedConfig) -> None:
+    for note in loaded.notes:
+        _log.warning("configuration: %s", note)
+
+
+def _joined(fields: tuple[str, ...]) -> str:
+    return ", ".join(fields) or "nothing new"

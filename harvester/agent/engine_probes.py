@@ -1,0 +1,197 @@
+"""HTTP questions of the agent to engines: production's metrics, and the guest's description."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import UNDECODABLE
+from harvester.contracts.page import PageDirectory, Pulse
+from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
+from harvester.platform.http_kit import body_of
+
+ACCEPT = "text/plain;version=0.0.4"
+"""Plain text: newer client libraries write vLLM's `vllm:` as `vllm_` in OpenMetrics."""
+MAX_SCRAPE_BYTES = 8 << 20
+ENGINE = "metrics"
+
+_SCRAPE_S = 1.0
+_DESCRIPTION_S = 2.0
+_DESCRIPTION_BYTES_MAX = 64 << 10
+_TTL_NS = 3_000_000_000
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmLevels:
+    running: float
+    waiting: float
+    kv_usage_ratio: float
+    prompt_tokens_total: float
+    generation_tokens_total: float
+
+
+_SERIES = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_usage_ratio",
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generation_tokens_total": "generation_tokens_total",
+}
+_PREFIX = "vllm:"
+
+
+def narrowed(url: str) -> str:
+    """URL that selects only the series that `read_levels` needs."""
+    page = urlsplit(url)
+    query = parse_qsl(page.query, keep_blank_values=True)
+    query += [("name[]", _PREFIX + name) for name in _SERIES]
+    return urlunsplit(page._replace(path=f"{page.path.rstrip('/')}/", query=urlencode(query)))
+
+
+def read_levels(text: str) -> VllmLevels | None:
+    """Sums over engines and models, and the largest KV use; None unless all are numbers."""
+    found: dict[str, float] = {}
+    try:
+        for name, value in _samples(text):
+            field = _SERIES.get(name)
+            if field == "kv_usage_ratio":
+                found[field] = max(found.get(field, 0.0), value)
+            elif field is not None:
+                found[field] = found.get(field, 0.0) + value
+    except ValueError:
+        return None
+    if len(found) < len(_SERIES) or not all(math.isfinite(v) and v >= 0 for v in found.values()):
+        return None
+    return VllmLevels(**found)
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name
+            if name.startswith((_PREFIX, "vllm_")):
+                yield name[len(_PREFIX) :], sample.value
+
+
+class MetricsProbe:
+    """Consent level `metrics`: writes what production's Prometheus page says as a pulse.
+
+    This pulse has no step-time model, so the slot stays in learning: it is watched and its idleness
+    estimated, never opened. A series that is missing or not a number makes the scrape unknown: no
+    pulse is written and the last one expires. Rendering the whole page takes vLLM as long as some
+    of its steps, in the process that answers requests. The probe therefore asks for the few series
+    that it needs, which vLLM's metrics server understands below `/metrics/`; where a proxy in
+    between does not, it reads the whole page.
+    """
+
+    def __init__(self, url: str, *, pages: Path) -> None:
+        """`url` is that of the whole metrics page."""
+        self._url = url
+        self._narrow: str | None = narrowed(url)
+        """None once the whole page yielded levels that this URL did not."""
+        self._page = PageDirectory(pages).own_pulse(ENGINE, 0)
+        self._busy_s = 0.0
+        self._failing = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await _repeat(self._scrape_and_write, period_s=_SCRAPE_S)
+
+    async def _scrape_and_write(self, session: aiohttp.ClientSession) -> None:
+        levels = await self.scrape(session)
+        if levels is not None:
+            self._write(levels)
+
+    async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+        """Read the levels; None if a series is missing or bad. Changes of that are logged."""
+        try:
+            levels = await self._read(session)
+            problem = "a series is missing or not a number" if levels is None else ""
+        except (aiohttp.ClientError, TimeoutError) as error:
+            levels, problem = None, str(error) or type(error).__name__
+        if bool(problem) != self._failing:
+            self._failing = bool(problem)
+            _log.warning("scrape of %s: %s", self._url, problem or "works again")
+        return levels
+
+    async def _read(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+        """Raises ClientError or TimeoutError."""
+        if self._narrow is not None:
+            with suppress(aiohttp.ClientResponseError):
+                levels = await _levels(session, self._narrow)
+                if levels is not None:
+                    return levels
+        levels = await _levels(session, self._url)
+        if levels is not None and self._narrow is not None:
+            _log.info("%s tells nothing; reading all of %s", self._narrow, self._url)
+            self._narrow = None
+        return levels
+
+    def _write(self, levels: VllmLevels) -> None:
+        in_flight = int(levels.running + levels.waiting)
+        self._busy_s += _SCRAPE_S if in_flight else 0.0
+        pulse = Pulse(
+            in_flight=in_flight,
+            waiting=int(levels.waiting),
+            running=int(levels.running),
+            busy_s_total=self._busy_s,
+            prompt_tokens_total=int(levels.prompt_tokens_total),
+            generation_tokens_total=int(levels.generation_tokens_total),
+            # Tokens stand for steps: they advance when steps do.
+            steps_total=int(levels.prompt_tokens_total + levels.generation_tokens_total),
+            kv_usage_ratio=min(1.0, levels.kv_usage_ratio),
+        )
+        self._page.keep()
+        self._page.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
+
+
+async def _levels(session: aiohttp.ClientSession, url: str) -> VllmLevels | None:
+    async with session.get(url, headers={"Accept": ACCEPT}) as reply:
+        reply.raise_for_status()
+        body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES)
+    return read_levels(body.decode(errors="replace"))
+
+
+class GuestDescription:
+    """The guest engine's own description, for the slot's offer. An engine that does not answer is
+    unknown again: the one that comes back may be another."""
+
+    def __init__(self, engine_url: Callable[[], str]) -> None:
+        """`engine_url`: as configured now, "" where offers name no engine."""
+        self._engine_url = engine_url
+        self.latest = EngineDescription()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        await _repeat(self.ask, period_s=_DESCRIPTION_S)
+
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        url = self._engine_url().rstrip("/")
+        if not url:
+            self.latest = EngineDescription()
+            return
+        try:
+            async with session.get(url + ENGINE_ROUTE) as reply:
+                raw = await body_of(reply, most_bytes=_DESCRIPTION_BYTES_MAX)
+            self.latest = msgspec.json.decode(raw, type=EngineReport).description
+        except (aiohttp.ClientError, TimeoutError, *UNDECODABLE):
+            self.latest = EngineDescription()
+
+
+async def _repeat(
+    ask: Callable[[aiohttp.ClientSession], Awaitable[None]], *, period_s: float
+) -> None:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=period_s)) as session:
+        while True:
+            await ask(session)
+            await asyncio.sleep(period_s)

@@ -1,0 +1,67 @@
+"""Files by which an operator commands the agent: the node's kill switch, a slot's release.
+
+They work without the network and while the agent is down, and need the right to write there.
+"""
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+from harvester.policy.sample import KillSwitch
+
+_log = logging.getLogger(__name__)
+
+RELEASE_BYTES_MAX = 400
+_SWITCH_BYTES = 64
+
+
+def read_kill_switch(path: Path) -> KillSwitch:
+    """The node's kill switch; a file that is empty, unreadable or unknown drains."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_SWITCH_BYTES).strip()
+    except FileNotFoundError:
+        return KillSwitch.NONE
+    except OSError:
+        return KillSwitch.DRAIN
+    return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
+
+
+class ReleaseFile:
+    """An operator's word that a slot's quarantine may end, beside the slot's journal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read: tuple[int, int] | None = None
+        self._taken: tuple[int, int] | None = None
+        """Inode and time of the one that was obeyed: one that cannot be removed counts once."""
+
+    def read(self) -> str:
+        """The operator's reason; "" without a request."""
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return ""
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in {0, os.geteuid()}:
+                return ""
+            if self._taken == (status.st_ino, status.st_mtime_ns):
+                return ""
+            text = os.read(file, RELEASE_BYTES_MAX).decode(errors="replace").strip()
+            self._read = (status.st_ino, status.st_mtime_ns)
+        except OSError:
+            return ""
+        finally:
+            os.close(file)
+        return text or "no reason given"
+
+    def taken(self) -> None:
+        """Remove the request, which was obeyed."""
+        self._taken = self._read
+        _log.warning("%s is obeyed", self._path.name)
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            _log.error("%s counts once and cannot be removed: %s", self._path, error.strerror)

@@ -1,0 +1,297 @@
+"""One slot of the agent: sense, decide, act and record, once per beat."""
+
+import logging
+import os
+
+import msgspec
+
+from harvester.agent.engine_probes import GuestDescription
+from harvester.agent.exposition import SlotExposition
+from harvester.agent.guest_processes import GuestProcesses
+from harvester.agent.lease_file import LeaseFile
+from harvester.agent.mps_watch import MpsWatch
+from harvester.agent.operator_files import ReleaseFile
+from harvester.agent.record import SlotRecord
+from harvester.agent.sense import SlotSensor
+from harvester.agent.shared_memory import SharedKv, SharedMemory
+from harvester.agent.state_file import StateFile
+from harvester.config import AgentConfig, MpsConfig, SlotConfig
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import Epoch, SlotId
+from harvester.contracts.journal import Opened, config_hash
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    KeptPage,
+    PageDirectory,
+    PageHeld,
+    PageName,
+    PageOwners,
+)
+from harvester.contracts.page.owners import believed
+from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
+from harvester.platform.kv_segment import KvSegment
+from harvester.policy.effects import (
+    Effect,
+    EndLease,
+    KillGuest,
+    LiftGuest,
+    Quarantine,
+    SettleGuest,
+    WriteGrant,
+)
+from harvester.policy.lease_book import LeaseBook
+from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
+from harvester.policy.settings import SlotSettings
+from harvester.policy.slot import SlotPolicy
+
+_log = logging.getLogger(__name__)
+
+_MOST_EPOCH = 10**15
+
+
+class Slot:
+    """Takes over the pages of an earlier agent and owns the grant page until `close`."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        slot: SlotConfig,
+        *,
+        book: LeaseBook,
+        exposition: SlotExposition,
+        now: float,
+    ) -> None:
+        self.name = SlotId(slot.name)
+        self.config = slot
+        self._restart_needed: tuple[str, ...] = ()
+        self.guest_description = GuestDescription(lambda: self.config.engine_url)
+        self._book = book
+        self.exposition = exposition
+        directory = PageDirectory.create(
+            config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
+        )
+        self._grant_page = directory.grant_page()
+        _reserve(self._grant_page)
+        self.lease_file = LeaseFile(config.file_of(slot, "lease"))
+        # The holder counts from an earlier moment, so the lease ends for the holder first.
+        recorded = self.lease_file.read(ends_s=now + book.ttl_s)
+        book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
+        self._grant_page.make()
+        self._mps = _watch(slot.mps)
+        shared = _shared(slot, directory.owners)
+        self.sensor = SlotSensor(
+            directory,
+            pulses=slot.pulses,
+            memory=shared,
+            mps=self._mps,
+        )
+        self._guest = GuestProcesses(
+            directory.path / PageName.GUEST,
+            memo=config.file_of(slot, "lifted"),
+            mps=self._mps,
+        )
+        # Settle the processes that an earlier agent had lifted when it ended.
+        self._guest.settle()
+        self.policy = SlotPolicy(config.settings_of(slot))
+        self._release = ReleaseFile(config.file_of(slot, "release"))
+        self._record = SlotRecord(
+            slot.name,
+            config.file_of(slot, "journal"),
+            max_bytes=config.journal_max_bytes,
+            state=StateFile(config.file_of(slot, "state"), node=config.node, slot=slot.name),
+            first_line=self._first_line,
+        )
+        self._record.resume(self.policy, now=now)
+        self._record.begin()
+
+    def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
+        self._book.expire(now=now)
+        self.lease_file.follow(self._book.live(self.name))
+        sample = self._sample(kill_switch, now)
+        effects = self.policy.observe(sample, now=now)
+        unrecorded = self._record.decided(now=now, sample=sample, effects=effects)
+        if unrecorded:
+            effects = tuple(effect.without_record(unrecorded) for effect in effects)
+        for effect in effects:
+            self._apply(effect, now)
+        self._record.save(self.policy, now=now)
+        if sample.release and not unrecorded:
+            self._release.taken()
+        state, reason = self.policy.slot_state(), self.policy.reason
+        if unrecorded and state is SlotState.OFFERED:
+            # The policy sees the fault only from the next beat on.
+            state, reason = SlotState.OFF, unrecorded
+        self._book.offer(self.name, state, reason)
+        self.exposition.observe(sample, effects, self.policy, self._book.live(self.name))
+        self.exposition.recorded(self.fault, self._record.missing_total)
+
+    @property
+    def fault(self) -> str:
+        """Why the journal, the state file or the record of lifted processes cannot be written."""
+        return self._record.fault or self._guest.memo_fault
+
+    def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
+        self._record.look(now=now)
+        sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
+        pulses = (reading.record for reading in sample.pulses if reading.record is not None)
+        self._guest.spare(pulse.root for pulse in pulses if pulse.root is not None)
+        if sample.guest.record is not None:
+            self._guest.know(sample.guest.record.processes)
+        outcomes = self._guest.outcomes()
+        for outcome in outcomes:
+            if outcome.fault:
+                said = "slot %s: %s of the guest was not done: %s"
+                _log.error(said, self.name, outcome.action, outcome.fault)
+            elif outcome.action is GuestAction.KILL:
+                _log.warning("slot %s: the guest has ended", self.name)
+        # A release serves the guest, so it waits until the journal can be written.
+        release = "" if self.fault else self._release.read()
+        return msgspec.structs.replace(
+            sample, outcomes=outcomes, record_fault=self.fault, release=release
+        )
+
+    def reconfigure(
+        self, slot: SlotConfig, settings: SlotSettings, *, restart_needed: tuple[str, ...]
+    ) -> None:
+        """Install new settings; the policy keeps its memory."""
+        policy = SlotPolicy(settings)
+        policy.restore(self.policy.snapshot())
+        self.policy, self.config = policy, slot
+        self._restart_needed = restart_needed
+        self._record.reopen()
+
+    def offer(self) -> SlotOffer:
+        state, reason, epoch = self._book.entry(self.name)
+        lease = self._book.live(self.name)
+        return SlotOffer(
+            slot=self.name,
+            node=self._book.node,
+            state=state,
+            engine_url=self.config.engine_url,
+            model=self.config.model,
+            epoch=epoch,
+            concurrency=self.config.concurrency,
+            kv_tokens=self.config.kv_tokens,
+            idle_ratio=self.policy.idle_ratio,
+            reason=reason,
+            isolation=self.policy.guest.state.isolation,
+            floor_bytes=self.policy.guest.state.floor_bytes,
+            tenant=lease.tenant if lease is not None else "",
+            job=lease.job if lease is not None else "",
+            engine=self.guest_description.latest,
+        )
+
+    def close(self, *, now: float) -> None:
+        """End the lease and leave a page that is closed and already expired."""
+        lease = self._book.live(self.name)
+        if lease is not None:
+            self._book.end(lease.lease, EndReason.DRAIN, now=now)
+        self.lease_file.follow(self._book.live(self.name))
+        epoch = self._book.view(self.name).epoch
+        grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
+        self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
+        self._grant_page.close()
+        self._guest.close()
+        if self._mps is not None:
+            self._mps.close()
+        self.sensor.close()
+        self._record.save(self.policy, now=now, last=True)
+        self._record.close()
+
+    def _apply(self, effect: Effect, now: float) -> None:
+        match effect:
+            case WriteGrant():
+                ttl_ns = int(effect.ttl_s * 1e9)
+                self._grant_page.keep()
+                self._grant_page.write(effect.grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+            case EndLease():
+                self._end_lease(effect, now)
+            case LiftGuest():
+                self._guest.lift(effect.processes)
+            case SettleGuest():
+                self._guest.settle()
+            case KillGuest():
+                _log.error("slot %s: the guest is to end: %s", self.name, effect.reason)
+                self._guest.kill(effect.processes)
+            case Quarantine():
+                _log.error("slot %s is quarantined: %s", self.name, effect.reason)
+
+    def _end_lease(self, effect: EndLease, now: float) -> None:
+        lease = self._book.live(self.name)
+        if lease is None or lease.name != effect.lease:
+            return
+        _log.warning(
+            "slot %s: lease %s of tenant %s, job %s ends: %s",
+            *(self.name, lease.name, lease.tenant, lease.job, effect.reason),
+        )
+        self._book.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
+
+    def _first_line(self) -> Opened:
+        config = msgspec.to_builtins(self.policy.settings)
+        return Opened(
+            actor=f"agent:{self.name}",
+            policy=SlotPolicy.NAME,
+            config=config,
+            config_hash=config_hash(config),
+            snapshot=self.policy.snapshot(),
+            restart_needed=self._restart_needed,
+        )
+
+
+def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | None:
+    """The memory that production and guest share by consent: a GPU's KV, or a control group."""
+    if slot.kvcached is not None:
+        shared = slot.kvcached
+        production, guest = believed(owners.production), believed(owners.guest)
+        return SharedKv(
+            tuple(KvSegment(name, owners=production) for name in shared.production),
+            KvSegment(shared.guest, owners=guest),
+            total_bytes=shared.total_bytes,
+        )
+    return None if slot.memory_group is None else SharedMemory(slot.memory_group)
+
+
+def _watch(mps: MpsConfig | None) -> MpsWatch | None:
+    """Start watching the MPS daemon if the operator has consented to MPS, else None."""
+    if mps is None:
+        return None
+    watch = MpsWatch(mps.daemon, look_s=mps.look_s)
+    watch.start()
+    _log.warning("mps by consent: a fault of the guest ends production as well")
+    return watch
+
+
+def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
+    """Users whose pages are believed. Raises ConfigError if the agent's own user is none."""
+    owners = config.owners_of(slot)
+    if owners.agent and os.geteuid() not in owners.agent:
+        raise ConfigError(
+            f"owners.agent names user {' or '.join(map(str, sorted(owners.agent)))}, and this is "
+            f"user {os.geteuid()}: start the agent as the user that is named"
+        )
+    return owners
+
+
+def _reserve(page: KeptPage[Grant]) -> None:
+    """Hold the grant page's writer lock: two agents on one page would undo each other's closing.
+    Raises ConfigError if another agent holds it.
+    """
+    try:
+        page.reserve()
+    except PageHeld as error:
+        raise ConfigError(
+            f"another agent runs on pages {page.path.parent}: {error}; stop it, or give this one "
+            "other pages"
+        ) from error
+
+
+def epoch_left(directory: PageDirectory) -> Epoch:
+    """The highest epoch on the grant and guest pages, 0 if none. A guest's epoch counts only up to
+    `_MOST_EPOCH`, which no agent reaches: a grant above the wire's integers could not be written.
+    """
+    grant = directory.grant_reader().read_left().record
+    guest = directory.guest_reader().read_left().record
+    said = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
+    return Epoch(max(0, grant.epoch if grant else 0, said))

@@ -1,0 +1,237 @@
+"""The lease table of one node: holder, end and epoch of each slot's lease.
+
+A slot's epoch rises when a lease is taken and when it ends, so it tells the guest whose requests
+are alive. Every call may be repeated: a request id gives the same lease, an ended lease the same
+reason. Refusals are values. A lease's id is its holder's secret and alone renews and ends it. A
+restarted agent goes on with exactly the recorded leases.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotState,
+)
+from harvester.policy.sample import LeaseView
+
+MAX_REMEMBERED = 1024
+"""Ended leases and answered requests that a late repetition may still ask about."""
+
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLease:
+    lease: LeaseId
+    slot: SlotId
+    tenant: TenantId
+    job: JobId
+    epoch: Epoch
+    request_id: str
+    ends_s: float
+    ending: EndReason | None = None
+    """Set while a revoked lease runs out its deadline; it is not renewed any more."""
+
+    @property
+    def name(self) -> str:
+        """Public name for journals, logs and status: with the id any reader could end the lease."""
+        return f"{self.slot}.{self.epoch}"
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotEntry:
+    epoch: Epoch
+    state: SlotState = SlotState.OFF
+    reason: str = "starting"
+    lease: SlotLease | None = None
+
+
+class LeaseBook:
+    def __init__(self, *, node: NodeId, ttl_s: float) -> None:
+        """`ttl_s` bounds every lease."""
+        self.node = node
+        self.ttl_s = ttl_s
+        self._slots: dict[SlotId, SlotEntry] = {}
+        self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
+        self._answered: OrderedDict[str, LeaseId] = OrderedDict()
+        self._news: list[tuple[SlotId, EndReason]] = []
+
+    def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: SlotLease | None = None) -> None:
+        """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
+        earlier agent recorded last: it goes on if the page still has its epoch, else it has ended.
+        """
+        entry = self._slots[slot] = SlotEntry(epoch=epoch)
+        if recorded is None or recorded.slot != slot:
+            return
+        if recorded.epoch == epoch:
+            entry.lease = recorded
+            self._answered[recorded.request_id] = recorded.lease
+        else:
+            # The page may be younger than the record, or lost with the machine's memory.
+            entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
+
+    def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
+        """Set whether the slot may be leased; a live lease stays."""
+        entry = self._slots[slot]
+        entry.state, entry.reason = state, reason
+
+    def take(
+        self, request: LeaseRequest, *, secret: str, now: float
+    ) -> LeaseGranted | LeaseRefused:
+        """`secret` is random, 32 characters at most; it makes the id unguessable."""
+        entry = self._slots.get(request.slot)
+        if entry is None:
+            return self._refused(request, "no such slot on this node")
+        self.expire(now=now)
+        answered = self._answered.get(request.request_id)
+        if answered is not None:
+            return self._repeated(request, answered, entry, now)
+        if entry.lease is not None:
+            return self._refused(request, f"leased to job {entry.lease.job}")
+        if entry.state is not SlotState.OFFERED:
+            return self._refused(request, f"{entry.state}: {entry.reason}")
+        if request.duration_s <= 0:
+            return self._refused(request, "duration_s must be above 0")
+        self._raise_epoch(entry)
+        lease = SlotLease(
+            lease=LeaseId(f"{request.slot[:20]}.{entry.epoch}.{secret}"),
+            slot=request.slot,
+            tenant=request.tenant,
+            job=request.job,
+            epoch=entry.epoch,
+            request_id=request.request_id,
+            ends_s=now + min(request.duration_s, self.ttl_s),
+        )
+        entry.lease = lease
+        self._answered[request.request_id] = lease.lease
+        _forget(self._answered)
+        return _granted(lease, now)
+
+    def withdraw(self, granted: LeaseGranted, reason: str) -> LeaseRefused:
+        """Turn a grant that no caller has received into a refusal."""
+        found = self._find(granted.lease)
+        if found is not None:
+            entry, held = found
+            entry.lease = None
+            self._raise_epoch(entry)
+            self._answered.pop(held.request_id, None)
+        return LeaseRefused(slot=granted.slot, reason=reason, retry_after_s=_RETRY_S)
+
+    def renew(
+        self, lease: LeaseId, renewal: LeaseRenewal, *, now: float
+    ) -> LeaseGranted | LeaseEnded:
+        self.expire(now=now)
+        found = self._find(lease)
+        if found is None:
+            return self._ended.get(lease) or LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
+        entry, held = found
+        if renewal.epoch != held.epoch:
+            return LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
+        if held.ending is not None:
+            return LeaseEnded(lease=lease, reason=held.ending, deadline_s=held.ends_s - now)
+        ends_s = max(held.ends_s, now + min(renewal.duration_s, self.ttl_s))
+        entry.lease = replace(held, ends_s=ends_s)
+        return _granted(entry.lease, now)
+
+    def release(self, lease: LeaseId, *, now: float) -> LeaseEnded:
+        """The holder gives it back; an unknown lease is answered as ended."""
+        return self.end(lease, EndReason.RELEASED, now=now)
+
+    def end(
+        self, lease: LeaseId, reason: EndReason, *, deadline_s: float = 0.0, now: float
+    ) -> LeaseEnded:
+        """End a lease now or `deadline_s` from now; never later than it would have ended."""
+        self.expire(now=now)
+        found = self._find(lease)
+        if found is None:
+            return self._ended.get(lease) or LeaseEnded(lease=lease, reason=EndReason.UNKNOWN)
+        entry, held = found
+        if deadline_s <= 0:
+            return self._free(entry, held, reason)
+        ends_s = min(held.ends_s, now + deadline_s)
+        entry.lease = replace(held, ends_s=ends_s, ending=held.ending or reason)
+        return LeaseEnded(lease=lease, reason=reason, deadline_s=ends_s - now)
+
+    def expire(self, *, now: float) -> None:
+        for entry in self._slots.values():
+            if entry.lease is not None and entry.lease.ends_s <= now:
+                self._free(entry, entry.lease, entry.lease.ending or EndReason.EXPIRED)
+
+    def news(self) -> tuple[tuple[SlotId, EndReason], ...]:
+        """Slots whose lease ended since the last call, with the reason, for counters."""
+        news, self._news = tuple(self._news), []
+        return news
+
+    def view(self, slot: SlotId) -> LeaseView:
+        entry = self._slots[slot]
+        if entry.lease is None:
+            return LeaseView(epoch=entry.epoch)
+        return LeaseView(
+            epoch=entry.epoch,
+            lease=entry.lease.name,
+            ending=entry.lease.ending is not None,
+            tenant=entry.lease.tenant,
+            job=entry.lease.job,
+        )
+
+    def live(self, slot: SlotId) -> SlotLease | None:
+        return self._slots[slot].lease
+
+    def entry(self, slot: SlotId) -> tuple[SlotState, str, Epoch]:
+        """State as a scheduler sees it, its reason and the epoch."""
+        entry = self._slots[slot]
+        if entry.lease is not None:
+            return SlotState.LEASED, entry.reason, entry.epoch
+        return entry.state, entry.reason, entry.epoch
+
+    def slots(self) -> tuple[SlotId, ...]:
+        return tuple(sorted(self._slots))
+
+    def _repeated(
+        self, request: LeaseRequest, lease: LeaseId, entry: SlotEntry, now: float
+    ) -> LeaseGranted | LeaseRefused:
+        held = entry.lease
+        if held is not None and held.lease == lease and held.ending is None:
+            same = (held.slot, held.tenant, held.job) == (request.slot, request.tenant, request.job)
+            if same:
+                return _granted(held, now)
+        return self._refused(request, "this request id was answered before; use a new one")
+
+    def _free(self, entry: SlotEntry, lease: SlotLease, reason: EndReason) -> LeaseEnded:
+        ended = LeaseEnded(lease=lease.lease, reason=reason)
+        entry.lease = None
+        self._raise_epoch(entry)
+        self._ended[lease.lease] = ended
+        _forget(self._ended)
+        self._news = [*self._news[-MAX_REMEMBERED:], (lease.slot, reason)]
+        return ended
+
+    def _raise_epoch(self, entry: SlotEntry) -> None:
+        entry.epoch = Epoch(entry.epoch + 1)
+
+    def _find(self, lease: LeaseId) -> tuple[SlotEntry, SlotLease] | None:
+        for entry in self._slots.values():
+            if entry.lease is not None and entry.lease.lease == lease:
+                return entry, entry.lease
+        return None
+
+    def _refused(self, request: LeaseRequest, reason: str) -> LeaseRefused:
+        return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
+
+
+def _granted(lease: SlotLease, now: float) -> LeaseGranted:
+    return LeaseGranted(
+        lease=lease.lease, slot=lease.slot, epoch=lease.epoch, duration_s=lease.ends_s - now
+    )
+
+
+def _forget(table: OrderedDict[str, LeaseId] | OrderedDict[LeaseId, LeaseEnded]) -> None:
+    while len(table) > MAX_REMEMBERED:
+        table.popitem(last=False)

@@ -1,0 +1,95 @@
+"""The client of one node agent's lease routes. Every call may be repeated without harm."""
+
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import Epoch, LeaseId, checked_name
+from harvester.contracts.wire.leases import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotOffers,
+)
+from harvester.platform.bearer import authorization
+from harvester.platform.http_kit import body_of
+
+MAX_REPLY_BYTES = 1 << 20
+_TRIES = 2
+
+T = TypeVar("T")
+_OFFERS = msgspec.json.Decoder(SlotOffers)
+_TAKEN: msgspec.json.Decoder[LeaseGranted | LeaseRefused] = msgspec.json.Decoder(
+    LeaseGranted | LeaseRefused
+)
+_RENEWED: msgspec.json.Decoder[LeaseGranted | LeaseEnded] = msgspec.json.Decoder(
+    LeaseGranted | LeaseEnded
+)
+_ENDED = msgspec.json.Decoder(LeaseEnded)
+
+
+class AgentClient:
+    """Each call tries twice: a lost request or a lost reply costs one repetition.
+
+    Raises Exhausted if the agent does not answer, PeerProtocolError if it answers nonsense.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, token: str = "", timeout_s: float
+    ) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._headers = authorization(token)
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+
+    async def offers(self) -> SlotOffers:
+        return await self._call("GET", "/v1/slots", None, _OFFERS)
+
+    async def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
+        return await self._call("POST", "/v1/leases", request, _TAKEN)
+
+    async def renew(
+        self, lease: LeaseId, *, epoch: Epoch, duration_s: float
+    ) -> LeaseGranted | LeaseEnded:
+        path = f"/v1/leases/{checked_name(lease, what='lease')}/renew"
+        renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s)
+        return await self._call("POST", path, renewal, _RENEWED)
+
+    async def release(self, lease: LeaseId) -> LeaseEnded:
+        path = f"/v1/leases/{checked_name(lease, what='lease')}"
+        return await self._call("DELETE", path, None, _ENDED)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        decoder: msgspec.json.Decoder[T],
+    ) -> T:
+        fault = ""
+        data = None if body is None else msgspec.json.encode(body)
+        for _ in range(_TRIES):
+            try:
+                async with self._session.request(
+                    method,
+                    self._url + path,
+                    data=data,
+                    headers={"Content-Type": "application/json", **self._headers},
+                    timeout=self._timeout,
+                ) as response:
+                    raw = await body_of(response, most_bytes=MAX_REPLY_BYTES)
+                    status = response.status
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                fault = f"{method} {path}: {error!r}"
+                continue
+            try:
+                return decoder.decode(raw)
+            except msgspec.MsgspecError as error:
+                excerpt = raw[:200].decode(errors="replace")
+                message = f"agent {self._url} {method} {path}: HTTP {status}, {error}: {excerpt}"
+                raise PeerProtocolError(message) from error
+        raise Exhausted(f"agent {self._url} does not answer: {fault}")

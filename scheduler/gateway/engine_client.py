@@ -1,0 +1,345 @@
+"""The client of one stock vLLM engine: generate as a stream, switch versions, health.
+
+Measures nothing and decides nothing: each failure is an exception that names the party at fault.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import msgspec
+import xxhash
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.ids import Epoch, WeightVersion
+from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
+from harvester.contracts.wire.leases import EPOCH_HEADER
+from harvester.contracts.wire.rollouts import EMITTED_ARGUMENT, TRAJECTORY_ARGUMENT
+from scheduler.gateway.identity import (
+    Change,
+    HeldWeights,
+    IdentityClient,
+    WorkerReplies,
+    change_between,
+)
+from scheduler.gateway.policy.trajectories import Attempt
+from scheduler.gateway.stream import EngineChoice, EventStream
+
+_ENCODER = msgspec.json.Encoder()
+_MESSAGE_CHARS = 500
+_STAGE_POLL_S = 0.02
+_BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
+IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
+_RETRY_AFTER_S = 1.0
+_RETRY_AFTER_MAX_S = 30.0
+_WRONG_REQUEST = frozenset({400, 413, 422})
+
+
+class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
+    """The engine does not answer or broke the stream."""
+
+
+class EngineUnreachable(EngineLost):
+    """No connection was made: the engine never saw the request."""
+
+
+class EngineChanged(EngineLost):
+    """Another process answers, or one whose weights may have been changed by another caller."""
+
+    def __init__(self, message: str, change: Change = Change.PROCESS) -> None:
+        super().__init__(message)
+        self.change = change
+
+
+class RequestRefused(RoseMuxError):  # noqa: N818 - as above
+    """The engine rejects the request itself; no other engine would take it."""
+
+
+class RequestFailed(RoseMuxError):  # noqa: N818 - as above
+    """The engine answered this request with a failure; others may be served all the same."""
+
+
+class EngineBusy(Exhausted):
+    """The engine takes no more for now."""
+
+    def __init__(self, message: str, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class _StageState(msgspec.Struct, frozen=True):
+    state: str
+
+
+_STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
+
+
+class EngineClient:
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, connect_s: float) -> None:
+        self._session = session
+        self._url = url.rstrip("/")
+        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+        self._transfer_ready = False
+        self._model: str | None = None
+        """Model name of requests: the adapter of the served version; None without one."""
+        self._identity_client = IdentityClient(session, self._url, timeout_s=connect_s)
+        self.identity = ""
+        """Identity of the engine that the version in force was applied to; "" before that, or if
+        none."""
+        self._stamped = False
+        """Whether every reply carries the identity."""
+
+    async def generate(
+        self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
+    ) -> AsyncGenerator[EngineChoice, None]:
+        """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
+
+        Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy, EngineUnreachable,
+        EngineChanged (before the first token of an engine that is not the one that was given the
+        version) or another EngineLost.
+        """
+        body = _ENCODER.encode(generate_body(attempt, request_id, priority, self._model))
+        headers = {"Content-Type": "application/json"}
+        if epoch is not None:
+            headers[EPOCH_HEADER] = str(epoch)
+        if self._stamped:
+            headers[ENGINE_HEADER] = self.identity
+        try:
+            async with self._session.post(
+                f"{self._url}/inference/v1/generate",
+                data=body,
+                headers=headers,
+                timeout=self._stream_timeout,
+            ) as response:
+                await self._check_identity(response)
+                if response.status != 200:
+                    retry_after = response.headers.get("Retry-After", "")
+                    raise _refusal(response.status, await _message(response), retry_after)
+                stream = EventStream()
+                while not stream.done:
+                    data = await response.content.readany()
+                    if not data:
+                        raise EngineLost("the stream ended early")
+                    for chunk in stream.feed(data):
+                        if fault := chunk.fault:
+                            raise _refusal(chunk.fault_status, fault)
+                        for choice in chunk.choices:
+                            yield choice
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise EngineLost(f"{type(error).__name__}: {error}") from error
+        except PeerProtocolError as error:
+            raise EngineLost(str(error)) from error
+
+    async def describe(self) -> EngineDescription:
+        """Raises EngineLost."""
+        try:
+            report, _ = await self._identity_client.report()
+        except _BROKEN as error:
+            raise EngineLost(f"what the engine is: {error!r}") from error
+        return report.description
+
+    async def changed(self, *, frugal: bool = False) -> Change:
+        """Whether the engine differs from the one that the version was applied to.
+
+        Silence is no change. `frugal` skips engines that reveal it only in their whole metrics.
+        """
+        given = self.identity
+        if not given or (frugal and not self._stamped):
+            return Change.NONE
+        try:
+            report, _ = await self._identity_client.report()
+        except _BROKEN:
+            return Change.NONE
+        return change_between(given, report.identity) if self.identity == given else Change.NONE
+
+    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
+        """Have the engine prepare a version while it samples; whether it has.
+
+        An engine that cannot, or not in time, prepares it within the switch.
+        """
+        call = {"method": "rosemux_stage", "kwargs": {"store": store, "version": version}}
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    workers = await self._identity_client.of_workers(call, _STAGE)
+                    states = {worker.state for worker in workers}
+                    if "running" not in states:
+                        return states == {"ready"}
+                    await asyncio.sleep(_STAGE_POLL_S)
+        except _BROKEN:
+            return False
+
+    async def switch(
+        self, *, store: str, version: WeightVersion, timeout_s: float, adapter: str | None = None
+    ) -> EngineDescription:
+        """Bring the engine to a version; on return it samples with nothing older.
+
+        Version 0 is the weights that it started with: nothing is loaded. `adapter`: the store holds
+        LoRA adapters; requests after this ask for the version by that name. KV made with the old
+        weights is dropped and that of kept requests is computed again.
+        Raises EngineLost; the engine may then be paused, which the next switch ends.
+        """
+        wanted, model = HeldWeights(), None
+        if version:
+            wanted, model = HeldWeights(store=store, version=version), adapter
+        try:
+            async with asyncio.timeout(timeout_s):
+                if version:
+                    await self._load(store, version, adapter)
+                description = await self._confirm(wanted, adapter=model)
+            self._model = model
+            return description
+        except (*_BROKEN, EngineLost) as error:
+            self.forget()
+            what = f"switch to {store} {version}" if version else "version 0"
+            raise EngineLost(f"{what}: {error!r}") from error
+
+    async def _load(self, store: str, version: WeightVersion, adapter: str | None) -> None:
+        named = {} if adapter is None else {"adapter": adapter}
+        await self._post("/pause", params={"mode": "keep"})
+        if not self._transfer_ready:
+            await self._post("/init_weight_transfer_engine", {"init_info": {}})
+            self._transfer_ready = True
+        await self._begin_update()
+        update = {"update_info": {"store": store, "version": version, **named}}
+        await self._post("/update_weights", update)
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+        await self._post("/resume")
+
+    async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
+        """Checks that every worker holds `wanted`; from here on the engine must stay the same
+        one."""
+        before, stamped = await self._identity_client.report()
+        if wanted.version and not before.identity:
+            raise EngineLost(f"it tells no identity: start it with {' '.join(IDENTITY_FLAG)}")
+        # A stock engine that has been given no weights may have no such call.
+        answers = wanted.version or WEIGHTS_FEATURE in before.description.features
+        held = await self._identity_client.held() if answers else (HeldWeights(),)
+        for worker in [each.of(adapter) for each in held]:
+            if (worker.store, worker.version) != (wanted.store, wanted.version):
+                named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
+                raise EngineLost(f"a worker holds {named}")
+        if not held:
+            raise EngineLost("no worker says what it holds")
+        after, _ = await self._identity_client.report()
+        if before.identity != after.identity:
+            raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
+        self.identity, self._stamped = after.identity, stamped
+        return after.description
+
+    async def _check_identity(self, reply: aiohttp.ClientResponse) -> None:
+        """A stock engine's process is asked for once its reply has begun: if the one that has the
+        port now had it when the version was applied, no other can have made the reply."""
+        given = self.identity
+        if not given:
+            return
+        if self._stamped:
+            answering = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
+        else:
+            answering = await self._identity_client.start_time() if reply.status == 200 else given
+        if answering != given:
+            change = change_between(given, answering)
+            raise EngineChanged(f"{answering or 'an unknown engine'} answers, not {given}", change)
+
+    async def _begin_update(self) -> None:
+        try:
+            # vLLM 0.24 refuses an empty body.
+            await self._post("/start_weight_update", {})
+        except EngineLost:
+            # A switch that was cut off (its lease ended) left its session open. vLLM has no call
+            # that closes one, and going on in it is the same, as every update is a whole one.
+            # If starting failed for another reason, the update that follows reports it.
+            return
+
+    def forget(self) -> None:
+        """The engine may be another process when it is back."""
+        self._transfer_ready = False
+        self.identity, self._stamped = "", False
+
+    async def healthy(self) -> bool:
+        try:
+            return (await self._identity_client.get("/health"))[0] == 200
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            return False
+
+    async def vllm_version(self) -> str:
+        """The vLLM version that the engine reports; empty without one."""
+        try:
+            _, raw = await self._identity_client.get("/version")
+            return str(msgspec.json.decode(raw)["version"])[:64]
+        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
+            return ""
+
+    async def _post(
+        self, path: str, body: dict[str, Any] | None = None, params: dict[str, str] | None = None
+    ) -> None:
+        # vLLM's server drops the connection after an error, and a POST is never sent twice: each of
+        # these rare calls has a connection of its own.
+        async with self._session.post(
+            self._url + path, json=body, params=params, headers={"Connection": "close"}
+        ) as response:
+            if response.status != 200:
+                raise EngineLost(f"{path}: {response.status} {await _message(response)}")
+
+
+def generate_body(
+    attempt: Attempt, request_id: str, priority: int, model: str | None = None
+) -> dict[str, Any]:
+    """The attempt as vLLM's generate route takes it; each attempt has an id of its own.
+
+    The salt is part of every prefix's hash: KV of another job, version or adapter is never hit,
+    also where an engine failed to drop it.
+    """
+    sampling = attempt.sampling_params
+    named = {} if model is None else {"model": model}
+    own: dict[str, Any] = {TRAJECTORY_ARGUMENT: f"{attempt.job}/{attempt.trajectory}"}
+    if attempt.emitted:
+        own[EMITTED_ARGUMENT] = attempt.emitted
+    return named | {
+        "request_id": f"{request_id}.{attempt.number}",
+        "token_ids": attempt.token_ids,
+        "cache_salt": _salt(attempt, model),
+        "stream": True,
+        "priority": priority,
+        "sampling_params": msgspec.to_builtins(sampling)
+        | {
+            "logprobs": max(1, sampling.logprobs or 0),
+            "detokenize": bool(sampling.stop),
+            "extra_args": (sampling.extra_args or {}) | own,
+        },
+    }
+
+
+def _salt(attempt: Attempt, model: str | None) -> str:
+    """A digest, because vLLM takes neither long names nor every separator."""
+    named = f"{attempt.job}/{attempt.version}/{model or ''}"
+    return xxhash.xxh3_128_hexdigest(named.encode())
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    # For people: as much of it as has come.
+    raw = await response.content.read(4 * _MESSAGE_CHARS)
+    return raw.decode(errors="replace")[:_MESSAGE_CHARS]
+
+
+def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
+    if status == 409:
+        return Stale(message)
+    if status in (429, 503):
+        return EngineBusy(message, retry_after_s=_retry_after_s(retry_after))
+    if status in _WRONG_REQUEST:
+        return RequestRefused(message)
+    return RequestFailed(f"HTTP {status}: {message}")
+
+
+def _retry_after_s(value: str) -> float:
+    """Seconds of a Retry-After value, bounded; dates and other text count as the default."""
+    try:
+        retry_s = float(value)
+    except ValueError:
+        return _RETRY_AFTER_S
+    return min(max(retry_s, 0.1), _RETRY_AFTER_MAX_S) if retry_s >= 0 else _RETRY_AFTER_S

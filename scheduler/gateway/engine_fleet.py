@@ -1,0 +1,494 @@
+"""The engines: which are up, the version each serves, the turns on it.
+
+The shell around the version policy: it carries out quiesce, update and serve, and tells routing.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine_client import EngineChanged, EngineClient, EngineLost
+from scheduler.gateway.identity import Change
+from scheduler.gateway.policy.engine_health import FaultStreak, Meddling
+from scheduler.gateway.policy.routing_events import (
+    ContextLimited,
+    EngineOffered,
+    EngineWithdrawn,
+)
+from scheduler.gateway.policy.versions import VersionPolicy
+from scheduler.gateway.policy.versions_events import (
+    EngineEmptied,
+    EngineJoined,
+    EngineLeft,
+    EngineUpdated,
+    QuiesceEngine,
+    RefusePublish,
+    Retarget,
+    ServeEngine,
+    SettlePublish,
+    TimePassed,
+    UpdateEngine,
+    VersionsEffect,
+    VersionsEvent,
+)
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.model import Engine, EngineKind, Lease
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+STAGE_S = 10.0
+"""Longest wait for engines that prepare a version while they sample."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    engine: Engine
+    client: EngineClient
+    up: bool = False
+    losses: int = 0
+    """How often it was up and is not any more."""
+    lease: Lease | None = None
+    numerics: str = ""
+    description: EngineDescription | None = None
+    """The engine's last description; None before the first."""
+    is_described: bool = False
+    """Whether it has been described since it joined."""
+    seen_context_tokens: int = 0
+    """Length at which it ended an unfinished turn, in tokens; 0: never."""
+    running: set[RunningAttempt] = field(default_factory=set)
+    fault: str = ""
+    streak: FaultStreak = field(default_factory=FaultStreak)
+    probing: "asyncio.Task[Change] | None" = None
+    quiesced_at_s: float | None = None
+    updating: "asyncio.Task[None] | None" = None
+    meddling: Meddling = field(default_factory=Meddling)
+
+    @property
+    def vocabulary_tokens(self) -> int | None:
+        """Exclusive upper bound of its token ids; None if unknown."""
+        return (self.description.vocabulary if self.description else 0) or None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on from another engine's output as from its own."""
+        return self.description is not None and CONTINUATION_FEATURE in self.description.features
+
+    @property
+    def model(self) -> str:
+        """Name of its model; empty if unknown."""
+        return self.description.model if self.description else ""
+
+    @property
+    def context_tokens(self) -> int:
+        """Context in tokens; 0 if unknown. Observed behaviour counts for more than the
+        description."""
+        described = self.description.context_tokens if self.description else 0
+        return min(filter(None, (described, self.seen_context_tokens)), default=0)
+
+
+class EngineFleet:
+    def __init__(
+        self,
+        policy: VersionPolicy,
+        dispatcher: Dispatcher,
+        log: DecisionLog,
+        clock: Clock,
+        *,
+        update_s: float,
+        adapter_of: Callable[[JobId], str | None] = lambda _job: None,
+    ) -> None:
+        """`adapter_of`: the name of a job's LoRA adapter, where its store holds adapters."""
+        self.policy = policy
+        self.members: dict[EngineId, Member] = {}
+        self._dispatcher = dispatcher
+        self._log = log
+        self._clock = clock
+        self._update_s = update_s
+        self._adapter_of = adapter_of
+        self._events: deque[VersionsEvent] = deque()
+        self._observing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+        self._parked: set[JobId] = set()
+        self.last_refusal = ""
+        self._context_limit: int | None = None
+        self.leasable_contexts: Callable[[], Iterable[int]] = tuple
+        """Contexts of engines that may yet be leased; 0 is not known."""
+        self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
+        self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
+        """Called while its turns still are on it."""
+
+    def add(self, engine: Engine, client: EngineClient, *, lease: Lease | None = None) -> Member:
+        """Known, and not up before its first good health check. A lease counts as one."""
+        member = Member(engine=engine, client=client, lease=lease, numerics=engine.numerics)
+        self.members[engine.engine] = member
+        self.review_contexts()
+        if lease is not None:
+            self.up(member)
+        return member
+
+    def up(self, member: Member) -> None:
+        if not member.up:
+            member.up, member.fault = True, ""
+            joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
+            self.observe(joined)
+
+    def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
+        """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
+        if not member.up:
+            return
+        if cut is Cut.ENGINE:
+            self.on_lost(member, fault)
+        member.up, member.fault, member.quiesced_at_s = False, fault, None
+        member.losses += 1
+        member.is_described, member.seen_context_tokens = False, 0
+        member.streak.succeed()
+        self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
+        if member.updating is not None:
+            member.updating.cancel()
+            member.updating = None
+        member.client.forget()
+        self.observe(EngineLeft(engine=member.engine.engine))
+        for running in tuple(member.running):
+            running.cut(cut)
+
+    def review_contexts(self) -> None:
+        """Turns that no engine fits are refused, once it is known of every engine."""
+        known = [*(m.context_tokens for m in self.members.values()), *self.leasable_contexts()]
+        limit = max(known) if known and all(known) else None
+        if limit != self._context_limit:
+            self._context_limit = limit
+            self._dispatcher.observe(ContextLimited(tokens=limit))
+
+    def context_ended(self, member: Member, tokens: int) -> None:
+        """The engine cut a turn off at `tokens` tokens, below the turn's own limit."""
+        member.seen_context_tokens = tokens
+        self._offer(member)
+        self.review_contexts()
+
+    def meddled(self, member: Member) -> None:
+        """Another caller changed its weights: it gets the version again, each time later."""
+        if not member.up:
+            return
+        fault = (
+            "somebody else changes its weights; let one scheduler own the engine, "
+            "and take it out of every other's configuration"
+        )
+        if member.meddling.seen(now=self._clock.now()):
+            _log.warning("engine %s: %s", member.engine.engine, fault)
+        self.down(member, fault, cut=Cut.WEIGHTS)
+
+    async def attempt_broke(self, member: Member, error: EngineLost, *, began_s: float) -> bool:
+        """The engine has died (True) if another process is there, none answers, or it breaks all.
+
+        It is down as well if its weights are others now.
+        """
+        losses = member.losses
+        gone = member.streak.fail(began_s=began_s, now=self._clock.now())
+        change = error.change if isinstance(error, EngineChanged) else Change.NONE
+        if change is Change.NONE and member.up:
+            if member.probing is None or member.probing.done():
+                member.probing = self._spawn(_what_became(member.client))
+            change = await asyncio.shield(member.probing)
+            if member.losses != losses:
+                # Another attempt has told of this death; the engine may be back by now.
+                return True
+        if change is Change.WEIGHTS:
+            self.meddled(member)
+            return False
+        if gone := gone or change is not Change.NONE:
+            self.down(member, str(error))
+        return gone
+
+    def may_use_dedicated(self, job: JobId) -> bool:
+        return job not in self._parked
+
+    def use_dedicated(self, job: JobId, *, enabled: bool) -> None:
+        """Sets whether the job's turns may run on dedicated engines.
+
+        When disabled, its turns go on elsewhere with their tokens; the engines stay up to date.
+        """
+        if enabled == self.may_use_dedicated(job):
+            return
+        (self._parked.discard if enabled else self._parked.add)(job)
+        target = self.policy.target
+        if target is None or target.job != job:
+            return
+        for member in tuple(self.members.values()):
+            if member.engine.kind is not EngineKind.DEDICATED or not member.up:
+                continue
+            if enabled:
+                self._offer(member)
+            else:
+                self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
+                for running in tuple(member.running):
+                    if running.turn.job == job:
+                        running.cut(Cut.PERMIT)
+
+    def vocabulary_tokens(self) -> int | None:
+        """Least vocabulary of the engines; None while none is known."""
+        known = (member.vocabulary_tokens for member in self.members.values())
+        return min((tokens for tokens in known if tokens), default=None)
+
+    async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
+        """Engines that serve the job prepare its next version while their turns run.
+
+        Waits for the dedicated ones only, and not for long: it only shortens the switch.
+        """
+        target = self.policy.target
+        if target is None or target.job != job or target.version >= version:
+            return
+        waited = []
+        for member in self.members.values():
+            if member.up:
+                work = member.client.stage(store=store, version=version, timeout_s=STAGE_S)
+                staging = self._spawn(work)
+                if member.engine.kind is EngineKind.DEDICATED:
+                    waited.append(staging)
+        await asyncio.gather(*waited)
+
+    def remove(self, engine: EngineId, reason: str) -> None:
+        member = self.members.get(engine)
+        if member is not None:
+            self.down(member, reason, cut=Cut.LEASE)
+            del self.members[engine]
+            self.review_contexts()
+
+    def renewed(self, engine: EngineId, lease: Lease) -> None:
+        member = self.members.get(engine)
+        if member is not None:
+            member.lease = lease
+            self._offer(member)
+
+    def began(self, engine: EngineId, running: RunningAttempt) -> Member | None:
+        """The member that the attempt runs on, unless it went away since the turn was placed."""
+        member = self.members.get(engine)
+        if member is None or not member.up:
+            return None
+        member.running.add(running)
+        return member
+
+    def ended(self, member: Member, running: RunningAttempt) -> None:
+        member.running.discard(running)
+        if member.quiesced_at_s is not None and member.up and not member.running:
+            self.observe(EngineEmptied(engine=member.engine.engine))
+
+    def observe(self, event: VersionsEvent) -> None:
+        """Effects may raise further events; they are taken one after another."""
+        self._events.append(event)
+        if self._observing:
+            return
+        self._observing = True
+        try:
+            while self._events:
+                sample, now = self._events.popleft(), self._clock.now()
+                effects = self.policy.observe(sample, now=now)
+                if effects or not isinstance(sample, TimePassed):
+                    self._log.decided(now=now, sample=sample, effects=effects)
+                for effect in effects:
+                    self._apply(effect)
+        finally:
+            self._observing = False
+
+    async def settled(self, job: JobId, version: WeightVersion, *, timeout_s: float) -> bool:
+        """Wait until every dedicated engine serves it. False: it took too long or was overtaken."""
+
+        def is_target() -> bool:
+            target = self.policy.target
+            return target is not None and (target.job, target.version) == (job, version)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                while is_target() and not self.policy.settled:
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return is_target()
+
+    async def close(self) -> None:
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _serving(self, engine: EngineId) -> bool:
+        return self.policy.state(engine) == "serving"
+
+    def _apply(self, effect: VersionsEffect) -> None:
+        match effect:
+            case Retarget():
+                self._dispatcher.observe(effect)
+                self._wake_publishers()
+            case QuiesceEngine():
+                self._quiesce(self.members[effect.engine], effect)
+            case UpdateEngine():
+                member = self.members[effect.engine]
+                member.updating = self._spawn(self._update(member, effect))
+            case ServeEngine():
+                self._serve(self.members[effect.engine])
+            case SettlePublish():
+                self._wake_publishers()
+            case RefusePublish():
+                self.last_refusal = effect.reason
+
+    def _quiesce(self, member: Member, effect: QuiesceEngine) -> None:
+        if member.quiesced_at_s is None:
+            member.quiesced_at_s = self._clock.now()
+        self._dispatcher.observe(EngineWithdrawn(engine=effect.engine))
+        target = self.policy.target
+        assert target is not None
+        for running in tuple(member.running):
+            pin = running.turn.request.weight_version
+            goes_on = running.turn.job == target.job and pin.exact is None
+            if goes_on and (pin.minimum is None or pin.minimum <= target.version):
+                running.cut(Cut.SWITCH)
+            elif effect.cut_exact:
+                running.cut(Cut.END)
+        if not member.running:
+            self.observe(EngineEmptied(engine=effect.engine))
+
+    async def _update(self, member: Member, effect: UpdateEngine) -> None:
+        fault = ""
+        try:
+            if not member.is_described:
+                member.description = await member.client.describe()
+                member.is_described = True
+            if fault := self._clash_of_member(member):
+                raise EngineLost(fault)
+            member.description = await member.client.switch(
+                store=effect.store,
+                version=effect.version,
+                timeout_s=self._update_s,
+                adapter=self._adapter_of(effect.job),
+            )
+            member.numerics = member.engine.numerics or await self._numerics(member)
+            fault = self._clash_of_member(member)
+        except EngineLost as error:
+            fault = str(error)
+        self.review_contexts()
+        if member.updating is asyncio.current_task():
+            member.updating, member.fault = None, fault
+            self.observe(
+                EngineUpdated(
+                    engine=effect.engine, job=effect.job, version=effect.version, fault=fault
+                )
+            )
+            if not fault:
+                self._end_clashes()
+
+    def clash_of(self, guest: EngineDescription) -> str:
+        """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""
+        return self._clash(guest, among=self.members.values())
+
+    def _clash_of_member(self, member: Member) -> str:
+        """A dedicated engine need not be as leased guests are: they go, it stays."""
+        guest = member.engine.kind is EngineKind.GUEST
+        others = [
+            other
+            for other in self.members.values()
+            if other is not member and (guest or other.engine.kind is EngineKind.DEDICATED)
+        ]
+        return self._clash(member.description, among=others) if member.description else ""
+
+    def _clash(self, described: EngineDescription, *, among: Iterable[Member]) -> str:
+        for other in among:
+            if other.description is None or not self._serving(other.engine.engine):
+                continue
+            if clash := described.disagreement(other.description):
+                return f"{clash} as on {other.engine.engine}"
+        return ""
+
+    def _end_clashes(self) -> None:
+        """A dedicated engine that joins stays; guests that clash with it go."""
+        for other in tuple(self.members.values()):
+            if (
+                other.up
+                and self._serving(other.engine.engine)
+                and (fault := self._clash_of_member(other))
+            ):
+                self.down(other, fault)
+
+    async def _numerics(self, member: Member) -> str:
+        described = member.description
+        version = await member.client.vllm_version()
+        known = [f"vllm {version}" if version else ""]
+        known += [described.dtype, described.logprobs_mode] if described is not None else []
+        return " ".join(filter(None, known))
+
+    def _serve(self, member: Member) -> None:
+        began_s, member.quiesced_at_s = member.quiesced_at_s, None
+        if began_s is not None:
+            self.on_served(member, self._clock.now() - began_s)
+        self._offer(member)
+
+    def _offer(self, member: Member) -> None:
+        """Tells routing of an engine that serves the target and that its job may use."""
+        lease, engine, target = member.lease, member.engine, self.policy.target
+        if target is None or not self._serving(engine.engine):
+            return
+        if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(target.job):
+            return
+        self._dispatcher.observe(
+            EngineOffered(
+                engine=engine.engine,
+                kind=engine.kind,
+                concurrency=engine.concurrency,
+                job=target.job,
+                version=target.version,
+                usable_until_s=lease.expires_s if lease else None,
+                context_tokens=member.context_tokens,
+            )
+        )
+
+    def _wake_publishers(self) -> None:
+        """Each of those that wait in `settled` looks once."""
+        self._changed.set()
+        self._changed.clear()
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _what_became(client: EngineClient) -> Change:
+    """One that does not answer is gone; one that does may have died and come back meanwhile."""
+    return await client.changed() if await client.healthy() else Change.PROCESS
+
+
+async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> None:
+    """Bring engines that answer into the fleet and give failed updates their next try."""
+    while True:
+        now = clock.now()
+        waiting = [m for m in fleet.members.values() if not m.up and now >= m.meddling.until_s]
+        quiet = [m for m in fleet.members.values() if m.up and not m.running and not m.updating]
+        changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
+        for member, change in zip(quiet, changed, strict=True):
+            if change is Change.WEIGHTS and not member.updating:
+                fleet.meddled(member)
+            elif change and not member.updating:
+                fleet.down(member, "another engine answers in its place")
+        answers = await asyncio.gather(*(member.client.healthy() for member in waiting))
+        for member, healthy in zip(waiting, answers, strict=True):
+            if healthy and fleet.members.get(member.engine.engine) is member:
+                fleet.up(member)
+        fleet.observe(TimePassed())
+        await asyncio.sleep(period_s)
+
+
+def dedicated_places(fleet: EngineFleet) -> int:
+    return sum(
+        member.engine.concurrency
+        for member in fleet.members.values()
+        if member.up and member.engine.kind is EngineKind.DEDICATED
+    )

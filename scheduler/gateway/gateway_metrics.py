@@ -1,0 +1,59 @@
+"""Prometheus metrics of the gateway. Touched a few times per turn, never per token."""
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+from harvester.distribution import rosemux_version
+
+_SWITCH_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class GatewayMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        job, engine = ["rl_job"], ["engine", "kind"]
+        self._info = self._gauge("build_info", "Always 1; the version is a label.", ["version"])
+        self._info.labels(rosemux_version()).set(1)
+        self.turns_queued = self._gauge("turns_queued", "Turns waiting for an engine.", job)
+        self.turns_running = self._gauge(
+            "turns_running", "Turns on an engine (dedicated, guest).", engine
+        )
+        self.turns = self._counter("turns", "Turns ended, by outcome.", ["rl_job", "outcome"])
+        self.trajectories = self._counter(
+            "trajectories",
+            "Trajectories started, lost, duplicated or migrated.",
+            ["rl_job", "outcome"],
+        )
+        self.generated_tokens = self._counter(
+            "generated_tokens", "Tokens given to RL jobs.", ["rl_job", *engine]
+        )
+        self.stale_tokens = self._counter("stale_tokens", "Tokens outside their version pin.", job)
+        self.engine_up = self._gauge("engine_up", "1 while the engine takes turns.", engine)
+        self.engine_version = self._gauge(
+            "engine_weight_version", "Version that the engine serves.", engine
+        )
+        self.version = self._gauge("weight_version", "Newest version that was announced.", job)
+        self.switch_s = Histogram(
+            "scheduler_version_switch_duration_seconds",
+            "One engine's switch, from its last old token to serving again.",
+            ["kind"],
+            buckets=_SWITCH_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.leases_held = self._gauge("leases_held", "Leases in use.", job)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, text: str, labels: list[str]) -> Gauge:
+        return Gauge(f"scheduler_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
+        return Counter(f"scheduler_{name}", text, labels, registry=self.registry)

@@ -1,0 +1,278 @@
+"""The shell around the capacity policy: asks agents, takes, renews and releases leases.
+
+A lease in hand becomes a guest in the fleet; a lease that ends takes its guest out at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
+from harvester.contracts.wire.leases import (
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotState,
+)
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_fleet import EngineFleet, Member
+from scheduler.gateway.policy.capacity import (
+    CapacityEffect,
+    CapacityPolicy,
+    CapacitySample,
+    Demand,
+    DropLease,
+    OfferedSlot,
+    ReleaseLease,
+    RenewLease,
+    SlotRefusal,
+    TakeLease,
+)
+from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.settings import EngineSettings
+from scheduler.gateway.state import SchedulerState
+from scheduler.model import Engine, EngineKind, Lease
+
+_log = logging.getLogger(__name__)
+
+# Between two looks when turns queue up: an agent answers in a millisecond.
+_LEAST_PERIOD_S = 0.1
+
+
+class Harvest:
+    def __init__(
+        self,
+        policy: CapacityPolicy,
+        fleet: EngineFleet,
+        state: SchedulerState,
+        log: DecisionLog,
+        clock: Clock,
+        *,
+        agents: dict[str, AgentClient],
+        guests: dict[SlotId, EngineSettings],
+        client_of: Callable[[str], EngineClient],
+        demands: Callable[[], tuple[Demand, ...]],
+        tenant_of: Callable[[JobId], TenantId],
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._state = state
+        self._log = log
+        self._clock = clock
+        self._agents = agents
+        self._guests = guests
+        self._client_of = client_of
+        self._demands = demands
+        self._tenant_of = tenant_of
+        self._refusals: list[SlotRefusal] = []
+        self._doubted: set[LeaseId] = set()
+        self._wake = asyncio.Event()
+        self.leases: dict[LeaseId, Lease] = {}
+        self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
+        self.silent_agents: dict[str, str] = {}
+
+    def leasable_contexts(self) -> list[int]:
+        """Context lengths of slots that this scheduler may lease, leased or not; 0 is unknown."""
+        return [
+            offer.engine.context_tokens
+            for _, offer in self.offers.values()
+            if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
+            and not self._fleet.clash_of(offer.engine)
+        ]
+
+    def wake(self) -> None:
+        """Something changed; look at once instead of at the next period."""
+        self._wake.set()
+
+    async def run(self, *, period_s: float) -> None:
+        await self._adopt()
+        while True:
+            await self.look()
+            await asyncio.sleep(_LEAST_PERIOD_S)
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def look(self) -> None:
+        """One sample, one decision, its effects."""
+        for name in sorted(self._doubted & self.leases.keys()):
+            await self._renew(self.leases[name])
+        self._doubted.clear()
+        await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
+        sample = CapacitySample(
+            demands=self._demands(),
+            slots=tuple(
+                OfferedSlot(
+                    slot=offer.slot,
+                    agent=agent,
+                    free=offer.state is SlotState.OFFERED
+                    and not self._fleet.clash_of(offer.engine),
+                    idle_ratio=offer.idle_ratio,
+                )
+                for agent, offer in self.offers.values()
+            ),
+            leases=tuple(self.leases.values()),
+            refusals=tuple(self._refusals),
+        )
+        self._refusals.clear()
+        now = self._clock.now()
+        effects = self._policy.observe(sample, now=now)
+        self._log.decided(now=now, sample=sample, effects=effects)
+        await asyncio.gather(*map(self._apply, effects))
+
+    def refused(self, member: Member) -> None:
+        """Handles a guest's report that its lease is not the one in force.
+
+        A new grant reaches the guest a beat after its lease reached us, so this alone ends no
+        lease: the engine rests until its next health check, and the agent is asked.
+        """
+        self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
+        if member.lease is not None:
+            self._doubted.add(member.lease.lease)
+            self.wake()
+
+    async def release_all(self) -> None:
+        effects = [
+            ReleaseLease(lease=lease.lease, agent=lease.agent, reason="shutting down")
+            for lease in self.leases.values()
+        ]
+        await asyncio.gather(*map(self._apply, effects))
+
+    async def _adopt(self) -> None:
+        """Renew what an earlier process held; what its agent does not renew is forgotten."""
+        for lease in self._state.leases():
+            self._state.end(lease.lease)
+            if lease.agent not in self._agents:
+                continue
+            await self._refresh_offers(lease.agent)
+            await self._renew(lease)
+
+    async def _refresh_offers(self, name: str) -> None:
+        try:
+            offers = await self._agents[name].offers()
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[name] = str(error)
+            self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+            return
+        self.silent_agents.pop(name, None)
+        others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+        twice = sorted(offer.slot for offer in offers.slots if offer.slot in others)
+        if twice:
+            # Leases and guests are known by their slot: one of two would get the other's turns.
+            first = others[twice[0]][0]
+            self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
+        fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
+        self.offers = {**others, **fresh}
+        self._fleet.review_contexts()
+
+    async def _apply(self, effect: CapacityEffect) -> None:
+        try:
+            match effect:
+                case TakeLease():
+                    await self._take(effect)
+                case RenewLease():
+                    lease = self.leases.get(effect.lease)
+                    if lease is not None:
+                        await self._renew(lease)
+                case ReleaseLease():
+                    # Stop using it before its slot is free for another.
+                    self._end(self.leases[effect.lease], effect.reason)
+                    await self._agents[effect.agent].release(effect.lease)
+                case DropLease():
+                    self._end(self.leases[effect.lease], effect.reason)
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[effect.agent] = str(error)
+
+    async def _take(self, effect: TakeLease) -> None:
+        called_at_s = self._clock.now()
+        request = LeaseRequest(
+            request_id=effect.request_id,
+            slot=effect.slot,
+            tenant=self._tenant_of(effect.job),
+            job=effect.job,
+            duration_s=effect.duration_s,
+        )
+        match await self._agents[effect.agent].take(request):
+            case LeaseRefused() as refused:
+                refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
+                self._refusals.append(refusal)
+            case LeaseGranted(slot=slot) if slot != effect.slot:
+                _log.warning("agent %s: asked for %s, got %s", effect.agent, effect.slot, slot)
+                self._refusals.append(SlotRefusal(slot=effect.slot, retry_after_s=0.0))
+            case LeaseGranted() as granted:
+                lease = Lease(
+                    lease=granted.lease,
+                    slot=effect.slot,
+                    agent=effect.agent,
+                    job=effect.job,
+                    epoch=granted.epoch,
+                    # The grantor counts from its reply, later than the question.
+                    expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
+                )
+                self._hold(lease)
+
+    async def _renew(self, lease: Lease) -> None:
+        called_at_s, duration_s = self._clock.now(), self._policy.duration_s
+        try:
+            reply = await self._agents[lease.agent].renew(
+                lease.lease, epoch=lease.epoch, duration_s=duration_s
+            )
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[lease.agent] = str(error)
+            return
+        mismatch = lease.mismatch(reply)
+        if mismatch:
+            _log.warning("agent %s, slot %s: %s", lease.agent, lease.slot, mismatch)
+            self._end(lease, mismatch)
+            return
+        match reply:
+            case LeaseEnded():
+                self._end(lease, f"ended by its agent: {reply.reason}")
+            case LeaseGranted():
+                expires_s = called_at_s + min(reply.duration_s, duration_s)
+                self._hold(msgspec.structs.replace(lease, expires_s=expires_s))
+
+    def _hold(self, lease: Lease) -> None:
+        known = self.leases.get(lease.lease)
+        self.leases[lease.lease] = lease
+        self._state.hold(lease)
+        if known is not None and known.epoch == lease.epoch:
+            self._fleet.renewed(self._guest_id(lease.slot), lease)
+            return
+        offered = self.offers.get(lease.slot)
+        if offered is None or offered[0] != lease.agent:
+            return
+        self._fleet.remove(self._guest_id(lease.slot), "leased anew")
+        engine = self._guest(lease, offered[1])
+        self._fleet.add(engine, self._client_of(engine.url), lease=lease)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        self.leases.pop(lease.lease, None)
+        self._state.end(lease.lease)
+        self._fleet.remove(self._guest_id(lease.slot), reason)
+
+    def _guest_id(self, slot: SlotId) -> EngineId:
+        settings = self._guests.get(slot)
+        return EngineId(settings.id if settings else f"guest.{slot}")
+
+    def _guest(self, lease: Lease, offer: SlotOffer) -> Engine:
+        settings = self._guests.get(lease.slot)
+        checked_name(lease.slot, what="slot")
+        return Engine(
+            engine=self._guest_id(lease.slot),
+            kind=EngineKind.GUEST,
+            url=offer.engine_url,
+            concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
+            numerics=settings.numerics if settings else "",
+        )

@@ -1,0 +1,55 @@
+"""Two counts for each engine: broken attempts in a row, and weights that another scheduler changed.
+
+Reads no clock.
+"""
+
+from dataclasses import dataclass
+
+MOST_IN_A_ROW = 3
+FORGOTTEN_S = 300.0
+_FIRST_S = 1.0
+_LONGEST_S = 60.0
+
+
+@dataclass(slots=True)
+class FaultStreak:
+    """Attributes broken attempts: one may be the network's fault, several in a row are the
+    engine's. Attempts that ran side by side when a connection broke count once."""
+
+    in_a_row: int = 0
+    last_s: float = float("-inf")
+
+    def fail(self, *, began_s: float, now: float) -> bool:
+        """An attempt that began at `began_s` broke. True: the engine is to be given up."""
+        if began_s >= self.last_s:
+            self.in_a_row, self.last_s = self.in_a_row + 1, now
+        return self.in_a_row >= MOST_IN_A_ROW
+
+    def succeed(self) -> None:
+        """An attempt came to its end."""
+        self.in_a_row = 0
+
+
+@dataclass(slots=True)
+class Meddling:
+    """Back-off for an engine whose weights another scheduler changes.
+
+    Two schedulers that publish to one engine would undo each other's work without end. Each returns
+    later from time to time, so that turns are served between.
+    """
+
+    times: int = 0
+    until_s: float = 0.0
+    _last_s: float = 0.0
+
+    def seen(self, *, now: float) -> bool:
+        """Records one change; True for the first since the last was forgotten, which costs no
+        wait."""
+        if self.times and now - self._last_s > FORGOTTEN_S:
+            self.times = 0
+        self.times, self._last_s = self.times + 1, now
+        wait_s = 0.0
+        if self.times > 1:
+            wait_s = min(_FIRST_S * 2.0 ** min(self.times - 2, 16), _LONGEST_S)
+        self.until_s = now + wait_s
+        return self.times == 1

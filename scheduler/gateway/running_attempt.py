@@ -1,0 +1,67 @@
+"""One attempt that runs on an engine, and why it may be cut."""
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from scheduler.gateway.policy.course import TurnCourse
+from scheduler.gateway.policy.trajectories import Turn
+
+
+class Cut(StrEnum):
+    """Why a running attempt is ended from this side."""
+
+    SWITCH = "switch"
+    """The turn goes on at the new version."""
+    END = "end"
+    """The turn ends with its tokens so far."""
+    LEASE = "lease"
+    PERMIT = "permit"
+    """The node is another job's now; the turn goes on where its job may run."""
+    STALL = "stall"
+    ENGINE = "engine"
+    WEIGHTS = "weights"
+    """Another caller changed the engine's weights; it lives, and no turn is to blame."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningAttempt:
+    turn: Turn
+    began_s: float
+    heard_s: float
+    course: TurnCourse = field(default_factory=TurnCourse)
+    task: "asyncio.Task[None] | None" = None
+    why_cut: Cut | None = None
+    paused_s: float = 0.0
+    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
+    trial: str = ""
+    """The suspect on trial; empty for a turn above suspicion."""
+    tokens: int = 0
+    broke_s: float | None = None
+    """Time at which it was seen to fail, possibly before its engine is known to have died."""
+    reached: bool = True
+    """Whether the engine may have received it."""
+    refused_s: float | None = None
+    """The engine did not take it and wants no more for this long."""
+
+    @property
+    def request(self) -> str:
+        """The suspect if the engine fails now: the prompt, or the turn with its tokens."""
+        return suspected_as(self.turn)
+
+    def hear(self, *, now: float, pause_s: float) -> None:
+        """A chunk came; a gap of more than `pause_s` before it was a pause."""
+        gap_s, self.heard_s = now - self.heard_s, now
+        if gap_s > pause_s:
+            self.paused_s += gap_s
+
+    def cut(self, why: Cut) -> None:
+        if self.why_cut is None and self.task is not None and not self.task.done():
+            self.why_cut = why
+            self.task.cancel()
+
+
+def suspected_as(turn: Turn) -> str:
+    """The turn's own key once its prompt made tokens, since that prompt cannot kill; else the
+    prompt."""
+    return turn.key if turn.token_ids else turn.content

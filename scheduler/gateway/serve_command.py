@@ -1,0 +1,67 @@
+"""`rosemux gateway`: the gateway process from its configuration file to its last open turn."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from scheduler.gateway.settings import GatewaySettings
+    from scheduler.gateway.tenants import Tenants
+
+
+def gateway(
+    config: Annotated[Path, typer.Option(help="YAML or JSON file with the gateway's settings.")],
+    check_config: Annotated[bool, typer.Option(help="Check the file and stop.")] = False,
+) -> None:
+    """Run the rollout gateway with its scheduler."""
+    import uvloop
+
+    from scheduler.gateway.settings import load_settings
+    from scheduler.gateway.tenants import Tenants
+
+    settings = load_settings(config)
+    tenants = Tenants.load(settings.token_file)
+    if check_config:
+        typer.echo(f"{config} is good: {len(settings.engines)} engines, {len(settings.jobs)} jobs")
+        return
+    # State and journals hold the ids of leases, with which every reader could end them.
+    os.umask(0o077)
+    uvloop.run(serve(settings, tenants))
+
+
+async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if the port is taken."""
+    import aiohttp
+
+    from harvester.contracts.clock import MonotonicClock
+    from harvester.platform.http_kit import listen, run_until, serving, stop_event
+    from scheduler.gateway.gateway import Gateway
+    from scheduler.gateway.scheduler import Scheduler
+    from scheduler.gateway.state import SchedulerState
+
+    clock = MonotonicClock()
+    stop = stop_event()
+    state = SchedulerState(settings.state_file)
+    # Shorter than the 5 s after which an engine closes an idle connection: a request that meets the
+    # closing would look like a lost engine.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+    ) as session:
+        scheduler = Scheduler(settings, clock, state, session)
+        front = Gateway(scheduler, settings, tenants, clock)
+        try:
+            async with serving(front.app, shutdown_s=5.0) as runner:
+                remedy = "set another 'port', 0 takes a free one"
+                url = await listen(runner, settings.host, settings.port, remedy=remedy)
+                await scheduler.start()
+                typer.echo(f"listening on {url}")
+                try:
+                    await run_until(stop, scheduler.failed())
+                finally:
+                    front.close()
+                    scheduler.runner.close()
+        finally:
+            await scheduler.close()

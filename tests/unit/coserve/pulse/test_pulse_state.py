@@ -1,0 +1,393 @@
+"""The state of one API-server process of production, event by event."""
+
+from typing import Any
+
+import pytest
+
+from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
+from coserve.pulse.pulse_state import PulseState
+from harvester.contracts.page import Pulse
+
+START_NS = 1_000_000_000_000
+
+
+class Production:
+    """An engine whose clock advances by the duration of each event."""
+
+    def __init__(self) -> None:
+        self.book = PulseState()
+        self.now_ns = START_NS
+
+    def after(self, seconds: float) -> "Production":
+        self.now_ns += round(seconds * 1e9)
+        return self
+
+    def arrive(self, key: int, *, body_bytes: int = 300) -> None:
+        self.book.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
+
+    def finish(self, key: int) -> None:
+        self.book.finish(key, now_ns=self.now_ns)
+
+    def step(self, beside: Siblings | None = NO_SIBLINGS, **fields: Any) -> None:
+        defaults: dict[str, Any] = {
+            "running": None,
+            "kv_usage_ratio": None,
+            "first_tokens": 0,
+            "prompt_tokens": 0,
+            "generation_tokens": 0,
+            "inter_token_s": (),
+            "finished_prompt_tokens": (),
+        }
+        step = EngineStep(**(defaults | fields))
+        self.book.step(step, now_ns=self.now_ns, beside=beside)
+
+    def pulse(self) -> Pulse:
+        return self.book.pulse(now_ns=self.now_ns)
+
+
+@pytest.fixture
+def production() -> Production:
+    return Production()
+
+
+def test_a_request_waits_then_decodes_then_is_gone(production: Production) -> None:
+    production.arrive(1)
+    pulse = production.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding) == (1, 1, 0)
+    assert pulse.oldest_waiting_arrival_ns == START_NS
+    production.after(0.02).step(first_tokens=1, prompt_tokens=50, generation_tokens=1, running=1)
+    pulse = production.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding, pulse.running) == (1, 0, 1, 1)
+    assert pulse.oldest_waiting_arrival_ns == 0
+    assert pulse.last_step_end_ns == production.now_ns
+    production.finish(1)
+    pulse = production.pulse()
+    assert (pulse.in_flight, pulse.waiting, pulse.decoding, pulse.requests_total) == (0, 0, 0, 1)
+
+
+def test_first_tokens_go_to_the_requests_that_wait_longest(production: Production) -> None:
+    for key in (1, 2, 3):
+        production.arrive(key, body_bytes=100 * key)
+        production.after(0.01)
+    production.step(first_tokens=2, prompt_tokens=10)
+    pulse = production.pulse()
+    assert pulse.ttft_s_recent == pytest.approx((0.03, 0.02))
+    assert pulse.oldest_waiting_arrival_ns == START_NS + 20_000_000
+    production.after(0.01).step(first_tokens=1, prompt_tokens=10)
+    assert production.pulse().ttft_s_recent == pytest.approx((0.03, 0.02, 0.02))
+    assert production.pulse().samples_total == 3
+
+
+def test_a_request_that_is_not_streamed_still_has_a_first_token(production: Production) -> None:
+    production.arrive(1)
+    production.after(0.02).step(first_tokens=1, prompt_tokens=50)
+    production.after(0.02).step(inter_token_s=(0.02,), finished_prompt_tokens=(50,))
+    assert production.pulse().decoding == 1
+    production.finish(1)
+    assert production.pulse().ttft_s_recent == pytest.approx((0.02,))
+
+
+def test_a_request_that_fails_before_its_first_token_leaves_no_sample(
+    production: Production,
+) -> None:
+    production.arrive(1)
+    production.finish(1)
+    production.arrive(2)
+    production.after(0.01).step(first_tokens=1, prompt_tokens=5)
+    assert production.pulse().ttft_s_recent == pytest.approx((0.01,))
+
+
+def test_ending_a_request_twice_counts_once(production: Production) -> None:
+    production.arrive(1)
+    production.after(1.0).finish(1)
+    production.after(1.0).finish(1)
+    assert production.pulse().busy_s_total == pytest.approx(1.0)
+
+
+def test_busy_time_is_the_time_with_a_request_in_flight(production: Production) -> None:
+    production.arrive(1)
+    production.after(1.0).arrive(2)
+    production.after(1.0).finish(1)
+    assert production.pulse().busy_s_total == pytest.approx(2.0)
+    production.after(1.0).finish(2)
+    production.after(5.0)
+    assert production.pulse().busy_s_total == pytest.approx(3.0)
+    production.arrive(3)
+    assert production.after(0.5).pulse().busy_s_total == pytest.approx(3.5)
+
+
+def test_the_mean_step_leaves_idle_time_out(production: Production) -> None:
+    for key in range(200):
+        production.arrive(key)
+        for _ in range(3):
+            production.after(0.010).step()
+        production.finish(key)
+        production.after(60.0)
+    assert production.pulse().step_s_mean == pytest.approx(0.010, rel=0.01)
+
+
+def test_counts_steps_tokens_and_the_cache(production: Production) -> None:
+    production.step(running=3, kv_usage_ratio=0.25, prompt_tokens=7, generation_tokens=2)
+    production.step(generation_tokens=3)
+    pulse = production.pulse()
+    assert (pulse.steps_total, pulse.prompt_tokens_total, pulse.generation_tokens_total) == (
+        2,
+        7,
+        5,
+    )
+    assert (pulse.running, pulse.kv_usage_ratio) == (3, 0.25)
+
+
+def test_keeps_the_newest_samples_and_counts_them_all(production: Production) -> None:
+    for sample in range(50):
+        production.step(inter_token_s=(float(sample),))
+    pulse = production.pulse()
+    assert pulse.itl_s_recent == tuple(float(sample) for sample in range(18, 50))
+    assert pulse.itl_samples_total == 50
+
+
+def test_the_prompt_bound_follows_smaller_ratios_fast_and_larger_ones_slowly(
+    production: Production,
+) -> None:
+    def bound_after(body_bytes: int, prompt_tokens: int, requests: int) -> int:
+        for key in range(requests):
+            production.arrive(key, body_bytes=body_bytes)
+            production.step(first_tokens=1, prompt_tokens=prompt_tokens)
+            production.finish(key)
+        production.arrive(10_000, body_bytes=1300)
+        bound = production.pulse().largest_waiting_prompt_tokens
+        production.finish(10_000)
+        return bound
+
+    assert bound_after(1300, 1200, 0) == 600, "two bytes a token before the first prompt"
+    assert bound_after(1300, 1200, 20) > 1180, "one byte a token"
+    assert 550 < bound_after(1300, 300, 20) < 1180, "four bytes a token, believed slowly"
+    assert bound_after(1300, 300, 400) < 310
+
+
+def test_a_body_of_unknown_length_is_a_prompt_of_one_token_and_no_error(
+    production: Production,
+) -> None:
+    production.arrive(1, body_bytes=0)
+    assert production.pulse().largest_waiting_prompt_tokens == 1
+    production.step(first_tokens=1, prompt_tokens=40)
+    production.arrive(2, body_bytes=1300)
+    assert production.pulse().largest_waiting_prompt_tokens == 600
+
+
+def test_the_p99_prompt_is_that_of_finished_requests(production: Production) -> None:
+    production.step(finished_prompt_tokens=tuple(range(1, 101)))
+    assert production.pulse().prompt_tokens_p99 == 0, "slow figures come with refit"
+    production.book.refit()
+    assert production.pulse().prompt_tokens_p99 == 100
+
+
+def test_learns_prefills_from_requests_that_were_alone_until_their_first_token(
+    production: Production,
+) -> None:
+    for key in range(30):
+        production.arrive(key)
+        production.after(0.05).step(first_tokens=1, prompt_tokens=100)
+        production.after(0.01).finish(key)
+    production.book.refit()
+    assert production.pulse().model.prefill_s(100) == pytest.approx(0.05)
+
+
+def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production) -> None:
+    """Measured from the end of the step that ran at the arrival, less the decodes' share."""
+    for requests in (1, 2) * 15:
+        production.step(inter_token_s=(0.003 + 0.001 * requests,) * requests)
+    production.book.refit()
+    production.arrive(0)
+    production.arrive(1)
+    production.after(0.04).step(first_tokens=2, prompt_tokens=100)
+    for key in range(2, 32):
+        production.after(0.003).arrive(key)
+        production.after(0.002).step(inter_token_s=(0.005, 0.005))
+        production.after(0.042).step(first_tokens=1, prompt_tokens=100, inter_token_s=(0.042,) * 2)
+        production.after(0.005).finish(key)
+    production.book.refit()
+    assert production.pulse().model.prefill_s(100) == pytest.approx(0.04)
+
+
+def test_learns_prefills_that_wait_for_one_another_from_all_of_them(
+    production: Production,
+) -> None:
+    """Three prompts of 400 tokens, 512 a step, 0.1 ms a token: the cut prompts' shares cancel."""
+    production.arrive(1)
+    production.after(0.01).arrive(2)
+    production.arrive(3)
+    production.after(0.0412).step(first_tokens=1, prompt_tokens=400)
+    production.after(0.0512).step(first_tokens=1, prompt_tokens=400)
+    assert not production.book.times.prefills
+    production.after(0.0176).step(first_tokens=1, prompt_tokens=400)
+    assert production.book.times.prefills.pop() == (400, pytest.approx(0.04))
+
+
+def test_an_engine_that_never_catches_up_teaches_too(production: Production) -> None:
+    for key in range(40):
+        production.arrive(key)
+    for _ in range(39):
+        production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    assert list(production.book.times.prefills) == [(400, pytest.approx(0.04))] * 2
+
+
+def test_prefills_teach_nothing_where_a_request_went_away(production: Production) -> None:
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    production.after(0.02).finish(2)
+    production.after(0.02).arrive(3)
+    production.after(0.01).step(inter_token_s=(0.03,))
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    assert list(production.book.times.prefills) == [(400, pytest.approx(0.04))]
+
+
+def test_waiting_for_room_is_no_prefill(production: Production) -> None:
+    production.book.step_tokens = 512
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    for _ in range(50):
+        production.after(0.01).step(inter_token_s=(0.01,))
+    production.after(0.04).step(first_tokens=1, prompt_tokens=400)
+    assert not production.book.times.prefills
+
+
+def test_a_step_that_may_hold_a_piece_of_a_prompt_is_no_decode(production: Production) -> None:
+    production.arrive(1)
+    production.after(0.01).step(first_tokens=1, prompt_tokens=20)
+    production.arrive(2)
+    production.after(0.05).step(inter_token_s=(0.05,))
+    assert not production.book.times.decodes
+    production.after(0.05).step(inter_token_s=(0.05,), first_tokens=1, prompt_tokens=900)
+    production.after(0.01).step(inter_token_s=(0.01, 0.01))
+    assert list(production.book.times.decodes) == [(2, 0.01)]
+
+
+def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> None:
+    for _ in range(30):
+        production.step(inter_token_s=(0.004, 0.005, 0.006))
+        production.step(inter_token_s=(0.040, 0.040), first_tokens=1, prompt_tokens=100)
+    production.book.refit()
+    assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
+
+
+def test_the_pulse_says_how_well_its_model_held(production: Production) -> None:
+    for _ in range(30):
+        production.step(inter_token_s=(0.005,))
+    assert production.pulse().decode_calibration.steps == 0
+    production.book.refit()
+    for _ in range(10):
+        production.step(inter_token_s=(0.010,))
+    production.book.refit()
+    pulse = production.pulse()
+    assert (pulse.decode_calibration.steps, pulse.decode_calibration.over_ratio) == (10, 1.0)
+    assert pulse.decode_calibration.p90_ratio == pytest.approx(2.0)
+    assert pulse.prefill_calibration.steps == 0
+
+
+def test_what_ran_beside_a_guest_teaches_nothing(production: Production) -> None:
+    times = production.book.times
+    production.arrive(1)
+    production.book.alone_since_ns = None
+    production.after(0.05).step(first_tokens=1, prompt_tokens=100)
+    production.after(0.01).step(inter_token_s=(0.01,))
+    assert not times.prefills
+    assert not times.decodes
+    production.after(0.005)
+    production.book.alone_since_ns = production.now_ns
+    production.after(0.005).step(inter_token_s=(0.01,))
+    assert not times.decodes, "it began while a guest was let in"
+    production.after(0.01).step(inter_token_s=(0.01,))
+    assert len(times.decodes) == 1
+    production.arrive(2)
+    production.after(0.01).step(inter_token_s=(0.01,))
+    production.after(0.04).step(first_tokens=1, prompt_tokens=100)
+    assert len(times.prefills) == 1
+
+
+def test_the_model_rests_on_no_more_than_its_lesser_half(production: Production) -> None:
+    for key in range(25):
+        production.arrive(key)
+        production.after(0.05).step(first_tokens=1, prompt_tokens=100)
+        production.after(0.01).finish(key)
+        assert production.pulse().model_samples == 0
+    for seen in range(1, 30):
+        production.step(inter_token_s=(0.004,))
+        assert production.pulse().model_samples == (seen if seen < 20 else 25 + seen)
+
+
+def test_publishes_no_model_before_there_are_enough_samples(production: Production) -> None:
+    for _ in range(19):
+        production.step(inter_token_s=(0.005,))
+    production.book.refit()
+    assert production.pulse().model.decode_s(1) == 0.0
+
+
+def test_a_prefill_beside_one_of_another_api_server_teaches_nothing(
+    production: Production,
+) -> None:
+    book = production.book
+    book.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=Siblings())
+    production.after(0.05).step(
+        beside=Siblings(in_flight=1, decoding=1, requests_total=1), first_tokens=1, prompt_tokens=50
+    )
+    assert not book.times.prefills, "the other's prompt may have been in the step"
+    production.after(0.01).finish(1)
+    quiet = Siblings(in_flight=1, decoding=1, requests_total=1)
+    book.arrive(2, body_bytes=300, now_ns=production.now_ns, beside=quiet)
+    production.after(0.05).step(beside=quiet, first_tokens=1, prompt_tokens=50)
+    assert list(book.times.prefills) == [(50, pytest.approx(0.05))]
+
+
+def test_a_prompt_that_waits_for_room_that_others_hold_teaches_nothing(
+    production: Production,
+) -> None:
+    book = production.book
+    book.step_tokens = 512
+    before = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=100)
+    book.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=before)
+    later = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=160)
+    production.after(3.0).step(beside=later, first_tokens=1, prompt_tokens=50)
+    assert not book.times.prefills
+
+
+def test_decodes_of_other_api_servers_are_in_the_batch(production: Production) -> None:
+    book = production.book
+    for beside in (None, Siblings(in_flight=4, waiting=1, decoding=3, requests_total=4)):
+        production.step(beside=beside, inter_token_s=(0.01, 0.01))
+        production.step(beside=beside, inter_token_s=(0.01, 0.01))
+    assert not book.times.decodes, "what they have is not known, or may be a prefill"
+    for _ in range(2):
+        decoding = Siblings(in_flight=3, decoding=3, requests_total=4)
+        production.after(0.01).step(beside=decoding, inter_token_s=(0.01, 0.01))
+    assert list(book.times.decodes) == [(5, 0.01)]
+
+
+def test_engine_cores_that_step_side_by_side_teach_only_what_was_one_cores(
+    production: Production,
+) -> None:
+    times = production.book.times
+    production.step(rank=0, inter_token_s=(0.01,))
+    production.after(0.002).step(rank=1, inter_token_s=(0.02,))
+    production.after(0.002).step(rank=0, inter_token_s=(0.012, 0.012))
+    assert list(times.decodes)[-1] == (2, 0.012)
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.05).step(rank=0, first_tokens=1, prompt_tokens=50)
+    production.after(0.01).step(rank=1, first_tokens=1, prompt_tokens=50)
+    assert not times.prefills, "they prefilled at once"
+    production.finish(1)
+    production.finish(2)
+    production.after(1.0).arrive(3)
+    production.after(0.05).step(rank=1, first_tokens=1, prompt_tokens=50)
+    assert list(times.prefills) == [(50, pytest.approx(0.05))]
+
+
+def test_a_pulse_tells_how_old_its_word_on_each_core_is(production: Production) -> None:
+    production.step(rank=1, running=2, kv_usage_ratio=0.5)
+    told_ns = production.now_ns
+    production.after(1.0).step(rank=1, inter_token_s=(0.01,))
+    (core,) = production.pulse().cores
+    assert (core.rank, core.told_ns, core.kv_usage_ratio) == (1, told_ns, 0.5)

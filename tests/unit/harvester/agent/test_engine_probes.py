@@ -1,0 +1,42 @@
+import pytest
+
+from harvester.agent.engine_probes import read_levels
+
+PAGE = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 100.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 40.0
+"""
+
+
+@pytest.mark.parametrize("page", [PAGE, PAGE.replace("vllm:", "vllm_")])
+def test_reads_both_spellings(page: str) -> None:
+    levels = read_levels(page)
+    assert levels is not None
+    assert (levels.running, levels.waiting, levels.kv_usage_ratio) == (4.0, 2.0, 0.5)
+    assert (levels.prompt_tokens_total, levels.generation_tokens_total) == (100.0, 40.0)
+
+
+@pytest.mark.parametrize("series", ["num_requests_running", "kv_cache_usage_perc"])
+def test_a_missing_series_is_unknown_and_not_idle(series: str) -> None:
+    page = "\n".join(line for line in PAGE.splitlines() if series not in line)
+    assert read_levels(page) is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1"])
+def test_what_is_no_level_is_unknown(value: str) -> None:
+    assert read_levels(PAGE.replace("} 2.0", f"}} {value}")) is None
+
+
+@pytest.mark.parametrize("page", ["", "<html>", PAGE[: len(PAGE) // 2]])
+def test_what_is_no_metrics_page_is_unknown(page: str) -> None:
+    assert read_levels(page) is None

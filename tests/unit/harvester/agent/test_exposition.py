@@ -1,0 +1,118 @@
+"""Metrics of a guest that shares an accelerator."""
+
+import math
+from typing import Any
+
+import pytest
+
+from harvester.agent.exposition import SlotExposition
+from harvester.agent.metrics import AgentMetrics
+from harvester.contracts.page import Guest, GuestMemory
+from harvester.contracts.process import ProcessId
+from harvester.policy.sample import KvReading, MemoryReading, MpsReading
+
+GUEST = Guest(processes=(ProcessId(pid=41, start_ticks=1),), isolation="mps")
+
+
+@pytest.fixture
+def scene(make_scene: Any) -> Any:
+    scene = make_scene(blocking_ratio=0.3)
+    scene.guest = GUEST
+    return scene
+
+
+@pytest.fixture
+def value(scene: Any) -> Any:
+    metrics = AgentMetrics(version="1")
+    exposition = SlotExposition("slot0", metrics, tenants=())
+
+    def value(name: str, **labels: str) -> float:
+        effects = scene.beat()
+        exposition.observe(scene.sample(), effects, scene.policy, None)
+        exposition.refresh(scene.policy, {})
+        labels["slot"] = "slot0"
+        found = metrics.registry.get_sample_value(f"harvester_{name}", labels)
+        assert found is not None
+        return found
+
+    return value
+
+
+@pytest.mark.parametrize(
+    ("mps", "state", "in_force"),
+    [
+        (None, "", 0.3),
+        (MpsReading(clients=((7, 41),)), "together", 0.3),
+        (MpsReading(clients=((7,), (41,))), "apart", 1.0),
+        (MpsReading(fault="no MPS daemon answers"), "silent", 1.0),
+        (MpsReading(clients=((7, 41),), server_fault=True), "fault", 0.3),
+    ],
+)
+def test_what_the_daemon_says_is_one_state_and_the_ratio_in_force_follows(
+    mps: MpsReading | None, state: str, in_force: float, scene: Any, value: Any
+) -> None:
+    scene.mps = mps
+    states = ("together", "apart", "fault", "silent")
+    assert [one for one in states if value("mps_state", state=one)] == [state] * bool(state)
+    assert value("blocking_ratio", kind="configured") == 0.3
+    assert value("blocking_ratio", kind="in_force") == in_force
+
+
+def test_isolation_is_what_the_guest_says(scene: Any, value: Any) -> None:
+    assert value("guest_isolation", backend="mps") == 1
+    assert value("guest_isolation", backend="time-slicing") == 0
+    scene.guest = None
+    assert value("guest_isolation", backend="mps") == 0
+    assert math.isnan(value("guest_weights_away"))
+    scene.guest = Guest(isolation="time-slicing", weights_away=True)
+    assert value("guest_isolation", backend="time-slicing") == 1
+    assert value("guest_weights_away") == 1
+
+
+def test_what_may_stay_of_a_sleeping_guest_is_told_where_it_is_known(
+    scene: Any, value: Any
+) -> None:
+    scene.guest = Guest(weights_away=True, memory=GuestMemory(other_bytes=2, whole=True))
+    assert math.isnan(value("guest_asleep_bytes_max"))
+    scene.guest = Guest(weights_away=True, memory=GuestMemory(other_bytes=2, asleep_bytes_max=3))
+    assert value("guest_asleep_bytes_max") == 3
+
+
+def test_memory_that_is_not_known_is_no_number(scene: Any, value: Any) -> None:
+    assert math.isnan(value("guest_memory_bytes", part="weights"))
+    assert math.isnan(value("shared_memory_bytes", part="used"))
+    scene.guest = Guest(memory=GuestMemory(weights_bytes=3, other_bytes=2, kv_bytes=8))
+    scene.memory = MemoryReading(used_bytes=20, limit_bytes=40)
+    scene.guest_kv = KvReading(mapped_bytes=7, limit_bytes=8)
+    assert value("guest_memory_bytes", part="context") == 2
+    sizes = [value("shared_memory_bytes", part=part) for part in ("used", "limit", "guest")]
+    assert [*sizes, value("shared_memory_bytes", part="guest_limit")] == [20, 40, 7, 8]
+    scene.memory, scene.guest_kv = MemoryReading(), KvReading(fault="no segment")
+    assert math.isnan(value("shared_memory_bytes", part="limit"))
+    assert math.isnan(value("shared_memory_bytes", part="guest"))
+
+
+@pytest.mark.parametrize(
+    ("guest", "holds"),
+    [
+        (Guest(isolation="idle-group", blocking_ratio=0.02), 1.0),
+        (Guest(isolation="idle", isolation_fault="production moved"), 0.0),
+        (Guest(isolation="time-slicing"), math.nan),
+        (None, math.nan),
+    ],
+)
+def test_whether_an_isolation_holds_is_known_of_those_that_promise_anything(
+    guest: Guest | None, holds: float, scene: Any, value: Any
+) -> None:
+    scene.guest = guest
+    assert value("guest_isolation_holds") == pytest.approx(holds, nan_ok=True)
+
+
+def test_what_the_guest_decides_is_no_number_of_the_configuration(make_scene: Any) -> None:
+    scene, metrics = make_scene(), AgentMetrics(version="1")
+    SlotExposition("slot0", metrics, tenants=()).refresh(scene.policy, {})
+    found = metrics.registry.get_sample_value(
+        "harvester_blocking_ratio", {"slot": "slot0", "kind": "configured"}
+    )
+    assert found is not None
+    assert math.isnan(found)

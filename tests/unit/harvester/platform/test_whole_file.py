@@ -1,0 +1,36 @@
+"""Result files: refused before the work, never half written."""
+
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from harvester.platform.whole_file import make_writable, write_whole
+
+
+def test_a_folder_is_made_and_no_file_is_left_behind(tmp_path: Path) -> None:
+    make_writable(tmp_path / "new" / "result.json")
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_what_stands_there_stays(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("older")
+    make_writable(path)
+    assert path.read_text() == "older"
+
+
+def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    below = tmp_path / "file" / "page.html"
+    with pytest.raises(ConfigError, match="cannot write"):
+        make_writable(below)
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_whole(below, "text")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("older and longer")
+    write_whole(path, "newer")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["newer"]

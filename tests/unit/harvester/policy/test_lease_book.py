@@ -1,0 +1,371 @@
+"""The lease table, and a state machine that loses requests and replies at will."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from harvester.contracts.ids import (
+    Epoch,
+    JobId,
+    LeaseId,
+    NodeId,
+    SlotId,
+    TenantId,
+    is_name,
+)
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotState,
+)
+from harvester.policy.lease_book import LeaseBook, SlotLease
+
+SLOT = SlotId("slot0")
+_secrets = count()
+
+
+def take(book: LeaseBook, wanted: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
+    return book.take(wanted, secret=f"secret{next(_secrets)}", now=now)
+
+
+def request(request_id: str, *, slot: SlotId = SLOT, job: str = "job-a") -> LeaseRequest:
+    return LeaseRequest(
+        request_id=request_id,
+        slot=slot,
+        tenant=TenantId("tenant"),
+        job=JobId(job),
+        duration_s=10.0,
+    )
+
+
+@pytest.fixture
+def book() -> LeaseBook:
+    book = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    book.add_slot(SLOT, epoch=Epoch(0))
+    book.offer(SLOT, SlotState.OFFERED)
+    return book
+
+
+def granted(answer: object) -> LeaseGranted:
+    assert isinstance(answer, LeaseGranted)
+    return answer
+
+
+def test_repeating_a_request_gives_the_same_lease_and_no_more_time(book: LeaseBook) -> None:
+    first = granted(take(book, request("r1"), now=0.0))
+    again = granted(take(book, request("r1"), now=4.0))
+    assert (again.lease, again.epoch) == (first.lease, first.epoch)
+    assert again.duration_s == 6.0
+
+
+def test_refuses_a_second_lease_with_a_reason(book: LeaseBook) -> None:
+    take(book, request("r1"), now=0.0)
+    refused = take(book, request("r2", job="job-b"), now=1.0)
+    assert isinstance(refused, LeaseRefused)
+    assert "job-a" in refused.reason
+    assert refused.retry_after_s > 0
+
+
+@pytest.mark.parametrize("state", [s for s in SlotState if s is not SlotState.OFFERED])
+def test_refuses_a_slot_that_is_not_offered(book: LeaseBook, state: SlotState) -> None:
+    book.offer(SLOT, state, "because")
+    refused = take(book, request("r1"), now=0.0)
+    assert isinstance(refused, LeaseRefused)
+    assert "because" in refused.reason
+
+
+def test_refuses_an_unknown_slot(book: LeaseBook) -> None:
+    assert isinstance(take(book, request("r", slot=SlotId("x")), now=0.0), LeaseRefused)
+
+
+def test_never_grants_more_than_its_own_ttl(book: LeaseBook) -> None:
+    lease = granted(take(book, LeaseRequest(**{**_fields(), "duration_s": 1e9}), now=0.0))
+    assert lease.duration_s == 10.0
+    renewal = LeaseRenewal(epoch=lease.epoch, duration_s=1e9)
+    assert granted(book.renew(lease.lease, renewal, now=5.0)).duration_s == 10.0
+
+
+def test_an_expired_lease_says_so_and_the_epoch_rises(book: LeaseBook) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    ended = book.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=10.0)
+    assert ended == LeaseEnded(lease=lease.lease, reason=EndReason.EXPIRED)
+    assert book.view(SLOT).epoch > lease.epoch
+    assert book.view(SLOT).lease is None
+
+
+def test_releasing_twice_answers_the_same(book: LeaseBook) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    first = book.release(lease.lease, now=1.0)
+    assert first.reason is EndReason.RELEASED
+    assert book.release(lease.lease, now=2.0) == first
+
+
+def test_a_renewal_under_a_wrong_epoch_prolongs_nothing(book: LeaseBook) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    stale = LeaseRenewal(epoch=Epoch(lease.epoch - 1), duration_s=10)
+    assert isinstance(book.renew(lease.lease, stale, now=5.0), LeaseEnded)
+    book.expire(now=10.0)
+    assert book.view(SLOT).lease is None
+
+
+def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(book: LeaseBook) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    ended = book.end(lease.lease, EndReason.DRAIN, deadline_s=3.0, now=1.0)
+    assert ended.deadline_s == 3.0
+    answer = book.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=2.0)
+    assert answer == LeaseEnded(lease=lease.lease, reason=EndReason.DRAIN, deadline_s=2.0)
+    assert book.view(SLOT).ending
+    book.expire(now=4.0)
+    assert [reason for _, reason in book.news()] == [EndReason.DRAIN]
+
+
+def recorded_by(book: LeaseBook, slot: SlotId = SLOT) -> SlotLease:
+    lease = book.live(slot)
+    assert lease is not None
+    return lease
+
+
+def test_a_successor_goes_on_with_the_recorded_lease_its_tenant_and_its_job(
+    book: LeaseBook,
+) -> None:
+    first = granted(take(book, request("r1"), now=0.0))
+    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    heir.add_slot(SLOT, epoch=first.epoch, recorded=recorded_by(book))
+    view = heir.view(SLOT)
+    assert (view.epoch, view.tenant, view.job) == (first.epoch, "tenant", "job-a")
+    renewed = granted(heir.renew(first.lease, LeaseRenewal(epoch=first.epoch, duration_s=5), now=1))
+    assert (renewed.lease, renewed.slot) == (first.lease, SLOT)
+    again = granted(take(heir, request("r1"), now=2.0))
+    assert again.lease == first.lease
+
+
+@pytest.mark.parametrize(("page", "then"), [(0, 8), (6, 8), (8, 8), (11, 11)])
+def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
+    page: int, then: int
+) -> None:
+    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    over = SlotLease(
+        lease=LeaseId("l"),
+        slot=SLOT,
+        tenant=TenantId("t"),
+        job=JobId("j"),
+        epoch=Epoch(7),
+        request_id="r",
+        ends_s=10.0,
+    )
+    heir.add_slot(SLOT, epoch=Epoch(page), recorded=over)
+    assert (heir.view(SLOT).lease, heir.view(SLOT).epoch) == (None, then)
+    answer = heir.renew(LeaseId("l"), LeaseRenewal(epoch=Epoch(7), duration_s=10), now=1.0)
+    assert answer == LeaseEnded(lease=LeaseId("l"), reason=EndReason.UNKNOWN)
+
+
+def test_a_stranger_who_guesses_the_epoch_gets_and_ends_nothing(book: LeaseBook) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10)
+    for guess in ("slot0.1", "node.slot0.1", book.view(SLOT).lease or "", lease.lease[:-1]):
+        assert isinstance(book.renew(LeaseId(guess), renewal, now=1.0), LeaseEnded)
+        assert book.release(LeaseId(guess), now=1.0).reason is EndReason.UNKNOWN
+    assert recorded_by(book).lease == lease.lease
+    empty = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    empty.add_slot(SLOT, epoch=lease.epoch)
+    assert isinstance(empty.renew(lease.lease, renewal, now=1.0), LeaseEnded)
+
+
+def test_a_grant_that_is_withdrawn_leaves_the_slot_free_under_a_raised_epoch(
+    book: LeaseBook,
+) -> None:
+    lease = granted(take(book, request("r1"), now=0.0))
+    refused = book.withdraw(lease, "no record")
+    assert (refused.slot, refused.reason) == (SLOT, "no record")
+    assert book.live(SLOT) is None
+    assert book.news() == ()
+    again = granted(take(book, request("r1"), now=1.0))
+    assert again.epoch > lease.epoch
+    assert again.lease != lease.lease
+
+
+def test_an_id_is_a_name_however_long_the_slots_is() -> None:
+    book = LeaseBook(node=NodeId("n" * 64), ttl_s=10.0)
+    slot = SlotId("s" * 64)
+    book.add_slot(slot, epoch=Epoch(10**9))
+    book.offer(slot, SlotState.OFFERED)
+    answer = book.take(request("r", slot=slot), secret="f" * 32, now=0.0)
+    assert is_name(granted(answer).lease)
+
+
+def _fields() -> dict[str, object]:
+    return {"request_id": "r", "slot": SLOT, "tenant": "t", "job": "j"}
+
+
+class Holder:
+    """A scheduler's view: it uses a lease only until its own, earlier, end."""
+
+    def __init__(self, lease: LeaseGranted, ends_s: float) -> None:
+        self.lease, self.ends_s = lease, ends_s
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """Calls whose request may be lost (no effect) or whose reply may (effect unknown to the
+    caller), under agents that end at any moment and leave their pages and their records."""
+
+    requests = Bundle("requests")
+    SLOTS = tuple(SlotId(f"slot{number}") for number in range(4))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.holders: dict[LeaseId, Holder] = {}
+        self.granted_on: dict[LeaseId, tuple[SlotId, int]] = {}
+        self.epochs = dict.fromkeys(self.SLOTS, 0)
+        self.pages = dict.fromkeys(self.SLOTS, Epoch(0))
+        self.records: dict[SlotId, SlotLease] = {}
+        self.count = 0
+        self.start()
+
+    def start(self) -> None:
+        self.book = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+        for slot in self.SLOTS:
+            left = self.records.get(slot)
+            recorded = None if left is None else replace(left, ends_s=self.now + 10.0)
+            self.book.add_slot(slot, epoch=self.pages[slot], recorded=recorded)
+            self.book.offer(slot, SlotState.OFFERED)
+
+    def beat(self) -> None:
+        """The agent's writes: records of ended leases go first, pages come after."""
+        self.book.expire(now=self.now)
+        for slot in self.SLOTS:
+            live = self.book.live(slot)
+            if slot in self.records and (live is None or live.lease != self.records[slot].lease):
+                del self.records[slot]
+            self.pages[slot] = self.book.view(slot).epoch
+
+    @rule(elapsed_s=st.floats(0.0, 6.0))
+    def time_passes(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+        self.beat()
+
+    @rule(elapsed_s=st.floats(0.0, 3.0))
+    def the_agent_is_killed_and_another_one_starts(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+        self.start()
+
+    @rule(
+        target=requests,
+        slot=st.sampled_from(SLOTS),
+        job=st.sampled_from(["a", "b"]),
+    )
+    def compose(self, slot: SlotId, job: str) -> LeaseRequest:
+        self.count += 1
+        return request(f"r{self.count}", slot=slot, job=job)
+
+    @rule(
+        target=requests,
+        wanted=consumes(requests),
+        reply_lost=st.booleans(),
+        written=st.sampled_from(["all", "record", "nothing"]),
+    )
+    def take(self, wanted: LeaseRequest, reply_lost: bool, written: str) -> object:
+        """The agent dies before all its writes, or answers after them."""
+        sent_s = self.now
+        answer = take(self.book, wanted, now=self.now)
+        if isinstance(answer, LeaseGranted):
+            self.granted_on[answer.lease] = (answer.slot, answer.epoch)
+            live = self.book.live(wanted.slot)
+            assert live is not None
+            if written != "nothing":
+                self.records[wanted.slot] = live
+            if written != "all":
+                self.start()
+                return wanted
+            self.beat()
+        if reply_lost:
+            return wanted
+        if isinstance(answer, LeaseGranted):
+            self.holders[answer.lease] = Holder(answer, sent_s + answer.duration_s)
+        return multiple()
+
+    @rule(data=st.data(), reply_lost=st.booleans())
+    def renew(self, data: st.DataObject, reply_lost: bool) -> None:
+        if not self.holders:
+            return
+        holder = self.holders[data.draw(st.sampled_from(sorted(self.holders)))]
+        renewal = LeaseRenewal(epoch=holder.lease.epoch, duration_s=10.0)
+        answer = self.book.renew(holder.lease.lease, renewal, now=self.now)
+        if isinstance(answer, LeaseGranted):
+            assert (answer.slot, answer.epoch) == (holder.lease.slot, holder.lease.epoch)
+        if reply_lost:
+            return
+        if isinstance(answer, LeaseGranted):
+            holder.ends_s = self.now + answer.duration_s
+        else:
+            del self.holders[holder.lease.lease]
+
+    @rule(epoch=st.integers(0, 9), slot=st.sampled_from(SLOTS), data=st.data())
+    def a_stranger_tries(self, epoch: int, slot: SlotId, data: st.DataObject) -> None:
+        view = self.book.view(slot)
+        guess = data.draw(st.sampled_from([f"{slot}.{epoch}", view.lease or "x", f"n.{slot}.1"]))
+        renewal = LeaseRenewal(epoch=Epoch(epoch), duration_s=10.0)
+        before = {slot: self.book.view(slot) for slot in self.SLOTS}
+        assert isinstance(self.book.renew(LeaseId(guess), renewal, now=self.now), LeaseEnded)
+        self.book.release(LeaseId(guess), now=self.now)
+        self.book.expire(now=self.now)
+        assert before == {slot: self.book.view(slot) for slot in self.SLOTS}
+
+    @rule(data=st.data(), reply_lost=st.booleans(), written=st.booleans())
+    def release(self, data: st.DataObject, reply_lost: bool, written: bool) -> None:
+        if not self.holders:
+            return
+        lease = data.draw(st.sampled_from(sorted(self.holders)))
+        # The holder stops using it before it releases it.
+        self.holders[lease].ends_s = self.now
+        self.book.release(lease, now=self.now)
+        if not written:
+            self.start()
+            return
+        self.beat()
+        if not reply_lost:
+            del self.holders[lease]
+
+    @rule(slot=st.sampled_from(SLOTS), state=st.sampled_from(SlotState))
+    def offer_changes(self, slot: SlotId, state: SlotState) -> None:
+        self.book.offer(slot, state)
+
+    @invariant()
+    def no_two_holders_believe_in_one_slot(self) -> None:
+        self.book.expire(now=self.now)
+        believed = [h.lease.slot for h in self.holders.values() if h.ends_s > self.now]
+        assert len(believed) == len(set(believed))
+
+    @invariant()
+    def a_believed_lease_is_the_live_one_under_the_current_epoch(self) -> None:
+        for lease, holder in self.holders.items():
+            if holder.ends_s > self.now:
+                live = self.book.live(holder.lease.slot)
+                assert live is not None
+                assert (live.lease, live.epoch) == (lease, holder.lease.epoch)
+
+    @invariant()
+    def a_live_lease_is_on_the_slot_and_under_the_epoch_that_it_was_granted_for(self) -> None:
+        for slot in self.SLOTS:
+            live = self.book.live(slot)
+            if live is not None:
+                assert self.granted_on[live.lease] == (slot, live.epoch)
+
+    @invariant()
+    def epochs_that_were_written_only_rise(self) -> None:
+        for slot in self.SLOTS:
+            assert self.pages[slot] >= self.epochs[slot]
+            assert self.book.view(slot).epoch >= self.epochs[slot]
+            self.epochs[slot] = self.pages[slot]
+
+
+TestLeaseMachine = LeaseMachine.TestCase
+TestLeaseMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

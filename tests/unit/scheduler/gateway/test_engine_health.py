@@ -1,0 +1,54 @@
+"""Broken attempts and meddled weights of one engine."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.gateway.policy.engine_health import (
+    FORGOTTEN_S,
+    MOST_IN_A_ROW,
+    FaultStreak,
+    Meddling,
+)
+
+
+def test_one_broken_attempt_is_not_the_engines_fault() -> None:
+    assert not FaultStreak().fail(began_s=0.0, now=1.0)
+
+
+def test_several_in_a_row_are() -> None:
+    streak = FaultStreak()
+    verdicts = [streak.fail(began_s=float(at), now=at + 0.5) for at in range(MOST_IN_A_ROW)]
+    assert verdicts == [False] * (MOST_IN_A_ROW - 1) + [True]
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=200))
+def test_attempts_that_ran_side_by_side_count_once(began) -> None:
+    streak = FaultStreak()
+    assert not any(streak.fail(began_s=at_s, now=1.5) for at_s in began)
+
+
+def test_an_attempt_that_comes_to_its_end_ends_the_row() -> None:
+    streak = FaultStreak()
+    for at in range(10 * MOST_IN_A_ROW):
+        assert not streak.fail(began_s=float(at), now=at + 0.5)
+        if at % (MOST_IN_A_ROW - 1) == MOST_IN_A_ROW - 2:
+            streak.succeed()
+
+
+def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
+    meddling = Meddling()
+    assert meddling.seen(now=0)
+    assert meddling.until_s <= 0
+    waits = []
+    for _ in range(9):
+        assert not meddling.seen(now=10), "told once"
+        waits.append(meddling.until_s - 10)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_what_is_long_ago_is_told_anew() -> None:
+    meddling = Meddling()
+    meddling.seen(now=0)
+    meddling.seen(now=1)
+    assert meddling.seen(now=2 + FORGOTTEN_S)
+    assert meddling.until_s <= 2 + FORGOTTEN_S

@@ -1,0 +1,255 @@
+"""The holder of leases against agents that restart, answer for others, or answer nonsense."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotOffers,
+    SlotState,
+)
+from harvester.policy.lease_book import LeaseBook
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.harvested_slots import Harvest
+from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
+from scheduler.gateway.state import SchedulerState
+from scheduler.model import Engine, Lease
+
+SLOTS = tuple(SlotId(f"slot{number}") for number in range(3))
+JOB = JobId("job")
+
+
+@dataclass
+class Clock:
+    at_s: float = 0.0
+
+    def now(self) -> float:
+        return self.at_s
+
+
+class Fleet:
+    """Guests open to turns, and their leases."""
+
+    def __init__(self) -> None:
+        self.guests: dict[EngineId, tuple[Engine, Lease]] = {}
+
+    def add(self, engine: Engine, _client: object, *, lease: Lease) -> None:
+        self.guests[engine.engine] = (engine, lease)
+
+    def remove(self, engine: EngineId, _reason: str) -> None:
+        self.guests.pop(engine, None)
+
+    def renewed(self, engine: EngineId, lease: Lease) -> None:
+        self.guests[engine] = (self.guests[engine][0], lease)
+
+    def review_contexts(self) -> None: ...
+
+    def clash_of(self, _engine: EngineDescription) -> str:
+        return ""
+
+
+@dataclass
+class Agent:
+    """The agent's own lease book behind an AgentClient's calls."""
+
+    clock: Clock
+    name: str = "n"
+    slots: tuple[SlotId, ...] = SLOTS
+    lost: bool = False
+    reply: Any = None
+    """Sent instead of the next answer to a renewal or a request."""
+    asked: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.book = LeaseBook(node=NodeId(self.name), ttl_s=10.0)
+        for slot in self.slots:
+            self.book.add_slot(slot, epoch=Epoch(0))
+            self.book.offer(slot, SlotState.OFFERED)
+
+    def restart(self) -> None:
+        book = LeaseBook(node=NodeId(self.name), ttl_s=10.0)
+        for slot in reversed(self.slots):
+            live = self.book.live(slot)
+            kept = None if live is None else replace(live, ends_s=self.clock.at_s + 10.0)
+            book.add_slot(slot, epoch=self.book.view(slot).epoch, recorded=kept)
+            book.offer(slot, SlotState.OFFERED)
+        self.book = book
+
+    async def offers(self) -> SlotOffers:
+        return SlotOffers(node=NodeId(self.name), slots=tuple(map(self._offer, self.slots)))
+
+    async def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
+        self.asked.append(f"take {request.slot}")
+        answer = self.book.take(
+            request, secret=f"{self.name}{len(self.asked):031d}", now=self.clock.at_s
+        )
+        return self._said(answer)
+
+    async def renew(
+        self, lease: LeaseId, *, epoch: Epoch, duration_s: float
+    ) -> LeaseGranted | LeaseEnded:
+        from harvester.contracts.wire.leases import LeaseRenewal
+
+        self.asked.append("renew")
+        renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s)
+        return self._said(self.book.renew(lease, renewal, now=self.clock.at_s))
+
+    async def release(self, lease: LeaseId) -> LeaseEnded:
+        self.asked.append("release")
+        return self.book.release(lease, now=self.clock.at_s)
+
+    def _said(self, answer: Any) -> Any:
+        if self.lost:
+            raise Exhausted("lost")
+        said, self.reply = self.reply or answer, None
+        return said
+
+    def _offer(self, slot: SlotId) -> SlotOffer:
+        state, reason, epoch = self.book.entry(slot)
+        return SlotOffer(
+            slot=slot,
+            node=NodeId(self.name),
+            state=state,
+            engine_url=f"http://{self.name}-{slot}",
+            model="m",
+            epoch=epoch,
+            concurrency=4,
+            kv_tokens=0,
+            idle_ratio=None,
+            reason=reason,
+        )
+
+
+class Stage:
+    def __init__(self, *agents: str) -> None:
+        self.clock = Clock()
+        self.agents = {name: Agent(self.clock, name) for name in agents or ("n",)}
+        self.fleet = Fleet()
+        policy = CapacityPolicy(CapacityConfig(instance="i"))
+        self.harvest = Harvest(
+            policy,
+            self.fleet,  # type: ignore[arg-type]
+            SchedulerState(None),
+            DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
+            self.clock,
+            agents=self.agents,  # type: ignore[arg-type]
+            guests={},
+            client_of=lambda _url: None,  # type: ignore[arg-type, return-value]
+            demands=lambda: (
+                Demand(
+                    job=JOB, active=True, harvesting=True, queued=9, running=0, dedicated_places=0
+                ),
+            ),
+            tenant_of=lambda _job: TenantId("t"),
+        )
+
+    async def looks(self, *, after_s: float = 0.0) -> None:
+        self.clock.at_s += after_s
+        await self.harvest.look()
+
+    @property
+    def held(self) -> dict[SlotId, Lease]:
+        return {lease.slot: lease for lease in self.harvest.leases.values()}
+
+
+async def test_leases_survive_the_restart_of_their_agent_each_on_its_slot() -> None:
+    stage = Stage()
+    await stage.looks()
+    before = {slot: lease.lease for slot, lease in stage.held.items()}
+    assert set(before) == set(SLOTS)
+    stage.agents["n"].restart()
+    await stage.looks(after_s=4.0)
+    assert {slot: lease.lease for slot, lease in stage.held.items()} == before
+    assert all(lease.expires_s == 14.0 for lease in stage.held.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"slot": SLOTS[1]}, "slot"),
+        ({"epoch": Epoch(9)}, "epoch"),
+        ({"lease": LeaseId("other")}, "another lease"),
+    ],
+)
+async def test_a_lease_whose_reply_names_another_is_dropped_at_once(
+    changes: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = Stage()
+    await stage.looks()
+    lease = stage.held[SLOTS[0]]
+    granted = LeaseGranted(lease=lease.lease, slot=lease.slot, epoch=lease.epoch, duration_s=10.0)
+    fields = {name: getattr(granted, name) for name in granted.__struct_fields__}
+    stage.agents["n"].reply = LeaseGranted(**{**fields, **changes})
+    await stage.harvest._renew(lease)
+    assert SLOTS[0] not in stage.held
+    assert EngineId("guest.slot0") not in stage.fleet.guests
+    assert says in caplog.text
+
+
+async def test_an_end_of_another_lease_is_no_reply_to_ours_either() -> None:
+    stage = Stage()
+    await stage.looks()
+    lease = stage.held[SLOTS[0]]
+    stage.agents["n"].reply = LeaseEnded(lease=LeaseId("other"), reason=EndReason.RELEASED)
+    await stage.harvest._renew(lease)
+    assert SLOTS[0] not in stage.held
+
+
+async def test_a_grant_of_another_slot_than_was_asked_for_is_not_used() -> None:
+    stage = Stage()
+    stage.agents["n"].reply = LeaseGranted(
+        lease=LeaseId("x"), slot=SlotId("elsewhere"), epoch=Epoch(1), duration_s=10.0
+    )
+    await stage.looks()
+    assert set(stage.held) == set(SLOTS[1:])
+    assert SlotId("elsewhere") not in stage.held
+
+
+async def test_a_reply_gives_no_more_time_than_was_asked_for() -> None:
+    stage = Stage()
+    stage.agents["n"].reply = LeaseGranted(
+        lease=LeaseId("x"), slot=SLOTS[0], epoch=Epoch(1), duration_s=1e9
+    )
+    await stage.looks()
+    assert stage.held[SLOTS[0]].expires_s == 10.0
+
+
+async def test_a_lost_reply_is_asked_for_again_and_gives_the_same_lease() -> None:
+    stage = Stage()
+    agent = stage.agents["n"]
+    agent.lost = True
+    await stage.looks()
+    assert stage.held == {}
+    agent.lost = False
+    granted = {slot: agent.book.live(slot) for slot in SLOTS}
+    agent.restart()
+    await stage.looks(after_s=1.0)
+    assert {slot: lease.lease for slot, lease in stage.held.items()} == {
+        slot: lease.lease for slot, lease in granted.items() if lease is not None
+    }
+    assert len(stage.held) == len(SLOTS)
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+async def test_a_slot_name_of_two_agents_sends_no_turn_to_the_wrong_one(first: str) -> None:
+    stage = Stage("a", "b")
+    await stage.harvest._refresh_offers(first)
+    for step in range(4):
+        await stage.looks(after_s=3.0 if step else 0.0)
+        assert set(stage.held) == set(SLOTS)
+        for engine, lease in stage.fleet.guests.values():
+            assert lease.agent == first
+            assert engine.url == f"http://{first}-{lease.slot}"
+    other = "b" if first == "a" else "a"
+    assert f"agent {first} offers slot0, slot1, slot2 too" in stage.harvest.silent_agents[other]
+    assert stage.agents[other].asked == []

@@ -1,0 +1,26 @@
+"""An engine's identity: what changed between two answers."""
+
+import pytest
+
+from scheduler.gateway.identity import Change, change_between
+
+
+@pytest.mark.parametrize(
+    ("told", "change"),
+    [
+        ("a1.4", Change.NONE),
+        ("a1.6", Change.WEIGHTS),
+        ("b2.4", Change.PROCESS),
+        ("", Change.PROCESS),
+        ("a1", Change.PROCESS),
+    ],
+)
+def test_a_living_process_with_other_weights_is_told_from_another_process(
+    told: str, change: Change
+) -> None:
+    assert change_between("a1.4", told) is change
+
+
+def test_a_start_time_with_a_fraction_is_no_count_of_weight_calls() -> None:
+    given, told = "started 1700000000.25", "started 1700000000.75"
+    assert change_between(given, told) is Change.PROCESS

@@ -1,0 +1,35 @@
+"""`from scheduler import ...`: few names, each loaded on first use."""
+
+import subprocess
+import sys
+
+import pytest
+
+import scheduler
+
+
+def test_the_public_names_are_these_six() -> None:
+    assert scheduler.__all__ == [
+        "DeclaredPhase",
+        "Harvesting",
+        "PhaseControl",
+        "PhaseKind",
+        "SocketControl",
+        "Submission",
+    ]
+
+
+@pytest.mark.parametrize("name", scheduler.__all__)
+def test_each_public_name_is_the_class_of_its_module(name: str) -> None:
+    assert getattr(scheduler, name).__name__ == name
+
+
+def test_another_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Planner'"):
+        _ = scheduler.Planner
+
+
+def test_import_of_the_package_loads_no_other_module_of_rosemux_or_numerics() -> None:
+    heavy = "('scheduler.', 'harvester', 'numpy', 'numba', 'scipy', 'aiohttp', 'msgspec')"
+    code = f"import scheduler, sys; print([m for m in sys.modules if m.startswith({heavy})])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
