@@ -79,7 +79,9 @@ class Samples:
 
     async def results(self) -> list[Turn]:
         """All turns at their ends. Raises TurnRefused, and what serving a turn raises."""
-        return [self._result(done) for done in await asyncio.gather(*self._tasks)]
+        for done in asyncio.as_completed(self._tasks):
+            self._result(await done)
+        return [task.result()[0] for task in self._tasks]
 
     async def chunks(self) -> AsyncIterator[Choice]:
         """New tokens of each choice as they come, and each choice's end once. Raises as results."""

@@ -129,7 +129,7 @@ class TextRoutes:
         turns: list[GenerateRequest],
     ) -> web.StreamResponse:
         states: dict[int, Body | None] = {}
-        texts = [_StoppedText(turn) for turn in turns]
+        texts = [StoppedText(turn) for turn in turns]
         async with event_stream(request) as send:
             async for choice in samples.chunks():
                 turn = turns[choice.index]
@@ -245,7 +245,7 @@ def _message(choice: Body) -> Body:
     return message
 
 
-class _StoppedText:
+class StoppedText:
     """The text of one streamed choice, without the stop string that ends it.
 
     A tail as long as a stop string is held back until it is known not to begin one.
