@@ -1,6 +1,6 @@
 """Keeps one local checkpoint directory at a version of a store, through kills and broken payloads.
 
-    follower = CheckpointFollower(Receiver("/weights/job-a"), "/local/policy")
+    follower = Follower(Receiver("/weights/job-a"), "/local/policy")
     pulled = follower.pull()
 
 Before the first byte changes, the new digest of every tensor is known and their combined hash is
@@ -10,10 +10,9 @@ that finds an interrupted apply finishes it first.
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
@@ -52,7 +51,7 @@ class _Coming:
     """xxh3-128 of every tensor after the write."""
 
 
-class CheckpointFollower:
+class Follower(AbstractContextManager["Follower"]):
     """Owns one directory; a lock keeps a second owner out. Not thread-safe.
 
     After an exception `held` tells the directory's state: the old version, or None until the next
@@ -79,15 +78,7 @@ class CheckpointFollower:
             self._pool.shutdown()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

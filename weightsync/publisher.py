@@ -10,28 +10,25 @@ trainer's list of changes, and updates that copy only after the new version is i
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import Adapter
 from weightsync.encoding.codec import Encoding, warm_up
+from weightsync.layout.adapter import Adapter
 from weightsync.layout.durable import write_durably
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import Anchored, Order, PublishResult, Settled, WrittenShare
-from weightsync.publish.copy_memory import HostMemory, MappedFile
 from weightsync.publish.intake import Intake, State
 from weightsync.publish.last_published import LastPublished
+from weightsync.publish.mapped_copy import MappedFile
 from weightsync.publish.ranks import Alone, Conversation, Ranks, RanksByFiles
 from weightsync.publish.share import Share
-from weightsync.publish.store_writer import Draft, FileWriter, WritableStore
+from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
-from weightsync.publish.writable_store import writable_store
-from weightsync.reading.store import Kind, VersionRef
 
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20
@@ -54,7 +51,7 @@ class Published:
     seconds: float
 
 
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """Owns one store, together with the publishers of the other ranks. Not thread-safe.
 
     `anchor_every`: versions between full checkpoints, at most 25. `keep_versions`: number of newest
@@ -127,15 +124,7 @@ class Publisher:
             shard_bytes=shard_bytes,
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -240,9 +229,9 @@ class Publisher:
     def _opened_copy(self, copy_dir: Path | None, rank: int) -> LastPublished:
         """An empty copy, or an earlier process's copy of exactly the store's newest version."""
         if copy_dir is None:
-            return LastPublished(HostMemory())
-        memory = MappedFile(copy_dir, rank=rank)
-        copy = LastPublished(memory)
+            return LastPublished(None)
+        file = MappedFile(copy_dir, rank=rank)
+        copy = LastPublished(file)
         store = self._store.reader()
         try:
             latest = store.latest()
@@ -254,7 +243,7 @@ class Publisher:
         if manifest is None or block is None or block.adapter != record:
             copy.forget()
         else:
-            copy.adopt(memory, manifest.version, block.state_hash, self._pool)
+            copy.adopt(file, manifest.version, block.state_hash, self._pool)
         return copy
 
 

@@ -17,19 +17,18 @@ from pathlib import Path
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import Base, check_base
 from weightsync.elements.bits import Layout
+from weightsync.layout.adapter import Base, check_base
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
-from weightsync.reading.store import Kind, Store, VersionRef
-from weightsync.receive.held_parts import HeldParts, everything, held_parts
+from weightsync.reading.store import Store
+from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.plan import PullPlan, Step, plans
-from weightsync.receive.staged import Staged
+from weightsync.receive.staged import Staged, write_state
 from weightsync.receive.staging import stage
-from weightsync.receive.writing import write_state
-from weightsync.selection import Selection
-from weightsync.target import ApplyTarget
+from weightsync.receive.target import ApplyTarget
 from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
@@ -151,7 +150,11 @@ class Receiver:
         self._present = self._store.refs()
         self._look_ahead(current, target)
         for plan in plans(
-            self, current=current, target=target, latest=latest, layout_is_known=layout_is_known
+            self.step,
+            current=current,
+            target=target,
+            latest=latest,
+            layout_is_known=layout_is_known,
         ):
             check_base(plan.manifest, self.base)
             yield plan

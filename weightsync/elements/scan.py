@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import BLOCK_BYTES, Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
+from weightsync.elements.kernels import zigzag
 from weightsync.elements.lanes import (
     LANES,
     behind_last_lane,
@@ -32,7 +33,6 @@ from weightsync.elements.picked import (
     put_places,
 )
 from weightsync.elements.xxh3 import Accumulators, absorb
-from weightsync.elements.zigzag import zigzag
 
 Places: TypeAlias = npt.NDArray[np.int32]
 """Positions of elements within a block."""

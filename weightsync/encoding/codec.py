@@ -22,19 +22,24 @@ from harvester.contracts.errors import Unsupported
 from weightsync.elements import kernels, state_hash
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec, bytes_of
 from weightsync.elements.compiled import forget_cache
-from weightsync.encoding.decoders import (
+from weightsync.encoding.delta import (
+    Delta,
+    checked_apply,
     decode_dense,
     decode_overwrite,
     decode_rosemux,
     decode_xor,
     rosemux_layout,
 )
-from weightsync.encoding.delta import Delta, checked_apply
 from weightsync.encoding.grouped import GROUPS
 from weightsync.encoding.grouped_payload import grouped_payload, is_worth_groups
-from weightsync.encoding.plain import plain_deltas
-from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
-from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
+from weightsync.encoding.plain import MAX_BYTES as PLAIN_BYTES
+from weightsync.encoding.plain import (
+    OVERWRITE_BELOW_CHANGES,
+    PlainPayload,
+    plain_deltas,
+    plain_payload,
+)
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
 from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
 from weightsync.encoding.stream import pack_frame, pack_stream, read_stream

@@ -20,16 +20,16 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements import xxh3
 from weightsync.elements.bits import Bits, Bytes, bytes_of
 from weightsync.elements.compiled import compiled
-from weightsync.elements.grouped import INDEX_BYTES, Gaps, apply_grouped
+from weightsync.elements.group_applying import INDEX_BYTES, Gaps, apply_grouped
 from weightsync.elements.groups import (
     GROUP,
     MAX_LOW_BITS,
     WORD_BYTES,
     groups_end,
 )
-from weightsync.elements.state_hash import digest_of
+from weightsync.elements.state_hash import digest_from
 from weightsync.elements.xxh3 import Accumulators
-from weightsync.encoding.numbers import number_at
+from weightsync.encoding.varint import number_at
 
 GROUPS = 2
 """Layout number of a payload that holds groups."""
@@ -65,13 +65,9 @@ class GroupedDelta:
 
     def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         """See delta.py."""
-        data = bytes_of(bits)
-        high, low = _apply(bits, data, self.payload, self.row, xxh3.started(), hashed)
-        if not hashed:
-            return ""
-        if data.size < xxh3.MIN_BYTES:
-            return digest_of(bits)
-        return f"{int(high):016x}{int(low):016x}"
+        data, sums = bytes_of(bits), xxh3.started()
+        _apply(bits, data, self.payload, self.row, sums, hashed)
+        return digest_from(sums, data) if hashed else ""
 
     def opened(self, width_bytes: int) -> "OpenedGroups":
         """The same changes of elements of `width_bytes`, for callers with loops of their own."""
@@ -153,7 +149,7 @@ def _parts(payload: Bytes, row: Row) -> tuple[Bytes, Gaps, Gaps, Gaps]:
 @compiled
 def _apply(
     bits: Bits, data: Bytes, payload: Bytes, row: Row, sums: Accumulators, hashed: bool
-) -> tuple[np.uint64, np.uint64]:
+) -> None:
     low_bits, gaps, far_gaps, codes = _parts(payload, row)
     signs, wide = payload[row[_SIGNS] : row[_LOWS]], payload[row[_END] :]
-    return apply_grouped(bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed)
+    apply_grouped(bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed)

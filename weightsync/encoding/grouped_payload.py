@@ -9,17 +9,17 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled
+from weightsync.elements.group_applying import INDEX_BYTES, NEAREST_FAR
 from weightsync.elements.group_writing import groups_size, highs_room, write_groups
-from weightsync.elements.grouped import INDEX_BYTES, NEAREST_FAR
 from weightsync.elements.groups import (
     GROUP,
     MAX_LOW_BITS,
     WORD_BYTES,
 )
 from weightsync.elements.scan import GAP_ESCAPE
-from weightsync.encoding.numbers import put_number
 from weightsync.encoding.sparse import SparseStreams
 from weightsync.encoding.stream import pack_stream
+from weightsync.encoding.varint import put_number
 
 _LEAST_CHANGES = 1024
 """Payloads with fewer changes unpack in negligible time anyway."""

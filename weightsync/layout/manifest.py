@@ -15,12 +15,9 @@ from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
-from weightsync.layout import names
 from weightsync.layout.chunk_digests import fit
 from weightsync.layout.slices import SliceRecord, Slicing
 
-INDEX_FILE = names.INDEX_FILE
-MAX_INDEX_BYTES = names.MAX_INDEX_BYTES
 BLOCK_FORMAT = 1
 
 

@@ -22,9 +22,10 @@ from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, 
 from harvester.contracts.ids import WeightVersion, checked_name, is_name
 from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import TEMPORARY, refusals, sync_directory, write_durably
+from weightsync.layout.names import LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.publish.agreement import WrittenShare, final_names
 from weightsync.publish.store_writer import FileWriter
-from weightsync.reading.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
+from weightsync.reading.store import Store
 
 _LOCK_FILE = ".publisher-lock"
 _FULL_FILE_BYTES = 1 << 37

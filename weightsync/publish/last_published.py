@@ -21,8 +21,8 @@ from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
-from weightsync.publish.copy_memory import CopyMemory, MappedFile
 from weightsync.publish.intake import Intake, Piece
+from weightsync.publish.mapped_copy import MappedFile
 
 RECORD_FORMAT = 1
 
@@ -51,10 +51,13 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LastPublished:
-    """One rank's entries. `version` is None if there is no state to compare with."""
+    """One rank's entries. `version` is None if there is no state to compare with.
 
-    def __init__(self, memory: CopyMemory) -> None:
-        self._memory = memory
+    `file`: a copy that outlives the process; None keeps it in memory.
+    """
+
+    def __init__(self, file: MappedFile | None) -> None:
+        self._file = file
         self._clear()
 
     def _clear(self) -> None:
@@ -71,11 +74,13 @@ class LastPublished:
     def forget(self) -> None:
         """Drop the copy, so that the next version is a full one."""
         self._clear()
-        self._memory.drop()
+        if self._file is not None:
+            self._file.drop()
 
     def close(self) -> None:
         self._clear()
-        self._memory.close()
+        if self._file is not None:
+            self._file.close()
 
     def bits(self, entry: str) -> Bits:
         return self._bits[self.ties.get(entry, entry)]
@@ -113,7 +118,10 @@ class LastPublished:
                     slices[piece.entry] = piece.record
                 yield piece
 
-        self._bits = self._memory.fill(noted())
+        if self._file is None:
+            self._bits = {piece.entry: piece.bits(own=True) for piece in noted()}
+        else:
+            self._bits = self._file.fill(noted())
         self._specs, self.ties = specs, dict(intake.ties)
         digests = digests_of(specs, specs, self.bits, pool)
         digests |= {name: digests[first] for name, first in self.ties.items()}
@@ -175,7 +183,8 @@ class LastPublished:
         """Set the version that the copy now is; `digests` are the changed ones."""
         self.contents.digests.update(digests or {})
         self.version, self.state_hash = version, state_hash
-        self._memory.record(lambda: msgspec.json.encode(self._record(version)))
+        if self._file is not None:
+            self._file.record(msgspec.json.encode(self._record(version)))
 
     def _record(self, version: WeightVersion) -> _Record:
         return _Record(
@@ -189,18 +198,13 @@ class LastPublished:
             skipped=sorted(self.skipped),
         )
 
-    def adopt(
-        self, memory: MappedFile, latest: WeightVersion | None, state_hash: str, pool: Executor
-    ) -> None:
+    def adopt(self, file: MappedFile, latest: int, state_hash: str, pool: Executor) -> None:
         """Take over an earlier process's copy, if it is exactly the store's newest version."""
         try:
-            record = msgspec.json.decode(memory.recorded(), type=_Record)
-            if (record.format, record.version, record.state_hash) == (
-                RECORD_FORMAT,
-                latest,
-                state_hash,
-            ):
-                self._take_over(memory, record)
+            record = msgspec.json.decode(file.recorded(), type=_Record)
+            found = (record.format, record.version, record.state_hash)
+            if found == (RECORD_FORMAT, latest, state_hash):
+                self._take_over(file, record)
                 if self.is_true(pool):
                     self.version, self.state_hash = WeightVersion(record.version), state_hash
                     return
@@ -208,12 +212,12 @@ class LastPublished:
             pass
         self.forget()
 
-    def _take_over(self, memory: MappedFile, record: _Record) -> None:
+    def _take_over(self, file: MappedFile, record: _Record) -> None:
         self._specs = {
             entry: checked_spec(dtype, shape, what=f"copy of {entry!r}")
             for entry, dtype, shape in record.lie
         }
-        self._bits = memory.mapped(self._specs)
+        self._bits = file.mapped(self._specs)
         self.ties, self.skipped = record.ties, set(record.skipped)
         self._know(record.slices, record.digests)
 

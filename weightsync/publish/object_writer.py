@@ -20,7 +20,7 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.adapter import FULL_SHARD_FILE
+from weightsync.layout.adapter import FULL_SHARD_FILE
 from weightsync.layout.names import (
     CONFIG_FILE,
     INDEX_FILE,

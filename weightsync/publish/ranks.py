@@ -14,8 +14,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
-from weightsync.publish.conversation import First, Other, said
-from weightsync.publish.mailbox import WordFiles
+from weightsync.publish.conversation import First, Other, WordFiles, said
 
 RANKS_DIRECTORY = ".ranks"
 _T = TypeVar("_T", bound=msgspec.Struct)

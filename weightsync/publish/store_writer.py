@@ -1,26 +1,28 @@
-"""Interfaces for writing a store: its single writer, and each rank's draft.
+"""Interfaces for writing a store: a location, its single writer, and each rank's draft.
 
     directory_writer.py   a local or shared file system: versions are renamed into place
     object_writer.py      objects: versions are put under names that no index mentions yet
 
 A version appears whole or not at all. A kill at any byte leaves the previous version as it was, and
-the next writer sweeps the leftovers. Decides nothing about contents.
+the next writer sweeps the leftovers.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bytes
+from weightsync.layout.durable import write_durably
+from weightsync.layout.names import VersionRef
 from weightsync.publish.agreement import WrittenShare
-from weightsync.reading.store import Store, VersionRef
+from weightsync.reading.store import Store
 
-
-class FileWriter(Protocol):
-    def __call__(self, path: Path, chunks: Iterable[Any]) -> int:
-        """Write a new file durably; returns its size in bytes."""
-        ...
+FileWriter: TypeAlias = Callable[[Path, Iterable[Any]], int]
+"""Writes a new file durably; returns its size in bytes."""
 
 
 class Draft(Protocol):
@@ -125,3 +127,42 @@ class WritableStore(Protocol):
     def draft(self, begun: str) -> Draft:
         """Raises PeerProtocolError for a name that `begin` does not give."""
         ...
+
+
+WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})
+"""Schemes whose stores show an object only once it is complete, and replace it atomically: with
+others, a kill could leave half of LATEST."""
+_LOCAL = frozenset({"file", "local"})
+
+
+def writable_store(
+    location: Path | str, *, write: FileWriter = write_durably, spool_dir: Path | None = None
+) -> WritableStore:
+    """Raises ConfigError for a location that cannot be published to.
+
+    `write` is the writer for files of a directory; `spool_dir` holds deltas that await upload.
+    """
+    if isinstance(location, Path) or "://" not in location:
+        from weightsync.publish.directory_writer import WritableDirectory
+
+        return WritableDirectory(Path(location), write=write)
+    scheme = location.partition("://")[0].lower()
+    if scheme in _LOCAL:
+        return writable_store(Path(url2pathname(urlsplit(location).path)), write=write)
+    if scheme in {"http", "https"}:
+        raise ConfigError(
+            f"{location}: weight servers only read; publish to the directory that they serve"
+        )
+    if scheme not in WHOLE_PUTS:
+        raise ConfigError(
+            f"{location}: {scheme} is not known to replace an object in one piece; publish to a "
+            f"directory, or to one of {', '.join(sorted(WHOLE_PUTS))}"
+        )
+    from weightsync.publish.object_writer import WritableObjects
+
+    return WritableObjects(location, spool_dir=spool_dir)
+
+
+def store_name(location: Path | str) -> str:
+    """Name of a store among others: the last part of its location."""
+    return str(location).rstrip("/").rpartition("/")[2]

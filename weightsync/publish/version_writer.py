@@ -4,23 +4,21 @@ Only rank 0 names a version, so a publish that any rank leaves early has changed
 the ranks' reports; never reads a shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
+from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import (
     BLOCK_FORMAT,
-    INDEX_FILE,
-    MAX_INDEX_BYTES,
     Block,
     Manifest,
     encoded_manifest,
     without_chunks,
 )
-from weightsync.layout.names import CONFIG_FILE
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
     Holding,
@@ -36,9 +34,7 @@ from weightsync.publish.agreement import (
     told_contents,
 )
 from weightsync.publish.last_published import Contents
-from weightsync.publish.retention import making_room, superseded
 from weightsync.publish.store_writer import StoreWriter
-from weightsync.reading.store import Kind, VersionRef
 
 
 class VersionWriter:
@@ -251,3 +247,46 @@ def _size_bytes(written: Sequence[WrittenShare], small: Mapping[str, bytes]) -> 
     """Size of a version: its shards and its small files."""
     shards = sum(shard.record.bytes for part in written for shard in part.shards)
     return shards + sum(len(data) for data in small.values())
+
+
+def superseded(
+    refs: Collection[VersionRef],
+    *,
+    full_versions: Collection[WeightVersion],
+    latest: WeightVersion,
+    keep_versions: int,
+) -> tuple[VersionRef, ...]:
+    """The directories to delete, oldest first.
+
+    `full_versions` are those with a full checkpoint, as anchor or as the version itself. The newest
+    of them at or below the oldest version to keep becomes the store's new beginning.
+    """
+    oldest_kept = latest - keep_versions + 1
+    beginning = max((v for v in full_versions if v <= oldest_kept), default=0)
+    return _before(refs, beginning)
+
+
+def making_room(
+    sizes: Mapping[VersionRef, int],
+    *,
+    full_versions: Collection[WeightVersion],
+    latest: WeightVersion,
+    needed_bytes: int,
+    max_bytes: int,
+) -> tuple[VersionRef, ...] | None:
+    """The fewest directories to delete, oldest first, so that `needed_bytes` more fit.
+
+    `latest` stays reachable whatever the next version becomes. None where that leaves too little.
+    """
+    beginnings = sorted({0, *(version for version in full_versions if version <= latest)})
+    for beginning in beginnings:
+        doomed = _before(sizes, beginning)
+        kept_bytes = sum(sizes.values()) - sum(sizes[ref] for ref in doomed)
+        if kept_bytes + needed_bytes <= max_bytes:
+            return doomed
+    return None
+
+
+def _before(refs: Collection[VersionRef], beginning: int) -> tuple[VersionRef, ...]:
+    doomed = (ref for ref in refs if ref.version < beginning)
+    return tuple(sorted(doomed, key=lambda ref: (ref.version, ref.kind)))

@@ -31,8 +31,6 @@ from weightsync.reading.spool import Spool
 from weightsync.transport.location import source_at
 from weightsync.transport.source import StoreSource
 
-__all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
-
 MAX_SHARD_BYTES = 1 << 38
 """Bound on one shard: no publisher writes 256 GiB into one file."""
 _AT_ONCE = 8

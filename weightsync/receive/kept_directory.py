@@ -13,7 +13,6 @@ from typing import IO
 
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.checkpoint import Checkpoint, check_ours, sweep, write_checkpoint
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
 from weightsync.layout.apply_journal import (
@@ -25,6 +24,7 @@ from weightsync.layout.apply_journal import (
     write_record,
 )
 from weightsync.layout.durable import storage_error
+from weightsync.receive.checkpoint import Checkpoint, check_ours, sweep, write_checkpoint
 
 _LOCK_FILE = ".rosemux-lock"
 

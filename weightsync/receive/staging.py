@@ -21,8 +21,7 @@ from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
-from weightsync.receive.final_state import advance, entry_digests
-from weightsync.receive.full_state import FullState, StoredEntry
+from weightsync.receive.full_state import FullState, StoredEntry, advance, entry_digests
 from weightsync.receive.held_parts import EntryPart, HeldParts, everything, runs
 from weightsync.receive.plan import PullPlan, Step
 from weightsync.receive.staged import Expected, Staged, check_foreign, expected_of_parts

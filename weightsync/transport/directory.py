@@ -8,7 +8,6 @@ from pathlib import Path
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt
-from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.source import watched
 
 _POLL_S = 0.1
@@ -35,7 +34,7 @@ class DirectorySource:
             return frozenset(path.name for path in self._root.iterdir())
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self._latest, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         full = self._root / path
@@ -66,12 +65,6 @@ class DirectorySource:
 
     def close(self) -> None:
         """No-op: nothing is held open."""
-
-    def _latest(self) -> bytes | None:
-        try:
-            return self.read_small(LATEST_FILE, MAX_LATEST_BYTES)
-        except FileNotFoundError:
-            return None
 
 
 def _plain(path: str, flags: int) -> int:

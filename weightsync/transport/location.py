@@ -23,7 +23,7 @@ def source_at(location: Path | str, access: Access | None = None) -> StoreSource
         from weightsync.transport.http_source import HttpSource
 
         return HttpSource(location, access)
-    from weightsync.transport.object_store import ObjectStoreSource
+    from weightsync.transport.objects import ObjectStoreSource
 
     return ObjectStoreSource(location, streams=access.streams, retries=access.retries)
 

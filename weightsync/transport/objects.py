@@ -1,7 +1,8 @@
-"""One prefix of an object store: reads and puts objects by name below it, with retries.
+"""One prefix of an object store: reads and puts objects by name; and a weight store there.
 
-Every call is repeated while its fault may pass. Decides the meaning of an implementation's
-exceptions, not of an object's content.
+Every call is repeated while its fault may pass. A directory cannot be renamed in one piece there,
+so files of an unfinished version may be seen: its index is put after them and LATEST after the
+index, and readers go by these alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,8 +12,10 @@ from random import Random
 from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from weightsync.transport.patience import Interrupted, Patience, RetryLimits, persist
+from weightsync.transport.ranges import ByteSpan
+from weightsync.transport.source import watched
 
 T = TypeVar("T")
 
@@ -189,3 +192,58 @@ def _opened(url: str) -> tuple[Any, str]:
             "a URL that fsspec knows"
         ) from error
     return fs, str(root).rstrip("/")
+
+
+_POLL_S = 1.0
+"""Object stores charge by request."""
+
+
+class ObjectStoreSource:
+    """Reads by ranges."""
+
+    announces = False
+    range_bytes = 8 << 20
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        streams: int = 4,
+        retries: RetryLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or MonotonicClock()
+        self._objects = Objects(url, retries=retries, clock=self._clock)
+        self.streams = streams
+
+    def __str__(self) -> str:
+        return str(self._objects)
+
+    def directories(self) -> frozenset[str]:
+        return self._objects.names()
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        if self.size_bytes(path) > limit_bytes:
+            raise Corrupt(f"{self}/{path} is over the limit of {limit_bytes} bytes")
+        return self._objects.read(path, 0, limit_bytes)
+
+    def size_bytes(self, path: str) -> int:
+        return self._objects.size_bytes(path)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        at = 0
+        for piece in ByteSpan(start, start + len(into)).pieces(self.range_bytes):
+            raw = self._objects.read(path, piece.start, piece.stop)
+            if len(raw) != piece.size_bytes:
+                raise Corrupt(f"{self}/{path} ends before byte {piece.stop}")
+            into[at : at + len(raw)] = raw
+            at += len(raw)
+
+    def doubt(self, path: str) -> None:
+        """No-op: there is no copy, and the next read asks the object store."""
+
+    def close(self) -> None:
+        """fsspec closes its sessions itself."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from harvester.contracts.clock import Clock
+from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.ranges import ByteSpan
 
 
@@ -86,15 +87,17 @@ def each_span(
 
 
 def watched(
-    read: Callable[[], bytes | None],
-    known: bytes | None,
-    *,
-    wait_s: float,
-    poll_s: float,
-    clock: Clock,
+    source: StoreSource, known: bytes | None, *, wait_s: float, poll_s: float, clock: Clock
 ) -> bytes | None:
     """`latest` of a source without notifications: reads again every `poll_s`."""
     until_s = clock.now() + wait_s
-    while (found := read()) == known and (left_s := until_s - clock.now()) > 0:
+    while (found := _latest(source)) == known and (left_s := until_s - clock.now()) > 0:
         time.sleep(min(poll_s, left_s))
     return found
+
+
+def _latest(source: StoreSource) -> bytes | None:
+    try:
+        return source.read_small(LATEST_FILE, MAX_LATEST_BYTES)
+    except FileNotFoundError:
+        return None

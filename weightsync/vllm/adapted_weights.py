@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.layout.manifest import AdapterRecord
 from weightsync.receiver import Applied
@@ -74,7 +74,7 @@ class AdaptedWeights:
         record = self._record(wanted)
         if record is None:
             return self._base.stage(wanted)
-        told = self._stager.begin(_key(wanted), self._preparing(wanted))
+        told = self._stager.begin(wanted.key, self._preparing(wanted))
         if told.state is StageState.READY and not self._is_on(record):
             return self._base.stage(_base_of(record))
         return told
@@ -120,15 +120,11 @@ class AdaptedWeights:
         self._stores.close()
 
     def _load_adapter(self, name: str, wanted: Wanted, record: AdapterRecord) -> Applied:
-        coming = self._stager.take(_key(wanted), self._preparing(wanted))
+        coming = self._stager.take(wanted.key, self._preparing(wanted))
         if coming.held is not self._of_store(wanted.store):
-            coming = self._stager.take(_key(wanted), self._preparing(wanted))
+            coming = self._stager.take(wanted.key, self._preparing(wanted))
         applied = coming.copy.applied
-        if wanted.state_hash not in (None, applied.state_hash):
-            raise Corrupt(
-                f"{wanted.store} version {wanted.version} is state {applied.state_hash}, the "
-                f"caller expects {wanted.state_hash}: it means another store"
-            )
+        wanted.check(applied.state_hash)
         if not self._is_on(record):
             self._move_base(name, record, coming.form)
         self._slots.put(name, coming.form)
@@ -193,7 +189,3 @@ def _base_of(record: AdapterRecord) -> Wanted:
 def _told(copy: AdapterCopy) -> dict[str, Any]:
     base = {"base_store": copy.record.base_store, "base_version": copy.record.base_version}
     return {"store": copy.store, **base, **asdict(copy.applied)}
-
-
-def _key(wanted: Wanted) -> tuple[str, WeightVersion]:
-    return wanted.store, wanted.version

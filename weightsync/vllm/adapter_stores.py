@@ -15,13 +15,13 @@ import msgspec
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
 from weightsync.elements.bits import Bits, Layout, bytes_of
 from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.layout.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
 from weightsync.layout.manifest import AdapterRecord, Manifest
-from weightsync.layout.names import CONFIG_FILE
-from weightsync.layout.shard import ShardTensor, shard_chunks
-from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.layout.names import CONFIG_FILE, Kind, VersionRef
+from weightsync.layout.shard import shard_chunks
+from weightsync.reading.store import Store
 from weightsync.receive.staged import Staged, check_state
 from weightsync.receiver import Applied, Receiver
 from weightsync.transport.location import StoreRoot
@@ -45,10 +45,10 @@ class AdapterCopy:
     def write_to(self, directory: Path) -> None:
         """Writes what PEFT's `save_pretrained` would."""
         names = sorted(self.layout, key=lambda name: (-self.layout[name].width_bytes, name))
-        tensors = {n: ShardTensor(self.layout[n], bytes_of(self.bits[n]).data) for n in names}
+        layout = {name: self.layout[name] for name in names}
+        chunks = shard_chunks(layout, lambda n: bytes_of(self.bits[n]).data, {"format": "pt"})
         with (directory / FULL_SHARD_FILE).open("wb") as file:
-            for chunk in shard_chunks(tensors, {"format": "pt"}):
-                file.write(chunk)
+            file.writelines(chunks)
         (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(dict(self.config)))
 
 

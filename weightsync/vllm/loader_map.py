@@ -20,10 +20,17 @@ import numpy as np
 import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
+from weightsync.elements.bits import (
+    TORCH_DTYPES,
+    Bits,
+    Layout,
+    TensorSpec,
+    bits_of,
+    tensor_from_bits,
+)
 from weightsync.elements.device_hash import digests_on_device, is_proven
 from weightsync.encoding.delta import Delta
-from weightsync.target import HostTarget
+from weightsync.receive.target import HostTarget
 from weightsync.vllm.device_delta import apply_on_device
 from weightsync.vllm.layers import unwrapped
 
@@ -106,8 +113,7 @@ class LoaderMap(HostTarget):
     def commit(self, name: str, bits: Bits) -> None:
         if name in self._flat:
             return
-        spec = self._layout[name]
-        changed = torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+        changed = tensor_from_bits(bits, self._layout[name])
         for segment in self._segments[name]:
             segment.destination.copy_(segment.of(changed))
 

@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name
-from weightsync.publish.writable_store import store_name
+from weightsync.publish.store_writer import store_name
 from weightsync.publisher import Publisher
 from weightsync.vllm.plugin import BACKEND
 

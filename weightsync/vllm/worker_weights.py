@@ -1,28 +1,65 @@
-"""The weights of one vLLM worker, independent of its vLLM's weight-transfer interface.
+"""The weights of one vLLM worker, and the arguments of the calls that update them.
 
 Decides which objects a worker's model and settings need, and the allowed order of calls.
 """
 
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.rank_parts import is_partial
-from weightsync.vllm.update_info import UpdateInfo
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Empty: each update names its store."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Store and version to load."""
+
+    store: str
+    version: int
+    state_hash: str | None = None
+    adapter: str | None = None
+    """For a store of LoRA adapters: the name that requests give as their model."""
+
+    def __post_init__(self) -> None:
+        checked_name(self.store, what="store")
+        if self.adapter is not None:
+            checked_name(self.adapter, what="adapter")
+        if type(self.version) is not int or self.version < 1:
+            raise PeerProtocolError(f"version {self.version!r}: a number from 1")
+
+    def wanted(self) -> Wanted:
+        return Wanted(
+            store=self.store,
+            version=WeightVersion(self.version),
+            state_hash=self.state_hash,
+            adapter=self.adapter,
+        )
+
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"

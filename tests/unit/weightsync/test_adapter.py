@@ -11,11 +11,12 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import Adapter, Base, read_config
+from weightsync.layout.adapter import Adapter, Base, read_config
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.publisher import Publisher
-from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.checkpoint import Checkpoint, check_ours, reading, write_checkpoint
 from weightsync.elements.bits import bits_of, spec_of
 from weightsync.layout.apply_journal import Applying, Held, write_record
+from weightsync.receive.checkpoint import Checkpoint, check_ours, reading, write_checkpoint
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]

@@ -9,8 +9,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoded, Encoding, decode, encode, encode_streams
-from weightsync.encoding.plain import plain_deltas
-from weightsync.encoding.plain_payload import MAX_BYTES
+from weightsync.encoding.plain import MAX_BYTES, plain_deltas
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 

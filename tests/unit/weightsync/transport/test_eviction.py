@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.transport.eviction import CacheEntry, evicted
+from weightsync.serve.object_cache import CacheEntry, evicted
 
 entries = st.lists(
     st.tuples(st.integers(0, 50), st.integers(0, 9), st.booleans()), max_size=12

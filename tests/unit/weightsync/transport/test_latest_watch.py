@@ -6,7 +6,7 @@ import pytest
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
-from weightsync.transport.latest_watch import LatestWatch
+from weightsync.serve.shelf import LatestWatch
 
 
 class Upstream:

@@ -6,7 +6,7 @@ import pytest
 import xxhash
 
 from harvester.contracts.errors import ConfigError, Exhausted
-from weightsync.transport.object_cache import CachedObject, ObjectCache, digest_on_disk
+from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
 
 
 def _key(raw: bytes) -> str:

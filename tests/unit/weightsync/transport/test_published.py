@@ -10,7 +10,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.layout import names
 from weightsync.layout.manifest import decoded_manifest
 from weightsync.publisher import Publisher
-from weightsync.transport.published import described, published_files
+from weightsync.serve.published import described, published_files
 
 
 def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: Path) -> None:

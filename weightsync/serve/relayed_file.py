@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
 from harvester.contracts.errors import Corrupt
-from weightsync.transport.object_cache import CachedObject, ObjectCache, digest_on_disk
+from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
 from weightsync.transport.ranges import ByteSpan
 
 _RUN_BYTES = 2 << 20

@@ -4,12 +4,13 @@
     <root>/<store>/<key>.part     growing; discarded after a restart
 
 A kill or a power cut leaves either a `.part`, which is deleted at the next start, or a file that is
-verified once before it is served. eviction.py decides the order of eviction.
+verified once before it is served.
 """
 
 import fcntl
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,9 +18,34 @@ import xxhash
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import is_name
-from weightsync.transport.chunks import ChunkMap
-from weightsync.transport.eviction import CacheEntry, evicted
-from weightsync.transport.metrics import TransferMetrics
+from weightsync.serve.chunks import ChunkMap
+from weightsync.serve.metrics import TransferMetrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheEntry:
+    key: str
+    size_bytes: int
+    used_at: float
+    """Any order of use: larger is later."""
+    in_use: bool
+
+
+def evicted(
+    entries: Iterable[CacheEntry], *, needed_bytes: int, capacity_bytes: int
+) -> tuple[str, ...] | None:
+    """Keys to drop, oldest first, so that `needed_bytes` more fit; None where they cannot."""
+    held = sorted(entries, key=lambda entry: (entry.used_at, entry.key))
+    over = sum(entry.size_bytes for entry in held) + needed_bytes - capacity_bytes
+    doomed: list[str] = []
+    for entry in held:
+        if over <= 0:
+            break
+        if not entry.in_use:
+            doomed.append(entry.key)
+            over -= entry.size_bytes
+    return tuple(doomed) if over <= 0 else None
+
 
 _PART = ".part"
 _PROVABLE = re.compile(r"[0-9a-f]{32}-[0-9]{1,18}\Z", re.ASCII)

@@ -28,10 +28,10 @@ from weightsync.layout.names import (
     MAX_LATEST_BYTES,
     named_ref,
 )
-from weightsync.transport.metrics import TransferMetrics
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.shelf import Shelf, ShelfFile
+from weightsync.serve.token_bucket import TokenBucket
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
-from weightsync.transport.shelf import Shelf, ShelfFile
-from weightsync.transport.token_bucket import TokenBucket
 from weightsync.transport.wire import Failure, StoreList, StoreListing, index_etag, latest_etag
 
 _PIECE_BYTES = 1 << 20

@@ -1,7 +1,6 @@
 """Changes a state in place by gaps in groups.
 
-Compiled loops that release Python's lock and check no lengths: encoding/grouped.py checks them
-before.
+Compiled loops that hold no lock of Python's and check no lengths: encoding/grouped.py did before.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -9,7 +8,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.elements import xxh3
 from weightsync.elements.bits import Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.groups import (
@@ -24,10 +22,9 @@ from weightsync.elements.groups import (
     low_bits_of,
     read_group,
 )
-from weightsync.elements.kernels import APPLIED_BYTES, pass_block
+from weightsync.elements.kernels import APPLIED_BYTES, pass_block, unzigzag
 from weightsync.elements.lanes import put_signs, width_of, word_at
 from weightsync.elements.xxh3 import Accumulators
-from weightsync.elements.zigzag import unzigzag
 
 NEAREST_FAR = 3
 """Smallest zigzag difference of more than one unit either way."""
@@ -89,9 +86,8 @@ def apply_grouped(
     wide: Bytes,
     sums: Accumulators,
     hashed: bool,
-) -> tuple[np.uint64, np.uint64]:
-    """Make all changes. Returns the words of the xxh3-128 of `data` (`bits` as bytes) if `hashed`
-    and `data` has at least xxh3.MIN_BYTES, else zeros."""
+) -> None:
+    """Make all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
     room, signed = np.empty(ROOM, np.uint16), np.empty(GROUP, np.int8)
     places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
     far_codes = np.empty(GROUP + 1, np.uint64)
@@ -106,10 +102,6 @@ def apply_grouped(
         smalls = _apply_small(bits, stop, small, low_bits, signs, smalls, room, signed, places)
         fars = _apply_far(bits, stop, far, codes, low_bits, wide, fars, room, far_places, far_codes)
         pass_block(data, start * width, end * width, sums, hashed)
-    if not hashed or data.size < xxh3.MIN_BYTES:
-        return _NONE, _NONE
-    taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES
-    return xxh3.finished(sums, data, taken)
 
 
 @inlined

@@ -11,9 +11,9 @@ from aiohttp import web
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import is_loopback
-from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.server import ServingLimits, WeightServer
-from weightsync.transport.shelf import Shelf
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.server import ServingLimits, WeightServer
+from weightsync.serve.shelf import Shelf
 
 _SHUTDOWN_S = 2.0
 

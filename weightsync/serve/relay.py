@@ -23,15 +23,14 @@ from weightsync.layout.names import (
     Kind,
     named_ref,
 )
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.object_cache import ObjectCache
+from weightsync.serve.outage import Outage, Remembered
+from weightsync.serve.published import PublishedFile, published_files
+from weightsync.serve.relayed_file import RelayedFile
+from weightsync.serve.shelf import ShelfFile, SourceShelf
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.object_cache import ObjectCache
-from weightsync.transport.outage import Outage
-from weightsync.transport.published import PublishedFile, published_files
 from weightsync.transport.ranges import ByteSpan
-from weightsync.transport.relayed_file import RelayedFile
-from weightsync.transport.remembered import Remembered
-from weightsync.transport.shelf import ShelfFile, SourceShelf
 from weightsync.transport.source import StoreSource
 
 _INDEXES = 256
@@ -122,14 +121,8 @@ class RelayShelf:
     @asynccontextmanager
     async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
         directory, _, name = path.partition("/")
-        if name == READY_FILE:
-            yield _HeldFile(await self._read_mark(store, directory))
-            return
-        if name == CONFIG_FILE:
-            yield _HeldFile(await self._read_small(store, path))
-            return
-        if name == INDEX_FILE:
-            yield _HeldFile(await self._read_index(store, directory))
+        if name in {READY_FILE, CONFIG_FILE, INDEX_FILE}:
+            yield _HeldFile(await self._small_file(store, directory, name))
             return
         published = await self._published_file(store, directory, name, fresh=doubted)
         file = await self._sound_file(store, path, published, doubted=doubted)
@@ -160,6 +153,19 @@ class RelayShelf:
             raise FileNotFoundError(f"{directory} has no file {name}")
         return published
 
+    async def _small_file(self, store: str, directory: str, name: str) -> bytes:
+        if name == INDEX_FILE:
+            return await self._read_index(store, directory)
+        path = f"{directory}/{name}"
+        if name == CONFIG_FILE:
+            return await self._read_small(store, path)
+        # A version whose files are all cached was ready when they were pulled.
+        return await self._outage.asked(
+            lambda: self._read_small(store, path),
+            lambda: b"" if directory in self._whole_versions(store) else None,
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+        )
+
     async def _read_index(self, store: str, directory: str) -> bytes:
         raw = await self._outage.asked(
             lambda: self._read_small(store, f"{directory}/{INDEX_FILE}"),
@@ -172,14 +178,6 @@ class RelayShelf:
         if len(self._indexes) > _INDEXES:
             del self._indexes[next(iter(self._indexes))]
         return raw
-
-    async def _read_mark(self, store: str, directory: str) -> bytes:
-        """The READY file. A version whose files are all cached was ready when they were pulled."""
-        return await self._outage.asked(
-            lambda: self._read_small(store, f"{directory}/{READY_FILE}"),
-            lambda: b"" if directory in self._whole_versions(store) else None,
-            lambda: self._shelf.latest(store, None, wait_s=0.0),
-        )
 
     async def _sound_file(
         self, store: str, path: str, published: PublishedFile, *, doubted: bool

@@ -1,8 +1,9 @@
-"""Target for one rank of a parallel engine, which holds slices of tensors or some tensors only.
+"""Targets that keep a checkpoint in host memory: an engine whose storage cannot be read back whole.
 
-A rank keeps a host copy of the rows of which it holds any part: this copy is pulled, changed by
-deltas and hashed (see writing.py for partial tensors). The rank's slices are written from it
-through the loader's map, and each is then compared with it, bit for bit.
+ShadowTarget   the loader cannot be mapped: a full copy, passed on by vLLM's own loader at each
+               update; the hash covers the copy, the loader's result is upstream's
+SliceTarget    one rank of a parallel engine: the rows of which it holds any part; its slices
+               are written through the loader's map and compared with the copy, bit for bit
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,12 +15,65 @@ from typing import Any
 import torch
 
 from harvester.contracts.errors import Corrupt, Unsupported
-from weightsync.elements.bits import Layout, TensorSpec
+from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
 from weightsync.layout.slices import SliceRecord
-from weightsync.selection import whole_box
-from weightsync.vllm.host_copy import HostCopy
+from weightsync.receive.held_parts import whole_box
+from weightsync.receive.target import HostTarget
+from weightsync.vllm.layers import unwrapped
 from weightsync.vllm.loader_map import Segment, check_twins, recorded, storages_of
 from weightsync.vllm.rank_parts import held_elsewhere
+
+
+class HostCopy(HostTarget):
+    """An ApplyTarget but for `finish`, in which a subclass passes the copy on to its engine."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._tensors = {
+            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+            for name, spec in layout.items()
+        }
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def bits(self, name: str) -> Bits:
+        return bits_of(self._tensors[name])
+
+    def commit(self, name: str, bits: Bits) -> None:
+        """`bits` is the copy's own memory already."""
+
+
+class ShadowTarget(HostCopy):
+    """An ApplyTarget over host memory. `after` is called once the loader is done.
+
+    `loading`: entered around each load; given where layers must be loaded whole to be processed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layout: Layout,
+        after: Callable[[], object],
+        loading: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        super().__init__(layout)
+        self._model = model
+        self._after = after
+        self._loading = loading
+
+    def finish(self, changed: Collection[str]) -> None:
+        if self._loading is None:
+            self._load(changed)
+        else:
+            with self._loading():
+                self._load(self._tensors)
+        self._after()
+
+    def _load(self, names: Collection[str]) -> None:
+        with unwrapped(self._model):
+            self._model.load_weights((name, self._tensors[name]) for name in sorted(names))
+
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

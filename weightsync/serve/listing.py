@@ -10,9 +10,9 @@ from weightsync.layout.names import (
     VersionRef,
     named_ref,
 )
+from weightsync.serve.published import described
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
-from weightsync.transport.published import described
 from weightsync.transport.source import StoreSource
 
 

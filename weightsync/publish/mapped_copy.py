@@ -1,15 +1,13 @@
-"""Memory for a publisher's copy: host memory, or a mapped file that outlives the process.
+"""The mapped file of a publisher's copy that outlives the process.
 
-Decides the file's layout: entries in order of arrival, each at a multiple of 64 bytes. Never judges
-contents; last_published.py does.
+Entries in order of arrival, each at a multiple of 64 bytes. last_published.py judges the contents.
 """
 
 import errno
 import fcntl
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -18,40 +16,6 @@ from weightsync.elements.bits import Bits, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.publish.intake import Piece
 
 _ALIGN_BYTES = 64
-
-
-class CopyMemory(Protocol):
-    def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
-        """Store every piece; earlier content is lost."""
-        ...
-
-    def record(self, text: Callable[[], bytes]) -> None:
-        """Store a record of the content beside the copy, if it outlives the process."""
-        ...
-
-    def drop(self) -> None:
-        """Delete the copy and its record."""
-        ...
-
-    def close(self) -> None:
-        """Release the copy for other owners."""
-        ...
-
-
-class HostMemory:
-    """Memory of this process; the copy is lost when it ends."""
-
-    def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
-        return {piece.entry: piece.bits(own=True) for piece in pieces}
-
-    def record(self, text: Callable[[], bytes]) -> None:
-        """No-op: nothing outlives the process."""
-
-    def drop(self) -> None:
-        """No-op: the arrays are freed with their last reader."""
-
-    def close(self) -> None:
-        """No-op: no other process can own it."""
 
 
 class MappedFile:
@@ -72,8 +36,9 @@ class MappedFile:
         self._lock.close()
 
     def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
-        """Raises Exhausted if the disk is full: a hole in the mapped file would kill the
-        process.
+        """Store every piece; earlier content is lost.
+
+        Raises Exhausted if the disk is full: a hole in the mapped file would kill the process.
         """
         self.drop()
         specs: dict[str, TensorSpec] = {}
@@ -106,9 +71,9 @@ class MappedFile:
             at += spec.size_bytes + _padding(spec)
         return bits
 
-    def record(self, text: Callable[[], bytes]) -> None:
+    def record(self, text: bytes) -> None:
         temporary = self._record.with_suffix(".tmp")
-        temporary.write_bytes(text())
+        temporary.write_bytes(text)
         temporary.rename(self._record)
 
     def recorded(self) -> bytes:

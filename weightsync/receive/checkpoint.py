@@ -28,9 +28,9 @@ from weightsync.layout.durable import (
     sync_directory,
     write_durably,
 )
-from weightsync.layout.manifest import INDEX_FILE, MAX_INDEX_BYTES
-from weightsync.layout.shard import ShardHeader, dense_chunks, shard_data, shard_header
-from weightsync.target import HostTarget
+from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
+from weightsync.layout.shard import ShardHeader, shard_chunks, shard_data, shard_header
+from weightsync.receive.target import HostTarget
 
 MAX_SHARD_BYTES = 4 << 30
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors\Z")
@@ -97,7 +97,7 @@ def write_checkpoint(
     shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups, 1)}
     try:
         for shard, names in shards.items():
-            chunks = dense_chunks(
+            chunks = shard_chunks(
                 {name: layout[name] for name in names},
                 lambda name: bytes_of(bits(name)).data,
                 _METADATA,
