@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harvester.contracts.errors import (
-    ConfigError,
-    Corrupt,
-    Exhausted,
-    PeerProtocolError,
-    Stale,
-)
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.reading.memory_room import STAGING_BYTES
 
@@ -110,7 +104,7 @@ def list_stores(
     ca_file: CaFile = None,
 ) -> None:
     """List the stores of a place, or the versions of one store."""
-    from weightsync.serve.listing import listed
+    from weightsync.serve.published import listed
 
     for line in listed(url, _access(token_file, ca_file, give_up_s=5.0)):
         typer.echo(line)

@@ -23,9 +23,8 @@ from weightsync.layout.durable import write_durably
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import Anchored, Order, PublishResult, Settled, WrittenShare
 from weightsync.publish.intake import Intake, State
-from weightsync.publish.last_published import LastPublished
-from weightsync.publish.mapped_copy import MappedFile
-from weightsync.publish.ranks import Alone, Conversation, Ranks, RanksByFiles
+from weightsync.publish.last_published import LastPublished, MappedFile
+from weightsync.publish.ranks import Alone, Conversation, RanksByFiles
 from weightsync.publish.share import Share
 from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
@@ -268,7 +267,9 @@ def _ranks_dir(store: WritableStore, ranks: int, given: Path | str | None) -> Pa
     return where
 
 
-def _agreeing(where: Path | None, rank: int, ranks: int, timeout_s: float, clock: Clock) -> Ranks:
+def _agreeing(
+    where: Path | None, rank: int, ranks: int, timeout_s: float, clock: Clock
+) -> Alone | RanksByFiles:
     if where is None or ranks == 1:
         return Alone()
     return RanksByFiles(where, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock)

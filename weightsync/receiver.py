@@ -160,10 +160,7 @@ class Receiver:
             yield plan
 
     def step(self, ref: VersionRef) -> Step | None:
-        """The manifest and size of a directory that existed when the plan began, else None.
-
-        Cached, because versions never change.
-        """
+        """Manifest and size, cached, of a directory that existed when the plan began, else None."""
         if ref not in self._present:
             return None
         if ref not in self._steps:
@@ -180,9 +177,7 @@ class Receiver:
         return self._steps[ref]
 
     def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
-        """Read the indexes of a long chain in parallel: over a network each is a few round
-        trips.
-        """
+        """Read a long chain's indexes in parallel: over a network each is a few round trips."""
         anchors = (ref.version for ref in self._present if ref.kind is Kind.ANCHOR)
         start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
         chain = [ref for ref in self._present if start < ref.version <= target]

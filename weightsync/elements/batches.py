@@ -40,9 +40,7 @@ def each(
 def batches(
     items: Sequence[_T], size_bytes: Callable[[_T], int], *, at_most_bytes: int | None = None
 ) -> Iterator[Batch[_T]]:
-    """Batch neighbouring items until a batch is large enough. An item over `at_most_bytes` is
-    alone.
-    """
+    """Neighbouring items until a batch is large enough; one over `at_most_bytes` is alone."""
     sizes = [size_bytes(item) for item in items]
     total = sum(sizes)
     wanted, limit = min(BATCH_BYTES, total // _BATCHES), at_most_bytes or total

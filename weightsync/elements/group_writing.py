@@ -12,7 +12,7 @@ import numpy.typing as npt
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.groups import GROUP, MAX_LOW_BITS, WORD_BYTES
-from weightsync.elements.lanes import byte_plane, byte_sum, lanes_holding, plane_of, put_word
+from weightsync.elements.lanes import byte_sum, lanes_holding, plane_of, put_word
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
@@ -40,7 +40,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
         if _is_short(gaps, gap_byte, count):
             kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
             for plane in range(np.int64(kept)):
-                put_word(lows, low_byte, byte_plane(gaps, gap_byte, np.uint64(plane)))
+                put_word(lows, low_byte, plane_of(gaps, gap_byte, np.uint64(plane)))
                 low_byte += _WORD_STEP
             for i in range(GROUP):
                 zeros = np.uint64(gaps[gap_byte + np.uint64(i)]) >> kept
@@ -53,7 +53,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
             for i in range(GROUP):
                 group_lows[i] = group_gaps[i] & mask if i < count else _NONE
             for plane in range(np.int64(kept)):
-                put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
+                put_word(lows, low_byte, plane_of(group_lows, _NONE, np.uint64(plane)))
                 low_byte += _WORD_STEP
             for i in range(count):
                 zeros = group_gaps[i] >> kept
@@ -148,7 +148,6 @@ def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
 
 @compiled
 def highs_room(changes: int, elements: int) -> int:
-    """Upper bound on the bytes of `highs`: above the low bits a change has at most three zeros on
-    average, except for gaps beyond MAX_LOW_BITS."""
+    """Most bytes of `highs`: up to MAX_LOW_BITS a change has at most three zeros on average."""
     bits = 5 * changes + (elements >> MAX_LOW_BITS)
     return WORD_BYTES * (bits // 64 + 2)

@@ -16,13 +16,7 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled
-from weightsync.elements.lanes import (
-    LANES,
-    first_lane,
-    join_planes,
-    lane_count,
-    word_at,
-)
+from weightsync.elements.lanes import LANES, first_lane, join_planes, lane_count, word_at
 from weightsync.elements.picked import IS_QUICK, put_group, put_ones
 
 GROUP = LANES

@@ -131,10 +131,7 @@ def _apply_far(
 
 @compiled
 def gaps_end(gaps: Bytes) -> tuple[int, int]:
-    """(changes, position after the last change) that a gap stream describes.
-
-    A stream that ends in an escape gives (-1, -1).
-    """
+    """(changes, position after the last) of a gap stream; (-1, -1) if it ends in an escape."""
     if gaps.size and gaps[gaps.size - 1] == 255:
         return -1, -1
     unchanged = 0

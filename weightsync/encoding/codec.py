@@ -31,8 +31,7 @@ from weightsync.encoding.delta import (
     decode_xor,
     rosemux_layout,
 )
-from weightsync.encoding.grouped import GROUPS
-from weightsync.encoding.grouped_payload import grouped_payload, is_worth_groups
+from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
 from weightsync.encoding.plain import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain import (
     OVERWRITE_BELOW_CHANGES,

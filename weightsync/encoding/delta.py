@@ -26,14 +26,9 @@ class Delta(Protocol):
     @property
     def elements(self) -> int:
         """Size of the tensor that it fits."""
-        ...
 
     def apply(self, bits: Bits, *, hashed: bool = False) -> str:
-        """Turns the old bits into the new ones, in place.
-
-        Returns the xxh3-128 of the bits that are there then, "" where it is not asked for.
-        """
-        ...
+        """Turn the old bits into the new ones; returns their xxh3-128, "" if not `hashed`."""
 
 
 def checked_apply(delta: Delta, bits: Bits, *, hashed: bool = False) -> str:

@@ -101,10 +101,7 @@ def read_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def checked_config(raw: bytes, manifest: Manifest, *, where: str) -> dict[str, Any]:
-    """The PEFT configuration of a version, checked against its record.
-
-    Raises Corrupt, and ConfigError for whole models.
-    """
+    """The checked PEFT configuration of a version; raises Corrupt, ConfigError for whole models."""
     if len(raw) > MAX_CONFIG_BYTES or _file_record(raw) != _record_of(manifest).config:
         raise Corrupt(f"{where}/{CONFIG_FILE} is not what was published")
     try:

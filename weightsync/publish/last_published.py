@@ -5,16 +5,28 @@ used only if every entry hashes to its record and the record is of the store's n
 otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
+import errno
+import fcntl
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.batches import each
-from weightsync.elements.bits import Bits, Bytes, TensorSpec, checked_spec
+from weightsync.elements.bits import (
+    Bits,
+    Bytes,
+    TensorSpec,
+    bits_from_bytes,
+    bytes_of,
+    checked_spec,
+)
 from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
@@ -22,7 +34,80 @@ from weightsync.encoding.plain import PlainDelta, plain_deltas
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import Intake, Piece
-from weightsync.publish.mapped_copy import MappedFile
+
+_ALIGN_BYTES = 64
+
+
+class MappedFile:
+    """`copy-RANK.bin` and its record `copy-RANK.json` in one directory, under a lock."""
+
+    def __init__(self, directory: Path, *, rank: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._data = directory / f"copy-{rank:05d}.bin"
+        self._record = self._data.with_suffix(".json")
+        self._lock = self._data.with_suffix(".lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._lock.close()
+            raise ConfigError(f"{directory} is another publisher's copy_dir") from error
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
+        """Store every piece; earlier content is lost.
+
+        Raises Exhausted if the disk is full: a hole in the mapped file would kill the process.
+        """
+        self.drop()
+        specs: dict[str, TensorSpec] = {}
+        try:
+            with self._data.open("wb") as file:
+                for piece in pieces:
+                    specs[piece.entry] = piece.spec
+                    file.write(bytes_of(piece.bits(own=False)).data)
+                    file.write(bytes(_padding(piece.spec)))
+            return self.mapped(specs)
+        except OSError as error:
+            self.drop()
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise Exhausted(f"no space left for the copy {self._data}: {error}") from error
+            raise ConfigError(f"cannot write the copy {self._data}: {error}") from error
+
+    def mapped(self, specs: Mapping[str, TensorSpec]) -> dict[str, Bits]:
+        """The entries, mapped from the file; raises OSError, or ValueError if the size differs."""
+        size = sum(spec.size_bytes + _padding(spec) for spec in specs.values())
+        if self._data.stat().st_size != size:
+            raise ValueError(f"{self._data} has not {size} bytes")
+        whole = np.empty(0, dtype=np.uint8)
+        if size:
+            with self._data.open("r+b") as file:
+                whole = np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+        bits: dict[str, Bits] = {}
+        at = 0
+        for entry, spec in specs.items():
+            bits[entry] = bits_from_bytes(whole[at : at + spec.size_bytes], spec)
+            at += spec.size_bytes + _padding(spec)
+        return bits
+
+    def record(self, text: bytes) -> None:
+        temporary = self._record.with_suffix(".tmp")
+        temporary.write_bytes(text)
+        temporary.rename(self._record)
+
+    def recorded(self) -> bytes:
+        """The record; raises OSError if there is none."""
+        return self._record.read_bytes()
+
+    def drop(self) -> None:
+        self._record.unlink(missing_ok=True)
+        self._data.unlink(missing_ok=True)
+
+
+def _padding(spec: TensorSpec) -> int:
+    return -spec.size_bytes % _ALIGN_BYTES
+
 
 RECORD_FORMAT = 1
 

@@ -6,7 +6,7 @@ anyway. Decides nothing about versions.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -23,32 +23,20 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 class Conversation(Protocol):
     def gather(self, word: _T) -> list[_T]:
         """On rank 0 the messages of all ranks, in rank order; on other ranks an empty list."""
-        ...
 
     def tell(self, word: _T | None, kind: type[_T]) -> _T:
         """Rank 0's message; the other ranks pass None."""
-        ...
-
-
-class Ranks(Protocol):
-    rank: int
-
-    def conversation(self, step: int) -> AbstractContextManager[Conversation]:
-        """Context of one publish; an error inside reaches every rank."""
-        ...
 
 
 class Alone:
-    """The single rank of an unsharded trainer."""
+    """The single rank of an unsharded trainer, which talks to itself."""
 
     rank = 0
 
     @contextmanager
     def conversation(self, step: int) -> Iterator[Conversation]:  # noqa: ARG002 - one rank
-        yield _Monologue()
+        yield self
 
-
-class _Monologue:
     def gather(self, word: _T) -> list[_T]:
         return [word]
 
@@ -78,6 +66,7 @@ class RanksByFiles:
 
     @contextmanager
     def conversation(self, step: int) -> Iterator[Conversation]:
+        """Context of one publish; an error inside reaches every rank."""
         talk = self._side(step)
         try:
             yield talk

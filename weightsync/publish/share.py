@@ -148,9 +148,7 @@ class Share:
         return self.write_full(draft)
 
     def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
-        """Write the differences from the copy; raises ConfigError if an iterable has other
-        entries.
-        """
+        """Write what differs from the copy; raises ConfigError if an iterable has other entries."""
         files = self._files(draft)
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)

@@ -34,31 +34,21 @@ class Draft(Protocol):
     @property
     def full_file_bytes(self) -> int:
         """Target size of one file of a full checkpoint."""
-        ...
 
     def write(self, file: str, chunks: Iterable[Any]) -> int:
-        """Start writing a file of a delta and return its size; `settle` waits until it is
-        stored.
-        """
-        ...
+        """Start writing a file of a delta, which `settle` waits for; returns its size."""
 
     def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
-        """Write files of a full checkpoint; their chunks may be iterated again until this
-        returns.
-        """
-        ...
+        """Write files of a full checkpoint. Their chunks may be iterated more than once."""
 
     def settle(self) -> None:
         """Wait until every file of `write` is stored durably."""
-        ...
 
     def written(self, file: str, published: str) -> Bytes:
         """The bytes of a file that `write` took; `published` is its path in the store by now."""
-        ...
 
     def close(self) -> None:
         """Stop writing to the draft."""
-        ...
 
 
 class StoreWriter(Protocol):
@@ -70,46 +60,36 @@ class StoreWriter(Protocol):
 
     def newest(self) -> WeightVersion:
         """The highest number of any version, published or not; 0 for an empty store."""
-        ...
 
     def refs(self) -> frozenset[VersionRef]:
         """Every version directory, finished or not."""
-        ...
 
     def begin(self, ref: VersionRef) -> str:
         """A unique name under which to write a version.
 
         Only the latest one is valid; a straggling rank may still hold an earlier one.
         """
-        ...
 
     def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
         """The final name of each written file; a single file is named `alone`.
 
         Raises Corrupt if a file's size differs from its rank's report.
         """
-        ...
 
     def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
-        """Make a version with placed files visible; `small` are its other files, the index
-        included."""
-        ...
+        """Make a version with placed files visible; `small` are all others, with the index."""
 
     def point_latest(self, version: WeightVersion) -> None:
         """Replace LATEST."""
-        ...
 
     def remove(self, ref: VersionRef) -> None:
         """Delete one version; a reader sees it whole or not at all."""
-        ...
 
     def sizes(self) -> dict[VersionRef, int]:
         """Size of each version, finished or not, except the one begun last."""
-        ...
 
     def sweep(self) -> None:
         """Delete unfinished versions."""
-        ...
 
 
 class WritableStore(Protocol):
@@ -122,11 +102,9 @@ class WritableStore(Protocol):
 
     def writer(self) -> StoreWriter:
         """Take the store over. Raises ConfigError if it has a writer already."""
-        ...
 
     def draft(self, begun: str) -> Draft:
         """Raises PeerProtocolError for a name that `begin` does not give."""
-        ...
 
 
 WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})

@@ -27,9 +27,7 @@ from weightsync.publish.agreement import (
     PublishResult,
     Settled,
     WrittenShare,
-    changed_digests,
     common_version,
-    odd_encodings,
     settled,
     told_contents,
 )
@@ -97,10 +95,11 @@ class VersionWriter:
     def commit(self, order: Order, written: Sequence[WrittenShare]) -> PublishResult:
         """Make the version visible and point LATEST to it."""
         version = WeightVersion(order.version)
+        changed = {entry: digest for part in written for entry, digest in part.digests.items()}
         self._next = Contents(
             layout=self._next.layout,
             slices=self._next.slices,
-            digests=self._next.digests | changed_digests(written),
+            digests=self._next.digests | changed,
         )
         state_hash = combined(self._next.digests, self._next.layout)
         names, small = self._complete(order.directory, version, order.base, written, state_hash)
@@ -185,6 +184,12 @@ class VersionWriter:
         state_hash: str,
     ) -> Manifest:
         shards = [shard for part in written for shard in part.shards]
+        encodings = {
+            entry: encoding
+            for shard in shards
+            for entry, encoding in shard.encodings.items()
+            if base and encoding is not self._encoding
+        }
         return Manifest(
             version=version,
             base_version=WeightVersion(base) if base else None,
@@ -196,7 +201,7 @@ class VersionWriter:
                 state_hash=state_hash,
                 bytes_dense=self._bytes_dense(),
                 files={names[shard.file]: shard.record for shard in shards},
-                encodings=odd_encodings(written, self._encoding) if base else {},
+                encodings=encodings,
                 slices={} if base else self._next.slices,
                 adapter=self._adapter,
             ),

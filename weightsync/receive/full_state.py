@@ -23,7 +23,7 @@ from weightsync.layout.slices import CutDelta, SliceRecord
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import StagedFile
 from weightsync.receive.held_parts import EntryPart, bounds, element_strides
-from weightsync.receive.staged import delta_bytes
+from weightsync.receive.stored_delta import delta_bytes
 from weightsync.transport.ranges import ByteSpan
 
 

@@ -22,7 +22,6 @@ from weightsync.transport.ranges import ByteSpan
 class Selection(Protocol):
     def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
         """The held box of a tensor; None if no part is held."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
 from weightsync.elements.state_hash import digest_of, digests_of
 from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.layout.slices import CutDelta, SlicedDelta, Slicing
+from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.receive.full_state import FullState
 from weightsync.receive.held_parts import HeldParts, Selection, held_parts
 from weightsync.receive.plan import PullPlan
-from weightsync.receive.stored_delta import StoredDelta
+from weightsync.receive.stored_delta import delta_bytes
 from weightsync.receive.target import ApplyTarget
 
 
@@ -62,8 +62,7 @@ class Staged:
         return tuple(sorted(self.deltas if self.full is None else self.full))
 
     def narrowed(self, selection: Selection) -> "Staged":
-        """A full checkpoint that was staged whole, reduced to a holder's parts. Raises ValueError
-        otherwise."""
+        """A full checkpoint that was staged whole, reduced to a holder's parts; or ValueError."""
         if self.full is None or not self.parts.is_everything:
             raise ValueError("only what was staged whole, from a full checkpoint, can be narrowed")
         parts = held_parts(self.parts.whole, self.parts.slicing, selection)
@@ -86,8 +85,7 @@ class Staged:
 def expected_of_parts(
     state_hash: str | None, parts: HeldParts, table: Mapping[str, str]
 ) -> Expected:
-    """Expected digests of tensors held whole; tensors that are held in part have no published
-    digest."""
+    """Expected digests of tensors held whole; those held in part have no published digest."""
     cut = parts.cut
     digests = {
         part.entry: table[part.entry] for part in parts.parts.values() if part.of.tensor not in cut
@@ -95,16 +93,6 @@ def expected_of_parts(
     return Expected(
         state_hash=state_hash, checksums={}, slicing=parts.uncut_slicing(), digests=digests
     )
-
-
-def delta_bytes(delta: Delta) -> int:
-    """Approximate temporary memory for applying a delta, in bytes."""
-    if isinstance(delta, StoredDelta):
-        return delta.lent_bytes
-    if isinstance(delta, CutDelta):
-        # The whole tensor that the box is copied into; elements of eight bytes are rare.
-        return delta_bytes(delta.delta) + 4 * delta.delta.elements
-    return delta_bytes(delta.delta) if isinstance(delta, SlicedDelta) else 0
 
 
 def check_state(

@@ -46,8 +46,7 @@ def stage(
 ) -> Staged:
     """Read a plan; raises Corrupt or Stale.
 
-    `known`: for a holder of parts, the digest of every entry of the version that the plan builds
-    on.
+    `known`: for a holder of parts, digests of all entries of the version that the plan builds on.
     """
     staging = _Staging(store, plan, parts, pool, room, spool, known)
     for step in plan.steps:
@@ -174,8 +173,7 @@ class _Staging:
             )
 
     def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
-        """Decode every change, so that a broken one is found now; decoded changes that fit are
-        kept."""
+        """Decode every change, so that a broken one is found now; keep those that fit."""
         where = step.ref.directory
         unknown = sorted(set(header.layout) - set(self._read.entries))
         if unknown:
@@ -263,8 +261,7 @@ class _Staging:
             check_foreign(name, algorithm, checksum, bits)
 
     def _check_table(self) -> None:
-        """Check that the digests of all entries, as the shards tell them, hash to the published
-        state."""
+        """Check that the digests that the shards tell hash to the published state."""
         published = self._published()
         told = self._table.keys() == self._read.entries.keys()
         if not told or state_hash.combined(self._table, self._read.entries) != published:

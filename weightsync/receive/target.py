@@ -16,23 +16,18 @@ from weightsync.encoding.delta import Delta, checked_apply
 class ApplyTarget(Protocol):
     def layout(self) -> Layout:
         """Names and specs of every tensor, in checkpoint layout."""
-        ...
 
     def bits(self, name: str) -> Bits:
         """The tensor's current bits: its own memory if contiguous, else a copy."""
-        ...
 
     def commit(self, name: str, bits: Bits) -> None:
         """Store bits that `bits(name)` returned and that were changed since."""
-        ...
 
     def change(self, name: str, deltas: Sequence[Delta]) -> None:
         """Apply deltas to a tensor, in order."""
-        ...
 
     def finish(self, changed: Collection[str]) -> None:
         """Called once after every changed tensor is committed."""
-        ...
 
 
 class HostTarget:

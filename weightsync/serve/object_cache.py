@@ -115,9 +115,7 @@ class ObjectCache:
         return self._root
 
     def holds(self, store: str, key: str) -> bool:
-        """Whether the whole file is present; an earlier process's copy may still fail
-        verification.
-        """
+        """Whether the whole file is present; one of an earlier process is not verified yet."""
         held = self._objects.get(f"{store}/{key}")
         return held is not None and held.is_whole
 

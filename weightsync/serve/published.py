@@ -1,16 +1,19 @@
-"""A relay's view of a version: its shards, their sizes and digests, from its index alone.
+"""What an index tells without a framework: a version's shards for a relay, a line for people.
 
-Receivers read the whole index (manifest.py); this module skips all tensor fields, so that a relay
-needs no framework.
+Receivers read the whole index (manifest.py); here all tensor fields are skipped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import ConfigError, Corrupt
+from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
+from weightsync.transport.access import Access
+from weightsync.transport.location import StoreRoot, source_at
+from weightsync.transport.source import StoreSource
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -79,3 +82,49 @@ def _ours(record: _Record) -> PublishedFile:
 def _foreign(index: bytes, shard: str) -> PublishedFile:
     name = xxhash.xxh3_128_hexdigest(index + shard.encode())
     return PublishedFile(key=f"{name}-foreign", size_bytes=None, xxh3_128=None)
+
+
+def listed(location: str, access: Access) -> Iterator[str]:
+    """Lines to print; raises ConfigError if the location has neither a store nor stores."""
+    source = source_at(location, access)
+    try:
+        refs = _refs(source)
+        if refs:
+            yield from _versions(source, refs)
+            return
+    finally:
+        source.close()
+    names = StoreRoot(location, access).names()
+    if not names:
+        raise ConfigError(f"no weight store at {location}: publish a version there first")
+    yield from names
+
+
+def _refs(source: StoreSource) -> tuple[VersionRef, ...]:
+    try:
+        found = source.directories()
+    except FileNotFoundError:
+        return ()
+    refs = [ref for name in found if (ref := named_ref(name)) is not None]
+    return tuple(sorted(refs, key=lambda ref: (ref.version, ref.kind)))
+
+
+def _versions(source: StoreSource, refs: tuple[VersionRef, ...]) -> Iterator[str]:
+    latest = (source.latest() or b"").decode(errors="replace").strip()
+    for ref in refs:
+        mark = "LATEST" if ref.directory == latest else ""
+        yield f"{ref.directory:24} {_said(source, ref):60} {mark}".rstrip()
+
+
+def _said(source: StoreSource, ref: VersionRef) -> str:
+    try:
+        said = described(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
+    except FileNotFoundError:
+        return "unfinished"
+    except Corrupt as error:
+        return f"broken: {error}"
+    try:
+        source.size_bytes(f"{ref.directory}/{READY_FILE}")
+    except FileNotFoundError:
+        return f"{said}, not marked {READY_FILE}"
+    return said

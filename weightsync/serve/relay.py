@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Corrupt
 from weightsync.layout.names import (
     CONFIG_FILE,
@@ -46,10 +46,9 @@ class RelayShelf:
         *,
         streams: int = 4,
         metrics: TransferMetrics | None = None,
-        clock: Clock | None = None,
     ) -> None:
-        self._clock = clock or MonotonicClock()
-        self._shelf = SourceShelf(upstream, clock=self._clock)
+        self._clock = MonotonicClock()
+        self._shelf = SourceShelf(upstream)
         self._cache = cache
         self._metrics = metrics or TransferMetrics()
         self._streams = streams

@@ -68,11 +68,9 @@ class ShelfFile(Protocol):
 
     def expect(self, span: ByteSpan) -> None:
         """Announce that all of a span will be read."""
-        ...
 
     async def read(self, span: ByteSpan) -> bytes | bytearray:
         """The bytes of a span, once they are available; raises Corrupt or Exhausted."""
-        ...
 
 
 class Shelf(Protocol):
@@ -88,7 +86,6 @@ class Shelf(Protocol):
         self, store: str, path: str, *, doubted: bool
     ) -> AbstractAsyncContextManager[ShelfFile]:
         """A file of a version; `doubted` if a reader received wrong bytes."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -102,12 +99,10 @@ class OpenStore:
 class SourceShelf:
     """Serves stores directly from a root."""
 
-    def __init__(
-        self, root: StoreRoot, *, threads: int = _THREADS, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, root: StoreRoot) -> None:
         self._root = root
-        self._clock = clock or MonotonicClock()
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="weight-shelf")
+        self._clock = MonotonicClock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-shelf")
         self._open: dict[str, OpenStore] = {}
 
     async def names(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt
 from weightsync.transport.source import watched
 
@@ -24,7 +23,6 @@ class DirectorySource:
         if not root.is_dir():
             raise ConfigError(f"no weight store at {root}: publish a version there first")
         self._root = root
-        self._clock = MonotonicClock()
 
     def __str__(self) -> str:
         return str(self._root)
@@ -34,7 +32,7 @@ class DirectorySource:
             return frozenset(path.name for path in self._root.iterdir())
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         full = self._root / path

@@ -11,7 +11,7 @@ from contextlib import suppress
 from random import Random
 from typing import Any, TypeVar
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from weightsync.transport.patience import Interrupted, Patience, RetryLimits, persist
 from weightsync.transport.ranges import ByteSpan
@@ -33,13 +33,11 @@ class Objects:
     the store did not answer for too long.
     """
 
-    def __init__(
-        self, url: str, *, retries: RetryLimits | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, url: str, *, retries: RetryLimits | None = None) -> None:
         self._fs, self._root = _opened(url)
         self._url = url.rstrip("/")
         self._retries = retries or RetryLimits()
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._random = Random()
 
     def __str__(self) -> str:
@@ -204,16 +202,8 @@ class ObjectStoreSource:
     announces = False
     range_bytes = 8 << 20
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        streams: int = 4,
-        retries: RetryLimits | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._clock = clock or MonotonicClock()
-        self._objects = Objects(url, retries=retries, clock=self._clock)
+    def __init__(self, url: str, *, streams: int = 4, retries: RetryLimits | None = None) -> None:
+        self._objects = Objects(url, retries=retries)
         self.streams = streams
 
     def __str__(self) -> str:
@@ -223,7 +213,7 @@ class ObjectStoreSource:
         return self._objects.names()
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         if self.size_bytes(path) > limit_bytes:

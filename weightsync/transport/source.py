@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from harvester.contracts.clock import Clock
+from harvester.contracts.clock import MonotonicClock
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.ranges import ByteSpan
 
@@ -29,42 +29,34 @@ class StoreSource(Protocol):
     @property
     def streams(self) -> int:
         """Number of ranges worth reading in parallel."""
-        ...
 
     @property
     def range_bytes(self) -> int:
         """Bytes worth requesting at once."""
-        ...
 
     @property
     def announces(self) -> bool:
         """Whether a waiting `latest` is notified of a change instead of polling."""
-        ...
 
     def directories(self) -> frozenset[str]:
         """Names in the store."""
-        ...
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         """The LATEST file; None if there is none yet.
 
         Waits up to `wait_s` for it to differ from `known`.
         """
-        ...
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         """A whole file; raises Corrupt if it is over the limit."""
-        ...
 
     def size_bytes(self, path: str) -> int: ...
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         """Fill `into` with the file's bytes from `start` on."""
-        ...
 
     def doubt(self, path: str) -> None:
         """Report that this file's bytes were wrong, so that no cached copy of it is used."""
-        ...
 
     def close(self) -> None: ...
 
@@ -87,9 +79,10 @@ def each_span(
 
 
 def watched(
-    source: StoreSource, known: bytes | None, *, wait_s: float, poll_s: float, clock: Clock
+    source: StoreSource, known: bytes | None, *, wait_s: float, poll_s: float
 ) -> bytes | None:
     """`latest` of a source without notifications: reads again every `poll_s`."""
+    clock = MonotonicClock()
     until_s = clock.now() + wait_s
     while (found := _latest(source)) == known and (left_s := until_s - clock.now()) > 0:
         time.sleep(min(poll_s, left_s))

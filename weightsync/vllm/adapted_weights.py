@@ -30,18 +30,15 @@ class Slots(Protocol):
 
         Called from another thread than the other methods.
         """
-        ...
 
     def check(self, form: Any) -> None:
         """Raises ConfigError if the form does not fit the model; changes nothing."""
-        ...
 
     def put(self, name: str, form: Any) -> None:
         """Put a form in force under a name, in place of the previous one.
 
         Raises ConfigError if it does not fit; the previous one then stays.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits, Layout, bytes_of
@@ -55,9 +55,9 @@ class AdapterCopy:
 class AdapterStores:
     """Reads adapters of all stores under a root. `manifest` and `copied` may run in two threads."""
 
-    def __init__(self, root: StoreRoot, *, clock: Clock | None = None) -> None:
+    def __init__(self, root: StoreRoot) -> None:
         self._root = root
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._pool = PacedPool(THREADS)
         self._stores: dict[str, Store] = {}
         self._receivers: dict[str, Receiver] = {}
@@ -68,11 +68,7 @@ class AdapterStores:
         self._pool.pace = pace
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
-        """The index of a version; None if it cannot be read, in which case the load reports the
-        reason.
-
-        Cached, because versions never change.
-        """
+        """The index of a version, cached; None if it cannot be read, which the load reports."""
         key = (store, version)
         if key not in self._manifests:
             try:

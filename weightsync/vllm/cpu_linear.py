@@ -100,10 +100,7 @@ def put_in_force(forms: Mapping[Any, PackedForm]) -> list[PackedForm]:
 
 
 def repack(layers: Iterable[Any], touched: Collection[int], pool: Executor) -> int:
-    """Repack the layers whose weights changed; returns their number.
-
-    `touched`: storage addresses of the changed weights.
-    """
+    """Repack the layers whose weights' storages are `touched`; returns their number."""
     stale = [layer for layer in layers if _address(layer) in touched]
     list(pool.map(lambda layer: _original()(layer, False), stale))
     return len(stale)

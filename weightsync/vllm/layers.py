@@ -45,8 +45,7 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -> None:
-    """For engines that take LoRA adapters; raises Unsupported for experts that cannot be updated
-    there.
+    """Raises Unsupported for experts that engines with LoRA adapters cannot update.
 
     `has_triton`: whether this vLLM has Triton's kernels.
     """

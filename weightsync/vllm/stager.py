@@ -54,9 +54,7 @@ class Stager(Generic[T]):
         return StageStatus(state=StageState.FAILED, message=f"{type(error).__name__}: {error}")
 
     def take(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Take the result for `key`. Waits for running work; runs it now if none was begun or it
-        failed, and raises its error.
-        """
+        """The result for `key`: waits for running work, or works now if none runs or it failed."""
         held, self._work = self._held(key), None
         if held is not None and held.exception() is None:
             return held.result()

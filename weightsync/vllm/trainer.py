@@ -29,9 +29,7 @@ from weightsync.vllm.plugin import BACKEND
 
 @dataclass
 class RoseMuxTrainerInitInfo(TrainerInitInfo):
-    """`store_dir`: where rank 0 publishes, a directory or an object store; its last part is the
-    name that engines know it by.
-    """
+    """`store_dir`: a directory or an object store, whose last part is its name for engines."""
 
     backend: ClassVar[str] = BACKEND
 

@@ -10,10 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import WeightVersion, checked_name
@@ -114,9 +111,7 @@ class WorkerWeights:
                 self._weights.rest()
 
     def paced_by(self, pace: Pace) -> None:
-        """Make each piece of weight work ask from now on, because production is beside this
-        engine.
-        """
+        """Make each piece of weight work ask from now on: production is beside this engine."""
         self._pace = pace
         self._weights.paced_by(pace)
 
