@@ -153,8 +153,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         if published.is_full:
             self._warm_up()
         if self._lead is not None:
-            # The version is published: files that cannot be deleted now are pruned next time as
-            # well.
+            # The version is published: what cannot be deleted now is pruned next time.
             with suppress(Exhausted):
                 self._lead.prune()
         return published
@@ -237,12 +236,11 @@ class Publisher(AbstractContextManager["Publisher"]):
             manifest = store.manifest(VersionRef(Kind.WEIGHT, latest)) if latest else None
         except RoseMuxError:
             manifest = None
-        block = manifest.block if manifest else None
         record = self._adapter.record() if self._adapter else None
-        if manifest is None or block is None or block.adapter != record:
+        if manifest is None or manifest.state_hash is None or manifest.adapter != record:
             copy.forget()
         else:
-            copy.adopt(file, manifest.version, block.state_hash, self._pool)
+            copy.adopt(file, manifest.version, manifest.state_hash, self._pool)
         return copy
 
 

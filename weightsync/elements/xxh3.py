@@ -151,11 +151,9 @@ def absorb(sums: Accumulators, data: Bytes, start: int, stop: int) -> int:
 
 
 @compiled
-def finished(sums: Accumulators, data: Bytes, start: int) -> tuple[np.uint64, np.uint64]:
-    """(high, low) words of the hash of `data`, of which `sums` has taken the first `start` bytes.
-
-    `data` has at least MIN_BYTES bytes.
-    """
+def finished(sums: Accumulators, data: Bytes) -> tuple[np.uint64, np.uint64]:
+    """(high, low) words of the hash of `data`, at least MIN_BYTES, all of which was absorbed."""
+    start = (data.size - 1) // BLOCK_BYTES * BLOCK_BYTES
     return finished_by_end(sums, data, start, np.uint64(data.size))
 
 

@@ -3,7 +3,7 @@
 `dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
 index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
 changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
-takes the smallest; payloads are read back in decoders.py.
+takes the smallest; payloads are read back in delta.py.
 
 rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes

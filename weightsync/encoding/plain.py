@@ -237,8 +237,7 @@ def _make(
             overwrite_bytes = _write_overwrite(old_data, data, overwrite)
     high = low = np.uint64(0)
     if data.size >= xxh3.MIN_BYTES:
-        taken = (data.size - 1) // xxh3.BLOCK_BYTES * xxh3.BLOCK_BYTES
-        high, low = xxh3.finished(sums, data, taken)
+        high, low = xxh3.finished(sums, data)
     return changed, payload_bytes, overwrite_bytes, high, low
 
 

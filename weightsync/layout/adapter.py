@@ -69,7 +69,7 @@ def check_base(manifest: Manifest, held: Base | None) -> None:
     `held` None is a receiver of whole models. Raises ConfigError, or Stale where an adapter's base
     is another version of the same store.
     """
-    record = manifest.block.adapter if manifest.block else None
+    record = manifest.adapter
     if record is None:
         if held is not None:
             raise ConfigError(f"version {manifest.version} is no adapter but a whole model")
@@ -111,10 +111,9 @@ def checked_config(raw: bytes, manifest: Manifest, *, where: str) -> dict[str, A
 
 
 def _record_of(manifest: Manifest) -> AdapterRecord:
-    record = manifest.block.adapter if manifest.block else None
-    if record is None:
+    if manifest.adapter is None:
         raise ConfigError(f"version {manifest.version} is no adapter")
-    return record
+    return manifest.adapter
 
 
 def _file_record(raw: bytes) -> FileRecord:

@@ -95,6 +95,16 @@ class Manifest:
         return tuple(sorted(set(self.weight_map.values())))
 
     @property
+    def state_hash(self) -> str | None:
+        """The published state hash; None for a foreign version."""
+        return self.block.state_hash if self.block else None
+
+    @property
+    def adapter(self) -> AdapterRecord | None:
+        """The base of an adapter; None for whole models."""
+        return self.block.adapter if self.block else None
+
+    @property
     def slicing(self) -> Slicing:
         """The entries that are slices; only full checkpoints record them."""
         return Slicing(self.block.slices if self.block else {})

@@ -43,12 +43,14 @@ class Draft(Protocol):
 
     def settle(self) -> None:
         """Wait until every file of `write` is stored durably."""
+        return
 
     def written(self, file: str, published: str) -> Bytes:
         """The bytes of a file that `write` took; `published` is its path in the store by now."""
 
     def close(self) -> None:
         """Stop writing to the draft."""
+        return
 
 
 class StoreWriter(Protocol):
@@ -56,7 +58,9 @@ class StoreWriter(Protocol):
 
     store: Store
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give the store back. Without a lock the next writer takes it over anyway."""
+        return
 
     def newest(self) -> WeightVersion:
         """The highest number of any version, published or not; 0 for an empty store."""

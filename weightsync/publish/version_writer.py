@@ -5,6 +5,7 @@ the ranks' reports; never reads a shard.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
@@ -96,11 +97,7 @@ class VersionWriter:
         """Make the version visible and point LATEST to it."""
         version = WeightVersion(order.version)
         changed = {entry: digest for part in written for entry, digest in part.digests.items()}
-        self._next = Contents(
-            layout=self._next.layout,
-            slices=self._next.slices,
-            digests=self._next.digests | changed,
-        )
+        self._next = replace(self._next, digests=self._next.digests | changed)
         state_hash = combined(self._next.digests, self._next.layout)
         names, small = self._complete(order.directory, version, order.base, written, state_hash)
         size = _size_bytes(written, small)

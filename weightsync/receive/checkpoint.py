@@ -57,14 +57,8 @@ class Checkpoint(HostTarget):
         if self._shard_of != _index(directory).weight_map:
             raise Corrupt(f"{directory}: its index and its shards name different tensors")
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def bits(self, name: str) -> Bits:
         return self._bits[name]
-
-    def commit(self, name: str, bits: Bits) -> None:
-        """No-op: `bits` is the mapped file already."""
 
     def finish(self, changed: Collection[str]) -> None:
         """Flush the changed shards to disk, before a record claims them."""

@@ -251,7 +251,7 @@ class _Staging:
         return FullState(self._held.layout(), self._held.by_tensor(), self._stored)
 
     def _check_everything(self, digests: Mapping[str, str]) -> None:
-        published = self._published()
+        published = self._plan.manifest.state_hash
         found = state_hash.combined(digests, self._read.entries)
         if published is not None and found != published:
             raise Corrupt(f"state {found} where {published} was published")
@@ -262,7 +262,7 @@ class _Staging:
 
     def _check_table(self) -> None:
         """Check that the digests that the shards tell hash to the published state."""
-        published = self._published()
+        published = self._plan.manifest.state_hash
         told = self._table.keys() == self._read.entries.keys()
         if not told or state_hash.combined(self._table, self._read.entries) != published:
             raise Corrupt(f"the digests of version {self._plan.target} do not lead to {published}")
@@ -270,15 +270,11 @@ class _Staging:
     def _expected(self) -> Expected:
         if self._held.is_everything:
             return Expected(
-                state_hash=self._published(),
+                state_hash=self._plan.manifest.state_hash,
                 checksums=self._foreign_checksums(),
                 slicing=self._held.slicing,
             )
-        return expected_of_parts(self._published(), self._held, self._table)
-
-    def _published(self) -> str | None:
-        block = self._plan.manifest.block
-        return block.state_hash if block else None
+        return expected_of_parts(self._plan.manifest.state_hash, self._held, self._table)
 
     def _foreign_checksums(self) -> dict[str, tuple[str, str]]:
         return {} if self._plan.manifest.block else self._checksums

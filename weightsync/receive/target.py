@@ -31,7 +31,18 @@ class ApplyTarget(Protocol):
 
 
 class HostTarget:
-    """Changes tensors through their bits in host memory."""
+    """Changes tensors through their bits in host memory, by default the tensors' own memory."""
+
+    _layout: Layout
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def commit(self, name: str, bits: Bits) -> None:
+        """No-op: `bits` is the tensor's own memory already."""
+
+    def finish(self, changed: Collection[str]) -> None:
+        """No-op: nothing is derived from these tensors."""
 
     def change(self: ApplyTarget, name: str, deltas: Sequence[Delta]) -> None:
         bits = self.bits(name)
@@ -50,14 +61,5 @@ class TensorTarget(HostTarget):
         self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
         self._layout = {name: spec_of(tensor) for name, tensor in tensors.items()}
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def bits(self, name: str) -> Bits:
         return self._bits[name]
-
-    def commit(self, name: str, bits: Bits) -> None:
-        """No-op: `bits` is the tensor's own memory already."""
-
-    def finish(self, changed: Collection[str]) -> None:
-        """No-op: nothing is derived from these tensors."""

@@ -7,15 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt
-from weightsync.transport.source import watched
+from weightsync.transport.source import StoreSource, watched
 
 _POLL_S = 0.1
 
 
-class DirectorySource:
+class DirectorySource(StoreSource):
     """Reads files in place; one stream, because the kernel reads ahead by itself."""
 
-    announces = False
     streams = 1
     range_bytes = 64 << 20
 
@@ -57,12 +56,6 @@ class DirectorySource:
                 at += got
         if at < len(into):
             raise Corrupt(f"{full} ends at byte {start + at} of {start + len(into)}")
-
-    def doubt(self, path: str) -> None:
-        """No-op: there is no copy, and the next read is of the file itself."""
-
-    def close(self) -> None:
-        """No-op: nothing is held open."""
 
 
 def _plain(path: str, flags: int) -> int:

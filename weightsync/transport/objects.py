@@ -15,7 +15,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from weightsync.transport.patience import Interrupted, Patience, RetryLimits, persist
 from weightsync.transport.ranges import ByteSpan
-from weightsync.transport.source import watched
+from weightsync.transport.source import StoreSource, watched
 
 T = TypeVar("T")
 
@@ -196,10 +196,10 @@ _POLL_S = 1.0
 """Object stores charge by request."""
 
 
-class ObjectStoreSource:
+class ObjectStoreSource(StoreSource):
     """Reads by ranges."""
 
-    announces = False
+    streams = 4
     range_bytes = 8 << 20
 
     def __init__(self, url: str, *, streams: int = 4, retries: RetryLimits | None = None) -> None:
@@ -231,9 +231,3 @@ class ObjectStoreSource:
                 raise Corrupt(f"{self}/{path} ends before byte {piece.stop}")
             into[at : at + len(raw)] = raw
             at += len(raw)
-
-    def doubt(self, path: str) -> None:
-        """No-op: there is no copy, and the next read asks the object store."""
-
-    def close(self) -> None:
-        """fsspec closes its sessions itself."""

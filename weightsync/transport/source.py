@@ -1,7 +1,7 @@
 """The source of a store's bytes, whatever it is kept in.
 
     directory.py      a local or shared file system
-    object_store.py   any file system that fsspec opens
+    objects.py        any file system that fsspec opens
     http_source.py    a RoseMux server or relay
 
 A source returns unverified bytes: `Store` checks sizes, digests and READY. Paths consist of a
@@ -37,6 +37,7 @@ class StoreSource(Protocol):
     @property
     def announces(self) -> bool:
         """Whether a waiting `latest` is notified of a change instead of polling."""
+        return False
 
     def directories(self) -> frozenset[str]:
         """Names in the store."""
@@ -55,10 +56,13 @@ class StoreSource(Protocol):
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         """Fill `into` with the file's bytes from `start` on."""
 
-    def doubt(self, path: str) -> None:
+    def doubt(self, path: str) -> None:  # noqa: ARG002 - most sources have no copies
         """Report that this file's bytes were wrong, so that no cached copy of it is used."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what is held open."""
+        return
 
 
 def each_span(

@@ -143,7 +143,7 @@ class AdaptedWeights:
         if not self._held:
             return
         manifest = self._stores.manifest(wanted.store, wanted.version)
-        published = manifest.block.state_hash if manifest and manifest.block else None
+        published = manifest.state_hash if manifest else None
         for name, copy in self._held.items():
             if copy.record.base_state_hash != published:
                 raise ConfigError(
@@ -154,7 +154,7 @@ class AdaptedWeights:
 
     def _record(self, wanted: Wanted) -> AdapterRecord | None:
         manifest = self._stores.manifest(wanted.store, wanted.version)
-        return manifest.block.adapter if manifest and manifest.block else None
+        return manifest.adapter if manifest else None
 
     def _is_on(self, record: AdapterRecord) -> bool:
         """Whether the engine is known to hold the adapter's base."""

@@ -87,7 +87,7 @@ class AdapterStores:
         """
         receiver = self._receiver(store)
         manifest = self._read_manifest(store, version)
-        record = manifest.block.adapter if manifest.block else None
+        record = manifest.adapter
         if record is None:
             raise ConfigError(f"version {version} of {store} is no adapter but a whole model")
         receiver.base = Base(

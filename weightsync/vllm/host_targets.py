@@ -34,14 +34,8 @@ class HostCopy(HostTarget):
             for name, spec in layout.items()
         }
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def bits(self, name: str) -> Bits:
         return bits_of(self._tensors[name])
-
-    def commit(self, name: str, bits: Bits) -> None:
-        """`bits` is the copy's own memory already."""
 
 
 class ShadowTarget(HostCopy):

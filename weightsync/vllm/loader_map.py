@@ -98,9 +98,6 @@ class LoaderMap(HostTarget):
             name: bits_of(held) for name, held in whole.items() if name not in self._on_device
         }
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def bits(self, name: str) -> Bits:
         if name in self._flat:
             return self._flat[name]

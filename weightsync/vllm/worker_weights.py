@@ -5,7 +5,7 @@ Decides which objects a worker's model and settings need, and the allowed order 
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from harvester.contracts.errors import ConfigError, PeerProtocolError
-from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.ids import checked_name
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
@@ -50,12 +50,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
             raise PeerProtocolError(f"version {self.version!r}: a number from 1")
 
     def wanted(self) -> Wanted:
-        return Wanted(
-            store=self.store,
-            version=WeightVersion(self.version),
-            state_hash=self.state_hash,
-            adapter=self.adapter,
-        )
+        return Wanted(**asdict(self))
 
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
