@@ -19,7 +19,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits
-from weightsync.encoding.delta import checked_apply
+from weightsync.encoding.delta import apply_all
 from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
 from weightsync.receive.kept_directory import KeptDirectory
 from weightsync.receive.staged import Staged, check_state
@@ -216,9 +216,7 @@ class Follower(AbstractContextManager["Follower"]):
             if name not in staged.deltas:
                 return checkpoint.bits(name)
             bits = checkpoint.bits(name).copy()
-            for delta in staged.deltas[name]:
-                checked_apply(delta, bits)
-            digests[name] = state_hash.digest_of(bits)
+            digests[name] = apply_all(staged.deltas[name], bits, hashed=True)
             return bits
 
         published = check_state(staged.expected, staged.layout, after, self._pool)

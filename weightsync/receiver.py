@@ -26,7 +26,7 @@ from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.plan import PullPlan, Step, plans
-from weightsync.receive.staged import Staged, write_state
+from weightsync.receive.staged import Applied, Staged, write_state
 from weightsync.receive.staging import stage
 from weightsync.receive.target import ApplyTarget
 from weightsync.transport.source import StoreSource
@@ -34,19 +34,6 @@ from weightsync.transport.source import StoreSource
 MAX_REMEMBERED_STEPS = 256
 _BROKEN = (Corrupt, Unsupported, Stale)
 """Faults of one way to a version; faults that all ways share, or that may pass, are not listed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """A state that was written and verified."""
-
-    version: WeightVersion
-    state_hash: str
-    bytes_read: int
-    tensors_changed: int
-    from_full: bool
-    seconds: float
-    """Duration of the apply alone: writing and verifying."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +218,7 @@ class Receiver:
         if staged.plan.manifest.block is not None:
             # A foreign store publishes no digests of whole entries to build on.
             self._written = _Written(staged.plan.target, staged.table, cut)
-        return Applied(
-            version=staged.plan.target,
-            state_hash=found,
-            bytes_read=staged.bytes_read,
-            tensors_changed=len(staged.changed),
-            from_full=staged.full is not None,
-            seconds=self._clock.now() - started,
-        )
+        return staged.applied(found, seconds=self._clock.now() - started)
 
     def prepare(
         self,

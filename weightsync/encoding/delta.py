@@ -4,6 +4,7 @@ The readers trust nothing: what does not fit a tensor of the given spec raises C
 applying a delta to bits of that size neither fails nor writes out of range.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,13 @@ def checked_apply(delta: Delta, bits: Bits, *, hashed: bool = False) -> str:
     if bits.size != delta.elements:
         raise ValueError(f"delta for {delta.elements} elements, tensor of {bits.size}")
     return delta.apply(bits, hashed=hashed)
+
+
+def apply_all(deltas: Sequence[Delta], bits: Bits, *, hashed: bool = False) -> str:
+    """`checked_apply` in order; returns the digest of the result."""
+    for delta in deltas[:-1]:
+        checked_apply(delta, bits)
+    return checked_apply(deltas[-1], bits, hashed=hashed) if deltas else _digest(bits, hashed)
 
 
 def _digest(bits: Bits, hashed: bool) -> str:

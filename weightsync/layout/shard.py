@@ -43,6 +43,20 @@ class ShardHeader:
         return end - begin
 
 
+def shard_layouts(layout: Layout, limit_bytes: int) -> Iterator[dict[str, TensorSpec]]:
+    """Tensors of each file, in order: up to the limit, or one that is larger by itself."""
+    shard: dict[str, TensorSpec] = {}
+    left_bytes = limit_bytes
+    for name, spec in layout.items():
+        if shard and spec.size_bytes > left_bytes:
+            yield shard
+            shard, left_bytes = {}, limit_bytes
+        shard[name] = spec
+        left_bytes -= spec.size_bytes
+    if shard:
+        yield shard
+
+
 def shard_chunks(
     layout: Layout, read: Callable[[str], Any], metadata: Mapping[str, str]
 ) -> Iterator[Any]:

@@ -8,12 +8,12 @@ a file becomes, never what an entry holds.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from weightsync.elements.bits import Layout, TensorSpec, shared_spec
+from weightsync.elements.bits import Layout, shared_spec
 from weightsync.elements.state_hash import new_digest
 from weightsync.encoding.codec import Encoded, Encoding
 from weightsync.layout.chunk_digests import ChunkDigests, chunk_bytes_for
 from weightsync.layout.manifest import FileRecord
-from weightsync.layout.shard import shard_chunks
+from weightsync.layout.shard import shard_chunks, shard_layouts
 from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import Draft
 
@@ -49,7 +49,7 @@ class ShardFiles:
         """Files of dense tensors; none where this rank has no entries."""
         contents = {
             self._name(number): _Content(group, read, {entry: digests[entry] for entry in group})
-            for number, group in enumerate(_groups(layout, self._draft.full_file_bytes), 1)
+            for number, group in enumerate(shard_layouts(layout, self._draft.full_file_bytes), 1)
         }
         self._draft.write_all(contents)
         return [
@@ -94,17 +94,3 @@ class _Content:
             size += memoryview(buffer).nbytes
             yield buffer
         self.record = FileRecord(size, whole.hexdigest(), chunk_bytes, chunks.all())
-
-
-def _groups(layout: Layout, limit_bytes: int) -> Iterator[dict[str, TensorSpec]]:
-    """In order, each up to the limit, or one that is larger by itself."""
-    group: dict[str, TensorSpec] = {}
-    left = limit_bytes
-    for entry, spec in layout.items():
-        if group and spec.size_bytes > left:
-            yield group
-            group, left = {}, limit_bytes
-        group[entry] = spec
-        left -= spec.size_bytes
-    if group:
-        yield group

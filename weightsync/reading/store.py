@@ -92,7 +92,7 @@ class Store:
         except FileNotFoundError as error:
             raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
-        if manifest.block is not None and not self._is_ready(ref):
+        if manifest.block is not None and not self._has(ref, READY_FILE):
             raise self._missing(ref, f"{READY_FILE}: its publisher did not finish it")
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
@@ -165,9 +165,6 @@ class Store:
         if ref is None or ref.kind is not Kind.WEIGHT:
             raise Corrupt(f"{self}/{LATEST_FILE} holds {raw!r}")
         return ref.version
-
-    def _is_ready(self, ref: VersionRef) -> bool:
-        return self._has(ref, READY_FILE)
 
     def _has(self, ref: VersionRef, name: str) -> bool:
         try:

@@ -29,7 +29,13 @@ from weightsync.layout.durable import (
     write_durably,
 )
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
-from weightsync.layout.shard import ShardHeader, shard_chunks, shard_data, shard_header
+from weightsync.layout.shard import (
+    ShardHeader,
+    shard_chunks,
+    shard_data,
+    shard_header,
+    shard_layouts,
+)
 from weightsync.receive.target import HostTarget
 
 MAX_SHARD_BYTES = 4 << 30
@@ -184,13 +190,5 @@ def _check_packed(shard: str, header: ShardHeader, size_bytes: int) -> None:
 def _groups(layout: Layout, max_bytes: int) -> list[list[str]]:
     """Tensors per shard in name order; within a shard the widest elements first, so that every
     tensor begins at a multiple of its element."""
-    groups: list[list[str]] = [[]]
-    room_bytes = max_bytes
-    for name in sorted(layout):
-        size_bytes = layout[name].size_bytes
-        if size_bytes > room_bytes and groups[-1]:
-            groups.append([])
-            room_bytes = max_bytes
-        groups[-1].append(name)
-        room_bytes -= size_bytes
+    groups = [*shard_layouts(dict(sorted(layout.items())), max_bytes)] or [{}]
     return [sorted(group, key=lambda name: (-layout[name].width_bytes, name)) for group in groups]

@@ -18,7 +18,7 @@ from weightsync.elements.bits import (
     bits_from_bytes,
     bytes_of,
 )
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import CutDelta, SliceRecord
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import StagedFile
@@ -166,12 +166,10 @@ def _advance(stored: StoredEntry, deltas: Sequence[Delta], part: EntryPart) -> N
     data = stored.place.read(around)
     if part.within.is_whole:
         bits = bits_from_bytes(data, stored.spec)
-        for delta in deltas:
-            checked_apply(delta, bits)
+        apply_all(deltas, bits)
     else:
         box = stored.view(data, part.within)
         bits = box.reshape(-1).copy()
-        for delta in deltas:
-            checked_apply(CutDelta(part.within, delta), bits)
+        apply_all([CutDelta(part.within, delta) for delta in deltas], bits)
         box[...] = bits.reshape(box.shape)
     stored.place.write(around.start, data)

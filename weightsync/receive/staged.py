@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
 from weightsync.elements.state_hash import digest_of, digests_of
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.receive.full_state import FullState
@@ -36,6 +37,19 @@ class Expected:
     slicing: Slicing = field(default_factory=Slicing)
     digests: Mapping[str, str] | None = None
     """For a holder of parts, the digest of each held entry; the state hash covers all entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A state that was written and verified."""
+
+    version: WeightVersion
+    state_hash: str
+    bytes_read: int
+    tensors_changed: int
+    from_full: bool
+    seconds: float
+    """Duration of the apply alone: writing and verifying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +86,16 @@ class Staged:
             full=self.full.held(parts.layout(), parts.by_tensor()),
             parts=parts,
             expected=expected_of_parts(self.expected.state_hash, parts, self.table),
+        )
+
+    def applied(self, state_hash: str, *, seconds: float) -> Applied:
+        return Applied(
+            version=self.plan.target,
+            state_hash=state_hash,
+            bytes_read=self.bytes_read,
+            tensors_changed=len(self.changed),
+            from_full=self.full is not None,
+            seconds=seconds,
         )
 
     def lent_bytes(self, name: str) -> int:
@@ -166,8 +190,7 @@ def _write_part(staged: Staged, target: ApplyTarget, name: str) -> str:
     """Returns the digest of what should be there now."""
     if staged.full is None:
         new: Bits = target.bits(name).copy()
-        for delta in staged.deltas[name]:
-            checked_apply(delta, new)
+        apply_all(staged.deltas[name], new)
     else:
         new = staged.full[name]
     bits = target.bits(name)

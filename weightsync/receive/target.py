@@ -10,7 +10,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Bits, Layout, bits_of, spec_of
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import Delta, apply_all
 
 
 class ApplyTarget(Protocol):
@@ -46,8 +46,7 @@ class HostTarget:
 
     def change(self: ApplyTarget, name: str, deltas: Sequence[Delta]) -> None:
         bits = self.bits(name)
-        for delta in deltas:
-            checked_apply(delta, bits)
+        apply_all(deltas, bits)
         self.commit(name, bits)
 
 

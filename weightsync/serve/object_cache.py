@@ -21,32 +21,6 @@ from harvester.contracts.ids import is_name
 from weightsync.serve.chunks import ChunkMap
 from weightsync.serve.metrics import TransferMetrics
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEntry:
-    key: str
-    size_bytes: int
-    used_at: float
-    """Any order of use: larger is later."""
-    in_use: bool
-
-
-def evicted(
-    entries: Iterable[CacheEntry], *, needed_bytes: int, capacity_bytes: int
-) -> tuple[str, ...] | None:
-    """Keys to drop, oldest first, so that `needed_bytes` more fit; None where they cannot."""
-    held = sorted(entries, key=lambda entry: (entry.used_at, entry.key))
-    over = sum(entry.size_bytes for entry in held) + needed_bytes - capacity_bytes
-    doomed: list[str] = []
-    for entry in held:
-        if over <= 0:
-            break
-        if not entry.in_use:
-            doomed.append(entry.key)
-            over -= entry.size_bytes
-    return tuple(doomed) if over <= 0 else None
-
-
 _PART = ".part"
 _PROVABLE = re.compile(r"[0-9a-f]{32}-[0-9]{1,18}\Z", re.ASCII)
 _LOCK_FILE = ".relay-lock"
@@ -66,6 +40,7 @@ class CachedObject:
     """Whether its digest was verified since this process began."""
     users: int = 0
     used_at: int = 0
+    """Number of its last use: larger is later."""
     handle: int | None = field(default=None, repr=False)
     """File descriptor; open while it is in use."""
 
@@ -80,6 +55,20 @@ class CachedObject:
     @property
     def now_at(self) -> Path:
         return self.path if self.is_whole else self.part
+
+
+def evicted(
+    held: Iterable[CachedObject], *, capacity_bytes: int
+) -> tuple[CachedObject, ...] | None:
+    """The least recently used to drop, so that the rest fits; None if those in use are too many."""
+    ordered = sorted(held, key=lambda one: (one.used_at, one.path))
+    over = sum(one.size_bytes for one in ordered) - capacity_bytes
+    doomed = []
+    for one in ordered:
+        if over > 0 and not one.users:
+            doomed.append(one)
+            over -= one.size_bytes
+    return tuple(doomed) if over <= 0 else None
 
 
 class ObjectCache:
@@ -181,17 +170,12 @@ class ObjectCache:
         return held
 
     def _make_room(self, needed_bytes: int) -> None:
-        entries = [
-            CacheEntry(
-                key=name, size_bytes=held.size_bytes, used_at=held.used_at, in_use=held.users > 0
-            )
-            for name, held in self._objects.items()
-        ]
-        doomed = evicted(entries, needed_bytes=needed_bytes, capacity_bytes=self._capacity_bytes)
+        left_bytes = self._capacity_bytes - needed_bytes
+        doomed = evicted(self._objects.values(), capacity_bytes=left_bytes)
         if doomed is None:
             raise Exhausted(f"every file in the cache {self._root} is in use")
-        for name in doomed:
-            self.drop(self._objects[name], reason="evicted")
+        for held in doomed:
+            self.drop(held, reason="evicted")
 
     def _load(self) -> None:
         """Keep whole files of an earlier process whose name has a digest; delete all others."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.layout.manifest import AdapterRecord
-from weightsync.receiver import Applied
+from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
 from weightsync.vllm.paced_pool import Pace

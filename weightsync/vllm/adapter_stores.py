@@ -16,14 +16,14 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits, Layout, bytes_of
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import apply_all
 from weightsync.layout.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
 from weightsync.layout.manifest import AdapterRecord, Manifest
 from weightsync.layout.names import CONFIG_FILE, Kind, VersionRef
 from weightsync.layout.shard import shard_chunks
 from weightsync.reading.store import Store
-from weightsync.receive.staged import Staged, check_state
-from weightsync.receiver import Applied, Receiver
+from weightsync.receive.staged import Applied, Staged, check_state
+from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.paced_pool import Pace, PacedPool
 
@@ -104,14 +104,7 @@ class AdapterStores:
                 raise
             staged = receiver.prepare(None, version)
             bits, found = self._advanced(None, staged)
-        applied = Applied(
-            version=version,
-            state_hash=found,
-            bytes_read=staged.plan.size_bytes,
-            tensors_changed=len(staged.changed),
-            from_full=staged.full is not None,
-            seconds=self._clock.now() - started,
-        )
+        applied = staged.applied(found, seconds=self._clock.now() - started)
         return AdapterCopy(
             store=store,
             record=record,
@@ -137,7 +130,9 @@ class AdapterStores:
         elif held is None or held.layout != staged.layout:
             raise Corrupt(f"version {staged.plan.target} has other tensors than its base")
         else:
-            bits = {n: _changed(b, staged.deltas.get(n, ())) for n, b in held.bits.items()}
+            bits = {n: b.copy() if n in staged.deltas else b for n, b in held.bits.items()}
+            for name, deltas in staged.deltas.items():
+                apply_all(deltas, bits[name])
         return bits, check_state(staged.expected, staged.layout, bits.__getitem__, self._pool)
 
     def _config(self, store: str, manifest: Manifest) -> dict[str, Any]:
@@ -166,12 +161,3 @@ class AdapterStores:
         if store not in self._receivers:
             self._receivers[store] = Receiver(self._root.store(store), work_pool=self._pool)
         return self._receivers[store]
-
-
-def _changed(bits: Bits, deltas: tuple[Delta, ...]) -> Bits:
-    if not deltas:
-        return bits
-    changed = bits.copy()
-    for delta in deltas:
-        checked_apply(delta, changed)
-    return changed

@@ -17,8 +17,8 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.reading.memory_room import STAGING_BYTES
-from weightsync.receive.staged import Staged
-from weightsync.receiver import Applied, Receiver
+from weightsync.receive.staged import Applied, Staged
+from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm

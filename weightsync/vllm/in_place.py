@@ -18,9 +18,8 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements import state_hash
 from weightsync.elements.batches import each
 from weightsync.elements.bits import Bits, bits_of
-from weightsync.encoding.delta import checked_apply
-from weightsync.receive.staged import Staged
-from weightsync.receiver import Applied
+from weightsync.encoding.delta import apply_all
+from weightsync.receive.staged import Applied, Staged
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.loader_map import LoaderMap
 
@@ -49,12 +48,7 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
             if name in target.hashed_there:
                 return ""
             return state_hash.digest_of(target.bits(name))
-        bits = target.bits(name)
-        if not deltas:
-            return state_hash.digest_of(bits)
-        for delta in deltas[:-1]:
-            checked_apply(delta, bits)
-        return checked_apply(deltas[-1], bits, hashed=True)
+        return apply_all(deltas, target.bits(name), hashed=True)
 
     # Largest first, so that the pool does not end on one long tensor.
     names = sorted(staged.layout, key=lambda name: (-staged.layout[name].size_bytes, name))
@@ -66,14 +60,7 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
     found = state_hash.combined(digests, staged.layout)
     if found != staged.expected.state_hash:
         raise Corrupt(f"state {found} where {staged.expected.state_hash} was published")
-    return Applied(
-        version=staged.plan.target,
-        state_hash=found,
-        bytes_read=staged.bytes_read,
-        tensors_changed=len(staged.changed),
-        from_full=False,
-        seconds=clock.now() - started,
-    )
+    return staged.applied(found, seconds=clock.now() - started)
 
 
 Layers: TypeAlias = Sequence[Any]
@@ -191,9 +178,4 @@ def _changed(staged: Staged, name: str, bits: Bits, hashed: bool) -> str:
     """Changes a copy; its digest where that is asked for."""
     if staged.full is not None:
         staged.full.copy_into(name, bits)
-    deltas = staged.deltas.get(name, ())
-    for delta in deltas[:-1]:
-        checked_apply(delta, bits)
-    if deltas:
-        return checked_apply(deltas[-1], bits, hashed=hashed)
-    return state_hash.digest_of(bits) if hashed else ""
+    return apply_all(staged.deltas.get(name, ()), bits, hashed=hashed)

@@ -1,41 +1,38 @@
 """Room is made with the least recently used, never with what is in use."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.serve.object_cache import CacheEntry, evicted
+from weightsync.serve.object_cache import CachedObject, evicted
 
-entries = st.lists(
-    st.tuples(st.integers(0, 50), st.integers(0, 9), st.booleans()), max_size=12
+objects = st.lists(
+    st.tuples(st.integers(0, 50), st.integers(0, 9), st.integers(0, 1)), max_size=12
 ).map(
     lambda given: [
-        CacheEntry(key=f"o{at}", size_bytes=size, used_at=used_at, in_use=in_use)
-        for at, (size, used_at, in_use) in enumerate(given)
+        CachedObject(Path(f"o{at}"), size, None, users=users, used_at=used_at)
+        for at, (size, used_at, users) in enumerate(given)
     ]
 )
 
 
-@given(entries, st.integers(0, 100), st.integers(0, 300))
-def test_what_stays_fits_and_what_is_in_use_stays(
-    held: list[CacheEntry], needed: int, capacity: int
-) -> None:
-    doomed = evicted(held, needed_bytes=needed, capacity_bytes=capacity)
-    pinned = sum(entry.size_bytes for entry in held if entry.in_use)
+@given(objects, st.integers(-100, 300))
+def test_what_stays_fits_and_what_is_in_use_stays(held: list[CachedObject], capacity: int) -> None:
+    doomed = evicted(held, capacity_bytes=capacity)
     if doomed is None:
-        assert pinned + needed > capacity
+        assert sum(one.size_bytes for one in held if one.users) > capacity
         return
-    by_key = {entry.key: entry for entry in held}
-    left = [entry for entry in held if entry.key not in doomed]
-    assert sum(entry.size_bytes for entry in left) + needed <= capacity
-    assert not any(by_key[key].in_use for key in doomed)
+    left = [one for one in held if one not in doomed]
+    left_bytes = sum(one.size_bytes for one in left)
+    assert left_bytes <= capacity
+    assert not any(one.users for one in doomed)
     if doomed:
         # Without the last of them it would not have fitted, and all that stay were used later.
-        kept = sum(entry.size_bytes for entry in left) + by_key[doomed[-1]].size_bytes
-        assert kept + needed > capacity
-        last = max(by_key[key].used_at for key in doomed)
-        assert all(entry.used_at >= last for entry in left if not entry.in_use)
+        assert left_bytes + doomed[-1].size_bytes > capacity
+        last = max(one.used_at for one in doomed)
+        assert all(one.used_at >= last for one in left if not one.users)
 
 
 def test_nothing_goes_while_there_is_room() -> None:
-    held = [CacheEntry(key="a", size_bytes=60, used_at=0, in_use=False)]
-    assert evicted(held, needed_bytes=40, capacity_bytes=100) == ()
+    assert evicted([CachedObject(Path("a"), 60, None)], capacity_bytes=60) == ()
