@@ -14,17 +14,17 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
-from weightsync.publish.conversation import First, Other, WordFiles, said
+from weightsync.publish.conversation import Mailbox, OtherRank, RankZero, given
 
 RANKS_DIRECTORY = ".ranks"
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Conversation(Protocol):
-    def gather(self, word: _T) -> list[_T]:
+    def gather(self, message: _T) -> list[_T]:
         """On rank 0 the messages of all ranks, in rank order; on other ranks an empty list."""
 
-    def tell(self, word: _T | None, kind: type[_T]) -> _T:
+    def tell(self, message: _T | None, kind: type[_T]) -> _T:
         """Rank 0's message; the other ranks pass None."""
 
 
@@ -37,11 +37,11 @@ class Alone:
     def conversation(self, step: int) -> Iterator[Conversation]:  # noqa: ARG002 - one rank
         yield self
 
-    def gather(self, word: _T) -> list[_T]:
-        return [word]
+    def gather(self, message: _T) -> list[_T]:
+        return [message]
 
-    def tell(self, word: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
-        return said(word)
+    def tell(self, message: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
+        return given(message)
 
 
 class RanksByFiles:
@@ -60,9 +60,9 @@ class RanksByFiles:
         self.rank = rank
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._words = WordFiles(store_dir / RANKS_DIRECTORY, clock or MonotonicClock(), pause)
+        self._mailbox = Mailbox(store_dir / RANKS_DIRECTORY, clock or MonotonicClock(), pause)
         if rank == 0:
-            self._words.clear()
+            self._mailbox.clear()
 
     @contextmanager
     def conversation(self, step: int) -> Iterator[Conversation]:
@@ -78,7 +78,7 @@ class RanksByFiles:
                 raise cause from error
             raise
 
-    def _side(self, step: int) -> First | Other:
+    def _side(self, step: int) -> RankZero | OtherRank:
         if self.rank == 0:
-            return First(self._words, step, ranks=self._ranks, timeout_s=self._timeout_s)
-        return Other(self._words, step, rank=self.rank, timeout_s=self._timeout_s)
+            return RankZero(self._mailbox, step, ranks=self._ranks, timeout_s=self._timeout_s)
+        return OtherRank(self._mailbox, step, rank=self.rank, timeout_s=self._timeout_s)
