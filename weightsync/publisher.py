@@ -167,7 +167,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         with self._ranks.conversation(step) as talk:
             alone = isinstance(self._ranks, Alone)
             intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
-            order = self._ordered(talk, intake)
+            offers = talk.gather(self._share.offer(intake))
+            order = talk.tell(self._lead.order(offers) if self._lead else None, Order)
             outcome = self._published(talk, intake, order)
             anchored = self._anchored(talk, order, outcome)
         return Published(
@@ -179,10 +180,6 @@ class Publisher(AbstractContextManager["Publisher"]):
             is_full=not order.base,
             seconds=self._clock.now() - started,
         )
-
-    def _ordered(self, talk: Conversation, intake: Intake) -> Order:
-        offers = talk.gather(self._share.offer(intake))
-        return talk.tell(self._lead.order(offers) if self._lead else None, Order)
 
     def _published(self, talk: Conversation, intake: Intake, order: Order) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:

@@ -67,7 +67,11 @@ class RanksByFiles:
     @contextmanager
     def conversation(self, step: int) -> Iterator[Conversation]:
         """Context of one publish; an error inside reaches every rank."""
-        talk = self._side(step)
+        talk = (
+            RankZero(self._mailbox, step, ranks=self._ranks, timeout_s=self._timeout_s)
+            if self.rank == 0
+            else OtherRank(self._mailbox, step, rank=self.rank, timeout_s=self._timeout_s)
+        )
         try:
             yield talk
         except Exception as error:
@@ -77,8 +81,3 @@ class RanksByFiles:
             if cause is not None:
                 raise cause from error
             raise
-
-    def _side(self, step: int) -> RankZero | OtherRank:
-        if self.rank == 0:
-            return RankZero(self._mailbox, step, ranks=self._ranks, timeout_s=self._timeout_s)
-        return OtherRank(self._mailbox, step, rank=self.rank, timeout_s=self._timeout_s)

@@ -101,7 +101,8 @@ class VersionWriter:
         state_hash = combined(self._next.digests, self._next.layout)
         names, small = self._complete(order.directory, version, order.base, written, state_hash)
         size = _size_bytes(written, small)
-        anchor_due = bool(order.base) and self._anchor_is_due(version)
+        since_full = version - max(self._full_versions, default=0)
+        anchor_due = bool(order.base) and since_full >= self._anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, whatever fails.
         self._newest = version
@@ -230,9 +231,6 @@ class VersionWriter:
         for ref in doomed:
             self._writer.remove(ref)
             self._full_versions.discard(ref.version)
-
-    def _anchor_is_due(self, version: WeightVersion) -> bool:
-        return version - max(self._full_versions, default=0) >= self._anchor_every
 
     def _anchor_place(self, version: WeightVersion) -> str:
         try:

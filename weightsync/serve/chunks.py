@@ -51,7 +51,8 @@ class ChunkMap:
             if self._states[first] is not _State.WANTED:
                 continue
             last, most = first, max(1, max_bytes // self._chunk_bytes)
-            while last - first + 1 < most and self._is_wanted_at(last + 1):
+            # A slice, since there may be none behind the last.
+            while last - first + 1 < most and self._states[last + 1 : last + 2] == [_State.WANTED]:
                 last += 1
             self._mark(range(first, last + 1), _State.COMING)
             return ByteSpan(
@@ -80,9 +81,6 @@ class ChunkMap:
         if span.size_bytes <= 0:
             return range(0)
         return range(span.start // self._chunk_bytes, -(-span.stop // self._chunk_bytes))
-
-    def _is_wanted_at(self, at: int) -> bool:
-        return at < len(self._states) and self._states[at] is _State.WANTED
 
     def _mark(self, chunks: range, state: _State) -> None:
         for at in chunks:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from harvester.contracts.errors import Corrupt, Exhausted
 from harvester.contracts.ids import is_name
@@ -51,7 +51,8 @@ class Outage:
         if self.is_on and (held := recall()) is not None:
             return held
         asking = asyncio.ensure_future(ask())
-        asking.add_done_callback(_heard)
+        # Every waiting reader may have left by the time it fails.
+        asking.add_done_callback(lambda asking: asking.cancelled() or asking.exception())
         done, _ = await asyncio.wait({asking}, timeout=wait_s + PATIENCE_S)
         if not done or isinstance(asking.exception(), Exhausted):
             held = recall()
@@ -86,12 +87,6 @@ async def _until_answered(probe: Callable[[], Awaitable[object]]) -> None:
             # Any other answer shows that upstream is reachable.
             return
         return
-
-
-def _heard(asking: "asyncio.Future[Any]") -> None:
-    """Retrieve a late exception: the reader may have left by then."""
-    if not asking.cancelled():
-        asking.exception()
 
 
 _DIRECTORY = ".remembered"

@@ -31,7 +31,7 @@ class LatestWatch:
     def __init__(self, ask: Ask, clock: Clock) -> None:
         self._ask = ask
         self._clock = clock
-        self._turn: asyncio.Task[bytes | None] | None = None
+        self._turn: asyncio.Future[bytes | None] | None = None
         self._turn_knew: bytes | None = None
 
     async def after(self, known: bytes | None, wait_s: float) -> bytes | None:
@@ -42,16 +42,13 @@ class LatestWatch:
         while found == known and (left_s := until_s - self._clock.now()) > 0:
             if self._turn is None or self._turn.done() or self._turn_knew != known:
                 self._turn_knew = known
-                self._turn = asyncio.create_task(self._turned(known))
+                self._turn = asyncio.ensure_future(self._ask(known, _TURN_S))
                 # Every waiting reader may have left by the time it fails.
                 self._turn.add_done_callback(lambda turn: turn.cancelled() or turn.exception())
             done, _ = await asyncio.wait({self._turn}, timeout=left_s)
             if done:
                 found = self._turn.result()
         return found
-
-    async def _turned(self, known: bytes | None) -> bytes | None:
-        return await self._ask(known, _TURN_S)
 
 
 T = TypeVar("T")

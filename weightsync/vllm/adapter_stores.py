@@ -105,10 +105,12 @@ class AdapterStores:
             staged = receiver.prepare(None, version)
             bits, found = self._advanced(None, staged)
         applied = staged.applied(found, seconds=self._clock.now() - started)
+        ref = self._ref(store, version)
+        raw = self._store(store).small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
         return AdapterCopy(
             store=store,
             record=record,
-            config=self._config(store, manifest),
+            config=checked_config(raw, manifest, where=f"{store}/{ref.directory}"),
             layout=staged.layout,
             bits=bits,
             applied=applied,
@@ -134,11 +136,6 @@ class AdapterStores:
             for name, deltas in staged.deltas.items():
                 apply_all(deltas, bits[name])
         return bits, check_state(staged.expected, staged.layout, bits.__getitem__, self._pool)
-
-    def _config(self, store: str, manifest: Manifest) -> dict[str, Any]:
-        ref = self._ref(store, manifest.version)
-        raw = self._store(store).small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
-        return checked_config(raw, manifest, where=f"{store}/{ref.directory}")
 
     def _read_manifest(self, store: str, version: WeightVersion) -> Manifest:
         return self._store(store).manifest(self._ref(store, version))

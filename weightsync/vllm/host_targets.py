@@ -154,7 +154,10 @@ def _held_rows(
             continue
         width = prod(spec.shape[1:])
         ends = [
-            (part.offset, part.offset + sum((n - 1) * s for n, s in _extents(part)))
+            (
+                part.offset,
+                part.offset + sum((n - 1) * s for n, s in _extents(part)),
+            )
             for part in parts
             if prod(part.shape)
         ]
