@@ -154,9 +154,7 @@ class Follower(AbstractContextManager["Follower"]):
 
     def _roll_forward(self) -> tuple[int, int]:
         """Finish an interrupted apply if no tensor is torn; otherwise a full checkpoint will.
-
-        Returns the tensors written and the bytes read for them.
-        """
+        Returns the tensors written and the bytes read for them."""
         record, checkpoint = self._kept.record, self._kept.checkpoint
         if not isinstance(record, Applying) or checkpoint is None:
             return 0, 0

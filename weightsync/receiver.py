@@ -114,10 +114,7 @@ class Receiver:
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it differs from `than`; None after `wait_s`.
-
-        A server answers as soon as it is published, without further requests.
-        """
+        """The newest version once it differs from `than`, as a server tells; None after `wait_s`."""
         return self._store.newer(than, wait_s=wait_s)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
@@ -258,10 +255,8 @@ class Receiver:
         raise refused or Corrupt(f"no way to version {target} is intact")
 
     def settle(self, staged: Staged, target: ApplyTarget) -> Applied:
-        """Apply; if a chain fails or ends in another state, apply again from a full checkpoint.
-
-        Raises what the attempt from a full checkpoint raises; the target is then in doubt.
-        """
+        """Apply; if a chain fails or ends in another state, apply again from a full checkpoint. If
+        that raises, the target is in doubt."""
         try:
             return self.apply(staged, target)
         except ConfigError:

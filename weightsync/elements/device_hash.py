@@ -73,10 +73,8 @@ def is_proven(device: torch.device) -> bool:
 def kernel_digests(
     data: Sequence[torch.Tensor], *, scratch_bytes: int = SCRATCH_BYTES
 ) -> list[str]:
-    """Digests of flat tensors of bytes by the kernels alone.
-
-    Each has MIN_BYTES, lies on a multiple of 16 and on the same device.
-    """
+    """Digests by the kernels alone, of flat bytes on one device: each MIN_BYTES or more, on a
+    multiple of 16."""
     if not data:
         return []
     sizes = np.array([part.numel() for part in data], dtype=np.int64)

@@ -29,10 +29,8 @@ class Written(NamedTuple):
 
 @compiled
 def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> Written:
-    """Write groups of the changes of a gap stream (see scan.py), `low_bits` one byte each.
-
-    Needs room for MAX_LOW_BITS planes per group, and `highs_room` bytes of `highs`.
-    """
+    """Write groups of a gap stream's changes (scan.py), `low_bits` one byte each. Needs room for
+    MAX_LOW_BITS planes per group, and `highs_room` bytes of `highs`."""
     group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
     gap_byte = low_byte = high_byte = bit = word = _NONE
     for group in range(low_bits.size):

@@ -138,10 +138,8 @@ def _folded(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
 
 @inlined
 def absorb(sums: Accumulators, data: Bytes, start: int, stop: int) -> int:
-    """Takes the whole blocks of `data` from byte `start` up to `stop`; returns where it stopped.
-
-    The last block of an input, whole or not, is left to `finished`.
-    """
+    """Takes the whole blocks of `data` from `start` up to `stop`, but for the last of an input,
+    which is left to `finished`; returns where it stopped."""
     stop = min(stop, data.size - 1)
     while start + BLOCK_BYTES <= stop:
         _accumulate(sums, data, start, _STRIPES, 0)

@@ -176,10 +176,8 @@ def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
 
 
 def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
-    """Change bits by a payload that this process made, with less memory than its delta would need.
-
-    Raises Corrupt, and then the bits are in doubt.
-    """
+    """Change bits by this process's own payload, in less memory than its delta needs. Raises
+    Corrupt, and then the bits are in doubt."""
     if encoding is Encoding.DENSE:
         read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
         return

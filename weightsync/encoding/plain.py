@@ -64,10 +64,8 @@ class PlainDelta:
 def plain_deltas(
     data: Bytes, places: Sequence[tuple[int, int]], specs: Sequence[TensorSpec]
 ) -> list[PlainDelta | None]:
-    """Deltas of `rosemux` payloads at (begin, end) `places` in `data`, whose memory they share.
-
-    None for a payload that is not plain, valid or not.
-    """
+    """Deltas of `rosemux` payloads at (begin, end) `places` in `data`, whose memory they share;
+    None for one that is not plain, valid or not."""
     payloads = np.frombuffer(data.data.toreadonly(), dtype=np.uint8)
     elements = [spec.elements for spec in specs]
     rows = np.zeros((len(specs), _COLUMNS), dtype=np.int64)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.elements.state_hash import new_digest
+from weightsync.elements.state_hash import file_digest
 from weightsync.layout.manifest import AdapterRecord, FileRecord, Manifest
 from weightsync.layout.names import CONFIG_FILE
 
@@ -89,20 +90,9 @@ def check_base(manifest: Manifest, held: Base | None) -> None:
     raise Stale(told) if record.base_store == held.store else ConfigError(told)
 
 
-def read_config(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """The PEFT configuration of a version in a directory; raises as `checked_config`."""
-    _record_of(manifest)
-    try:
-        with (directory / CONFIG_FILE).open("rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError as error:
-        raise Corrupt(f"{directory / CONFIG_FILE} is missing") from error
-    return checked_config(raw, manifest, where=str(directory))
-
-
-def checked_config(raw: bytes, manifest: Manifest, *, where: str) -> dict[str, Any]:
-    """The checked PEFT configuration of a version; raises Corrupt, ConfigError for whole models."""
-    if len(raw) > MAX_CONFIG_BYTES or _file_record(raw) != _record_of(manifest).config:
+def checked_config(raw: bytes, record: AdapterRecord, *, where: str) -> dict[str, Any]:
+    """The PEFT configuration of a version, checked against its record; raises Corrupt."""
+    if len(raw) > MAX_CONFIG_BYTES or _file_record(raw) != record.config:
         raise Corrupt(f"{where}/{CONFIG_FILE} is not what was published")
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
@@ -110,13 +100,5 @@ def checked_config(raw: bytes, manifest: Manifest, *, where: str) -> dict[str, A
         raise Corrupt(f"{where}/{CONFIG_FILE}: {error}") from error
 
 
-def _record_of(manifest: Manifest) -> AdapterRecord:
-    if manifest.adapter is None:
-        raise ConfigError(f"version {manifest.version} is no adapter")
-    return manifest.adapter
-
-
 def _file_record(raw: bytes) -> FileRecord:
-    whole = new_digest()
-    whole.update(raw)
-    return FileRecord(len(raw), whole.hexdigest())
+    return FileRecord(len(raw), file_digest(np.frombuffer(raw, np.uint8)))

@@ -58,10 +58,8 @@ class Part:
 
 
 def part_of(name: str, value: Any) -> Part | None:
-    """This rank's part; None if another rank publishes it, or if the part is empty.
-
-    Raises Unsupported for placements that a checkpoint cannot represent.
-    """
+    """This rank's part, None if it is empty or another rank's; raises Unsupported for placements
+    that a checkpoint cannot represent."""
     if isinstance(value, ShardSlice):
         return _part(value.tensor, value.record(name))
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):

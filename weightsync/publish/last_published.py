@@ -56,10 +56,8 @@ class MappedFile:
         self._lock.close()
 
     def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
-        """Store every piece; earlier content is lost.
-
-        Raises Exhausted if the disk is full: a hole in the mapped file would kill the process.
-        """
+        """Replace the content. Raises Exhausted if the disk is full: a hole in a mapped file would
+        kill the process."""
         self.drop()
         specs: dict[str, TensorSpec] = {}
         try:

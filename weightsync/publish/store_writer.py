@@ -69,16 +69,11 @@ class StoreWriter(Protocol):
         """Every version directory, finished or not."""
 
     def begin(self, ref: VersionRef) -> str:
-        """A unique name under which to write a version.
-
-        Only the latest one is valid; a straggling rank may still hold an earlier one.
-        """
+        """A unique name to write a version under; earlier ones, of late ranks, are invalid."""
 
     def place(self, begun: str, written: Sequence[WrittenShare], *, alone: str) -> dict[str, str]:
-        """The final name of each written file; a single file is named `alone`.
-
-        Raises Corrupt if a file's size differs from its rank's report.
-        """
+        """The final name of each written file, of a single one `alone`; raises Corrupt if a file's
+        size differs from its rank's report."""
 
     def finish(self, begun: str, ref: VersionRef, small: Mapping[str, bytes]) -> None:
         """Make a version with placed files visible; `small` are all others, with the index."""

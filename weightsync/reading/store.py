@@ -138,10 +138,7 @@ class Store:
     def shard(
         self, ref: VersionRef, manifest: Manifest, shard: str, spool: Spool, *, lent_bytes: int
     ) -> ShardCopy:
-        """A copy of a shard, not fetched yet; raises Corrupt.
-
-        `lent_bytes` bounds the memory of all its reads together.
-        """
+        """A copy of a shard, not fetched yet; reads take up to `lent_bytes`. Raises Corrupt."""
         size = self._checked_bytes(ref, manifest, shard)
         record = manifest.block.files[shard] if manifest.block else None
         source = self._source

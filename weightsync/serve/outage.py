@@ -26,10 +26,8 @@ _PROBE_EVERY_S = 1.0
 
 
 class Outage:
-    """Begins when a request stays open for too long, and ends when a probe is answered.
-
-    Meanwhile no reader waits for upstream. Belongs to one event loop.
-    """
+    """Begins when a request stays open for too long, ends when a probe is answered; meanwhile no
+    reader waits for upstream. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._probing: asyncio.Task[None] | None = None

@@ -71,10 +71,7 @@ class Objects:
         self._ask(lambda _: self._fs.pipe_file(self._full(path), data), writes=True)
 
     def create(self, path: str, data: bytes) -> None:
-        """`put`; raises FileExistsError if an object with other bytes exists.
-
-        A conditional put if the store supports it, else a check before the put.
-        """
+        """`put`, conditional or after a check; raises FileExistsError if there are other bytes."""
 
         def attempt(_: Patience) -> None:
             try:

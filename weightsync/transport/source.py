@@ -43,10 +43,7 @@ class StoreSource(Protocol):
         """Names in the store."""
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        """The LATEST file; None if there is none yet.
-
-        Waits up to `wait_s` for it to differ from `known`.
-        """
+        """The LATEST file, None without one; waits up to `wait_s` for another than `known`."""
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         """A whole file; raises Corrupt if it is over the limit."""

@@ -26,19 +26,13 @@ class Slots(Protocol):
     """An engine's storage for adapters. A form is its representation of PEFT's files."""
 
     def read(self, directory: Path) -> Any:
-        """The form of the files in a directory; raises Unsupported for an unsuitable adapter.
-
-        Called from another thread than the other methods.
-        """
+        """The form of the files in a directory; raises Unsupported. Called from another thread."""
 
     def check(self, form: Any) -> None:
         """Raises ConfigError if the form does not fit the model; changes nothing."""
 
     def put(self, name: str, form: Any) -> None:
-        """Put a form in force under a name, in place of the previous one.
-
-        Raises ConfigError if it does not fit; the previous one then stays.
-        """
+        """Put a form in force under a name; raises ConfigError, and keeps the previous one."""
 
 
 @dataclass(frozen=True, slots=True)

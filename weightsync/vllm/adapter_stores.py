@@ -81,10 +81,8 @@ class AdapterStores:
         return self._manifests[key]
 
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
-        """A version, by deltas from `held` where that is cheaper.
-
-        Raises what Receiver raises, and ConfigError where the version is no adapter.
-        """
+        """A version, by deltas from `held` where that is cheaper. Raises what Receiver raises, and
+        ConfigError for whole models."""
         receiver = self._receiver(store)
         manifest = self._read_manifest(store, version)
         record = manifest.adapter
@@ -110,7 +108,7 @@ class AdapterStores:
         return AdapterCopy(
             store=store,
             record=record,
-            config=checked_config(raw, manifest, where=f"{store}/{ref.directory}"),
+            config=checked_config(raw, record, where=f"{store}/{ref.directory}"),
             layout=staged.layout,
             bits=bits,
             applied=applied,

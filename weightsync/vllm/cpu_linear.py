@@ -29,10 +29,7 @@ PackedForm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 def install(backend: str) -> None:
-    """Replace vLLM's packing function. Idempotent.
-
-    Engines whose `weight_transfer_config` names another backend, or none, are left unchanged.
-    """
+    """Replace vLLM's packing function, for engines with our backend only. Idempotent."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 

@@ -71,10 +71,7 @@ def derived_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def own_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The model's layers by name, without vLLM's LoRA wrappers.
-
-    A wrapper forwards its layer's attributes, so that each layer would appear twice.
-    """
+    """Layers by name, without vLLM's LoRA wrappers, which forward their layer's attributes."""
     for name, layer in model.named_modules():
         if _WRAPPED not in dict(layer.named_children()):
             yield name, layer

@@ -236,10 +236,8 @@ def check_twins(names: Collection[str], layout: Layout, read: Callable[[str], Bi
 
 
 def _beside(layout: Layout, name: str) -> Segment:
-    """Separate memory for a matrix that may equal another one.
-
-    Raises Unsupported for any other shape: vectors of ones equal others by chance.
-    """
+    """Separate memory for a matrix that may equal another one; raises Unsupported for any other
+    shape: vectors of ones equal others by chance."""
     spec = layout[name]
     if len(spec.shape) < 2 or sum(other == spec for other in layout.values()) < 2:
         raise Unsupported(f"the loader does not copy {name} as it is")

@@ -37,10 +37,8 @@ class Stager(Generic[T]):
         self._work: Future[T] | None = None
 
     def begin(self, key: Hashable, work: Callable[[], T]) -> StageStatus:
-        """Starts `work` unless that of the same key runs or is ready; asked again, tells how it is.
-
-        A failure is told once: the call after that starts anew.
-        """
+        """Starts `work` unless that of the same key runs or is ready; returns its status. After a
+        failure was returned, the next call starts anew."""
         held = self._held(key)
         if held is None:
             self._key, self._work = key, self._thread.submit(work)

@@ -59,10 +59,8 @@ class RoseMuxTrainer(TrainerWeightTransferEngine[RoseMuxTrainerInitInfo]):
         return made
 
     def send_weights(self) -> None:
-        """Publishes what the source yields; returns when the engines hold it.
-
-        Every rank iterates the source, because materialising a shard is a collective.
-        """
+        """Publishes what the source yields; returns when the engines hold it. Every rank iterates
+        the source, because materialising a shard is a collective."""
         state: dict[str, torch.Tensor] = {}
         for name, tensor in self.source:
             if self._publisher is not None:

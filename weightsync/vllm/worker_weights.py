@@ -151,10 +151,8 @@ def add_worker_methods(worker_class: Any) -> None:
 
 
 def _await_stream(device: torch.device) -> None:
-    """Wait for a thread's work on its own stream; the engine's steps have another.
-
-    The device is explicit: a pool's thread defaults to the first one, whatever its engine uses.
-    """
+    """Wait for a thread's work on its own stream, which engine steps do not use. The device is
+    explicit: a pool's thread defaults to the first one."""
     torch.accelerator.current_stream(device).synchronize()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.layout.adapter import Adapter, Base, read_config
+from weightsync.layout.adapter import Adapter, Base, checked_config
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publisher import Publisher
 from weightsync.reading.store import Store
@@ -60,16 +60,22 @@ def test_a_full_version_is_what_peft_loads(store: Path, same: Same) -> None:
 
 @pytest.mark.parametrize("version", [ONE, TWO])
 def test_the_configuration_of_every_version_is_checked(store: Path, version: WeightVersion) -> None:
-    manifest = Store(store).manifest(VersionRef(Kind.WEIGHT, version))
-    directory = store / f"weight_v{version:06d}"
-    assert read_config(directory, manifest) == CONFIG
-    path = directory / "adapter_config.json"
+    ref = VersionRef(Kind.WEIGHT, version)
+    record = Store(store).manifest(ref).adapter
+    assert record is not None
+
+    def read() -> dict[str, Any]:
+        raw = Store(store).small_file(ref, "adapter_config.json", 1 << 20)
+        return checked_config(raw, record, where=str(store))
+
+    assert read() == CONFIG
+    path = store / ref.directory / "adapter_config.json"
     path.write_bytes(path.read_bytes().replace(b"8", b"9"))
     with pytest.raises(Corrupt, match="not what was published"):
-        read_config(directory, manifest)
+        read()
     path.unlink()
-    with pytest.raises(Corrupt, match="is missing"):
-        read_config(directory, manifest)
+    with pytest.raises(Corrupt, match=r"has no adapter_config\.json"):
+        read()
 
 
 @pytest.mark.parametrize(
@@ -99,9 +105,7 @@ def test_whole_weights_are_no_adapter(tmp_path: Path) -> None:
         publisher.publish({"w": torch.ones(3)})
     with pytest.raises(ConfigError, match="no adapter but a whole model"):
         Receiver(tmp_path, base=BASE).sync(None, ONE, TensorTarget({"w": torch.ones(3)}))
-    manifest = Store(tmp_path).manifest(VersionRef(Kind.WEIGHT, ONE))
-    with pytest.raises(ConfigError, match="is no adapter"):
-        read_config(tmp_path / "weight_v000001", manifest)
+    assert Store(tmp_path).manifest(VersionRef(Kind.WEIGHT, ONE)).adapter is None
 
 
 def test_an_adapter_of_another_base_begins_with_a_full_version(tmp_path: Path) -> None:
