@@ -114,7 +114,7 @@ class Receiver:
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it differs from `than`, as a server tells; None after `wait_s`."""
+        """The newest version once it differs from `than`; None after `wait_s`."""
         return self._store.newer(than, wait_s=wait_s)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
