@@ -27,7 +27,7 @@ from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.plan import PullPlan, Step, plans
 from weightsync.receive.staged import Applied, Staged, write_state
-from weightsync.receive.staging import stage
+from weightsync.receive.staging import Staging
 from weightsync.receive.target import ApplyTarget
 from weightsync.transport.source import StoreSource
 
@@ -192,7 +192,7 @@ class Receiver:
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (known is None or known.version != plan.current):
                 raise Stale(f"version {plan.current} is not what was written here: plan again")
-            return stage(
+            staging = Staging(
                 self._store,
                 plan,
                 self.parts(plan, held),
@@ -201,6 +201,7 @@ class Receiver:
                 spool=Spool(room, self._spool_dir),
                 known=known.table if known else {},
             )
+            return staging.staged()
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Write a staged state in place and verify the result.

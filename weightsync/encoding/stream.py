@@ -22,7 +22,11 @@ _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 
 
 
 class LargePayload:
-    """Bytes that are appended, up to `room_bytes`; a header may be prepended at the end."""
+    """Bytes that are appended, up to `room_bytes`; a header may be prepended at the end.
+
+    In pages of its own, which exist once written and return to the system at once. Heap memory
+    would not, since a trainer's own allocations lie in between.
+    """
 
     def __init__(self, room_bytes: int) -> None:
         self._pages = memoryview(mmap.mmap(-1, _FRONT_BYTES + room_bytes, flags=_FLAGS))

@@ -39,7 +39,10 @@ _ALIGN_BYTES = 64
 
 
 class MappedFile:
-    """`copy-RANK.bin` and its record `copy-RANK.json` in one directory, under a lock."""
+    """`copy-RANK.bin` and its record `copy-RANK.json` in one directory, under a lock.
+
+    Entries lie in order of arrival, each at a multiple of 64 bytes.
+    """
 
     def __init__(self, directory: Path, *, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)

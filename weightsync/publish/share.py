@@ -40,7 +40,12 @@ class Compared:
 
 
 class StateComparison:
-    """`in_flight_bytes` bounds the bytes held at a time, above one batch per thread."""
+    """Compares in batches: a hand-over takes longer than comparing a small tensor.
+
+    Batches of tensors that take longer in Python than in a compiled loop are compared inline, since
+    threads would only wait for each other's interpreter lock. `in_flight_bytes` bounds the bytes
+    held at a time, above one batch per thread.
+    """
 
     def __init__(
         self,

@@ -34,28 +34,11 @@ _SMALL = 4 * MIN_CHUNK_BYTES
 """A shard up to this size is read whole without a log line."""
 
 
-def stage(
-    store: Store,
-    plan: PullPlan,
-    parts: HeldParts,
-    pool: Executor,
-    *,
-    room: MemoryRoom,
-    spool: Spool,
-    known: Mapping[str, str],
-) -> Staged:
-    """Read a plan; raises Corrupt or Stale.
+class Staging:
+    """The staging of one plan. A foreign store is read whole: it has no digests for parts.
 
     `known`: for a holder of parts, digests of all entries of the version that the plan builds on.
     """
-    staging = _Staging(store, plan, parts, pool, room, spool, known)
-    for step in plan.steps:
-        staging.take(step)
-    return staging.staged()
-
-
-class _Staging:
-    """The staging of one plan. A foreign store is read whole: it has no digests for parts."""
 
     def __init__(
         self,
@@ -63,6 +46,7 @@ class _Staging:
         plan: PullPlan,
         parts: HeldParts,
         pool: Executor,
+        *,
         room: MemoryRoom,
         spool: Spool,
         known: Mapping[str, str],
@@ -83,7 +67,7 @@ class _Staging:
         self._whole_bytes = 0
         """Size of shards that were read whole."""
 
-    def take(self, step: Step) -> None:
+    def _take(self, step: Step) -> None:
         """Read one version; raises Corrupt."""
         found: set[str] = set()
         self._whole_bytes = 0
@@ -108,7 +92,9 @@ class _Staging:
             raise Corrupt(f"{step.ref.directory}: shards and weight map name different tensors")
 
     def staged(self) -> Staged:
-        """Check the final state of a full checkpoint; raises Corrupt."""
+        """Read the plan and check a full checkpoint's final state; raises Corrupt or Stale."""
+        for step in self._plan.steps:
+            self._take(step)
         if self._is_ours and not self._held.is_everything:
             self._check_table()
         full = self._verified() if self._plan.current is None else None

@@ -39,7 +39,8 @@ class HostCopy(HostTarget):
 
 
 class ShadowTarget(HostCopy):
-    """An ApplyTarget over host memory. `after` is called once the loader is done.
+    """An ApplyTarget over host memory, whose changed tensors are loaded at each update, or all if a
+    layer derives a form from its weights. `after` is called once the loader is done.
 
     `loading`: entered around each load; given where layers must be loaded whole to be processed.
     """
