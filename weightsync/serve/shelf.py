@@ -26,7 +26,7 @@ Ask = Callable[[bytes | None, float], Awaitable[bytes | None]]
 
 
 class LatestWatch:
-    """Waits for a store's next LATEST, by one request for all readers that wait; none if none do."""
+    """One request upstream for all readers that wait for a store's next LATEST; none if none do."""
 
     def __init__(self, ask: Ask, clock: Clock) -> None:
         self._ask = ask

@@ -35,7 +35,7 @@ def is_hashed_whole(staged: Staged) -> bool:
 def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: Clock) -> Applied:
     """Write deltas and verify the result; for stagings that `is_hashed_whole` admits.
 
-    What follows only derives packed forms. Tensors that lie whole on a GPU are hashed there at last.
+    What follows only derives packed forms. Tensors that lie whole on a GPU are hashed there.
     Raises Corrupt if the result is not the published state; the target is then in doubt, as after
     any other failure.
     """
