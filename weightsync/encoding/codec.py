@@ -32,9 +32,9 @@ from weightsync.encoding.delta import (
     rosemux_layout,
 )
 from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
-from weightsync.encoding.plain import MAX_BYTES as PLAIN_BYTES
 from weightsync.encoding.plain import (
     OVERWRITE_BELOW_CHANGES,
+    PLAIN_BYTES,
     PlainPayload,
     plain_deltas,
     plain_payload,

@@ -40,6 +40,17 @@ _SMALL, _FAR, _WIDE, _LOW_BITS, _SIGNS, _LOWS, _HIGHS, _END = 0, 1, 2, 3, 4, 5, 
 _COLUMNS = 12
 _KINDS = 3
 """Small gaps, far gaps and codes have three columns each of _LOWS and _HIGHS."""
+_LEAST_CHANGES = 1024
+"""Payloads with fewer changes unpack in negligible time anyway."""
+_MOST_ELEMENTS = (1 << 32) - 1
+"""Wide differences name their change in four bytes."""
+_WIDE_SHARE = 1 / 16
+"""Largest share of the far changes that may be wide; with more, planes are smaller."""
+_SAMPLE_BYTES = 8 << 10
+_WORTH_RATIO = 1.04
+"""Largest size of gaps and signs in groups, over their compressed size."""
+_MOST_NEAR = 254
+"""Codes from here on are wide: smaller ones form gap streams without an escape."""
 
 
 class OpenedGroups(NamedTuple):
@@ -153,19 +164,6 @@ def _apply(
     low_bits, gaps, far_gaps, codes = _parts(payload, row)
     signs, wide = payload[row[_SIGNS] : row[_LOWS]], payload[row[_END] :]
     apply_grouped(bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed)
-
-
-_LEAST_CHANGES = 1024
-"""Payloads with fewer changes unpack in negligible time anyway."""
-_MOST_ELEMENTS = (1 << 32) - 1
-"""Wide differences name their change in four bytes."""
-_WIDE_SHARE = 1 / 16
-"""Largest share of the far changes that may be wide; with more, planes are smaller."""
-_SAMPLE_BYTES = 8 << 10
-_WORTH_RATIO = 1.04
-"""Largest size of gaps and signs in groups, over their compressed size."""
-_MOST_NEAR = 254
-"""Codes from here on are wide: smaller ones form gap streams without an escape."""
 
 
 def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes:

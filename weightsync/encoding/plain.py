@@ -30,6 +30,12 @@ Row: TypeAlias = npt.NDArray[np.int64]
 _IS_PLAIN, _GAPS, _GAP_BYTES, _SIGNS, _SIGN_BYTES = range(5)
 _FAR_GAPS, _FAR_GAP_BYTES, _PLANES, _FAR, _PLANE_STEP = range(5, 10)
 _COLUMNS = 10
+PLAIN_BYTES = 8 << 10
+"""Largest tensor to try; a larger one seldom changes in so few places."""
+OVERWRITE_BELOW_CHANGES = 16
+"""`overwrite` spends 4 bytes on a position, but its header is shorter than that of `rosemux`."""
+_OVERWRITE_BYTES = 4 + 5 * 8 * OVERWRITE_BELOW_CHANGES
+_PAYLOAD_BYTES = 3 + 5 * 9 + 11 * (1 + RAW_BELOW_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +173,6 @@ def _apply(
     )
 
 
-MAX_BYTES = 8 << 10
-"""Largest tensor; a larger one seldom changes in so few places."""
-OVERWRITE_BELOW_CHANGES = 16
-"""`overwrite` spends 4 bytes on a position, but its header is shorter than that of `rosemux`."""
-_OVERWRITE_BYTES = 4 + 5 * 8 * OVERWRITE_BELOW_CHANGES
-_PAYLOAD_BYTES = 3 + 5 * 9 + 11 * (1 + RAW_BELOW_BYTES)
-
-
 class PlainPayload(NamedTuple):
     changed: int
     """Number of elements that differ."""
@@ -195,7 +193,7 @@ class _Made(NamedTuple):
 
 
 def plain_payload(old: Bits, new: Bits) -> PlainPayload:
-    """The payload for a tensor of at most MAX_BYTES."""
+    """The payload for a tensor of at most PLAIN_BYTES."""
     data = bytes_of(new)
     payload = np.empty(_PAYLOAD_BYTES, dtype=np.uint8)
     overwrite = np.empty(_OVERWRITE_BYTES, dtype=np.uint8)

@@ -19,6 +19,11 @@ from weightsync.elements.bits import Bytes
 
 _FRONT_BYTES = 64
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+LEVEL = 1
+RAW_BELOW_BYTES = 24
+"""Shorter streams are stored uncompressed."""
+_ANNOUNCES = 0xE0
+"""Bits of a frame's first byte behind the magic; without them no content size follows."""
 
 
 class LargePayload:
@@ -53,13 +58,6 @@ class LargePayload:
     def view(self) -> memoryview:
         """The content; the pages are freed with its last view."""
         return self._pages[self._start : self._end].toreadonly()
-
-
-LEVEL = 1
-RAW_BELOW_BYTES = 24
-"""Shorter streams are stored uncompressed."""
-_ANNOUNCES = 0xE0
-"""Bits of a frame's first byte behind the magic; without them no content size follows."""
 
 
 class _Codecs(threading.local):

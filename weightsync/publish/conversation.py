@@ -32,6 +32,8 @@ POLL_S = 0.005
 MAX_POLL_S = 0.25
 _POLL_RATIO = 0.02
 """Poll interval as a share of the time already waited."""
+_T = TypeVar("_T", bound=msgspec.Struct)
+_ERRORS = {e.__name__: e for e in (ConfigError, Corrupt, Exhausted, Stale, Unsupported)}
 
 
 class RankMessage(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -94,10 +96,6 @@ class Mailbox:
             if waited_s >= timeout_s:
                 return
             self._pause(min(MAX_POLL_S, max(POLL_S, _POLL_RATIO * waited_s)))
-
-
-_T = TypeVar("_T", bound=msgspec.Struct)
-_ERRORS = {e.__name__: e for e in (ConfigError, Corrupt, Exhausted, Stale, Unsupported)}
 
 
 class RankZero:

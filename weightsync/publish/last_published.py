@@ -36,6 +36,7 @@ from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import Intake, Piece
 
 _ALIGN_BYTES = 64
+RECORD_FORMAT = 1
 
 
 class MappedFile:
@@ -108,9 +109,6 @@ class MappedFile:
 
 def _padding(spec: TensorSpec) -> int:
     return -spec.size_bytes % _ALIGN_BYTES
-
-
-RECORD_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,10 @@ from weightsync.reading.store import Store
 
 FileWriter: TypeAlias = Callable[[Path, Iterable[Any]], int]
 """Writes a new file durably; returns its size in bytes."""
+WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})
+"""Schemes whose stores show an object only once it is complete, and replace it atomically: with
+others, a kill could leave half of LATEST."""
+_LOCAL = frozenset({"file", "local"})
 
 
 class Draft(Protocol):
@@ -104,12 +108,6 @@ class WritableStore(Protocol):
 
     def draft(self, begun: str) -> Draft:
         """Raises PeerProtocolError for a name that `begin` does not give."""
-
-
-WHOLE_PUTS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"})
-"""Schemes whose stores show an object only once it is complete, and replace it atomically: with
-others, a kill could leave half of LATEST."""
-_LOCAL = frozenset({"file", "local"})
 
 
 def writable_store(

@@ -26,6 +26,9 @@ from weightsync.receive.held_parts import EntryPart, bounds, element_strides
 from weightsync.receive.stored_delta import delta_bytes
 from weightsync.transport.ranges import ByteSpan
 
+_HASHED_BYTES = 1 << 20
+"""Memory that hashing takes, however large the entry."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
@@ -117,10 +120,6 @@ class FullState(Mapping[str, Bits]):
         if len(parts) == 1 and first.within.is_whole and first.of.is_whole:
             return self._entries[first.entry]
         return None
-
-
-_HASHED_BYTES = 1 << 20
-"""Memory that hashing takes, however large the entry."""
 
 
 def advance(

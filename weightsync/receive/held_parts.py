@@ -18,6 +18,9 @@ from weightsync.encoding.delta import Delta
 from weightsync.layout.slices import CutDelta, SlicedDelta, SliceRecord, Slicing
 from weightsync.transport.ranges import ByteSpan
 
+MIN_RUN_BYTES = 256 << 10
+"""Runs shorter than this are not worth a separate request."""
+
 
 class Selection(Protocol):
     def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
@@ -71,10 +74,6 @@ class TensorParallel:
 
 def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
     return SliceRecord(name, spec.shape, (0,) * len(spec.shape), spec.shape)
-
-
-MIN_RUN_BYTES = 256 << 10
-"""Runs shorter than this are not worth a separate request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from weightsync.receive.plan import PullPlan
 from weightsync.receive.stored_delta import delta_bytes
 from weightsync.receive.target import ApplyTarget
 
+Digests = Mapping[str, str]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
@@ -141,9 +143,6 @@ def check_foreign(name: str, algorithm: str, checksum: str, bits: Bits) -> None:
     """Check a tensor against the checksum of another system; raises Corrupt."""
     if state_hash.foreign_checksum(algorithm, bits) != checksum:
         raise Corrupt(f"{name}: not the {algorithm} checksum that was published")
-
-
-Digests = Mapping[str, str]
 
 
 def write_state(

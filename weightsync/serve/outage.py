@@ -23,6 +23,9 @@ T = TypeVar("T")
 PATIENCE_S = 5.0
 """Seconds to wait for an answer that a remembered one could replace."""
 _PROBE_EVERY_S = 1.0
+_DIRECTORY = ".remembered"
+MAX_VERSIONS = 256
+"""Indexes per store; the oldest are dropped."""
 
 
 class Outage:
@@ -85,11 +88,6 @@ async def _until_answered(probe: Callable[[], Awaitable[object]]) -> None:
             # Any other answer shows that upstream is reachable.
             return
         return
-
-
-_DIRECTORY = ".remembered"
-MAX_VERSIONS = 256
-"""Indexes per store; the oldest are dropped."""
 
 
 class Remembered:

@@ -23,6 +23,10 @@ _TURN_S = 2.0
 
 Ask = Callable[[bytes | None, float], Awaitable[bytes | None]]
 """`known`, seconds to wait; see `StoreSource.latest`."""
+T = TypeVar("T")
+_THREADS = 16
+_MAX_STORES = 1024
+"""Bound on open stores, since their names come from clients."""
 
 
 class LatestWatch:
@@ -49,12 +53,6 @@ class LatestWatch:
             if done:
                 found = self._turn.result()
         return found
-
-
-T = TypeVar("T")
-_THREADS = 16
-_MAX_STORES = 1024
-"""Bound on open stores, since their names come from clients."""
 
 
 class ShelfFile(Protocol):

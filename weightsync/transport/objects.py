@@ -24,6 +24,8 @@ PART_BYTES = 16 << 20
 _PIECE_BYTES = 4 << 20
 """Bytes handed over at a time, so that a part's buffer never holds much more than a part."""
 _DELETES_AT_ONCE = 8
+_POLL_S = 1.0
+"""Object stores charge by request."""
 
 
 class Objects:
@@ -187,10 +189,6 @@ def _opened(url: str) -> tuple[Any, str]:
             "a URL that fsspec knows"
         ) from error
     return fs, str(root).rstrip("/")
-
-
-_POLL_S = 1.0
-"""Object stores charge by request."""
 
 
 class ObjectStoreSource(StoreSource):

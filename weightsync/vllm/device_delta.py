@@ -36,6 +36,11 @@ _WORD_BITS = 8 * WORD_BYTES
 _WORDS_AT_ONCE = CHANGES_AT_ONCE // _WORD_BITS
 
 Words: TypeAlias = npt.NDArray[np.uint64]
+MOST_DEVICE_BYTES = 96 * CHANGES_AT_ONCE
+"""Bound on an apply's device memory, for any size of tensor and delta."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BYTES_AT_ONCE = 8 * CHANGES_AT_ONCE
+_UNSIGNED_32 = 0xFFFFFFFF
 
 
 def sent(data: Bytes, device: torch.device) -> torch.Tensor:
@@ -129,13 +134,6 @@ def _bits(data: torch.Tensor) -> torch.Tensor:
     """Each bit of bytes, the lowest first."""
     bit = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data[:, None] >> bit) & 1).view(-1)
-
-
-MOST_DEVICE_BYTES = 96 * CHANGES_AT_ONCE
-"""Bound on an apply's device memory, for any size of tensor and delta."""
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BYTES_AT_ONCE = 8 * CHANGES_AT_ONCE
-_UNSIGNED_32 = 0xFFFFFFFF
 
 
 def apply_on_device(delta: Delta, tensor: torch.Tensor) -> None:

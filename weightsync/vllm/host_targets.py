@@ -23,6 +23,8 @@ from weightsync.vllm.layers import unwrapped
 from weightsync.vllm.loader_map import Segment, check_twins, recorded, storages_of
 from weightsync.vllm.rank_parts import held_elsewhere
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class HostCopy(HostTarget):
     """An ApplyTarget but for `finish`, in which a subclass passes the copy on to its engine."""
@@ -68,9 +70,6 @@ class ShadowTarget(HostCopy):
     def _load(self, names: Collection[str]) -> None:
         with unwrapped(self._model):
             self._model.load_weights((name, self._tensors[name]) for name in sorted(names))
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ from weightsync.receive.staged import Applied, Staged
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.loader_map import LoaderMap
 
+Layers: TypeAlias = Sequence[Any]
+Pack: TypeAlias = Callable[[Any, torch.Tensor], PackedForm]
+"""The packed form that a layer would have of a weight."""
+
 
 def is_hashed_whole(staged: Staged) -> bool:
     """Whether digests of whole tensors lead to the published hash of a chain of deltas."""
@@ -62,11 +66,6 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
     if found != staged.expected.state_hash:
         raise Corrupt(f"state {found} where {staged.expected.state_hash} was published")
     return staged.applied(found, seconds=clock.now() - started)
-
-
-Layers: TypeAlias = Sequence[Any]
-Pack: TypeAlias = Callable[[Any, torch.Tensor], PackedForm]
-"""The packed form that a layer would have of a weight."""
 
 
 @dataclass(frozen=True, slots=True)

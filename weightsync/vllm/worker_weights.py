@@ -26,6 +26,13 @@ from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.rank_parts import is_partial
 
+ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
+PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
+PACKED_AHEAD_BYTES = 2 << 30
+STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
+REPORT_METHOD = "rosemux_weights"
+STAGE_METHOD = "rosemux_stage"
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -51,14 +58,6 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     def wanted(self) -> Wanted:
         return Wanted(**asdict(self))
-
-
-ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
-PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
-PACKED_AHEAD_BYTES = 2 << 30
-STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
-REPORT_METHOD = "rosemux_weights"
-STAGE_METHOD = "rosemux_stage"
 
 
 class WorkerWeights:
