@@ -117,10 +117,10 @@ def _access(
     from weightsync.transport.access import Access
     from weightsync.transport.patience import RetryLimits
 
-    told = Access.from_environment()
+    environment = Access.from_environment()
     return Access(
-        token=told.token if token_file is None else read_token(token_file),
-        ca_file=told.ca_file if ca_file is None else ca_file,
+        token=environment.token if token_file is None else read_token(token_file),
+        ca_file=environment.ca_file if ca_file is None else ca_file,
         streams=streams,
         retries=RetryLimits(give_up_s=give_up_s),
     )
@@ -201,13 +201,13 @@ def pull(
     receiver = Receiver(store, threads=threads, staging_bytes=staging_bytes, spool_dir=directory)
     try:
         with Follower(receiver, directory, threads=threads) as follower:
-            typer.echo(_standing(follower, directory))
+            typer.echo(_state(follower, directory))
             warm_up()
             if watch:
                 _follow(follower, every_s=every)
             else:
                 wanted = None if version is None else WeightVersion(version)
-                typer.echo(_told(follower.pull(wanted)))
+                typer.echo(_summary(follower.pull(wanted)))
     finally:
         receiver.close()
 
@@ -218,7 +218,7 @@ def _follow(follower: "Follower", *, every_s: float) -> None:
     while True:
         try:
             if follower.newer(wait_s=_WAIT_S) is not None:
-                typer.echo(_told(follower.pull()))
+                typer.echo(_summary(follower.pull()))
             complaint = ""
             if follower.announces:
                 continue
@@ -229,7 +229,7 @@ def _follow(follower: "Follower", *, every_s: float) -> None:
         time.sleep(every_s)
 
 
-def _standing(follower: "Follower", directory: Path) -> str:
+def _state(follower: "Follower", directory: Path) -> str:
     if follower.held is not None:
         return f"{directory} holds version {follower.held.version}, {follower.held.state_hash}"
     if follower.interrupted:
@@ -237,7 +237,7 @@ def _standing(follower: "Follower", directory: Path) -> str:
     return f"{directory} holds no version yet"
 
 
-def _told(pulled: "Pulled") -> str:
+def _summary(pulled: "Pulled") -> str:
     what = "repaired, " if pulled.mended else ""
     how = "from a full checkpoint" if pulled.from_full else "from deltas"
     return (

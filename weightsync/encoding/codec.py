@@ -231,10 +231,10 @@ def _warm_up(width_bytes: int) -> None:
         for hashed in (False, True):
             delta.apply(old.copy(), hashed=hashed)
     small = TensorSpec(dtype, (PLAIN_BYTES // 64,))
-    lying = np.frombuffer(
+    payloads = np.frombuffer(
         plain_payload(old[: small.elements], new[: small.elements]).payload, np.uint8
     )
-    for plain in plain_deltas(lying, [(0, lying.size)], [small]):
+    for plain in plain_deltas(payloads, [(0, payloads.size)], [small]):
         assert plain is not None
         checked_apply(plain, old[: small.elements].copy())
 

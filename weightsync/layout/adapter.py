@@ -82,12 +82,12 @@ def check_base(manifest: Manifest, held: Base | None) -> None:
         )
     if record.base_state_hash == held.state_hash:
         return
-    told = (
+    mismatch = (
         f"adapter version {manifest.version} belongs to {record.base_store} version "
         f"{record.base_version} ({record.base_state_hash}); here is {held.store} version "
         f"{held.version} ({held.state_hash})"
     )
-    raise Stale(told) if record.base_store == held.store else ConfigError(told)
+    raise Stale(mismatch) if record.base_store == held.store else ConfigError(mismatch)
 
 
 def checked_config(raw: bytes, record: AdapterRecord, *, where: str) -> dict[str, Any]:

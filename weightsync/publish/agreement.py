@@ -105,13 +105,13 @@ def common_version(offers: Sequence[Offer]) -> WeightVersion | None:
     return WeightVersion(version) if len(found) == 1 and version else None
 
 
-def told_contents(offers: Sequence[Offer]) -> Contents | None:
+def offered_contents(offers: Sequence[Offer]) -> Contents | None:
     """All entries as the ranks report them; None if a rank reports none, or they form no model."""
-    told = [offer.holding for offer in offers if offer.holding is not None]
-    if len(told) < len(offers):
+    holdings = [offer.holding for offer in offers if offer.holding is not None]
+    if len(holdings) < len(offers):
         return None
     try:
-        return settled(told)[0]
+        return settled(holdings)[0]
     except ConfigError:
         return None
 

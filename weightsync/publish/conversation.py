@@ -135,10 +135,10 @@ class RankZero:
         )
 
     def tell(self, message: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
-        told = given(message)
-        self._down(body=msgspec.Raw(msgspec.json.encode(told)))
+        reply = given(message)
+        self._down(body=msgspec.Raw(msgspec.json.encode(reply)))
         self._exchange += 1
-        return told
+        return reply
 
     def fail(self, error: Exception) -> Exception | None:
         """Told also to ranks that have not called yet: they would wait for nothing."""

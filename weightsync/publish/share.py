@@ -122,14 +122,14 @@ class Share:
         self._threads = threads
         self._in_flight_bytes = in_flight_bytes
         self._shard_bytes = shard_bytes
-        self._has_told = False
+        self._is_reported = False
 
     def offer(self, intake: Intake) -> Offer:
         """The base that a delta of `intake` can build on."""
         if self._copy.version is None or not self._copy.fits(intake):
             return Offer(0, "")
-        told = None if self._has_told else holding_of(self._copy.contents)
-        return Offer(self._copy.version, self._copy.state_hash, told)
+        holding = None if self._is_reported else holding_of(self._copy.contents)
+        return Offer(self._copy.version, self._copy.state_hash, holding)
 
     def take(self, intake: Intake) -> Holding:
         """Copy all tensors, for a full version."""
@@ -184,7 +184,7 @@ class Share:
             shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
             self._copy.advance(shards, encodings, self._pool)
         self._copy.hold(version, outcome.state_hash, written.digests)
-        self._has_told = True
+        self._is_reported = True
 
     def _files(self, draft: Draft) -> ShardFiles:
         return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)

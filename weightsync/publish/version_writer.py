@@ -29,8 +29,8 @@ from weightsync.publish.agreement import (
     Settled,
     WrittenShare,
     common_version,
+    offered_contents,
     settled,
-    told_contents,
 )
 from weightsync.publish.last_published import Contents
 from weightsync.publish.store_writer import StoreWriter
@@ -73,7 +73,7 @@ class VersionWriter:
         if base != self._latest():
             base = None
         if base is not None and self._known is None:
-            self._known = told_contents(offers)
+            self._known = offered_contents(offers)
         version = WeightVersion(self._newest + 1)
         begun = self._writer.begin(VersionRef(Kind.WEIGHT, version))
         if base is None or self._known is None:

@@ -76,11 +76,11 @@ class Staging:
         for shard in step.manifest.shards:
             copy, header = self._fetched(step, shard)
             found |= set(header.layout)
-            told = {n: c for n, c in header.metadata.items() if n in header.layout}
+            checksums = {n: c for n, c in header.metadata.items() if n in header.layout}
             if step.manifest.block is None:
                 algorithm = step.manifest.checksum_format
-                self._checksums |= {name: (algorithm, checksum) for name, checksum in told.items()}
-            self._table |= told
+                self._checksums |= {name: (algorithm, c) for name, c in checksums.items()}
+            self._table |= checksums
             if step.manifest.is_full:
                 self._take_dense(copy, header)
             else:
@@ -167,7 +167,7 @@ class Staging:
         parts = self._parts_in(header)
         # Changes on top of a full checkpoint are applied once, and soon.
         is_kept = self._plan.current is not None
-        lying = self._plain(step, copy, header, parts) if is_kept else {}
+        plain = self._plain(step, copy, header, parts) if is_kept else {}
         waiting = {
             part.entry: StoredDelta(
                 place=copy.place,
@@ -177,13 +177,13 @@ class Staging:
                 what=f"{where}, {part.entry}",
             )
             for part in parts
-            if part.entry not in lying
+            if part.entry not in plain
         }
-        kept = lying | (self._decoded(waiting) if is_kept else {})
+        kept = plain | (self._decoded(waiting) if is_kept else {})
         for part in parts:
             delta = kept.get(part.entry) or waiting[part.entry]
             self._deltas.setdefault(part.entry, []).append(delta)
-        if len(kept) == len(parts) and not lying:
+        if len(kept) == len(parts) and not plain:
             self._room.give_back(copy.place.kept_bytes)
 
     def _plain(
@@ -249,8 +249,8 @@ class Staging:
     def _check_table(self) -> None:
         """Check that the digests that the shards tell hash to the published state."""
         published = self._plan.manifest.state_hash
-        told = self._table.keys() == self._read.entries.keys()
-        if not told or state_hash.combined(self._table, self._read.entries) != published:
+        is_complete = self._table.keys() == self._read.entries.keys()
+        if not is_complete or state_hash.combined(self._table, self._read.entries) != published:
             raise Corrupt(f"the digests of version {self._plan.target} do not lead to {published}")
 
     def _expected(self) -> Expected:

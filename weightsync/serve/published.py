@@ -113,12 +113,12 @@ def _versions(source: StoreSource, refs: tuple[VersionRef, ...]) -> Iterator[str
     latest = (source.latest() or b"").decode(errors="replace").strip()
     for ref in refs:
         mark = "LATEST" if ref.directory == latest else ""
-        yield f"{ref.directory:24} {_said(source, ref):60} {mark}".rstrip()
+        yield f"{ref.directory:24} {_summary(source, ref):60} {mark}".rstrip()
 
 
-def _said(source: StoreSource, ref: VersionRef) -> str:
+def _summary(source: StoreSource, ref: VersionRef) -> str:
     try:
-        said = described(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
+        summary = described(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
     except FileNotFoundError:
         return "unfinished"
     except Corrupt as error:
@@ -126,5 +126,5 @@ def _said(source: StoreSource, ref: VersionRef) -> str:
     try:
         source.size_bytes(f"{ref.directory}/{READY_FILE}")
     except FileNotFoundError:
-        return f"{said}, not marked {READY_FILE}"
-    return said
+        return f"{summary}, not marked {READY_FILE}"
+    return summary

@@ -65,10 +65,10 @@ class AdaptedWeights:
         record = self._record(wanted)
         if record is None:
             return self._base.stage(wanted)
-        told = self._stager.begin(wanted.key, self._preparing(wanted))
-        if told.state is StageState.READY and not self._is_on(record):
+        status = self._stager.begin(wanted.key, self._preparing(wanted))
+        if status.state is StageState.READY and not self._is_on(record):
             return self._base.stage(_base_of(record))
-        return told
+        return status
 
     def load(self, wanted: Wanted) -> Applied:
         """Bring the engine to a version of a base or of an adapter; see EngineWeights.
@@ -103,7 +103,7 @@ class AdaptedWeights:
         """The base's report, with each adapter in force under `adapters`."""
         if not self.is_loaded:
             return {}
-        return self._base.report() | {"adapters": {n: _told(c) for n, c in self._held.items()}}
+        return self._base.report() | {"adapters": {n: _shown(c) for n, c in self._held.items()}}
 
     def close(self) -> None:
         self._stager.clear()
@@ -177,6 +177,6 @@ def _base_of(record: AdapterRecord) -> Wanted:
     )
 
 
-def _told(copy: AdapterCopy) -> dict[str, Any]:
+def _shown(copy: AdapterCopy) -> dict[str, Any]:
     base = {"base_store": copy.record.base_store, "base_version": copy.record.base_version}
     return {"store": copy.store, **base, **asdict(copy.applied)}

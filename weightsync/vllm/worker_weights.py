@@ -142,8 +142,8 @@ def add_worker_methods(worker_class: Any) -> None:
         return report
 
     def rosemux_stage(worker: Any, store: str, version: int) -> dict[str, str]:
-        told: dict[str, str] = worker.weight_transfer_engine.stage(UpdateInfo(store, version))
-        return told
+        status: dict[str, str] = worker.weight_transfer_engine.stage(UpdateInfo(store, version))
+        return status
 
     setattr(worker_class, REPORT_METHOD, rosemux_weights)
     setattr(worker_class, STAGE_METHOD, rosemux_stage)
