@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harvester.contracts.errors import ConfigError
-from harvester.platform.result_file import write_whole
+from harvester.platform.whole_file import write_whole
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from examples.demo.prerequisites import check_machine
 from harvester.contracts.errors import RoseMuxError
-from harvester.platform.result_file import make_writable
+from harvester.platform.whole_file import make_writable
 
 
 def report(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from harvester.platform.backoff import RetryLimits
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.relay import RelayShelf
@@ -15,7 +16,6 @@ from weightsync.serve.server import ServingLimits, WeightServer
 from weightsync.serve.shelf import Shelf, SourceShelf
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.patience import RetryLimits
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource, each_span
 

@@ -113,9 +113,9 @@ def list_stores(
 def _access(
     token_file: Path | None, ca_file: Path | None, *, streams: int = 4, give_up_s: float = 60.0
 ) -> "Access":
+    from harvester.platform.backoff import RetryLimits
     from harvester.platform.bearer import read_token
     from weightsync.transport.access import Access
-    from weightsync.transport.patience import RetryLimits
 
     environment = Access.from_environment()
     return Access(

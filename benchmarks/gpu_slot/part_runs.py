@@ -22,7 +22,7 @@ from benchmarks.gpu_slot.parts import NOT_HERE, Part
 from benchmarks.gpu_slot.results import left_in
 from harvester.contracts.clock import Clock
 from harvester.platform.parent import end_with
-from harvester.platform.result_file import write_whole
+from harvester.platform.whole_file import write_whole
 
 _TAIL_BYTES = 3000
 _END_S = 5.0

@@ -21,7 +21,7 @@ from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from benchmarks.rollmux.worlds import world_figures
 from harvester.contracts.errors import ConfigError
-from harvester.platform.result_file import make_writable
+from harvester.platform.whole_file import make_writable
 from scheduler.sim.rollmux.arms import ARMS
 from scheduler.sim.rollmux.baselines import UNSHARED
 from scheduler.sim.rollmux.mixes import Mix

@@ -18,7 +18,7 @@ import torch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
-from harvester.platform.result_file import write_whole
+from harvester.platform.whole_file import write_whole
 
 State = dict[str, torch.Tensor]
 

@@ -5,8 +5,6 @@ keeps. Two engines that start together misread each other's memory as free or as
 file lock, which the kernel releases when its holder ends.
 """
 
-import fcntl
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import checked_name
+from harvester.platform.file_lock import FileLock
 
 _LOOK_S = 0.2
 
@@ -27,7 +26,7 @@ class LaunchLock:
             directory / f"{checked_name(gpu, what='GPU')}.launch"
             for gpu in sorted(set(gpus))
         ]
-        self._held: list[int] = []
+        self._held: list[FileLock] = []
         self._clock = clock or MonotonicClock()
 
     def acquire(self, *, timeout_s: float) -> None:
@@ -45,32 +44,26 @@ class LaunchLock:
         """Unlock, for children that inherited the files too. Idempotent."""
         while self._held:
             held = self._held.pop()
-            fcntl.flock(held, fcntl.LOCK_UN)
-            os.close(held)
+            held.release()
+            held.close()
 
-    def _locked(self, file: Path, until_s: float, timeout_s: float) -> int:
+    def _locked(self, file: Path, until_s: float, timeout_s: float) -> FileLock:
         try:
-            opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            lock = FileLock(file)
         except OSError as error:
             raise ConfigError(
                 f"cannot lock a GPU's launches by {file}: {error.strerror}"
             ) from error
         try:
-            while True:
-                try:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if self._clock.now() >= until_s:
-                        holder = os.pread(opened, 32, 0).decode(errors="replace").strip()
-                        raise Exhausted(
-                            f"process {holder or '?'} has been starting an engine on {file.stem} "
-                            f"for longer than {timeout_s:.0f} s"
-                        ) from None
-                    time.sleep(_LOOK_S)
-            os.ftruncate(opened, 0)
-            os.pwrite(opened, b"%d\n" % os.getpid(), 0)
+            while not lock.take():
+                if self._clock.now() >= until_s:
+                    raise Exhausted(
+                        f"process {lock.holder()} has been starting an engine on {file.stem} "
+                        f"for longer than {timeout_s:.0f} s"
+                    )
+                time.sleep(_LOOK_S)
+            lock.sign()
         except BaseException:
-            os.close(opened)
+            lock.close()
             raise
-        return opened
+        return lock

@@ -14,6 +14,7 @@ import jinja2
 from examples.demo import plots, wording
 from examples.demo.records import Record
 from examples.demo.schema import Check, Result
+from harvester.platform.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,7 @@ class Tile:
 
 def write_report(path: Path, result: Result, records: Sequence[Record]) -> None:
     """Replaces `path` only once the page is whole."""
-    page = report_html(result, records)
-    new = path.with_name(path.name + ".new")
-    new.write_text(page, encoding="utf-8")
-    new.replace(path)
+    write_whole(path, report_html(result, records))
 
 
 def report_html(result: Result, records: Sequence[Record]) -> str:

@@ -30,6 +30,7 @@ from examples.demo.production_model import write_production_checkpoint
 from examples.demo.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S, ServiceLevel
 from examples.demo.unpaced_start import unpaced
 from harvester.contracts.page import PageDirectory
+from harvester.platform import whole_file
 
 SERVING_CORE = 0
 ROLLOUT_CORE = 1
@@ -237,9 +238,7 @@ class ServingSlot:
                 }
             ],
         }
-        temporary = self._agent_config.with_suffix(".new")
-        temporary.write_text(yaml.safe_dump(config))
-        temporary.replace(self._agent_config)
+        whole_file.write_whole(self._agent_config, yaml.safe_dump(config))
 
 
 def url(port: int) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
-from harvester.platform.reply import body_of
+from harvester.platform.http_kit import body_of
 
 _PERIOD_S = 2.0
 _MOST_BYTES = 64 << 10

@@ -4,27 +4,28 @@ Protocol answers, refusals included, are 200 with the tagged value. 400 is a mal
 a missing token, 413 a body over the limit.
 """
 
-from typing import TypeVar
-
-import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import NodeAgent
-from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import EndReason, LeaseRenewal, LeaseRequest, SlotOffers
-from harvester.platform.bearer import is_sent
+from harvester.platform.http_kit import (
+    SMALL_BODY_BYTES,
+    decoded_body,
+    errors_as_replies,
+    json_reply,
+    token_required,
+)
 
-MAX_BODY_BYTES = 64 << 10
-T = TypeVar("T")
+_PROBES = ("/healthz", "/readyz")
 
 
 def application(node: NodeAgent, *, token: bytes | None) -> web.Application:
     routes = Routes(node)
     app = web.Application(
-        client_max_size=MAX_BODY_BYTES, middlewares=[_authorised(token), _clear_errors]
+        client_max_size=SMALL_BODY_BYTES,
+        middlewares=[token_required(token, of="agent", probes=_PROBES), errors_as_replies()],
     )
     app.add_routes(
         [
@@ -47,10 +48,12 @@ class Routes:
     async def slots(self, _request: web.Request) -> web.Response:
         offers = tuple(slot.offer() for slot in self._node.slots)
         waiting = self._node.restart_needed
-        return _json(SlotOffers(node=self._node.book.node, slots=offers, restart_needed=waiting))
+        return json_reply(
+            SlotOffers(node=self._node.book.node, slots=offers, restart_needed=waiting)
+        )
 
     async def take(self, request: web.Request) -> web.Response:
-        wanted = await _body(request, LeaseRequest)
+        wanted = await decoded_body(request, LeaseRequest, name="LeaseRequest")
         names = {
             "request_id": wanted.request_id,
             "slot": wanted.slot,
@@ -59,18 +62,18 @@ class Routes:
         }
         for what, name in names.items():
             checked_name(name, what=what)
-        return _json(self._node.take(wanted))
+        return json_reply(self._node.take(wanted))
 
     async def renew(self, request: web.Request) -> web.Response:
         lease = _lease(request)
-        renewal = await _body(request, LeaseRenewal)
-        return _json(self._node.book.renew(lease, renewal, now=self._node.clock.now()))
+        renewal = await decoded_body(request, LeaseRenewal, name="LeaseRenewal")
+        return json_reply(self._node.book.renew(lease, renewal, now=self._node.clock.now()))
 
     async def release(self, request: web.Request) -> web.Response:
         answer = self._node.book.release(_lease(request), now=self._node.clock.now())
         if answer.reason is not EndReason.UNKNOWN:
             self._node.beat()
-        return _json(answer)
+        return json_reply(answer)
 
     async def healthz(self, _request: web.Request) -> web.Response:
         late_s = self._node.late_s()
@@ -88,42 +91,5 @@ class Routes:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _authorised(token: bytes | None) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Health reveals no secret, and probes carry no token.
-        sent = request.headers.get("Authorization", "")
-        is_probe = request.path in {"/healthz", "/readyz"}
-        if token is not None and not is_probe and not is_sent(token, sent):
-            return _error(401, "send the agent's token as Authorization: Bearer ...")
-        return await handler(request)
-
-    return middleware
-
-
-@web.middleware
-async def _clear_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except PeerProtocolError as error:
-        return _error(400, str(error))
-
-
-async def _body(request: web.Request, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except UNDECODABLE as error:
-        raise PeerProtocolError(f"{kind.__name__}: {error}") from error
-
-
 def _lease(request: web.Request) -> LeaseId:
     return LeaseId(checked_name(request.match_info["lease"], what="lease"))
-
-
-def _json(value: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _error(status: int, message: str) -> web.Response:
-    body = msgspec.json.encode({"error": message})
-    return web.Response(status=status, body=body, content_type="application/json")

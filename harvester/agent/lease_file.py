@@ -44,28 +44,13 @@ class LeaseFile:
             _log.warning("%s is no record of a lease and is left out: %s", self._path, error)
             return None
         self._kept = record.lease
-        return SlotLease(
-            lease=record.lease,
-            slot=record.slot,
-            tenant=record.tenant,
-            job=record.job,
-            epoch=record.epoch,
-            request_id=record.request_id,
-            ends_s=ends_s,
-        )
+        return SlotLease(**msgspec.structs.asdict(record), ends_s=ends_s)
 
     def keep(self, lease: SlotLease) -> None:
         """Whole or not at all. Raises OSError; then the lease must not be granted."""
         if self._kept == lease.lease:
             return
-        record = LeaseRecord(
-            lease=lease.lease,
-            slot=lease.slot,
-            epoch=lease.epoch,
-            tenant=lease.tenant,
-            job=lease.job,
-            request_id=lease.request_id,
-        )
+        record = msgspec.convert(lease, LeaseRecord, from_attributes=True)
         whole_file.replace(self._path, msgspec.json.encode(record))
         self._kept = lease.lease
 

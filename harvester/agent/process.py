@@ -1,12 +1,9 @@
 """The agent's process: the beat, the server, signals and systemd, from start to drain."""
 
 import asyncio
-import errno
 import logging
 import signal
 from collections.abc import Callable
-
-from aiohttp import web
 
 from harvester.agent.http import application
 from harvester.agent.node import NodeAgent
@@ -16,10 +13,10 @@ from harvester.config import LoadedConfig
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import read_token
+from harvester.platform.http_kit import listen, serving, stop_event
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 2.0
 _WATCHDOG_SHARE = 4
 """Notifications to systemd per watchdog period."""
 
@@ -34,7 +31,6 @@ class AgentProcess:
         self._config = loaded.config
         self._reload = reload
         self._version = version
-        self._stop = asyncio.Event()
         self._notifier = Notifier()
         self._clock = MonotonicClock()
 
@@ -44,25 +40,29 @@ class AgentProcess:
         path = self._config.http.token_file
         token = None if path is None else read_token(path)
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
-        try:
-            node.beat()
-            runner = await self._serve(node, token)
-            self._handle_signals(node)
-            probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
-            probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
-            self._notifier.ready()
-            await self._beats(node)
-            self._notifier.stopping()
-            for probe in probes:
-                probe.cancel()
-        finally:
-            node.close()
-        await runner.cleanup()
+        async with serving(application(node, token=token)) as runner:
+            try:
+                node.beat()
+                host, port = self._config.http.host, self._config.http.port
+                url = await listen(runner, host, port, remedy="choose another with --port")
+                _log.info("agent %s listens on %s", node.book.node, url.removeprefix("http://"))
+                stop = stop_event()
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
+                probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
+                probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
+                self._notifier.ready()
+                await self._beats(node, stop)
+                self._notifier.stopping()
+                for probe in probes:
+                    probe.cancel()
+            finally:
+                node.close()
 
-    async def _beats(self, node: NodeAgent) -> None:
+    async def _beats(self, node: NodeAgent, stop: asyncio.Event) -> None:
         due_s, told_s = self._clock.now(), 0.0
-        stopped = asyncio.create_task(self._stop.wait())
-        while not self._stop.is_set():
+        stopped = asyncio.create_task(stop.wait())
+        while not stop.is_set():
             node.beat()
             now = self._clock.now()
             period_s = (self._notifier.watchdog_s or 4.0) / _WATCHDOG_SHARE
@@ -72,28 +72,6 @@ class AgentProcess:
             # A beat that came late is not made up for.
             due_s = max(due_s + node.beat_s, now)
             await asyncio.wait((stopped,), timeout=due_s - now)
-
-    async def _serve(self, node: NodeAgent, token: bytes | None) -> web.AppRunner:
-        app = application(node, token=token)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await runner.setup()
-        host, port = self._config.http.host, self._config.http.port
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"port {port} is taken; choose another with --port") from error
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-        _log.info("agent %s listens on %s:%s", node.book.node, *runner.addresses[0][:2])
-        return runner
-
-    def _handle_signals(self, node: NodeAgent) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
-        loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
 
     def _reconfigure(self, node: NodeAgent) -> None:
         self._notifier.reloading()

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageDirectory, Pulse
-from harvester.platform.reply import body_of
+from harvester.platform.http_kit import body_of
 
 ACCEPT = "text/plain;version=0.0.4"
 """Plain text: asked for OpenMetrics, newer client libraries write `vllm_` where vLLM says

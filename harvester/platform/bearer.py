@@ -1,4 +1,4 @@
-"""Bearer tokens of RoseMux services: reads token files and checks requests."""
+"""Bearer tokens of RoseMux services: reads token files, sends tokens and checks requests."""
 
 import hmac
 import stat
@@ -33,6 +33,20 @@ def read_token(path: Path) -> bytes:
             f"token file {path}: one line of at least {MIN_TOKEN_BYTES} ASCII characters"
         )
     return token
+
+
+def read_own_token(path: Path, *, what: str = "token file") -> str:
+    """A client's token, which its server judges. Raises ConfigError if the file is unreadable."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", error)
+        raise ConfigError(f"cannot read {what} {path}: {why}") from error
+
+
+def authorization(token: str) -> dict[str, str]:
+    """Header that sends the token; none for an empty one."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def is_sent(token: bytes, authorization: str) -> bool:

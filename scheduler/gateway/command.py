@@ -1,16 +1,12 @@
 """`rosemux gateway`: the gateway process from its configuration file to its last open turn."""
 
-import asyncio
 import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from aiohttp import web
-
     from scheduler.gateway.config import GatewaySettings
     from scheduler.gateway.tenants import Tenants
 
@@ -38,19 +34,15 @@ def gateway(
 async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError if the port is taken."""
     import aiohttp
-    from aiohttp import web
 
     from harvester.contracts.clock import MonotonicClock
-    from harvester.contracts.errors import ConfigError
+    from harvester.platform.http_kit import listen, run_until, serving, stop_event
     from scheduler.gateway.gateway import Gateway
     from scheduler.gateway.scheduler import Scheduler
     from scheduler.gateway.state import SchedulerState
 
     clock = MonotonicClock()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     state = SchedulerState(settings.state_file)
     # Shorter than the 5 s after which an engine closes an idle connection: a request that meets the
     # closing would look like a lost engine.
@@ -60,35 +52,16 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
     ) as session:
         scheduler = Scheduler(settings, clock, state, session)
         front = Gateway(scheduler, settings, tenants, clock)
-        runner = web.AppRunner(
-            front.app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0
-        )
-        await runner.setup()
-        site = web.TCPSite(runner, settings.host, settings.port)
         try:
-            await site.start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
-                "set another 'port', 0 takes a free one"
-            ) from error
-        await scheduler.start()
-        typer.echo(f"listening on {_address(runner)}")
-        failed = asyncio.create_task(scheduler.failed())
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({failed, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                failed.result()
+            async with serving(front.app, shutdown_s=5.0) as runner:
+                remedy = "set another 'port', 0 takes a free one"
+                url = await listen(runner, settings.host, settings.port, remedy=remedy)
+                await scheduler.start()
+                typer.echo(f"listening on {url}")
+                try:
+                    await run_until(stop, scheduler.failed())
+                finally:
+                    front.close()
+                    scheduler.runner.close()
         finally:
-            failed.cancel()
-            stopped.cancel()
-            front.close()
-            scheduler.runner.close()
-            await runner.cleanup()
             await scheduler.close()
-
-
-def _address(runner: "web.AppRunner") -> str:
-    host, port = runner.addresses[0][:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -16,7 +16,7 @@ from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
-from harvester.platform.reply import body_of
+from harvester.platform.http_kit import body_of
 from scheduler.gateway.identity import Change, HeldWeights, IdentityQuestions, change_between
 from scheduler.gateway.policy.trajectories import Attempt
 from scheduler.gateway.stream import EngineChoice, EventStream

@@ -11,13 +11,13 @@ GET  /v1/status   GET /metrics   GET /healthz
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -25,6 +25,14 @@ from harvester.contracts.wire.rollouts import (
     GenerateRequest,
     PublishedVersion,
     VersionSwitched,
+)
+from harvester.platform.http_kit import (
+    RETRY_AFTER,
+    SMALL_BODY_BYTES,
+    decoded_body,
+    error_reply,
+    errors_as_replies,
+    json_reply,
 )
 from scheduler.gateway.config import GatewaySettings
 from scheduler.gateway.engine import RequestRefused
@@ -41,7 +49,6 @@ from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
 _ENCODER = msgspec.json.Encoder()
-_RETRY_AFTER_S = "1"
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
     Refusal.REQUEST: 422,
@@ -49,12 +56,8 @@ _REFUSED_STATUS = {
     Refusal.JOB: 503,
     Refusal.FULL: 503,
 }
-_SMALL_BODY_BYTES = 64 << 10
 FOR_MAX_S = 3600.0
 _MODEL_CHARS = 200
-
-T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,46 +65,14 @@ class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
     """Switched off after this long unless renewed, in s; None: it stays."""
 
-    def checked(self) -> "_Enabled":
-        if self.for_s is not None and not self.enabled:
-            raise PeerProtocolError("for_s: goes with enabled: true")
-        return self
-
 
 class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
     def __init__(self, refused: RefuseTurn) -> None:
         super().__init__(refused.reason)
-        self.refusal = refused.refusal
+        self.status = _REFUSED_STATUS[refused.refusal]
 
 
-def _error(status_code: int, message: str) -> web.Response:
-    headers = {"Retry-After": _RETRY_AFTER_S} if status_code in (409, 503) else None
-    return web.Response(
-        status=status_code,
-        body=_ENCODER.encode({"error": message}),
-        content_type="application/json",
-        headers=headers,
-    )
-
-
-def _reply(body: object) -> web.Response:
-    return web.Response(body=_ENCODER.encode(body), content_type="application/json")
-
-
-@web.middleware
-async def errors_as_replies(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except (PeerProtocolError, RequestRefused) as error:
-        return _error(400, str(error))
-    except TurnRefused as error:
-        return _error(_REFUSED_STATUS[error.refusal], str(error))
-    except (Stale, IdInUse) as error:
-        return _error(409, str(error))
-    except Exhausted as error:
-        return _error(503, str(error))
-    except web.HTTPException as error:
-        return _error(error.status, error.reason)
+_STATUSES = {RequestRefused: 400, IdInUse: 409, TurnRefused: None, web.HTTPException: None}
 
 
 class Gateway:
@@ -113,7 +84,8 @@ class Gateway:
         self._clock = clock
         self._closing = False
         self.app = web.Application(
-            middlewares=[errors_as_replies], client_max_size=settings.max_body_bytes
+            middlewares=[errors_as_replies(_STATUSES, try_later=(409, 503))],
+            client_max_size=settings.max_body_bytes,
         )
         self.app.add_routes(
             [
@@ -146,7 +118,7 @@ class Gateway:
         turn, refused = await self._scheduler.generate(job, trajectory, asked)
         if refused is not None:
             raise TurnRefused(refused)
-        return _reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
+        return json_reply(GenerateReply(request_id=asked.request_id, choices=(turn.choice(),)))
 
     def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
@@ -161,7 +133,7 @@ class Gateway:
 
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
-        published = await _decoded(request, PublishedVersion)
+        published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
         if published.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
         engines = await self._scheduler.publish(
@@ -170,28 +142,28 @@ class Gateway:
             version=published.version,
             cut_exact=published.cut_open_turns,
         )
-        return _reply(VersionSwitched(version=published.version, engines=engines))
+        return json_reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
         version, engines = await self._scheduler.activate(job)
-        return _reply(VersionSwitched(version=WeightVersion(version), engines=engines))
+        return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
     async def _harvesting(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
-        wanted = (await _decoded(request, _Enabled)).checked()
+        wanted = await _switch(request)
         self._scheduler.set_harvesting(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, "harvesting": wanted.enabled})
+        return json_reply({"job": job, "harvesting": wanted.enabled})
 
     async def _dedicated(self, request: web.Request) -> web.Response:
         job = self._job(request, request.match_info["job"])
-        wanted = (await _decoded(request, _Enabled)).checked()
+        wanted = await _switch(request)
         self._scheduler.use_dedicated(job, enabled=wanted.enabled, for_s=wanted.for_s)
-        return _reply({"job": job, "dedicated": wanted.enabled})
+        return json_reply({"job": job, "dedicated": wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
         self._tenant(request)
-        return _reply(status(self._scheduler, now=self._clock.now()))
+        return json_reply(status(self._scheduler, now=self._clock.now()))
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._tenant(request)
@@ -201,7 +173,9 @@ class Gateway:
         )
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return _error(503, "shutting down") if self._closing else _reply({"status": "ok"})
+        if self._closing:
+            return error_reply(503, "shutting down", headers=RETRY_AFTER)
+        return json_reply({"status": "ok"})
 
     def _job_of_path(self, request: web.Request) -> JobId:
         return self._job(request, request.match_info["job"])
@@ -280,10 +254,8 @@ class _TurnStream:
         await response.write(b"data: " + _ENCODER.encode(reply) + b"\n\n")
 
 
-async def _decoded(request: web.Request, kind: type[T]) -> T:
-    if (request.content_length or 0) > _SMALL_BODY_BYTES:
-        raise PeerProtocolError(f"body of more than {_SMALL_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(await request.read(), type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerProtocolError(str(error)) from error
+async def _switch(request: web.Request) -> _Enabled:
+    wanted = await decoded_body(request, _Enabled, most_bytes=SMALL_BODY_BYTES)
+    if wanted.for_s is not None and not wanted.enabled:
+        raise PeerProtocolError("for_s: goes with enabled: true")
+    return wanted

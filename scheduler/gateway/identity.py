@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
-from harvester.platform.reply import body_of
+from harvester.platform.http_kit import body_of
 
 _MOST_BYTES = 8 << 20
 _COUNTED = re.compile(r"[^.\s]+\.\d+")

@@ -15,7 +15,8 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotOffers,
 )
-from harvester.platform.reply import body_of
+from harvester.platform.bearer import authorization
+from harvester.platform.http_kit import body_of
 
 MAX_REPLY_BYTES = 1 << 20
 _TRIES = 2
@@ -42,7 +43,7 @@ class AgentClient:
     ) -> None:
         self._session = session
         self._url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def offers(self) -> SlotOffers:

@@ -4,16 +4,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import ConfigError, Exhausted, Stale
+from harvester.contracts.errors import Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SwitchState
+from harvester.platform.bearer import read_own_token
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.config import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.dispatch import Dispatcher
@@ -148,7 +148,9 @@ class Scheduler:
         )
 
     def _agent(self, agent: AgentSettings) -> AgentClient:
-        token = "" if agent.token_file is None else _read_token(agent.token_file)
+        token = (
+            "" if agent.token_file is None else read_own_token(agent.token_file, what="agent token")
+        )
         timeout_s = self.settings.timeouts.agent_s
         return AgentClient(self._session, agent.url, token=token, timeout_s=timeout_s)
 
@@ -364,10 +366,3 @@ class Scheduler:
         )
         if stale:
             self.metrics.stale_tokens.labels(turn.job).inc(stale)
-
-
-def _read_token(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read agent token {path}: {error.strerror}") from error

@@ -4,12 +4,11 @@ A restart resumes with them. Lease times are not kept: after a restart a lease c
 once its agent has renewed it.
 """
 
-import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
+from harvester.platform import sqlite_file
 from scheduler.model import Lease
 
 _SCHEMA_VERSION = 1
@@ -39,22 +38,8 @@ class SchedulerState:
     """Raises ConfigError if the file cannot be opened or belongs to another version."""
 
     def __init__(self, path: Path | None) -> None:
-        where = ":memory:" if path is None else str(path)
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(where, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=NORMAL")
-            (found,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found not in (0, _SCHEMA_VERSION):
-                raise ConfigError(
-                    f"{where} has schema {found}; this gateway knows {_SCHEMA_VERSION}"
-                )
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
-        except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"cannot use state file {where}: {error}") from error
+        pragmas = ("journal_mode=WAL", "synchronous=NORMAL")
+        self._db = sqlite_file.opened(path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas)
 
     def jobs(self) -> dict[JobId, StoredJob]:
         rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")

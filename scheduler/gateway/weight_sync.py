@@ -21,9 +21,9 @@ from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
+from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body
 
 _PREFIX = "/v1/jobs/{job}/vllm"
-_MAX_BODY_BYTES = 64 << 10
 
 T = TypeVar("T")
 JobOf: TypeAlias = Callable[[web.Request], JobId]
@@ -122,9 +122,4 @@ def _message(text: str) -> web.Response:
 
 
 async def _decoded(request: web.Request, kind: type[T]) -> T:
-    if (request.content_length or 0) > _MAX_BODY_BYTES:
-        raise PeerProtocolError(f"body of more than {_MAX_BODY_BYTES} bytes")
-    try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
-        raise PeerProtocolError(str(error)) from error
+    return await decoded_body(request, kind, most_bytes=SMALL_BODY_BYTES, empty=b"{}")

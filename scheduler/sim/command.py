@@ -48,7 +48,7 @@ def simulate(
     from rich.console import Console
 
     from harvester.contracts.errors import ConfigError
-    from harvester.platform.result_file import make_writable, write_whole
+    from harvester.platform.whole_file import make_writable, write_whole
     from scheduler.sim.rollmux.comparison import compare
     from scheduler.sim.rollmux.report import TITLES, comparison_page, printed, write_events
     from scheduler.sim.rollmux.workload import Drift, w1

@@ -302,7 +302,7 @@ def test_a_taken_port_is_one_clear_line(agent: Agent) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        f"rosemux: port {port} is taken; choose another with --port"
+        f"rosemux: cannot listen on 127.0.0.1:{port}: the port is taken; choose another with --port"
     )
 
 

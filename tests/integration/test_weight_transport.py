@@ -23,6 +23,7 @@ from aiohttp import web
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
@@ -31,7 +32,6 @@ from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.server import ServingLimits
 from weightsync.transport.access import Access
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.patience import RetryLimits
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
 SHARD = f"weight_v000001/{SHARD_FILE}"

@@ -1,4 +1,4 @@
-"""Atomic file writes: a file exists whole or not at all, after a kill and after a power cut.
+"""Atomic file writes with the errors of a store; harvester.platform.whole_file writes.
 
 Decides nothing about contents.
 """
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
-
-TEMPORARY = ".tmp-"
-"""Prefix of the name of every unfinished file; the next owner removes them."""
+from harvester.platform import whole_file
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -21,17 +19,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
     Raises Exhausted if the disk is full; `path` is then as it was.
     """
-    temporary = path.with_name(TEMPORARY + path.name)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise storage_error(error, path.parent) from error
+    with refusals(path.parent):
+        whole_file.replace(path, data, mode=None)
 
 
 def write_durably(path: Path, chunks: Iterable[Any]) -> int:
@@ -42,15 +31,6 @@ def write_durably(path: Path, chunks: Iterable[Any]) -> int:
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
-
-
-def sync_directory(path: Path) -> None:
-    """Make created, replaced and removed names in a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextmanager

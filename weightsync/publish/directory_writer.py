@@ -8,7 +8,6 @@ host, the newest publisher takes the store over, as in an object store: its toke
 file, and every publisher reads that before it changes what readers see.
 """
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -20,8 +19,10 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name, is_name
+from harvester.platform.file_lock import locked
+from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bytes
-from weightsync.layout.durable import TEMPORARY, refusals, sync_directory, write_durably
+from weightsync.layout.durable import refusals, write_durably
 from weightsync.layout.names import LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.publish.agreement import WrittenShare, final_names
 from weightsync.publish.store_writer import Draft, FileWriter
@@ -78,24 +79,21 @@ class DirectoryWriter:
     def __init__(self, root: Path, write: FileWriter) -> None:
         self._root = root
         self._write = write
-        self._lock = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        taken = f"{root} has a publisher already: stop it or use another"
+        self._lock = locked(root / _LOCK_FILE, taken=taken)
         self._owner = secrets.token_hex(16).encode()
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with refusals(root):
-                os.pwrite(self._lock, self._owner, 0)
-                os.fsync(self._lock)
-        except BlockingIOError as error:
-            os.close(self._lock)
-            raise ConfigError(f"{root} has a publisher already: stop it or use another") from error
+                os.pwrite(self._lock.descriptor, self._owner, 0)
+                os.fsync(self._lock.descriptor)
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
         self.sweep()
         self.store = Store(root)
 
     def close(self) -> None:
-        os.close(self._lock)
+        self._lock.close()
 
     def refs(self) -> frozenset[VersionRef]:
         return self.store.refs()

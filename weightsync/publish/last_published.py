@@ -6,7 +6,6 @@ otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
 import errno
-import fcntl
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -18,6 +17,7 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.file_lock import locked
 from weightsync.elements.batches import each
 from weightsync.elements.bits import (
     Bits,
@@ -49,12 +49,8 @@ class MappedFile:
         directory.mkdir(parents=True, exist_ok=True)
         self._data = directory / f"copy-{rank:05d}.bin"
         self._record = self._data.with_suffix(".json")
-        self._lock = self._data.with_suffix(".lock").open("wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(f"{directory} is another publisher's copy_dir") from error
+        taken = f"{directory} is another publisher's copy_dir"
+        self._lock = locked(self._data.with_suffix(".lock"), taken=taken)
 
     def close(self) -> None:
         self._lock.close()

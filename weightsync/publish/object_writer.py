@@ -20,6 +20,7 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.platform.backoff import RetryLimits
 from weightsync.layout.adapter import FULL_SHARD_FILE
 from weightsync.layout.names import (
     CONFIG_FILE,
@@ -35,7 +36,6 @@ from weightsync.publish.object_draft import ObjectDraft
 from weightsync.publish.store_writer import StoreWriter
 from weightsync.reading.store import Store
 from weightsync.transport.objects import Objects
-from weightsync.transport.patience import RetryLimits
 
 OWNER_FILE = ".publisher"
 _OURS = re.compile(r"[0-9a-f]{8}-rank-\d{5,}-\d{5,}\.safetensors\Z", re.ASCII)

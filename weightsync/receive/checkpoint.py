@@ -19,15 +19,10 @@ import numpy as np
 
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import checked_name
+from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bits, Layout, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.layout.apply_journal import Held, read_record
-from weightsync.layout.durable import (
-    TEMPORARY,
-    replace_file,
-    storage_error,
-    sync_directory,
-    write_durably,
-)
+from weightsync.layout.durable import replace_file, storage_error, write_durably
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
 from weightsync.layout.shard import (
     ShardHeader,

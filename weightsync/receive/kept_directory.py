@@ -4,15 +4,14 @@ It claims a version only while the files match the record. Decides nothing about
 weights; follower.py does.
 """
 
-import fcntl
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
-from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
+from harvester.contracts.errors import Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.file_lock import locked
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
 from weightsync.layout.apply_journal import (
@@ -23,7 +22,7 @@ from weightsync.layout.apply_journal import (
     read_record,
     write_record,
 )
-from weightsync.layout.durable import storage_error
+from weightsync.layout.durable import refusals
 from weightsync.receive.checkpoint import Checkpoint, check_ours, sweep, write_checkpoint
 
 _LOCK_FILE = ".rosemux-lock"
@@ -36,7 +35,10 @@ class KeptDirectory:
         """Raises ConfigError if the directory has another owner or holds other weights."""
         self.path = directory
         self._pool = pool
-        self._lock = _locked(directory)
+        with refusals(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            taken = f"another receiver keeps {directory} already"
+            self._lock = locked(directory / _LOCK_FILE, taken=taken)
         self.record: Record | None = None
         self.checkpoint: Checkpoint | None = None
         """The files; None if they are no whole checkpoint."""
@@ -140,17 +142,3 @@ def _doubted(held: Held) -> Applying:
         before={},
         after=held.digests,
     )
-
-
-def _locked(directory: Path) -> IO[bytes]:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / _LOCK_FILE).open("wb")
-    except OSError as error:
-        raise storage_error(error, directory) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        lock.close()
-        raise ConfigError(f"another receiver keeps {directory} already") from error
-    return lock

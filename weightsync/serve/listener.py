@@ -1,21 +1,16 @@
 """The process of a weight server or relay: from its address to its last transfer."""
 
-import asyncio
-import signal
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
-
 from harvester.contracts.errors import ConfigError
+from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.server import ServingLimits, WeightServer
 from weightsync.serve.shelf import Shelf
-
-_SHUTDOWN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,36 +40,18 @@ async def listen(
     started: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT; `started` is called with the URL. Raises ConfigError."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = http_kit.stop_event()
     metrics = TransferMetrics()
     shelf = shelf_with(metrics)
     server = WeightServer(shelf, token=listening.token, limits=limits, metrics=metrics)
-    runner = web.AppRunner(
-        server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_S
-    )
     try:
-        await runner.setup()
-        started(await _bound(runner, listening))
-        await stop.wait()
+        async with http_kit.serving(server.app()) as runner:
+            remedy = "choose another --port, 0 takes a free one"
+            host, port, tls = listening.host, listening.port, _tls(listening)
+            started(await http_kit.listen(runner, host, port, remedy=remedy, tls=tls))
+            await stop.wait()
     finally:
-        await runner.cleanup()
         await shelf.close()
-
-
-async def _bound(runner: web.AppRunner, listening: Listening) -> str:
-    site = web.TCPSite(runner, listening.host, listening.port, ssl_context=_tls(listening))
-    try:
-        await site.start()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {listening.host}:{listening.port}: {error.strerror}; "
-            "choose another --port, 0 takes a free one"
-        ) from error
-    host, port = runner.addresses[0][:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'http' if listening.cert is None else 'https'}://{shown}:{port}"
 
 
 def _tls(listening: Listening) -> ssl.SSLContext | None:

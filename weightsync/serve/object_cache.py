@@ -7,7 +7,6 @@ A kill or a power cut leaves either a `.part`, which is deleted at the next star
 verified once before it is served.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ import xxhash
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import is_name
+from harvester.platform.file_lock import locked
 from weightsync.serve.chunks import ChunkMap
 from weightsync.serve.metrics import TransferMetrics
 
@@ -84,11 +84,8 @@ class ObjectCache:
         self._uses = 0
         try:
             root.mkdir(parents=True, exist_ok=True)
-            self._lock = (root / _LOCK_FILE).open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ConfigError(f"{root} has a relay already: give this one another cache") from error
+            taken = f"{root} has a relay already: give this one another cache"
+            self._lock = locked(root / _LOCK_FILE, taken=taken)
         except OSError as error:
             raise ConfigError(f"cannot use {root} as a cache: {error.strerror}") from error
         self._load()

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from harvester.contracts.errors import Corrupt, Exhausted
 from harvester.contracts.ids import is_name
-from weightsync.layout.durable import TEMPORARY
+from harvester.platform.whole_file import TEMPORARY
 from weightsync.layout.names import LATEST_FILE, MAX_INDEX_BYTES, VersionRef, named_ref
 from weightsync.serve.published import PublishedFile, published_files
 

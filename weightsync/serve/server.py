@@ -12,15 +12,13 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import Corrupt, Exhausted, PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import checked_name
-from harvester.platform.bearer import is_sent
+from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply, token_required
 from weightsync.layout.names import (
     INDEX_FILE,
     LATEST_FILE,
@@ -32,10 +30,10 @@ from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.shelf import Shelf, ShelfFile
 from weightsync.serve.token_bucket import TokenBucket
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
-from weightsync.transport.wire import Failure, StoreList, StoreListing, index_etag, latest_etag
+from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
 
 _PIECE_BYTES = 1 << 20
-_RETRY_AFTER_S = 1
+_STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +69,11 @@ class WeightServer:
 
     def app(self) -> web.Application:
         app = web.Application(
-            client_max_size=1024, middlewares=[_authorised(self._token), _clear_errors]
+            client_max_size=1024,
+            middlewares=[
+                token_required(self._token, of="server"),
+                errors_as_replies(_STATUSES, try_later=(503,)),
+            ],
         )
         app.add_routes(
             [
@@ -86,10 +88,10 @@ class WeightServer:
         return app
 
     async def _stores(self, _request: web.Request) -> web.Response:
-        return _json(StoreList(stores=await self._shelf.names()))
+        return json_reply(StoreList(stores=await self._shelf.names()))
 
     async def _directories(self, request: web.Request) -> web.Response:
-        return _json(StoreListing(directories=await self._shelf.directories(_store(request))))
+        return json_reply(StoreListing(directories=await self._shelf.directories(_store(request))))
 
     async def _latest(self, request: web.Request) -> web.Response:
         store, known = _store(request), _known_latest(request)
@@ -141,7 +143,7 @@ class WeightServer:
         span = requested_span(ranged, file.size_bytes)
         if span is None:
             headers = {"Content-Range": f"bytes */{file.size_bytes}"}
-            return _failure(416, "no such range", headers=headers)
+            return error_reply(416, "no such range", headers=headers)
         response = web.StreamResponse(status=200 if ranged is None else 206)
         response.content_type = "application/octet-stream"
         response.content_length = span.size_bytes
@@ -197,32 +199,6 @@ class WeightServer:
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _authorised(token: bytes | None) -> Middleware:
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Probes carry no token, and health reveals no secret.
-        sent, is_probe = request.headers.get("Authorization", ""), request.path == "/healthz"
-        if token is not None and not is_probe and not is_sent(token, sent):
-            return _failure(401, "send the server's token as Authorization: Bearer ...")
-        return await handler(request)
-
-    return middleware
-
-
-@web.middleware
-async def _clear_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except PeerProtocolError as error:
-        return _failure(400, str(error))
-    except FileNotFoundError as error:
-        return _failure(404, error.args[0] if len(error.args) == 1 else "no such file")
-    except Corrupt as error:
-        return _failure(409, str(error))
-    except RoseMuxError as error:
-        return _failure(503, str(error), headers={"Retry-After": str(_RETRY_AFTER_S)})
-
-
 def _store(request: web.Request) -> str:
     return checked_name(request.match_info["store"], what="store")
 
@@ -242,16 +218,3 @@ def _wait_s(request: web.Request) -> float:
         if name.strip().lower() == "wait" and 0 < float(value) < float("inf"):
             return float(value)
     return 0.0
-
-
-def _json(value: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
-
-
-def _failure(status: int, message: str, *, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        status=status,
-        body=msgspec.json.encode(Failure(error=message)),
-        content_type="application/json",
-        headers=headers,
-    )

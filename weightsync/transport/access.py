@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Self
 
 from harvester.contracts.errors import ConfigError
+from harvester.platform.backoff import RetryLimits
 from harvester.platform.bearer import read_token
-from weightsync.transport.patience import RetryLimits
 
 TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"
 CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"

@@ -10,8 +10,8 @@ from threading import Lock
 from urllib.parse import SplitResult
 
 from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.platform.backoff import Interrupted
 from weightsync.transport.access import Access
-from weightsync.transport.patience import Interrupted
 
 
 class _Lines:

@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError
+from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
-from weightsync.transport.patience import Interrupted, Patience, persist
 from weightsync.transport.ranges import ByteSpan, answered_span, range_header
 from weightsync.transport.wire import MAX_LISTING_BYTES, StoreList, StoreListing, latest_etag
 
@@ -95,7 +95,7 @@ class HttpSource:
         return self._persist(lambda _: self._small(f"/{path}", limit_bytes))
 
     def size_bytes(self, path: str) -> int:
-        def attempt(_: Patience) -> int:
+        def attempt(_: Backoff) -> int:
             with self._answer("HEAD", f"/{path}", {}) as answer:
                 answer.read()
                 return _length(answer)
@@ -105,7 +105,7 @@ class HttpSource:
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         at = 0
 
-        def attempt(patience: Patience) -> None:
+        def attempt(backoff: Backoff) -> None:
             nonlocal at
             wanted = ByteSpan(start + at, start + len(into))
             with self._answer("GET", f"/{path}", {"Range": range_header(wanted)}) as answer:
@@ -116,7 +116,7 @@ class HttpSource:
                         raise Interrupted(f"{self._url}/{path}: cut at byte {start + at}")
                     into[at : at + len(piece)] = piece
                     at += len(piece)
-                    self._check_pace(patience, at, path)
+                    self._check_pace(backoff, at, path)
                 # Tells http.client that this answer is done, so that its connection serves again.
                 answer.read()
 
@@ -136,7 +136,7 @@ class HttpSource:
         if wait_s > 0:
             headers["Prefer"] = f"wait={wait_s:.3f}"
 
-        def attempt(_: Patience) -> bytes | None:
+        def attempt(_: Backoff) -> bytes | None:
             with self._answer("GET", f"/{LATEST_FILE}", headers, wait_s=wait_s) as answer:
                 if answer.status == 304:
                     answer.read()
@@ -182,15 +182,13 @@ class HttpSource:
             raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
         return answer.read()
 
-    def _check_pace(self, patience: Patience, done_bytes: int, path: str) -> None:
-        now = self._clock.now()
-        patience.received(done_bytes, now=now)
-        if patience.is_over(now=now):
-            raise Exhausted(f"{self._url}/{path} comes too slowly; gave up, try again later")
+    def _check_pace(self, backoff: Backoff, done_bytes: int, path: str) -> None:
+        backoff.received(done_bytes)
+        backoff.check(f"{self._url}/{path} comes too slowly")
 
-    def _persist(self, attempt: Callable[[Patience], T]) -> T:
-        patience = Patience(self._access.retries, now=self._clock.now(), random=self._random)
-        return persist(lambda: attempt(patience), patience, clock=self._clock)
+    def _persist(self, attempt: Callable[[Backoff], T]) -> T:
+        backoff = Backoff(self._access.retries, self._clock, random=self._random)
+        return backoff.persist(lambda: attempt(backoff))
 
     @contextmanager
     def _answer(
@@ -227,7 +225,8 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     if status in {409, 416}:
         raise Corrupt(f"{what} is not what was published: {said[:200]}")
     if status in {408, 425, 429} or status >= 500:
-        raise Interrupted(told, retry_after_s=_retry_after_s(answer))
+        asked_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
+        raise Interrupted(told, retry_after_s=asked_s)
     raise PeerProtocolError(told)
 
 
@@ -252,11 +251,3 @@ def _length(answer: HTTPResponse) -> int:
     if not given.isascii() or not given.isdigit() or len(given) > 18:
         raise PeerProtocolError(f"an answer without a length: {given[:40]!r}")
     return int(given)
-
-
-def _retry_after_s(answer: HTTPResponse) -> float:
-    try:
-        asked = float(answer.headers.get("Retry-After", "0"))
-    except ValueError:
-        return 0.0
-    return min(max(0.0, asked), _MAX_RETRY_AFTER_S)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
-from weightsync.transport.patience import Interrupted, Patience, RetryLimits, persist
+from harvester.platform.backoff import Backoff, Interrupted, RetryLimits
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource, watched
 
@@ -75,7 +75,7 @@ class Objects:
     def create(self, path: str, data: bytes) -> None:
         """`put`, conditional or after a check; raises FileExistsError if there are other bytes."""
 
-        def attempt(_: Patience) -> None:
+        def attempt(_: Backoff) -> None:
             try:
                 self._put_new(path, data)
             except FileExistsError:
@@ -91,14 +91,14 @@ class Objects:
         It exists when this returns; before that the store shows nothing, or a prefix of the bytes.
         """
 
-        def attempt(patience: Patience) -> int:
+        def attempt(backoff: Backoff) -> int:
             file = self._fs.open(self._full(path), "wb", block_size=PART_BYTES)
             done = 0
             try:
                 for piece in _pieces(chunks):
                     file.write(piece)
                     done += len(piece)
-                    patience.received(done, now=self._clock.now())
+                    backoff.received(done)
                 file.close()
             except BaseException:
                 _discard(file)
@@ -131,12 +131,12 @@ class Objects:
                 raise FileExistsError(path) from None
             self._fs.pipe_file(self._full(path), data)
 
-    def _ask(self, call: Callable[[Patience], T], *, writes: bool = False) -> T:
-        patience = Patience(self._retries, now=self._clock.now(), random=self._random)
+    def _ask(self, call: Callable[[Backoff], T], *, writes: bool = False) -> T:
+        backoff = Backoff(self._retries, self._clock, random=self._random)
 
         def attempt() -> T:
             try:
-                return call(patience)
+                return call(backoff)
             except (FileExistsError, RoseMuxError):
                 raise
             except FileNotFoundError as error:
@@ -152,7 +152,7 @@ class Objects:
                     raise ConfigError(f"no credentials for {self._url}: {error}") from error
                 raise Interrupted(f"{self._url}: {type(error).__name__}: {error}") from error
 
-        return persist(attempt, patience, clock=self._clock)
+        return backoff.persist(attempt)
 
 
 def _pieces(chunks: Iterable[Any]) -> Iterator[memoryview]:

@@ -18,12 +18,6 @@ class StoreListing(msgspec.Struct, frozen=True):
     directories: tuple[str, ...]
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """Body of every reply with a status of 400 or above."""
-
-    error: str
-
-
 def index_etag(raw: bytes) -> str:
     """The entity tag of an index: its digest."""
     return f'"{xxhash.xxh3_128_hexdigest(raw)}"'

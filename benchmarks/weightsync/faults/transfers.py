@@ -8,9 +8,9 @@ from pathlib import Path
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.tasks import Death, Task
 from benchmarks.weightsync.faults.world import World
+from harvester.platform.backoff import RetryLimits
 from weightsync.transport.access import Access
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.patience import RetryLimits
 
 _HASTY = Access(
     streams=3,

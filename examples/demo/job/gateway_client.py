@@ -5,13 +5,14 @@ request id. Knows nothing of tasks and trajectories.
 """
 
 import asyncio
+from math import inf
 from random import Random
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from examples.demo.job.retry_schedule import RetrySchedule
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
@@ -22,12 +23,18 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
+from harvester.platform.backoff import Backoff, RetryLimits, retry_after_s
+from harvester.platform.http_kit import body_of
 
 _T = TypeVar("_T")
 _PASSING = frozenset({409, 429, 500, 502, 503, 504})
 _REPLY_MAX_BYTES = 1 << 20
 _GENERATE_TIMEOUT_S = 120.0
 _SWITCH_TIMEOUT_S = 120.0
+_RETRIES = RetryLimits(give_up_s=inf, attempts_max=60, wait_max_s=1.0)
+"""About a minute of pauses: longer than an engine's version switch or restart."""
+_RETRY_AFTER_MAX_S = 0.5
+"""The gateway asks for whole seconds; a place is often free sooner."""
 
 
 class GatewayClient:
@@ -37,13 +44,13 @@ class GatewayClient:
         *,
         url: str,
         job: JobId,
-        retries: RetrySchedule | None = None,
+        retries: RetryLimits = _RETRIES,
     ) -> None:
         """`session` must not cap its connections: the gateway decides what waits."""
         self._session = session
         self._url = url.rstrip("/")
         self._job = job
-        self._retries = retries or RetrySchedule()
+        self._retries = retries
 
     async def generate(self, request: GenerateRequest, trajectory: TrajectoryId) -> Choice:
         """One sample. Raises Exhausted after the last retry, PeerProtocolError on nonsense."""
@@ -76,10 +83,9 @@ class GatewayClient:
     async def _post(
         self, path: str, body: bytes, *, timeout_s: float, headers: dict[str, str], random: Random
     ) -> bytes:
-        attempt = 0
+        backoff = Backoff(self._retries, MonotonicClock(), random=random)
         while True:
-            attempt += 1
-            retry_after_s: float | None = None
+            asked_s = 0.0
             try:
                 async with self._session.post(
                     self._url + path,
@@ -87,30 +93,23 @@ class GatewayClient:
                     headers={"Content-Type": "application/json", **headers},
                     timeout=aiohttp.ClientTimeout(total=timeout_s),
                 ) as response:
-                    content = await _bounded(response)
+                    content = await body_of(response, most_bytes=_REPLY_MAX_BYTES)
                     if response.status == 200:
                         return content
                     problem = f"{response.status}: {content[:300].decode(errors='replace')}"
                     if response.status not in _PASSING:
                         raise PeerProtocolError(f"POST {path} was refused with {problem}")
-                    retry_after_s = _seconds(response.headers.get("Retry-After"))
+                    asked_s = retry_after_s(
+                        response.headers.get("Retry-After"), most_s=_RETRY_AFTER_MAX_S
+                    )
             except TimeoutError as error:
                 raise Exhausted(f"POST {path} had no answer within {timeout_s:.0f} s") from error
             except aiohttp.ClientError as error:
                 problem = f"{type(error).__name__}: {error}"
-            wait_s = self._retries.wait_s(attempt, retry_after_s=retry_after_s, random=random)
+            wait_s = backoff.wait_s(retry_after_s=asked_s)
             if wait_s is None:
-                raise Exhausted(f"POST {path} failed {attempt} times, lastly with {problem}")
+                raise backoff.exhausted(f"POST {path}: {problem}")
             await asyncio.sleep(wait_s)
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > _REPLY_MAX_BYTES:
-            raise PeerProtocolError(f"the gateway's reply is longer than {_REPLY_MAX_BYTES} bytes")
-    return bytes(content)
 
 
 def _decoded(body: bytes, of: type[_T]) -> _T:
@@ -118,10 +117,3 @@ def _decoded(body: bytes, of: type[_T]) -> _T:
         return msgspec.json.decode(body, type=of)
     except msgspec.DecodeError as error:
         raise PeerProtocolError(f"the gateway's reply is not a {of.__name__}: {error}") from error
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        return float(header) if header is not None else None
-    except ValueError:
-        return None

@@ -20,11 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.platform.backoff import Backoff, RetryLimits
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.harvesting import Harvesting
@@ -32,7 +34,6 @@ from scheduler.rollmux.control.leased_rollout import LeasedRollout
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase import Phase
-from scheduler.rollmux.control.retries import Pauses
 from scheduler.rollmux.control.wire import (
     Admitted,
     CallRefused,
@@ -236,7 +237,7 @@ class PhaseControl:
             self._transport.call("withdraw", Withdraw(job=self.job, holder=self._holder))
 
     def _place(self) -> None:
-        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
+        pauses = self._backoff(self._timeout_s)
         while True:
             try:
                 reply = self._said_terms()
@@ -258,7 +259,7 @@ class PhaseControl:
         return self._transport.call("place", self._terms)
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
-        pauses = Pauses(self._clock, timeout_s=self._timeout_s)
+        pauses = self._backoff(self._timeout_s)
         wait_s = 1.0
         while not cancelled.is_set():
             entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
@@ -318,8 +319,14 @@ class PhaseControl:
             self._loaded.release()
             self._on_arrive(self.placement)
 
+    def _backoff(self, timeout_s: float) -> Backoff:
+        limits = RetryLimits(
+            give_up_s=timeout_s, attempts_max=inf, first_wait_s=0.02, wait_max_s=0.5
+        )
+        return Backoff(limits, self._clock)
+
     def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
-        pauses = Pauses(self._clock, timeout_s=timeout_s)
+        pauses = self._backoff(timeout_s)
         while True:
             try:
                 reply = self._transport.call("leave", leave)

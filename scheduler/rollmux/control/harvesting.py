@@ -8,7 +8,6 @@ import http.client
 import logging
 import ssl
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, urlsplit
@@ -17,7 +16,9 @@ import msgspec
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
+from harvester.platform.bearer import authorization, read_own_token
 from scheduler.model import EngineKind
+from scheduler.rollmux.control.socket_control import answered
 from scheduler.rollmux.permits.leased_tail import Switches
 
 ANSWER_S: Final = 2.0
@@ -39,14 +40,8 @@ class Harvesting:
 
     def of(self, job: JobId) -> "JobGateway":
         """Raises ConfigError where the URL or the file is none."""
-        token = ""
-        if self.token_file is not None:
-            try:
-                token = self.token_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"cannot read gateway token {self.token_file}: {error}"
-                ) from error
+        file = self.token_file
+        token = "" if file is None else read_own_token(file, what="gateway token")
         return JobGateway(self.gateway, job, token=token)
 
 
@@ -95,7 +90,7 @@ class JobGateway:
         self._secure, self._host, self._port = (
             parts.scheme == "https", parts.hostname, parts.port
         )  # fmt: skip
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
 
     def view(self) -> GatewayView:
         body = self._answer("GET", "/v1/status", None, timeout_s=ANSWER_S)
@@ -128,24 +123,15 @@ class JobGateway:
         self._answer("POST", path, msgspec.json.encode(body), timeout_s=timeout_s)
 
     def _answer(self, method: str, path: str, body: bytes | None, *, timeout_s: float) -> bytes:
-        connection = self._connection(timeout_s)
-        headers = {"Content-Type": "application/json", **self._headers}
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            answer = response.read(REPLY_MAX_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise Exhausted(f"gateway {self.url} {path}: {error!r}") from error
-        finally:
-            connection.close()
-        if response.status == HTTPStatus.OK:
-            return answer
-        said = f"gateway {self.url} {path}: {response.status} {answer[:300]!r}"
-        if response.status == HTTPStatus.CONFLICT:
-            raise Stale(said)
-        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise Exhausted(said)
-        raise PeerProtocolError(said)
+        return answered(
+            self._connection(timeout_s),
+            method,
+            path,
+            body,
+            {"Content-Type": "application/json", **self._headers},
+            what=f"gateway {self.url} {path}",
+            most_bytes=REPLY_MAX_BYTES,
+        )
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if not self._secure:

@@ -2,12 +2,13 @@
 
 import http.client
 import socket
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
 
-from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
 
 MAX_REPLY_BYTES = 1 << 20
@@ -68,23 +69,46 @@ class SocketControl:
     def _answer(
         self, method: str, route: str, body: bytes | None, *, timeout_s: float, most_bytes: int
     ) -> bytes:
-        connection = _UnixConnection(self._path, timeout_s)
+        connection, what = _UnixConnection(self._path, timeout_s), f"{route} at {self._path}"
         try:
-            connection.request(method, route, body)
-            response = connection.getresponse()
-            answer = response.read(most_bytes)
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise Absent(f"no phase control at {self._path}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise Exhausted(f"{route} at {self._path}: {error!r}") from error
-        finally:
-            connection.close()
-        if response.status != HTTPStatus.OK:
-            said = f"{route} at {self._path}: {response.status} {answer[:300]!r}"
-            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise Exhausted(said)
-            raise PeerProtocolError(said)
+            return answered(connection, method, route, body, {}, what=what, most_bytes=most_bytes)
+        except Exhausted as error:
+            if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
+                raise Absent(f"no phase control at {self._path}") from error
+            raise
+
+
+def answered(
+    connection: http.client.HTTPConnection,
+    method: str,
+    route: str,
+    body: bytes | None,
+    headers: Mapping[str, str],
+    *,
+    what: str,
+    most_bytes: int,
+) -> bytes:
+    """The body of a reply, at most `most_bytes` of it; closes the connection.
+
+    Raises Exhausted without a reply or with a server's error, Stale for 409, PeerProtocolError for
+    any other refusal; each begins with `what`.
+    """
+    try:
+        connection.request(method, route, body, headers)
+        response = connection.getresponse()
+        answer = response.read(most_bytes)
+    except (OSError, http.client.HTTPException) as error:
+        raise Exhausted(f"{what}: {error!r}") from error
+    finally:
+        connection.close()
+    if response.status == HTTPStatus.OK:
         return answer
+    refusal = f"{what}: {response.status} {answer[:300]!r}"
+    if response.status == HTTPStatus.CONFLICT:
+        raise Stale(refusal)
+    if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise Exhausted(refusal)
+    raise PeerProtocolError(refusal)
 
 
 class _UnixConnection(http.client.HTTPConnection):

@@ -4,19 +4,24 @@ rosemux phases serve --socket FILE --state FILE [--nodes FILE] [--journal DIRECT
                      [--metrics-port PORT]
 """
 
-import asyncio
 import os
-import signal
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 from aiohttp import web
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
+from harvester.contracts.errors import ConfigError
+from harvester.platform.http_kit import (
+    errors_as_replies,
+    json_reply,
+    listen,
+    run_until,
+    serving,
+    stop_event,
+)
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
@@ -32,25 +37,19 @@ _BACKLOG = 128
 
 
 def application(api: AsyncPhaseApi) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_replies()])
 
     async def call(request: web.Request) -> web.Response:
-        try:
-            body = await api.call(request.match_info["call"], await request.read())
-        except PeerProtocolError as error:
-            return web.json_response({"error": str(error)}, status=400)
-        except Exhausted as error:
-            return web.json_response({"error": str(error)}, status=503)
+        body = await api.call(request.match_info["call"], await request.read())
         return web.Response(body=body, content_type="application/json")
 
     async def status(_request: web.Request) -> web.Response:
-        body = msgspec.json.encode(statuses(api.service))
-        return web.Response(body=body, content_type="application/json")
+        return json_reply(statuses(api.service))
 
     async def journal(_request: web.Request) -> web.Response:
         # The client reads the journal's files itself: the control has no time for them.
         where = api.service.journal
-        return web.json_response({"directory": None if where is None else str(where.resolve())})
+        return json_reply({"directory": None if where is None else str(where.resolve())})
 
     app.add_routes(
         [
@@ -81,18 +80,9 @@ async def exposition(service: PhaseService, port: int | None) -> AsyncGenerator[
         return
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics_of(service))])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, _LOOPBACK, port).start()
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {_LOOPBACK}:{port}: {error.strerror}; set another --metrics-port"
-            ) from error
+    async with serving(app, shutdown_s=_SHUTDOWN_S) as runner:
+        await listen(runner, _LOOPBACK, port, remedy="set another --metrics-port")
         yield
-    finally:
-        await runner.cleanup()
 
 
 def listening_socket(path: Path) -> socket.socket:
@@ -148,33 +138,14 @@ async def serve(
         config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
     )
     api = AsyncPhaseApi(service, clock)
-    runner = web.AppRunner(
-        application(api),
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=_SHUTDOWN_S,
-    )
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+    stop = stop_event()
     try:
-        await runner.setup()
-        await web.SockSite(runner, listening).start()
-        async with exposition(service, metrics_port):
-            await _until_stopped(api, stopped)
+        async with serving(application(api), shutdown_s=_SHUTDOWN_S) as runner:
+            await web.SockSite(runner, listening).start()
+            async with exposition(service, metrics_port):
+                # An error of the phase service ends the process: its state is on disk, its holders
+                # go on.
+                await run_until(stop, api.tick())
     finally:
-        await runner.cleanup()
         service.close()
         path.unlink(missing_ok=True)
-
-
-async def _until_stopped(api: AsyncPhaseApi, stopped: asyncio.Event) -> None:
-    ticking = asyncio.ensure_future(api.tick())
-    stopping = asyncio.ensure_future(stopped.wait())
-    await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    # An error of the phase service ends the process: its state is on disk, its holders go on.
-    if ticking.done():
-        ticking.result()
-    ticking.cancel()

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
+from harvester.platform import sqlite_file
 from scheduler.rollmux.permits.job_permit import JobPermit
 
 _NOTHING: Final[dict[str, bytes | None]] = {}
@@ -32,25 +33,11 @@ class PermitState:
 
     def __init__(self, path: Path | None, *, lock_s: float = 5.0) -> None:
         """`lock_s` is how long to wait for a control that is just ending."""
-        where = ":memory:" if path is None else str(path)
-        try:
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            # One thread at a time uses it, but not always the one that opened it.
-            self._db = sqlite3.connect(
-                where, isolation_level=None, check_same_thread=False, timeout=lock_s
-            )
-            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-            # A write-ahead log would need shared memory, which no network file system has.
-            self._db.execute("PRAGMA journal_mode=TRUNCATE")
-            self._db.execute("PRAGMA synchronous=FULL")
-            (found,) = self._db.execute("PRAGMA user_version").fetchone()
-            if found not in (0, _SCHEMA_VERSION):
-                raise ConfigError(f"{where} has schema {found}, this version {_SCHEMA_VERSION}")
-            self._db.executescript(_SCHEMA)
-            self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
-        except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"cannot use state file {where}: {error}") from error
+        # A write-ahead log would need shared memory, which no network file system has.
+        pragmas = ("locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE", "synchronous=FULL")
+        self._db = sqlite_file.opened(
+            path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas, lock_s=lock_s
+        )
 
     def snapshot(self) -> dict[str, Any] | None:
         """The snapshot that the policy restores; None if nothing was ever kept."""

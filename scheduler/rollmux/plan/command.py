@@ -15,7 +15,7 @@ def plan(
     import msgspec
     from rich.console import Console
 
-    from harvester.platform.result_file import make_writable, write_whole
+    from harvester.platform.whole_file import make_writable, write_whole
     from scheduler.rollmux.plan.drafting import draft
     from scheduler.rollmux.plan.jobs_file import read_jobs
     from scheduler.rollmux.plan.printed import printed

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from weightsync.transport.wire import Failure, StoreList, StoreListing, index_etag, latest_etag
+from harvester.platform.http_kit import error_reply
+from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
 
 
 @pytest.mark.parametrize(
@@ -14,12 +15,17 @@ from weightsync.transport.wire import Failure, StoreList, StoreListing, index_et
             StoreListing(directories=("anchor_v000025", "weight_v000026")),
             b'{"directories":["anchor_v000025","weight_v000026"]}',
         ),
-        (Failure(error="no store job-c"), b'{"error":"no store job-c"}'),
     ],
 )
 def test_a_record_is_these_bytes(record: msgspec.Struct, wire: bytes) -> None:
     assert msgspec.json.encode(record) == wire
     assert msgspec.json.decode(wire, type=type(record)) == record
+
+
+def test_a_refusal_is_these_bytes() -> None:
+    reply = error_reply(404, "no store job-c")
+    assert (reply.status, reply.body) == (404, b'{"error":"no store job-c"}')
+    assert reply.headers["Content-Type"] == "application/json"
 
 
 def test_fields_of_a_later_version_are_passed_over() -> None:

@@ -20,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
@@ -33,7 +34,6 @@ from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.objects import ObjectStoreSource
-from weightsync.transport.patience import RetryLimits
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 

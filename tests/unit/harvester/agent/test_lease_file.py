@@ -71,7 +71,7 @@ def test_a_lease_that_is_over_or_ending_is_not_taken_up_again(
 def test_what_cannot_be_written_leaves_the_record_before_it(path: Path) -> None:
     file = LeaseFile(path)
     file.keep(LEASE)
-    (path.parent / "slot0.lease.new").mkdir()
+    (path.parent / ".tmp-slot0.lease").mkdir()
     with pytest.raises(OSError):
         file.keep(replace(LEASE, lease=LeaseId("slot0.9.other")))
     assert LeaseFile(path).read(ends_s=5.0) == LEASE

@@ -267,7 +267,7 @@ def test_a_lease_that_cannot_be_recorded_is_refused(stage: Stage) -> None:
     stage.production()
     stage.guest()
     stage.beats(3)
-    in_the_way = stage.journal.parent / f"{SLOT}.lease.new"
+    in_the_way = stage.journal.parent / f".tmp-{SLOT}.lease"
     in_the_way.mkdir()
     refused = stage.ask("r1")
     assert isinstance(refused, LeaseRefused)

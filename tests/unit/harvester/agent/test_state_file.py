@@ -82,7 +82,7 @@ def test_a_kill_at_any_byte_of_a_save_leaves_the_one_before(file: StateFile) -> 
     file.save(STATE, now=100.0)
     before = file.path.read_bytes()
     for size in range(len(before)):
-        file.path.with_name("slot0.state.new").write_bytes(before[:size])
+        file.path.with_name(".tmp-slot0.state").write_bytes(before[:size])
         assert file.load(now=100.0) == STATE
     file.save(DurableState(), now=110.0)
     assert file.load(now=110.0) == DurableState()

@@ -14,6 +14,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.backoff import RetryLimits
 from tests import frail_objects
 from tests.frail_objects import Bucket, Killed
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter, Base
@@ -23,7 +24,6 @@ from weightsync.publisher import Published, Publisher
 from weightsync.reading.store import Store
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.transport.patience import RetryLimits
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]

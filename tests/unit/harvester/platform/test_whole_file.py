@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from harvester.platform.result_file import make_writable, write_whole
+from harvester.platform.whole_file import make_writable, write_whole
 
 
 def test_a_folder_is_made_and_no_file_is_left_behind(tmp_path: Path) -> None:

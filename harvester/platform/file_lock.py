@@ -1,0 +1,55 @@
+"""An exclusive lock on a file, which the kernel releases when all its holders have ended."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError
+
+
+class FileLock:
+    """Opens the file, not yet locked. Raises OSError. Processes that inherit the descriptor hold
+    the lock too.
+    """
+
+    def __init__(self, path: Path, *, mode: int = 0o666) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.descriptor = os.open(path, flags, mode)
+
+    def take(self) -> bool:
+        """Whether it is held now; never waits."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def sign(self) -> None:
+        """Name this process as the holder."""
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, b"%d\n" % os.getpid(), 0)
+
+    def holder(self) -> str:
+        """Pid of the process that signed it last; "?" without one."""
+        return os.pread(self.descriptor, 32, 0).decode(errors="replace").strip() or "?"
+
+    def release(self) -> None:
+        """Unlock, for children that inherited the descriptor too."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Close this process's descriptor; the lock holds while another process has it."""
+        os.close(self.descriptor)
+
+
+def locked(path: Path, *, taken: str) -> FileLock:
+    """The lock, held. Raises OSError, and ConfigError with `taken` if another process holds it."""
+    lock = FileLock(path)
+    try:
+        if lock.take():
+            return lock
+    except BaseException:
+        lock.close()
+        raise
+    lock.close()
+    raise ConfigError(taken)

@@ -1,0 +1,37 @@
+"""Opens a service's SQLite file: its pragmas, its schema, and the version of the schema."""
+
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from harvester.contracts.errors import ConfigError
+
+
+def opened(
+    path: Path | None,
+    schema: str,
+    *,
+    version: int,
+    pragmas: Iterable[str],
+    lock_s: float = 5.0,
+) -> sqlite3.Connection:
+    """A connection without implicit transactions, for one thread at a time; None is in memory.
+
+    `schema` creates what is missing. `lock_s` is how long to wait for another process's lock.
+    Raises ConfigError if the file is locked, no database or of another version.
+    """
+    where = ":memory:" if path is None else str(path)
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=lock_s)
+        for pragma in pragmas:
+            db.execute(f"PRAGMA {pragma}")
+        (found,) = db.execute("PRAGMA user_version").fetchone()
+        if found not in (0, version):
+            raise ConfigError(f"{where} has schema {found}; this version knows {version}")
+        db.executescript(schema)
+        db.execute(f"PRAGMA user_version={version}")
+    except (sqlite3.Error, OSError) as error:
+        raise ConfigError(f"cannot use state file {where}: {error}") from error
+    return db

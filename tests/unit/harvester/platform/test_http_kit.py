@@ -1,0 +1,128 @@
+"""Every service replies to errors, tokens and malformed bodies alike."""
+
+import asyncio
+import errno
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from harvester.contracts.errors import (
+    ConfigError,
+    Corrupt,
+    Exhausted,
+    PeerProtocolError,
+    RoseMuxError,
+    Stale,
+)
+from harvester.platform.http_kit import (
+    decoded_body,
+    errors_as_replies,
+    json_reply,
+    listen,
+    run_until,
+    serving,
+    token_required,
+)
+
+
+class TeapotError(RoseMuxError):
+    status = 418
+
+
+async def _reply(error: Exception, **options: Any) -> tuple[int, Any, str | None]:
+    async def fail(_: web.Request) -> web.Response:
+        raise error
+
+    app = web.Application(middlewares=[errors_as_replies(**options)])
+    app.add_routes([web.get("/", fail)])
+    async with TestClient(TestServer(app)) as client, client.get("/") as reply:
+        return reply.status, await reply.json(), reply.headers.get("Retry-After")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(PeerProtocolError("x"), 400), (Stale("x"), 409), (Exhausted("x"), 503)]
+)
+async def test_an_error_has_one_status_in_every_service(error: Exception, status: int) -> None:
+    assert await _reply(error) == (status, {"error": "x"}, None)
+
+
+async def test_a_service_adds_statuses_and_the_closest_class_wins() -> None:
+    own = {RoseMuxError: 503, Corrupt: 409, TeapotError: None, FileNotFoundError: 404}
+    assert await _reply(ConfigError("x"), own=own, try_later=(503,)) == (503, {"error": "x"}, "1")
+    assert await _reply(Corrupt("x"), own=own, try_later=(503,)) == (409, {"error": "x"}, None)
+    assert await _reply(TeapotError("x"), own=own) == (418, {"error": "x"}, None)
+    assert await _reply(FileNotFoundError("no a"), own=own) == (404, {"error": "no a"}, None)
+
+
+async def test_no_reply_names_a_path_of_the_machine() -> None:
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", "/secret/place")
+    assert await _reply(error, own={FileNotFoundError: 404}) == (
+        404,
+        {"error": "no such file"},
+        None,
+    )
+
+
+async def test_all_paths_but_probes_need_the_token() -> None:
+    async def ok(_: web.Request) -> web.Response:
+        return json_reply({})
+
+    app = web.Application(middlewares=[token_required(b"t" * 16, of="agent")])
+    app.add_routes([web.get("/healthz", ok), web.get("/x", ok)])
+    async with TestClient(TestServer(app)) as client:
+        good = {"Authorization": "Bearer " + "t" * 16}
+        statuses = [
+            (await client.get(path, headers=headers)).status
+            for path, headers in (("/healthz", {}), ("/x", {}), ("/x", good))
+        ]
+    assert statuses == [200, 401, 200]
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"a": "b"}', b"1" * 2000])
+async def test_a_malformed_body_is_the_peers_fault(body: bytes) -> None:
+    class Value(msgspec.Struct):
+        a: int
+
+    async def take(request: web.Request) -> web.Response:
+        value = await decoded_body(request, Value, most_bytes=1000 if len(body) == 2000 else None)
+        return json_reply(value)
+
+    app = web.Application(middlewares=[errors_as_replies()])
+    app.add_routes([web.post("/", take)])
+    async with TestClient(TestServer(app)) as client, client.post("/", data=body) as reply:
+        assert reply.status == 400
+        assert (await reply.json())["error"]
+
+
+async def test_a_taken_port_is_a_clear_error_with_its_remedy() -> None:
+    async with serving(web.Application()) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="")
+        port = int(url.rpartition(":")[2])
+        async with serving(web.Application()) as second:
+            with pytest.raises(ConfigError, match=f":{port}: the port is taken; take another"):
+                await listen(second, "127.0.0.1", port, remedy="take another")
+
+
+async def test_work_runs_until_the_stop_and_its_error_is_raised() -> None:
+    stop, cancelled = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            stop.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    await run_until(stop, work())
+    await asyncio.sleep(0)
+    assert cancelled == [True]
+
+    async def fail() -> None:
+        raise Exhausted("x")
+
+    with pytest.raises(Exhausted):
+        await run_until(asyncio.Event(), fail())

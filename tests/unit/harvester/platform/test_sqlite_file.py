@@ -1,0 +1,43 @@
+"""A state file is opened by one schema version, and an unusable one is a clear error."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from harvester.platform import sqlite_file
+
+SCHEMA = "CREATE TABLE IF NOT EXISTS names (name TEXT) STRICT;"
+
+
+def test_rows_and_pragmas_survive_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.db"
+    for _ in range(2):
+        db = sqlite_file.opened(path, SCHEMA, version=3, pragmas=("journal_mode=WAL",))
+        db.execute("INSERT INTO names VALUES ('a')")
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert db.execute("PRAGMA user_version").fetchone() == (3,)
+        rows = db.execute("SELECT count(*) FROM names").fetchone()
+        db.close()
+    assert rows == (2,)
+
+
+def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    with sqlite3.connect(other) as db:
+        db.execute("PRAGMA user_version=99")
+    db.close()
+    text = tmp_path / "text"
+    text.write_text("no database, but long enough to be looked at as one" * 10)
+    for path, match in ((other, "schema 99; this version knows 1"), (text, "cannot use state")):
+        with pytest.raises(ConfigError, match=match):
+            sqlite_file.opened(path, SCHEMA, version=1, pragmas=())
+
+
+def test_an_exclusive_file_has_one_user(tmp_path: Path) -> None:
+    pragmas = ("locking_mode=EXCLUSIVE",)
+    first = sqlite_file.opened(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas)
+    with pytest.raises(ConfigError, match="locked"):
+        sqlite_file.opened(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas, lock_s=0.0)
+    first.close()
