@@ -27,8 +27,8 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
 from weightsync.encoding.codec import warm_up
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 _PORT, _RELAY_PORT = 9731, 9732
 _STORE = "job-a"

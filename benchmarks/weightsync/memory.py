@@ -115,8 +115,8 @@ def _worst_store(store: Path) -> Path:
 
 def _receiver(parameters: int, store: Path, staging_bytes: int) -> int:
     from harvester.contracts.ids import WeightVersion
+    from weightsync.receive.target import TensorTarget
     from weightsync.receiver import Receiver
-    from weightsync.target import TensorTarget
 
     target, receiver = (
         TensorTarget(_state(parameters)),

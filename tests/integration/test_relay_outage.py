@@ -14,8 +14,8 @@ from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
 from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot
 
@@ -24,8 +24,8 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.transport.outage.PATIENCE_S", 0.3)
-    monkeypatch.setattr("weightsync.transport.outage._PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr("weightsync.serve.outage.PATIENCE_S", 0.3)
+    monkeypatch.setattr("weightsync.serve.outage._PROBE_EVERY_S", 0.05)
 
 
 def _state(step: int) -> State:

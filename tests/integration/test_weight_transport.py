@@ -26,12 +26,12 @@ from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.server import ServingLimits
 from weightsync.transport.access import Access
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.server import ServingLimits
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
 SHARD = f"weight_v000001/{SHARD_FILE}"

@@ -16,8 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.vllm.layers import check_layers
 from weightsync.vllm.paced_pool import Pace
-from weightsync.vllm.update_info import InitInfo, UpdateInfo
-from weightsync.vllm.worker_weights import WorkerWeights, add_worker_methods
+from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, add_worker_methods
 
 _REDIRECTED = "rosemux_redirected"
 

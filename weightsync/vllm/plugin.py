@@ -41,8 +41,8 @@ def _register() -> None:
     except ImportError:
         _logger.warning("this vLLM has no weight transfer: backend %r is off", BACKEND)
         return
-    told = inspect.signature(WeightTransferEngine.__init__).parameters
-    shape = next((name for name in ENGINES if name in told), None)
+    parameters = inspect.signature(WeightTransferEngine.__init__).parameters
+    shape = next((name for name in ENGINES if name in parameters), None)
     if shape is None:
         _logger.warning("this vLLM's weight engines have a shape of their own: %r is off", BACKEND)
         return

@@ -16,17 +16,17 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.elements.bits import TensorSpec
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.names import INDEX_FILE
+from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
+from weightsync.receive.held_parts import Names, Selection, TensorParallel
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.selection import Names, Selection, TensorParallel
-from weightsync.sharding import ShardSlice
-from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.object_store import ObjectStoreSource
+from weightsync.transport.objects import ObjectStoreSource
 from weightsync.transport.source import StoreSource
 
 State = dict[str, torch.Tensor]
@@ -380,7 +380,7 @@ def test_another_share_and_a_directory_are_refused(published: Path, tmp_path: Pa
         receiver.sync(None, ONE, TensorTarget(held))
     assert same(held, blank(SHARES["tp 0 of 2"]))
     with pytest.raises(ConfigError, match="whole models"):
-        CheckpointFollower(receiver, tmp_path / "held")
+        Follower(receiver, tmp_path / "held")
 
 
 def test_what_a_relay_has_of_a_file_is_pulled_again_where_it_is_wrong(

@@ -22,18 +22,18 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
 from weightsync.publisher import Publisher
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
-from weightsync.transport.object_store import ObjectStoreSource
+from weightsync.transport.objects import ObjectStoreSource
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
@@ -280,7 +280,7 @@ def test_a_follower_waits_where_a_server_tells_and_looks_once_elsewhere(
 ) -> None:
     with (
         closing(Receiver(place.source)) as receiver,
-        CheckpointFollower(receiver, tmp_path / "held") as follower,
+        Follower(receiver, tmp_path / "held") as follower,
     ):
         assert follower.newer(wait_s=20.0) == 4
         follower.pull()

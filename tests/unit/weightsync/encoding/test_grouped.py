@@ -14,8 +14,7 @@ from weightsync.elements.state_hash import digest_of
 from weightsync.encoding import codec
 from weightsync.encoding.codec import Encoding, decode, encode
 from weightsync.encoding.delta import SparseDelta, checked_apply
-from weightsync.encoding.grouped import GROUPS, GroupedDelta
-from weightsync.encoding.grouped_payload import grouped_payload
+from weightsync.encoding.grouped import GROUPS, GroupedDelta, grouped_payload
 from weightsync.encoding.sparse import FORMAT, compared
 from weightsync.encoding.varint import varint
 from weightsync.vllm.device_delta import apply_on_device

@@ -9,8 +9,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoded, Encoding, decode, encode, encode_streams
-from weightsync.encoding.plain import plain_deltas
-from weightsync.encoding.plain_payload import MAX_BYTES
+from weightsync.encoding.plain import PLAIN_BYTES, plain_deltas
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 
@@ -50,7 +49,7 @@ def test_a_small_tensor_is_encoded_as_its_streams_would_be(pair: tuple[Bits, Bit
 
 
 def test_a_tensor_of_any_size_is_encoded_alike_around_the_bound() -> None:
-    for elements in (MAX_BYTES // 2 - 1, MAX_BYTES // 2, MAX_BYTES // 2 + 1):
+    for elements in (PLAIN_BYTES // 2 - 1, PLAIN_BYTES // 2, PLAIN_BYTES // 2 + 1):
         pair = _pair(2, elements, 5, 1, seed=elements)
         assert encode(*pair) == encode_streams(*pair)
 

@@ -23,12 +23,12 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publish.agreement import Holding, Offer, Order, Settled
+from weightsync.publish.intake import ShardSlice
 from weightsync.publish.ranks import RanksByFiles
 from weightsync.publish.store_writer import FileWriter
 from weightsync.publisher import Published, Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.sharding import ShardSlice
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Shares = list[list[tuple[str, torch.Tensor | ShardSlice]]]

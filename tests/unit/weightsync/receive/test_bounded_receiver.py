@@ -10,12 +10,12 @@ import torch
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
+from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.stored_delta import StoredDelta
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.sharding import ShardSlice
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -162,7 +162,7 @@ def test_a_checkpoint_directory_follows_with_little_memory(
     from safetensors.torch import load_file
 
     receiver = Receiver(store, staging_bytes=LITTLE, spool_dir=tmp_path / "held")
-    with CheckpointFollower(receiver, tmp_path / "held") as follows:
+    with Follower(receiver, tmp_path / "held") as follows:
         for version in (ONE, THREE):
             pulled = follows.pull(version)
             assert pulled.version == version

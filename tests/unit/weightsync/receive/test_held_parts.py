@@ -15,8 +15,7 @@ from weightsync.reading.memory_room import MIN_STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.receive import held_parts as subject
 from weightsync.receive.full_state import FullState, StoredEntry
-from weightsync.receive.held_parts import bounds, held_parts, runs
-from weightsync.selection import Names, TensorParallel, whole_box
+from weightsync.receive.held_parts import Names, TensorParallel, bounds, held_parts, runs, whole_box
 
 Cuts = list[list[int]]
 

@@ -9,7 +9,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import Manifest
-from weightsync.reading.store import Kind, VersionRef
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.receive.plan import PullPlan, Step, plans
 
 
@@ -62,7 +62,7 @@ def _plans(
     store: FakeStore, current: int | None, target: int, latest: int = 8, *, known: bool = False
 ) -> Iterator[PullPlan]:
     return plans(
-        store,
+        store.step,
         current=None if current is None else WeightVersion(current),
         target=WeightVersion(target),
         latest=WeightVersion(latest),

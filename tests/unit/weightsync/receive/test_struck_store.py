@@ -9,11 +9,12 @@ import torch
 
 from harvester.contracts.errors import Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.publisher import Published
-from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -91,7 +92,7 @@ def test_a_struck_anchor_stops_no_checkpoint_directory(
     store, done = published
     strike(store / "anchor_v000005")
     for fresh in (True, False):
-        with CheckpointFollower(Receiver(store), tmp_path / f"policy-{fresh}") as follower:
+        with Follower(Receiver(store), tmp_path / f"policy-{fresh}") as follower:
             if not fresh:
                 follower.pull(WeightVersion(4))
             pulled = follower.pull()

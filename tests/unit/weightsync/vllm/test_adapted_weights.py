@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
-from weightsync.adapter import Adapter, Base
+from weightsync.layout.adapter import Adapter, Base
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapted_weights import AdaptedWeights

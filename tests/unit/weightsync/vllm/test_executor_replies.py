@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm.executor_replies import hear_all
+from weightsync.vllm.executor_replies import read_all_replies
 
 
 class Queue(deque[Any]):
@@ -40,7 +40,7 @@ class Executor:
 @pytest.fixture(autouse=True, scope="module")
 def _installed() -> None:
     for _ in range(2):
-        hear_all(Executor, "rosemux")
+        read_all_replies(Executor, "rosemux")
 
 
 @pytest.mark.parametrize("second", ["done", RuntimeError("refused")])

@@ -10,7 +10,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from weightsync.elements.bits import TensorSpec, spec_of
 from weightsync.publisher import Published
 from weightsync.receiver import Receiver
-from weightsync.vllm.slice_target import SliceTarget, traced_slices
+from weightsync.vllm.host_targets import SliceTarget, traced_slices
 
 State = dict[str, torch.Tensor]
 
