@@ -12,8 +12,6 @@ from typing import Final
 import numpy as np
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Pool
-from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.forecast.judge import Distributional, WorstCase
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, PackingLimits
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
@@ -22,8 +20,8 @@ from scheduler.sim.rollmux.workload import (
     H800_PER_HOUR,
     NODE_TYPES,
     SimulatedJob,
+    World,
 )
-from scheduler.sim.rollmux.world import World
 
 VERL_SLOWDOWN: Final = 1.02
 """Iteration time on H800 alone, over Solo-D's, with as many of them as Solo-D trains on."""
@@ -137,15 +135,3 @@ def paper_planner() -> GroupPlanner:
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
     config = replace(_LEFT_ALONE, limits=limits)
     return GroupPlanner(WorstCase(), NODE_TYPES, config)
-
-
-def our_planner() -> GroupPlanner:
-    """The shipped planner, without a runtime around it and with unlimited nodes."""
-    pools = {pool: PoolNodes(type=kind, names=()) for pool, kind in NODE_TYPES.items()}
-    config = ClusterConfig(rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING])
-    return GroupPlanner(config.judge, config.types, config.planner)
-
-
-def resubmitting_planner(config: ClusterConfig) -> GroupPlanner:
-    """Our planner with the paper's answer to a node's failure."""
-    return GroupPlanner(config.judge, config.types, replace(config.planner, resubmits=True))

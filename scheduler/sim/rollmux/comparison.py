@@ -1,21 +1,60 @@
 """All arms on one workload: dollars, kept promises, and prices over time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 import numpy as np
 
+from harvester.contracts.ids import NodeId
 from scheduler.model import Pool
-from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.sim.rollmux.arms import ARMS, SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.ledger import slowdown
-from scheduler.sim.rollmux.watched import GroupSizes, PricedInterval, PriceLedger
-from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD
+from scheduler.sim.rollmux.ledger import Ledger, slowdown
+from scheduler.sim.rollmux.workload import NODE_TYPES, PAPER_WORLD, SimulatedJob
 
-SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
 BINS: Final = 240
+
+
+@dataclass(frozen=True, slots=True)
+class PricedInterval:
+    """One price over a span of time."""
+
+    from_s: float
+    until_s: float
+    price_per_hour: float
+
+
+class PriceLedger(Ledger):
+    """A ledger that remembers each node's time as well."""
+
+    def __init__(self, *, record: bool) -> None:
+        super().__init__(record=record)
+        self.placements: list[PricedInterval] = []
+
+    def node_down(self, node: NodeId, *, t_s: float) -> None:
+        if node in self._up:
+            since_s, _, price_per_hour = self._up[node]
+            self.placements.append(PricedInterval(since_s, t_s, price_per_hour))
+        super().node_down(node, t_s=t_s)
+
+
+@dataclass(slots=True)
+class GroupSizes:
+    """Numbers of groups by size, recorded whenever nodes have changed hands."""
+
+    sizes: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """Time, and groups of one job, of two, and so on from then."""
+
+    def look(self, runtime: PhaseRuntime, now: float) -> None:
+        planner = runtime.cluster.planner
+        counts = [0] * planner.packer.limits.group_jobs
+        for cell in planner.book.cells.values():
+            if cell.pinned:
+                counts[len(cell.pinned) - 1] += 1
+        self.sizes.append((now, tuple(counts)))
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +111,7 @@ def compare(
     `heard` is called with each arm's name before it runs.
     """
     runs = []
-    for name in SHARED:
+    for name in ARMS:
         heard(name)
         runs.append(_run(name, jobs, seed=seed, record=record and name == "ours"))
     ours = runs[0]
@@ -104,7 +143,7 @@ def compare(
 def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Run:
     watched = GroupSizes()
     ledger = PriceLedger(record=record)
-    done = run_arm(name, jobs, seed=seed, ledger=ledger, watch=watched.look)
+    done = run_arm(ARMS[name], jobs, seed=seed, ledger=ledger, watch=watched.look)
     found = summary(jobs, done)
     return _Run(
         name=name,

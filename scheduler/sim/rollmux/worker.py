@@ -13,8 +13,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import ROOM_RATIO, best_shape
 from scheduler.rollmux.permits.completion import LEVELS
-from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob
-from scheduler.sim.rollmux.world import World
+from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, World
 
 ROUNDING_S: Final = 1e-9
 _LEAST_SHARE: Final = 1e-6

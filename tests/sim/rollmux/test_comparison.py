@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from harvester.cli import main
-from scheduler.sim.rollmux.comparison import BINS, SHARED, UNSHARED, ArmComparison, compare
+from scheduler.sim.rollmux.arms import ARMS
+from scheduler.sim.rollmux.comparison import BINS, UNSHARED, ArmComparison, PriceLedger, compare
 from scheduler.sim.rollmux.report import TITLES, comparison_page
-from scheduler.sim.rollmux.watched import PriceLedger
 from scheduler.sim.rollmux.workload import SimulatedJob, w1
 from scheduler.sim.rollmux.workload_csv import COLUMNS
 
@@ -32,7 +32,7 @@ def test_every_arm_is_there_and_ours_is_the_measure(
     told: tuple[ArmComparison, PriceLedger],
 ) -> None:
     found, _ = told
-    assert [arm.name for arm in found.arms] == [*SHARED, *UNSHARED]
+    assert [arm.name for arm in found.arms] == [*ARMS, *UNSHARED]
     assert set(TITLES) == {arm.name for arm in found.arms}
     assert found.arm("ours").over_ours == 1.0
     assert found.arm("solo_d").slo_attainment == 1.0
@@ -41,7 +41,7 @@ def test_every_arm_is_there_and_ours_is_the_measure(
 def test_prices_over_time_add_up_to_the_dollars(told: tuple[ArmComparison, PriceLedger]) -> None:
     found, _ = told
     drawn = [arm for arm in found.arms if arm.dollars_per_hour]
-    assert [arm.name for arm in drawn] == [*SHARED, "solo_d"]
+    assert [arm.name for arm in drawn] == [*ARMS, "solo_d"]
     for arm in drawn:
         if arm.name == "solo_d":
             continue  # ends later than the others where they end first
@@ -52,7 +52,7 @@ def test_slowdowns_give_the_attainment(
     told: tuple[ArmComparison, PriceLedger], jobs: list[SimulatedJob]
 ) -> None:
     found, _ = told
-    for name in SHARED:
+    for name in ARMS:
         arm = found.arm(name)
         kept = sum(ratio <= 1.0 + 1e-9 for ratio in arm.slowdowns_over_slo)
         assert len(arm.slowdowns_over_slo) == len(jobs)

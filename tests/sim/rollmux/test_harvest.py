@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from benchmarks.rollmux.harvest import HarvestResult, run_harvest
+from benchmarks.rollmux.lease_supply import ALWAYS, LeaseSupply
 from scheduler.model import PhaseSpec
-from scheduler.sim.rollmux.arms import run_arm, summary
+from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
 from scheduler.sim.rollmux.disruptions import Disruptions
-from scheduler.sim.rollmux.harvest import HarvestResult, run_harvest
-from scheduler.sim.rollmux.lease_supply import ALWAYS, LeaseSupply
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
 
 _RNG = np.random.Generator(np.random.PCG64(3))
@@ -38,7 +38,7 @@ def often_revoked(jobs: list[SimulatedJob]) -> HarvestResult:
 def test_without_leases_in_force_the_story_is_the_planner_s_without_leases(
     jobs: list[SimulatedJob], supply: LeaseSupply
 ) -> None:
-    without = run_arm("ours", jobs, seed=5, record=True)
+    without = run_arm(ARMS["ours"], jobs, seed=5, record=True)
     revoked = run_harvest(jobs, supply, record=True)
     assert revoked.run.ledger.events == without.ledger.events
     assert revoked.run.dollars == without.dollars
