@@ -16,7 +16,7 @@ from benchmarks.rollmux.pieces import ArmOfSeed, Pieces, run_piece
 from harvester.contracts.errors import ConfigError
 from scheduler.sim.rollmux.arms import ARMS, run_arm
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.report import write_events
+from scheduler.sim.rollmux.ledger import write_events
 from scheduler.sim.rollmux.workload import PAPER_WORLD, Drift, SimulatedJob
 
 CALIBRATION = 1.32

@@ -1,12 +1,15 @@
 """A run's ledger: node time, job ends, and every event for an independent check."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Node, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
@@ -151,6 +154,17 @@ class RunResult:
     @property
     def events(self) -> int:
         return self.counts.events
+
+
+def write_events(ledger: Ledger, path: Path) -> None:
+    """JSON lines in the order of time. Raises ConfigError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for event in ledger.in_order():
+                file.write(json.dumps(event) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def slowdown(one: SimulatedJob, ended_s: float, world: World) -> float:

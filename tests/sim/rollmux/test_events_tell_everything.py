@@ -14,8 +14,7 @@ from benchmarks.rollmux.arms import ARMS
 from benchmarks.rollmux.determinism import events_digest
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.ledger import RunResult
-from scheduler.sim.rollmux.report import write_events
+from scheduler.sim.rollmux.ledger import RunResult, write_events
 from scheduler.sim.rollmux.workload import PAPER_WORLD, Drift, SimulatedJob, World, w1
 
 Events = list[dict[str, Any]]
