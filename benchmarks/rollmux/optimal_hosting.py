@@ -13,8 +13,9 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, Placement, Pool
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape, best_shape
-from scheduler.rollmux.forecast.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
-from scheduler.rollmux.forecast.judge import OUR_RULES, Distributional
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all
+from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
+from scheduler.rollmux.forecast.scenarios import Glance, Horizon
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.assignments import Masks
 from scheduler.rollmux.planner.group_table import GroupState
@@ -25,6 +26,7 @@ from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
+NO_GLANCE: Final = Glance(warm_up=0.0, cycles=0.0, margin=float("inf"))
 LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)
 """Eight cycles, the planner's horizon, admit groups that break an SLO by more than a per cent over
 hundreds. Without doubt about means the scenarios of a forecast are equal, so two are enough."""
@@ -95,7 +97,7 @@ class PinnedPlanner(GroupPlanner):
     """Places every job where a given hosting has it, and leaves it there."""
 
     def __init__(self, jobs: Sequence[SimulatedJob], hostings: Sequence[Hosting]) -> None:
-        super().__init__(Distributional(), NODE_TYPES, PlannerConfig(moves=False))
+        super().__init__(Judge(), NODE_TYPES, PlannerConfig(moves=False))
         self._pinned: dict[JobId, tuple[GroupState, Placement]] = {}
         for hosting in hostings:
             group = self.book.fresh_group()

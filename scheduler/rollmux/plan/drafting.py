@@ -5,8 +5,7 @@ from collections import Counter
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Pool
-from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.forecast.load import group_load
+from scheduler.rollmux.forecast.forecast import Roster, group_load
 from scheduler.rollmux.forecast.timeline import meta_iteration
 from scheduler.rollmux.plan.document import (
     GroupLoadRow,
@@ -34,19 +33,15 @@ def draft(settings: PlanSettings) -> PlanDocument:
     planner.settle()
     cells = [cell for cell in planner.book.cells.values() if cell.pinned]
     names = _names(planner, cells)
-    placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
-    prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
+    placed = (planner.facts[job] for cell in cells for job in cell.pinned)
     return PlanDocument(
         risk=settings.risk,
         price_per_hour=planner.book.committed_per_hour,
         dedicated_per_hour=sum(
-            job.phases[0].nodes * prices[Pool.ROLLOUT] + job.phases[1].nodes * prices[Pool.TRAINING]
-            for job in placed
+            planner.book.price_of(one.rollout_nodes, one.training_nodes) for one in placed
         ),
         nodes={
-            kind.type: sum(
-                len(cell.rollout if pool is Pool.ROLLOUT else cell.training) for cell in cells
-            )
+            kind.type: sum(len(dict(cell.by_pool)[pool]) for cell in cells)
             for pool, kind in planner.book.types.items()
         },
         groups=tuple(
@@ -63,7 +58,7 @@ def _names(planner: KnownJobsPlanner, cells: list[GroupState]) -> dict[NodeId, N
     counted: Counter[Pool] = Counter()
     names: dict[NodeId, NodeId] = {}
     for cell in cells:
-        for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+        for pool, nodes in cell.by_pool:
             for node in nodes:
                 counted[pool] += 1
                 names[node] = NodeId(f"{planner.book.types[pool].type}-{counted[pool]}")
@@ -78,6 +73,7 @@ def _group(
 ) -> PlannedGroup:
     kept = promises(planner, cell)
     occupants = planner.packer.occupants(cell)
+    cycle_s, busiest_s = group_load(occupants)
     picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
     own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
     return PlannedGroup(
@@ -111,16 +107,7 @@ def _group(
             for bit, node in enumerate(own)
             if one.nodes >> bit & 1
         ),
-        load=_load(planner, cell),
-    )
-
-
-def _load(planner: KnownJobsPlanner, cell: GroupState) -> GroupLoadRow:
-    found = group_load(planner.packer.occupants(cell))
-    return GroupLoadRow(
-        cycle_s=found.cycle_s,
-        busiest_s=found.busiest_s,
-        share=found.busiest_s / found.cycle_s,
+        load=GroupLoadRow(cycle_s=cycle_s, busiest_s=busiest_s, share=busiest_s / cycle_s),
     )
 
 
@@ -129,7 +116,7 @@ def _residents(
 ) -> tuple[Resident, ...]:
     ledger, types = planner.book.planned, planner.book.types
     residents = []
-    for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+    for pool, nodes in cell.by_pool:
         for node in nodes:
             used_bytes = types[pool].host_bytes - ledger.free_bytes(node, pool)
             residents.append(

@@ -5,9 +5,8 @@ from statistics import NormalDist
 from typing import Final
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Placement, Pool
+from scheduler.model import Placement
 from scheduler.rollmux.forecast.forecast import Roster, slowdowns
-from scheduler.rollmux.forecast.judge import Distributional
 from scheduler.rollmux.forecast.scenarios import upper_bound
 from scheduler.rollmux.plan.document import Alternative, Promise
 from scheduler.rollmux.planner.group_table import GroupState
@@ -20,7 +19,6 @@ _ALTERNATIVES_MAX: Final = 24
 def promises(planner: GroupPlanner, cell: GroupState) -> tuple[Promise, ...]:
     """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
-    assert isinstance(judge, Distributional)
     roster = Roster.of(planner.packer.occupants(cell))
     found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
     bounds = upper_bound(found, judge.constraint.quantile).tolist()
@@ -91,14 +89,7 @@ def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> 
 
 def _objection(planner: GroupPlanner, opening: Opening) -> str:
     """The reason against the opening: the job whose SLO would not hold."""
-    cell, placement = opening.cell, opening.placement
-    widened = GroupState(
-        cell.group,
-        [*dict.fromkeys((*cell.rollout, *placement.rollout_nodes))],
-        [*dict.fromkeys((*cell.training, *placement.training_nodes))],
-        {**cell.pinned, placement.job: placement},
-    )
-    broken = [one for one in promises(planner, widened) if one.bound > one.slo]
+    broken = [one for one in promises(planner, opening.widened) if one.bound > one.slo]
     if not broken:
         return "too little room: a short forecast of the means already refuses it"
     worst = min(broken, key=lambda one: one.slack)
@@ -138,10 +129,9 @@ def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Altern
 
 
 def _short(planner: GroupPlanner, cell: GroupState, host_bytes: int) -> bool:
-    sides = ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
     return any(
         max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes
-        for pool, nodes in sides
+        for pool, nodes in cell.by_pool
     )
 
 

@@ -6,7 +6,7 @@ it has left; arrivals count it there, and other movers wait for its room.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
@@ -24,6 +24,16 @@ class NodeType:
     """Price of the whole node."""
     host_bytes: int
 
+    def node(self, name: NodeId, pool: Pool) -> Node:
+        return Node(
+            node=name,
+            pool=pool,
+            type=self.type,
+            accelerators=self.accelerators,
+            price_per_hour=self.price_per_hour,
+            host_bytes=self.host_bytes,
+        )
+
 
 @dataclass(slots=True)
 class GroupState:
@@ -33,6 +43,10 @@ class GroupState:
     rollout: list[NodeId] = field(default_factory=list)
     training: list[NodeId] = field(default_factory=list)
     pinned: dict[JobId, Placement] = field(default_factory=dict)
+
+    @property
+    def by_pool(self) -> tuple[tuple[Pool, list[NodeId]], ...]:
+        return (Pool.ROLLOUT, self.rollout), (Pool.TRAINING, self.training)
 
     def masks(self, placement: Placement) -> tuple[int, int]:
         """Bits of a placement's nodes: rollout from 0, training after them."""
@@ -99,17 +113,13 @@ class GroupTable:
             raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
         up: list[Node] = []
         self.cells.setdefault(cell.group, cell)
-        sides = (
-            (Pool.ROLLOUT, placement.rollout_nodes, cell.rollout),
-            (Pool.TRAINING, placement.training_nodes, cell.training),
-        )
-        for pool, wanted, owned in sides:
+        for (pool, wanted), (_, owned) in zip(placement.by_pool, cell.by_pool, strict=True):
             for node in wanted:
                 if self.nodes.setdefault(node, cell.group) != cell.group:
                     raise ValueError(f"node {node} belongs to {self.nodes[node]}")
                 if node not in owned:
                     owned.append(node)
-                    up.append(self._node(node, pool))
+                    up.append(self.types[pool].node(node, pool))
                 self.up[pool] += node not in self._pins
                 self._pins[node] = self._pins.get(node, 0) + 1
         self._settle(placement, cell, host_bytes)
@@ -149,14 +159,14 @@ class GroupTable:
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs pinned to the node, whether there already or still on the way."""
         cell = self.cells[self.nodes[node]]
-        return tuple(job for job, placement in cell.pinned.items() if _uses(placement, node))
+        return tuple(job for job, placement in cell.pinned.items() if node in placement.nodes)
 
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs still resident on the node but pinned elsewhere."""
         return tuple(
             job
             for job, placements in self._leaving.items()
-            if any(_uses(placement, node) for placement in placements)
+            if any(node in placement.nodes for placement in placements)
         )
 
     def replace(self, lost: NodeId) -> Node:
@@ -165,9 +175,8 @@ class GroupTable:
         `left` must be called before for each job that was leaving it.
         """
         cell = self.cells[self.nodes.pop(lost)]
-        pool = Pool.ROLLOUT if lost in cell.rollout else Pool.TRAINING
+        pool, owned = next(side for side in cell.by_pool if lost in side[1])
         (fresh,) = self.fresh_nodes(pool, 1)
-        owned = cell.rollout if pool is Pool.ROLLOUT else cell.training
         owned[owned.index(lost)] = fresh
         self.nodes[fresh] = cell.group
         for job, placement in cell.pinned.items():
@@ -176,7 +185,7 @@ class GroupTable:
             by_node[fresh] = by_node.pop(lost)
         self.resident.replace(lost, fresh)
         self.planned.replace(lost, fresh)
-        return self._node(fresh, pool)
+        return self.types[pool].node(fresh, pool)
 
     def leaving_cells(self, job: JobId) -> list[GroupState]:
         """Groups in which the job is still resident, though pinned elsewhere."""
@@ -199,9 +208,8 @@ class GroupTable:
         """Nodes the placement would bring up, per pool whose free nodes are fewer; else empty."""
         if not self.supply:
             return {}
-        sides = ((Pool.ROLLOUT, placement.rollout_nodes), (Pool.TRAINING, placement.training_nodes))
         short = {}
-        for pool, nodes in sides:
+        for pool, nodes in placement.by_pool:
             wanted = sum(node not in self.nodes for node in nodes)
             free = self.free_nodes(pool)
             if free is not None and wanted > free:
@@ -213,18 +221,20 @@ class GroupTable:
         return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
 
     def cell_price_per_hour(self, cell: GroupState) -> float:
-        rollout, training = self.types[Pool.ROLLOUT], self.types[Pool.TRAINING]
-        return (
-            len(cell.rollout) * rollout.price_per_hour
-            + len(cell.training) * training.price_per_hour
-        )
+        return self.price_of(len(cell.rollout), len(cell.training))
+
+    def price_of(self, rollout: float, training: float) -> float:
+        """Dollars per hour of that many nodes of each pool."""
+        prices = [self.types[pool].price_per_hour for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        return rollout * prices[0] + training * prices[1]
 
     def _count_memory(self, job: JobId, host_bytes: int) -> None:
         home = self.home.get(job)
         pinned = [] if home is None else [self.cells[home].pinned[job]]
-        self.planned.hold(job, _nodes_of(pinned), host_bytes)
-        leaving = self._leaving.get(job, ())
-        self.resident.hold(job, _nodes_of([*pinned, *leaving]), host_bytes)
+        planned = [node for placement in pinned for node in placement.nodes]
+        leaving = [node for placement in self._leaving.get(job, ()) for node in placement.nodes]
+        self.planned.hold(job, planned, host_bytes)
+        self.resident.hold(job, [*planned, *leaving], host_bytes)
 
     def _settle(self, placement: Placement, cell: GroupState, host_bytes: int) -> None:
         cell.pinned[placement.job] = placement
@@ -233,10 +243,7 @@ class GroupTable:
         self._count(placement, 1)
 
     def _count(self, placement: Placement, change: int) -> None:
-        for pool, nodes in (
-            (Pool.ROLLOUT, placement.rollout_nodes),
-            (Pool.TRAINING, placement.training_nodes),
-        ):
+        for pool, nodes in placement.by_pool:
             for node in nodes:
                 before = self._staying.get(node, 0)
                 self._staying[node] = before + change
@@ -245,23 +252,9 @@ class GroupTable:
                 if before + change == 0:
                     del self._staying[node]
 
-    def _node(self, node: NodeId, pool: Pool) -> Node:
-        kind = self.types[pool]
-        return Node(
-            node=node,
-            pool=pool,
-            type=kind.type,
-            accelerators=kind.accelerators,
-            price_per_hour=kind.price_per_hour,
-            host_bytes=kind.host_bytes,
-        )
-
     def _release(self, placement: Placement, cell: GroupState) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
-        for pool, owned, wanted in (
-            (Pool.ROLLOUT, cell.rollout, placement.rollout_nodes),
-            (Pool.TRAINING, cell.training, placement.training_nodes),
-        ):
+        for (pool, wanted), (_, owned) in zip(placement.by_pool, cell.by_pool, strict=True):
             for node in wanted:
                 self._pins[node] -= 1
                 if self._pins[node] == 0:
@@ -272,14 +265,6 @@ class GroupTable:
         if not cell.rollout and not cell.training:
             del self.cells[cell.group]
         return tuple(down)
-
-
-def _nodes_of(placements: Iterable[Placement]) -> list[NodeId]:
-    return [node for one in placements for node in (*one.rollout_nodes, *one.training_nodes)]
-
-
-def _uses(placement: Placement, node: NodeId) -> bool:
-    return node in placement.rollout_nodes or node in placement.training_nodes
 
 
 def _exchanged(placement: Placement, lost: NodeId, fresh: NodeId) -> Placement:

@@ -4,7 +4,6 @@ A row is a necessary condition only: memory may still refuse a job node by node,
 the forecast. Rows are brought up to date when their group changes, not when a belief does.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,15 +15,6 @@ from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 
 SHARE_MAX: Final = 1.03
 """Above 1: shares are of learned means, and the forecast decides."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A job's demand on any one node."""
-
-    rollout_share: float
-    training_share: float
-    host_bytes: int
 
 
 class GroupIndex:
@@ -49,24 +39,29 @@ class GroupIndex:
         self._cells[row] = cell
         self._jobs[row] = len(cell.pinned)
         load = 0.0
-        for side, (pool, nodes) in enumerate(
-            ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
-        ):
+        for side, (pool, nodes) in enumerate(cell.by_pool):
             self._shares[row, side] = min(shares[node] for node in nodes)
             self._bytes[row, side] = max(book.resident.free_bytes(node, pool) for node in nodes)
             load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
         self._load[row] = load / book.cell_price_per_hour(cell)
 
     def candidates(
-        self, wish: Wish, *, pools: tuple[Pool, ...], most: int | None
+        self,
+        shares: tuple[float, float],
+        host_bytes: int,
+        *,
+        pools: tuple[Pool, ...],
+        most: int | None,
     ) -> list[GroupState]:
-        """Groups with room in those of their pools, the fullest first; all where `most` is None."""
+        """Groups with room in those of their pools, the fullest first; all where `most` is None.
+
+        The job takes `shares` of the time of one rollout and one training node.
+        """
         fits = (self._jobs > 0) & (self._jobs < self._group_jobs)
         for pool in pools:
             side = 0 if pool is Pool.ROLLOUT else 1
-            share = wish.rollout_share if side == 0 else wish.training_share
-            fits &= self._shares[:, side] + share <= SHARE_MAX
-            fits &= self._bytes[:, side] >= wish.host_bytes
+            fits &= self._shares[:, side] + shares[side] <= SHARE_MAX
+            fits &= self._bytes[:, side] >= host_bytes
         rows = np.flatnonzero(fits)
         order = rows[np.lexsort((rows, -self._load[rows]))][:most]
         return [cell for row in order if (cell := self._cells[row]) is not None]

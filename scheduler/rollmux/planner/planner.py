@@ -33,10 +33,9 @@ from scheduler.rollmux.planner.group_events import (
     ReviewDue,
 )
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
-from scheduler.rollmux.planner.move_reasons import endangered, together
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
 from scheduler.rollmux.planner.regroup import Regroup
-from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation, endangered, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from itertools import combinations, islice, product
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Placement, Pool
-from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.stages import NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count
 from scheduler.rollmux.planner.group_table import GroupState
@@ -173,25 +173,18 @@ class Regroup:
         )
 
     def _committed(self, cell: GroupState) -> float:
-        types = self._book.types
         rollout = {node for one in cell.pinned.values() for node in one.rollout_nodes}
         training = {node for one in cell.pinned.values() for node in one.training_nodes}
-        return (
-            len(rollout) * types[Pool.ROLLOUT].price_per_hour
-            + len(training) * types[Pool.TRAINING].price_per_hour
-        )
+        return self._book.price_of(len(rollout), len(training))
 
     def _least(self, cell: GroupState) -> float:
         """Price of the node time that the group's jobs cannot do without."""
-        types = self._book.types
         least = 0.0
         for job in cell.pinned:
             facts = self._packer.facts[job]
             rollout, training = self._packer.shares(facts)
-            least += (
-                rollout * facts.rollout_nodes * types[Pool.ROLLOUT].price_per_hour
-                + training * facts.training_nodes * types[Pool.TRAINING].price_per_hour
-            )
+            nodes = rollout * facts.rollout_nodes, training * facts.training_nodes
+            least += self._book.price_of(*nodes)
         return least
 
     def _guest(self, job: JobId) -> SearchedJob:
@@ -208,19 +201,13 @@ class Regroup:
 
     def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:
         """The jobs without nodes."""
-        occupants = []
-        for job in jobs:
-            facts = self._packer.facts[job]
-            tail = self._packer.judge.tail(facts)
-            belief = self._packer.judge.belief(facts)
-            shape = tail.bulk_ratio, tail.share, facts.divisible
-            occupants.append(Occupant(0, 0, slo_of(facts), belief, *shape))
-        return Roster.of(occupants)
+        return Roster.of([self._packer.occupant(job, 0, 0, slo_of=slo_of) for job in jobs])
 
     def _stays(self, placement: Placement) -> bool:
         now = self._book.cells[self._book.home[placement.job]].pinned[placement.job]
-        return set(now.rollout_nodes) == set(placement.rollout_nodes) and (
-            set(now.training_nodes) == set(placement.training_nodes)
+        return all(
+            set(here) == set(there)
+            for (_, here), (_, there) in zip(now.by_pool, placement.by_pool, strict=True)
         )
 
     def _matched(

@@ -45,10 +45,7 @@ class Ledger:
             cold_start_s=world.cold_start_s,
         )
 
-    def node_up(self, node: Node, *, t_s: float) -> bool:
-        """Records a node's start; False if it was up already."""
-        if node.node in self._up:
-            return False
+    def node_up(self, node: Node, *, t_s: float) -> None:
         self._up[node.node] = (t_s, node.pool, node.price_per_hour)
         self.write(
             t_s,
@@ -58,7 +55,6 @@ class Ledger:
             price_per_hour=node.price_per_hour,
             host_bytes=node.host_bytes,
         )
-        return True
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
         if node in self._up:
@@ -97,26 +93,15 @@ class NodeBill:
         came = sorted(used - self._up)
         self._up = used
         for node in came:
-            self._ledger.node_up(self._node(node), t_s=now)
+            pool = self._cluster.fleet.pool_of(node)
+            assert pool is not None
+            self._ledger.node_up(self._cluster.config.types[pool].node(node, pool), t_s=now)
             self._times[node] += 1
             yield node, self._times[node]
 
     def is_up(self, node: NodeId, times: int) -> bool:
         """Whether the node is up and still in its `times`-th run."""
         return node in self._up and self._times[node] == times
-
-    def _node(self, name: NodeId) -> Node:
-        pool = self._cluster.fleet.pool_of(name)
-        assert pool is not None
-        kind = self._cluster.config.types[pool]
-        return Node(
-            node=name,
-            pool=pool,
-            type=kind.type,
-            accelerators=kind.accelerators,
-            price_per_hour=kind.price_per_hour,
-            host_bytes=kind.host_bytes,
-        )
 
 
 @dataclass(slots=True)

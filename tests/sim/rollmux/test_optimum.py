@@ -12,7 +12,7 @@ from benchmarks.rollmux.optimum import Compared, Lived, compared, instance_jobs,
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
 from scheduler.model import Pool
-from scheduler.rollmux.forecast.forecast import Horizon
+from scheduler.rollmux.forecast.scenarios import Horizon
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import run_arm, summary
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
