@@ -47,7 +47,7 @@ class HarvestResult:
     """Work that leased slots did, in hours of a rollout node."""
 
     def dollars(self, *, slot_price_per_hour: float) -> float:
-        return self.run.dollars + self.slot_hours * slot_price_per_hour
+        return self.run.ledger.dollars + self.slot_hours * slot_price_per_hour
 
 
 def run_harvest(

@@ -142,14 +142,14 @@ def _hostings(planner: GroupPlanner, jobs: list[SimulatedJob]) -> list[Hosting]:
     """Our groups in the search's terms."""
     numbers = {one.job.job: at for at, one in enumerate(jobs)}
     hostings = []
-    for cell in planner.book.cells.values():
-        placements = sorted(cell.pinned.values(), key=lambda one: numbers[one.job])
-        masks = [cell.masks(one) for one in placements]
+    for group in planner.book.cells.values():
+        placements = sorted(group.pinned.values(), key=lambda one: numbers[one.job])
+        masks = [group.masks(one) for one in placements]
         hostings.append(
             Hosting(
                 members=tuple(numbers[one.job] for one in placements),
                 rollout=tuple(rollout for rollout, _ in masks),
-                training=tuple(training >> len(cell.rollout) for _, training in masks),
+                training=tuple(training >> len(group.rollout) for _, training in masks),
             )
         )
     return hostings

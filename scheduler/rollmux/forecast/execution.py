@@ -32,10 +32,10 @@ from scheduler.rollmux.forecast.stages import (
 
 
 @compiled
-def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
+def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int) -> int:
     if at < log.size:
         log["t_s"][at], log["kind"][at] = t_s, kind
-        log["job"][at], log["nodes"][at], log["solo_s"][at] = job, nodes, solo_s
+        log["job"][at], log["nodes"][at] = job, nodes
         return at + 1
     return at
 
@@ -103,7 +103,7 @@ def _move_tails(
         for bit in range(NODES_MAX):
             if (jobs["rollout_nodes"][k] >> bit) & 1:
                 nodes["left_at_s"][bit] = now_s + rules.migrate_s
-        at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
+        at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k])
     return at
 
 
@@ -147,7 +147,7 @@ def start(
     permits[BUSY] |= wanted
     loaded_s = _load(nodes, wanted, jobs["id"][j], rules.warm_s)
     jobs["overhead_s"][j] = _left_s(nodes, wanted, now_s) + loaded_s
-    return note(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
+    return note(log, at, now_s, kind, jobs["id"][j], wanted)
 
 
 @compiled
@@ -170,21 +170,20 @@ def finish(
         return at
     jobs["solo_s"][k] += jobs["worked_s"][k]
     jobs["waits_since_s"][k] = now_s
-    worked_s = jobs["worked_s"][k]
     jobs["worked_s"][k] = 0.0
     if stage not in (TRAINING, SYNCING):
         released = TAILS if stage == TAIL_MOVED else BUSY
         permits[released] &= ~jobs["rollout_nodes"][k]
         jobs["stage"][k] = WAITS_TRAINING
-        return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
+        return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k])
     if stage == TRAINING:
         permits[BUSY] &= ~jobs["training_nodes"][k]
-        at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
+        at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k])
         if jobs["sync_s"][k] > 0.0:
             jobs["stage"][k], jobs["left_s"][k] = SYNCING, jobs["sync_s"][k]
             return at
     else:
-        at = note(log, at, now_s, SYNC_ENDED, job, 0, worked_s)
+        at = note(log, at, now_s, SYNC_ENDED, job, 0)
     jobs["done"][k] += 1
     jobs["stage"][k] = WAITS_ROLLOUT
     return at

@@ -31,9 +31,9 @@ def draft(settings: PlanSettings) -> PlanDocument:
         except Exhausted as error:
             unplaced.append(Unplaced(job=JobId(job.id), reason=str(error)))
     planner.settle()
-    cells = [cell for cell in planner.book.cells.values() if cell.pinned]
-    names = _names(planner, cells)
-    placed = (planner.facts[job] for cell in cells for job in cell.pinned)
+    groups = [group for group in planner.book.cells.values() if group.pinned]
+    names = _names(planner, groups)
+    placed = (planner.facts[job] for group in groups for job in group.pinned)
     return PlanDocument(
         risk=settings.risk,
         price_per_hour=planner.book.committed_per_hour,
@@ -41,24 +41,24 @@ def draft(settings: PlanSettings) -> PlanDocument:
             planner.book.price_of(one.rollout_nodes, one.training_nodes) for one in placed
         ),
         nodes={
-            kind.type: sum(len(dict(cell.by_pool)[pool]) for cell in cells)
+            kind.type: sum(len(dict(group.by_pool)[pool]) for group in groups)
             for pool, kind in planner.book.types.items()
         },
         groups=tuple(
-            _group(planner, cell, GroupId(f"group-{number}"), names)
-            for number, cell in enumerate(cells, start=1)
+            _group(planner, group, GroupId(f"group-{number}"), names)
+            for number, group in enumerate(groups, start=1)
         ),
         unplaced=tuple(unplaced),
         slo_counts_queueing=settings.slo_counts_queueing,
     )
 
 
-def _names(planner: KnownJobsPlanner, cells: list[GroupState]) -> dict[NodeId, NodeId]:
+def _names(planner: KnownJobsPlanner, groups: list[GroupState]) -> dict[NodeId, NodeId]:
     """Nodes numbered from 1: the planner's own numbers also count rejected candidates."""
     counted: Counter[Pool] = Counter()
     names: dict[NodeId, NodeId] = {}
-    for cell in cells:
-        for pool, nodes in cell.by_pool:
+    for group in groups:
+        for pool, nodes in group.by_pool:
             for node in nodes:
                 counted[pool] += 1
                 names[node] = NodeId(f"{planner.book.types[pool].type}-{counted[pool]}")
@@ -67,24 +67,24 @@ def _names(planner: KnownJobsPlanner, cells: list[GroupState]) -> dict[NodeId, N
 
 def _group(
     planner: KnownJobsPlanner,
-    cell: GroupState,
-    group: GroupId,
+    group: GroupState,
+    name: GroupId,
     names: dict[NodeId, NodeId],
 ) -> PlannedGroup:
-    kept = promises(planner, cell)
-    occupants = planner.packer.occupants(cell)
+    kept = promises(planner, group)
+    occupants = planner.packer.occupants(group)
     cycle_s, busiest_s = group_load(occupants)
     picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
-    own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
+    own, jobs = (*group.rollout, *group.training), tuple(group.pinned)
     return PlannedGroup(
-        group=group,
-        price_per_hour=planner.book.cell_price_per_hour(cell),
-        nodes=_residents(planner, cell, names),
+        group=name,
+        price_per_hour=planner.book.cell_price_per_hour(group),
+        nodes=_residents(planner, group, names),
         jobs=tuple(
             PlannedJob(
                 job=one.job,
-                rollout_nodes=tuple(names[node] for node in cell.pinned[one.job].rollout_nodes),
-                training_nodes=tuple(names[node] for node in cell.pinned[one.job].training_nodes),
+                rollout_nodes=tuple(names[node] for node in group.pinned[one.job].rollout_nodes),
+                training_nodes=tuple(names[node] for node in group.pinned[one.job].training_nodes),
                 reason=planner.reasons[one.job],
                 sync_s=planner.facts[one.job].belief().sync_s,
                 promise=one,
@@ -112,11 +112,11 @@ def _group(
 
 
 def _residents(
-    planner: KnownJobsPlanner, cell: GroupState, names: dict[NodeId, NodeId]
+    planner: KnownJobsPlanner, group: GroupState, names: dict[NodeId, NodeId]
 ) -> tuple[Resident, ...]:
     ledger, types = planner.book.planned, planner.book.types
     residents = []
-    for pool, nodes in cell.by_pool:
+    for pool, nodes in group.by_pool:
         for node in nodes:
             used_bytes = types[pool].host_bytes - ledger.free_bytes(node, pool)
             residents.append(

@@ -16,17 +16,17 @@ from scheduler.rollmux.planner.planner import GroupPlanner
 _ALTERNATIVES_MAX: Final = 24
 
 
-def promises(planner: GroupPlanner, cell: GroupState) -> tuple[Promise, ...]:
+def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
     """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
-    roster = Roster.of(planner.packer.occupants(cell))
+    roster = Roster.of(planner.packer.occupants(group))
     found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
     bounds = upper_bound(found, judge.constraint.quantile).tolist()
     means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
     return tuple(
         Promise(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
         for job, slo, mean, bound, spread in zip(
-            cell.pinned, roster.slos.tolist(), means, bounds, spreads, strict=True
+            group.pinned, roster.slos.tolist(), means, bounds, spreads, strict=True
         )
     )
 
@@ -55,10 +55,10 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     return tuple(found[:_ALTERNATIVES_MAX])
 
 
-def _company(cell: GroupState, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
+def _company(group: GroupState, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
     """Jobs on the placement's rollout nodes and on its training nodes; equal sets mean equal
     places."""
-    others = [one for one in cell.pinned.values() if one.job != placement.job]
+    others = [one for one in group.pinned.values() if one.job != placement.job]
     rollout, training = set(placement.rollout_nodes), set(placement.training_nodes)
     return (
         frozenset(one.job for one in others if rollout & set(one.rollout_nodes)),
@@ -68,10 +68,10 @@ def _company(cell: GroupState, placement: Placement) -> tuple[frozenset[JobId], 
 
 def _elsewhere(planner: GroupPlanner, job: JobId) -> Iterator[Opening]:
     """The first opening of every kind in every group: others differ by nodes alone."""
-    for cell in planner.book.cells.values():
+    for group in planner.book.cells.values():
         for kind in OpeningKind:
             if kind is not OpeningKind.NEW_GROUP:
-                first = next(planner.packer.unjudged(cell, job, kind), None)
+                first = next(planner.packer.unjudged(group, job, kind), None)
                 if first is not None:
                     yield first
 
@@ -109,29 +109,29 @@ def _alone(change_per_hour: float) -> Alternative:
 def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Alternative]:
     """Groups with nodes that cannot take the job at all."""
     facts, limits = planner.facts[job], planner.packer.limits
-    for cell in planner.book.cells.values():
-        direct = planner.packer.unjudged(cell, job, OpeningKind.DIRECT)
-        if not cell.pinned or next(direct, None) is not None:
+    for group in planner.book.cells.values():
+        direct = planner.packer.unjudged(group, job, OpeningKind.DIRECT)
+        if not group.pinned or next(direct, None) is not None:
             continue
-        if len(cell.pinned) >= limits.group_jobs:
+        if len(group.pinned) >= limits.group_jobs:
             reason = f"the group has {limits.group_jobs} jobs, which is the most"
-        elif _short(planner, cell, facts.job.host_bytes_per_node):
+        elif _short(planner, group, facts.job.host_bytes_per_node):
             reason = "host memory: no node has room for its state"
         else:
             reason = "the group has fewer nodes than it needs"
         yield Alternative(
             kind=OpeningKind.DIRECT.value,
-            beside=tuple(sorted(cell.pinned)),
+            beside=tuple(sorted(group.pinned)),
             change_per_hour=-spared,
             admitted=False,
             reason=reason,
         )
 
 
-def _short(planner: GroupPlanner, cell: GroupState, host_bytes: int) -> bool:
+def _short(planner: GroupPlanner, group: GroupState, host_bytes: int) -> bool:
     return any(
         max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes
-        for pool, nodes in cell.by_pool
+        for pool, nodes in group.by_pool
     )
 
 

@@ -91,7 +91,7 @@ class GroupTable:
         self._named = 0
 
     def fresh_group(self) -> GroupState:
-        """A cell with a new name; it enters the book with its first pinned job."""
+        """A group with a new name; it enters the book with its first pinned job."""
         self._named += 1
         return GroupState(GroupId(f"group-{self._named}"))
 
@@ -104,7 +104,7 @@ class GroupTable:
             for number in range(last - count + 1, last + 1)
         )
 
-    def pin(self, placement: Placement, cell: GroupState, host_bytes: int) -> tuple[Node, ...]:
+    def pin(self, placement: Placement, group: GroupState, host_bytes: int) -> tuple[Node, ...]:
         """Pins a job, and returns the nodes that this brings up.
 
         Raises ValueError for what no planner may do: a node of another group, or host memory short.
@@ -112,17 +112,17 @@ class GroupTable:
         if not self.planned.has_room(placement, host_bytes):
             raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
         up: list[Node] = []
-        self.cells.setdefault(cell.group, cell)
-        for (pool, wanted), (_, owned) in zip(placement.by_pool, cell.by_pool, strict=True):
+        self.cells.setdefault(group.group, group)
+        for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in wanted:
-                if self.nodes.setdefault(node, cell.group) != cell.group:
+                if self.nodes.setdefault(node, group.group) != group.group:
                     raise ValueError(f"node {node} belongs to {self.nodes[node]}")
                 if node not in owned:
                     owned.append(node)
                     up.append(self.types[pool].node(node, pool))
                 self.up[pool] += node not in self._pins
                 self._pins[node] = self._pins.get(node, 0) + 1
-        self._settle(placement, cell, host_bytes)
+        self._settle(placement, group, host_bytes)
         return tuple(up)
 
     def unpin(
@@ -132,13 +132,13 @@ class GroupTable:
 
         `stays_resident` keeps its memory held until `left`: it still runs there.
         """
-        cell = self.cells[self.home.pop(job)]
-        placement = cell.pinned.pop(job)
+        group = self.cells[self.home.pop(job)]
+        placement = group.pinned.pop(job)
         self._count(placement, -1)
         if stays_resident:
             self._leaving.setdefault(job, []).append(placement)
         self._count_memory(job, host_bytes)
-        return () if stays_resident else self._release(placement, cell)
+        return () if stays_resident else self._release(placement, group)
 
     def placed(self, job: JobId, host_bytes: int) -> None:
         """Takes back the last `unpin` of a job that was to stay resident."""
@@ -150,16 +150,16 @@ class GroupTable:
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
         """The moved or ended job has left every old place; returns the nodes that go down."""
         down: list[NodeId] = []
-        cells = self.leaving_cells(job)
-        for cell, placement in zip(cells, self._leaving.pop(job, ()), strict=True):
-            down += self._release(placement, cell)
+        groups = self.leaving_cells(job)
+        for group, placement in zip(groups, self._leaving.pop(job, ()), strict=True):
+            down += self._release(placement, group)
         self._count_memory(job, host_bytes)
         return tuple(down)
 
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs pinned to the node, whether there already or still on the way."""
-        cell = self.cells[self.nodes[node]]
-        return tuple(job for job, placement in cell.pinned.items() if node in placement.nodes)
+        group = self.cells[self.nodes[node]]
+        return tuple(job for job, placement in group.pinned.items() if node in placement.nodes)
 
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs still resident on the node but pinned elsewhere."""
@@ -174,13 +174,13 @@ class GroupTable:
 
         `left` must be called before for each job that was leaving it.
         """
-        cell = self.cells[self.nodes.pop(lost)]
-        pool, owned = next(side for side in cell.by_pool if lost in side[1])
+        group = self.cells[self.nodes.pop(lost)]
+        pool, owned = next(side for side in group.by_pool if lost in side[1])
         (fresh,) = self.fresh_nodes(pool, 1)
         owned[owned.index(lost)] = fresh
-        self.nodes[fresh] = cell.group
-        for job, placement in cell.pinned.items():
-            cell.pinned[job] = _exchanged(placement, lost, fresh)
+        self.nodes[fresh] = group.group
+        for job, placement in group.pinned.items():
+            group.pinned[job] = _exchanged(placement, lost, fresh)
         for by_node in (self._pins, self._staying):
             by_node[fresh] = by_node.pop(lost)
         self.resident.replace(lost, fresh)
@@ -218,10 +218,10 @@ class GroupTable:
 
     def price_per_hour(self) -> float:
         """Price of all nodes that are up."""
-        return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
+        return sum(self.cell_price_per_hour(group) for group in self.cells.values())
 
-    def cell_price_per_hour(self, cell: GroupState) -> float:
-        return self.price_of(len(cell.rollout), len(cell.training))
+    def cell_price_per_hour(self, group: GroupState) -> float:
+        return self.price_of(len(group.rollout), len(group.training))
 
     def price_of(self, rollout: float, training: float) -> float:
         """Dollars per hour of that many nodes of each pool."""
@@ -236,9 +236,9 @@ class GroupTable:
         self.planned.hold(job, planned, host_bytes)
         self.resident.hold(job, [*planned, *leaving], host_bytes)
 
-    def _settle(self, placement: Placement, cell: GroupState, host_bytes: int) -> None:
-        cell.pinned[placement.job] = placement
-        self.home[placement.job] = cell.group
+    def _settle(self, placement: Placement, group: GroupState, host_bytes: int) -> None:
+        group.pinned[placement.job] = placement
+        self.home[placement.job] = group.group
         self._count_memory(placement.job, host_bytes)
         self._count(placement, 1)
 
@@ -252,9 +252,9 @@ class GroupTable:
                 if before + change == 0:
                     del self._staying[node]
 
-    def _release(self, placement: Placement, cell: GroupState) -> tuple[NodeId, ...]:
+    def _release(self, placement: Placement, group: GroupState) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
-        for (pool, wanted), (_, owned) in zip(placement.by_pool, cell.by_pool, strict=True):
+        for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in wanted:
                 self._pins[node] -= 1
                 if self._pins[node] == 0:
@@ -262,8 +262,8 @@ class GroupTable:
                     self.up[pool] -= 1
                     del self._pins[node], self.nodes[node]
                     down.append(node)
-        if not cell.rollout and not cell.training:
-            del self.cells[cell.group]
+        if not group.rollout and not group.training:
+            del self.cells[group.group]
         return tuple(down)
 
 

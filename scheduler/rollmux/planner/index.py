@@ -28,22 +28,22 @@ class GroupIndex:
         self._load = np.zeros(0)
         self._bytes = np.zeros((0, 2), dtype=np.int64)
 
-    def refresh(self, cell: GroupState, book: GroupTable, shares: dict[NodeId, float]) -> None:
+    def refresh(self, group: GroupState, book: GroupTable, shares: dict[NodeId, float]) -> None:
         """Brings the group's row up to date; `shares` of each of its nodes' time are taken."""
-        if cell.group not in book.cells or not cell.pinned:
-            self._drop(cell)
+        if group.group not in book.cells or not group.pinned:
+            self._drop(group)
             return
-        row = self._row.get(cell.group)
+        row = self._row.get(group.group)
         if row is None:
-            row = self._row[cell.group] = self._new_row()
-        self._cells[row] = cell
-        self._jobs[row] = len(cell.pinned)
+            row = self._row[group.group] = self._new_row()
+        self._cells[row] = group
+        self._jobs[row] = len(group.pinned)
         load = 0.0
-        for side, (pool, nodes) in enumerate(cell.by_pool):
+        for side, (pool, nodes) in enumerate(group.by_pool):
             self._shares[row, side] = min(shares[node] for node in nodes)
             self._bytes[row, side] = max(book.resident.free_bytes(node, pool) for node in nodes)
             load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
-        self._load[row] = load / book.cell_price_per_hour(cell)
+        self._load[row] = load / book.cell_price_per_hour(group)
 
     def candidates(
         self,
@@ -64,7 +64,7 @@ class GroupIndex:
             fits &= self._bytes[:, side] >= host_bytes
         rows = np.flatnonzero(fits)
         order = rows[np.lexsort((rows, -self._load[rows]))][:most]
-        return [cell for row in order if (cell := self._cells[row]) is not None]
+        return [group for row in order if (group := self._cells[row]) is not None]
 
     def _new_row(self) -> int:
         if self._free:
@@ -78,8 +78,8 @@ class GroupIndex:
             self._load = _grown(self._load, size)
         return len(self._cells) - 1
 
-    def _drop(self, cell: GroupState) -> None:
-        row = self._row.pop(cell.group, None)
+    def _drop(self, group: GroupState) -> None:
+        row = self._row.pop(group.group, None)
         if row is not None:
             self._jobs[row] = 0
             self._cells[row] = None

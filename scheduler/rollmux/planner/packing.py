@@ -37,12 +37,12 @@ class Opening:
     @property
     def widened(self) -> GroupState:
         """The group with the opening taken."""
-        cell, placement = self.cell, self.placement
+        group, placement = self.cell, self.placement
         return GroupState(
-            cell.group,
-            [*dict.fromkeys((*cell.rollout, *placement.rollout_nodes))],
-            [*dict.fromkeys((*cell.training, *placement.training_nodes))],
-            {**cell.pinned, placement.job: placement},
+            group.group,
+            [*dict.fromkeys((*group.rollout, *placement.rollout_nodes))],
+            [*dict.fromkeys((*group.training, *placement.training_nodes))],
+            {**group.pinned, placement.job: placement},
         )
 
 
@@ -80,9 +80,9 @@ class Packer:
         self.now_s = 0.0
         """Time of the present question; credit depends on it."""
 
-    def refresh(self, cell: GroupState) -> None:
+    def refresh(self, group: GroupState) -> None:
         """Updates the group's row; call it whenever the group changed."""
-        self.index.refresh(cell, self.book, self.node_shares(cell))
+        self.index.refresh(group, self.book, self.node_shares(group))
 
     def occupant(
         self, job: JobId, rollout: int, training: int, *, slo_of: SloOf = stated_slo
@@ -95,14 +95,14 @@ class Packer:
 
     def occupants(
         self,
-        cell: GroupState,
+        group: GroupState,
         *,
         slo_of: SloOf = stated_slo,
         without: Sequence[JobId] = (),
     ) -> list[Occupant]:
         return [
-            self.occupant(job, *cell.masks(placement), slo_of=slo_of)
-            for job, placement in cell.pinned.items()
+            self.occupant(job, *group.masks(placement), slo_of=slo_of)
+            for job, placement in group.pinned.items()
             if job not in without
         ]
 
@@ -114,10 +114,10 @@ class Packer:
         """The SLO that others must leave the job, with its spare credit spent."""
         return facts.slo_ahead(self.now_s)
 
-    def node_shares(self, cell: GroupState) -> dict[NodeId, float]:
+    def node_shares(self, group: GroupState) -> dict[NodeId, float]:
         """The least share of each node's time that its jobs need to keep their SLOs."""
-        shares = dict.fromkeys((*cell.rollout, *cell.training), 0.0)
-        for placement in cell.pinned.values():
+        shares = dict.fromkeys((*group.rollout, *group.training), 0.0)
+        for placement in group.pinned.values():
             rollout, training = self.shares(self.facts[placement.job])
             for node in placement.rollout_nodes:
                 shares[node] += rollout
@@ -144,8 +144,8 @@ class Packer:
     ) -> Opening | None:
         """The same on nodes that there are, in a group that there is: every group is looked at."""
         # The index may be older than the latest beliefs about its jobs.
-        for cell in self.book.cells.values():
-            self.refresh(cell)
+        for group in self.book.cells.values():
+            self.refresh(group)
         return self._best(job, without, within_supply=True)
 
     def _best(
@@ -153,18 +153,18 @@ class Packer:
     ) -> Opening | None:
         facts = self.facts[job]
         shares, host_bytes = self.shares(facts), facts.job.host_bytes_per_node
-        excluded = {cell.group for cell in without}
+        excluded = {group.group for group in without}
         tries = None if within_supply else self.limits.tries
         for kind, pools in self._kinds(facts):
             if kind is OpeningKind.NEW_GROUP:
                 return None if within_supply else self.isolated(job)
-            cells = self.index.candidates(shares, host_bytes, pools=pools, most=tries)
+            groups = self.index.candidates(shares, host_bytes, pools=pools, most=tries)
             tried = islice(
                 (
                     opening
-                    for cell in cells
-                    if cell.group not in excluded and self.judge.takes_more(self.occupants(cell))
-                    for opening in self._openings(cell, job, kind)
+                    for group in groups
+                    if group.group not in excluded and self.judge.takes_more(self.occupants(group))
+                    for opening in self._openings(group, job, kind)
                     if not within_supply or self.book.is_supplied(opening.placement)
                 ),
                 tries,
@@ -207,22 +207,22 @@ class Packer:
             kinds.append((price(0, training), OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,)))
         return [(kind, pools) for _, kind, pools in sorted(kinds, key=lambda one: one[0])]
 
-    def unjudged(self, cell: GroupState, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
+    def unjudged(self, group: GroupState, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
         """Openings that memory and group size allow, without regard to SLOs."""
-        if len(cell.pinned) < self.limits.group_jobs:
-            yield from self._openings(cell, job, kind, share_max=float("inf"))
+        if len(group.pinned) < self.limits.group_jobs:
+            yield from self._openings(group, job, kind, share_max=float("inf"))
 
     def _openings(
-        self, cell: GroupState, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
+        self, group: GroupState, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
     ) -> Iterator[Opening]:
         facts, book = self.facts[job], self.book
-        taken = self.node_shares(cell)
+        taken = self.node_shares(group)
         scaling = (OpeningKind.ROLLOUT_SCALING, OpeningKind.TRAINING_SCALING)
         counts = (facts.rollout_nodes, facts.training_nodes)
         sides: list[list[tuple[NodeId, ...]]] = []
         added = 0.0
         for (pool, nodes), count, share, scaled in zip(
-            cell.by_pool, counts, self.shares(facts), scaling, strict=True
+            group.by_pool, counts, self.shares(facts), scaling, strict=True
         ):
             if kind is scaled:
                 sides.append([book.fresh_nodes(pool, count)])
@@ -240,4 +240,4 @@ class Packer:
             sides.append(list(islice(combinations(fitting, count), self.limits.combinations)))
         for rollout, training in product(*sides):
             placement = Placement(job=job, rollout_nodes=rollout, training_nodes=training)
-            yield Opening(kind=kind, cell=cell, placement=placement, delta_per_hour=added)
+            yield Opening(kind=kind, cell=group, placement=placement, delta_per_hour=added)

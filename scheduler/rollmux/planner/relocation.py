@@ -49,42 +49,44 @@ class Relocation:
         self.move_s = prices.move_s
         """Time that a job loses by a move, as far as it is known."""
 
-    def restore(self, cell: GroupState, *, now: float) -> list[Move]:
+    def restore(self, group: GroupState, *, now: float) -> list[Move]:
         """The fewest, then cheapest, moves out of a group that does not keep its promises.
 
         Already applied to the book; empty where nothing can or need be done.
         """
-        moves = self._restore(cell, [job for job in cell.pinned if self.affords_move(job, now=now)])
-        crowded = any(self._besides(cell, one) for one in cell.pinned)
+        moves = self._restore(
+            group, [job for job in group.pinned if self.affords_move(job, now=now)]
+        )
+        crowded = any(self._besides(group, one) for one in group.pinned)
         if moves or not crowded:
             return moves
         # No job can amortise a move, and staying together costs more: move all that soon regain it,
         # and if they do not suffice, the next one that comes closest.
-        left_s = {job: self._left_of_move_s(job, now=now) for job in cell.pinned}
-        able = [job for job in cell.pinned if not self._facts(job).moving]
+        left_s = {job: self._left_of_move_s(job, now=now) for job in group.pinned}
+        able = [job for job in group.pinned if not self._facts(job).moving]
         able.sort(key=lambda job: -left_s[job])
         soon = sum(left_s[job] >= 0.0 for job in able)
         for count in range(max(1, soon), len(able) + 1):
-            moves = self._restore(cell, able[:count])
+            moves = self._restore(group, able[:count])
             if moves:
                 break
         return moves
 
-    def _restore(self, cell: GroupState, movable: Sequence[JobId]) -> list[Move]:
+    def _restore(self, group: GroupState, movable: Sequence[JobId]) -> list[Move]:
         fewest = [combinations(movable, count) for count in (1, 2)]
-        # A list: tentative moves that are taken back change the cell meanwhile.
-        all_beside = [self._besides(cell, one) for one in cell.pinned]
+        # A list: tentative moves that are taken back change the group meanwhile.
+        all_beside = [self._besides(group, one) for one in group.pinned]
         many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
         for wanted in (*fewest, many):
             best: tuple[float, tuple[JobId, ...]] | None = None
             for jobs in wanted:
-                if len(jobs) == len(cell.pinned):
+                if len(jobs) == len(group.pinned):
                     continue
-                rest = self._packer.occupants(cell, slo_of=self._packer.owed_slo, without=jobs)
+                rest = self._packer.occupants(group, slo_of=self._packer.owed_slo, without=jobs)
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._book.committed_per_hour
-                moves = self.relocate(jobs, without=(cell,))
+                moves = self.relocate(jobs, without=(group,))
                 if moves is None:
                     continue
                 price = self._book.committed_per_hour - before
@@ -92,17 +94,17 @@ class Relocation:
                 if best is None or price < best[0]:
                     best = (price, jobs)
             if best is not None:
-                return self.relocate(best[1], without=(cell,)) or []
+                return self.relocate(best[1], without=(group,)) or []
         return []
 
-    def _besides(self, cell: GroupState, job: JobId) -> tuple[JobId, ...]:
+    def _besides(self, group: GroupState, job: JobId) -> tuple[JobId, ...]:
         """Jobs on the job's nodes although it may share none; empty if it may share."""
         if self._packer.owed_slo(self._facts(job)) >= 1.0:
             return ()
-        nodes = set(cell.pinned[job].nodes)
+        nodes = set(group.pinned[job].nodes)
         return tuple(
             other
-            for other, placement in cell.pinned.items()
+            for other, placement in group.pinned.items()
             if other != job and not nodes.isdisjoint(placement.nodes)
         )
 
@@ -169,13 +171,13 @@ class Relocation:
         book = self._book
         homes = self._leave_home([one.job for _, one in wanted])
         moves: list[Move] = []
-        for cell, placement in wanted:
+        for group, placement in wanted:
             fits = book.planned.has_room(placement, self._bytes(placement.job))
             if not fits or not book.is_supplied(placement):
                 self.take_back(moves)
                 self._return_home(homes)
                 return []
-            opening = Opening(kind=kind, cell=cell, placement=placement, delta_per_hour=0.0)
+            opening = Opening(kind=kind, cell=group, placement=placement, delta_per_hour=0.0)
             moves.append(self._enter(opening))
         return moves
 

@@ -113,20 +113,22 @@ def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD
 
     Raises AssertionError if any other job did not end or a node stayed up.
     """
-    done = [one for one in jobs if one.job.job in run.ended_s]
+    done = [one for one in jobs if one.job.job in run.ledger.ended_s]
     if len(done) + run.counts.given_up != len(jobs) or run.ledger.nodes_up:
         raise AssertionError("every job ends and every node goes down")
     windows = [worst_window(one, run.ledger.iteration_ends_s[one.job.job], world) for one in done]
     return ArmResult(
-        dollars=run.dollars,
+        dollars=run.ledger.dollars,
         jobs=len(done),
-        kept=sum(attained(one, run.ended_s[one.job.job], world) for one in done),
-        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job], world) for one in done),
+        kept=sum(attained(one, run.ledger.ended_s[one.job.job], world) for one in done),
+        kept_profiled=sum(
+            _kept_profiled(one, run.ledger.ended_s[one.job.job], world) for one in done
+        ),
         worst_window=max(windows),
         windows_kept=sum(one <= 1.0 + ROUNDING for one in windows),
         windows_above_goal=sum(one > WINDOW_GOAL for one in windows),
-        moves=run.moves,
-        events=run.events,
+        moves=run.counts.moves,
+        events=run.counts.events,
         failures=run.counts.failures,
         restarts=run.counts.restarts,
     )

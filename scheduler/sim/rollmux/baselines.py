@@ -131,9 +131,9 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
     kinds = (OpeningKind.DIRECT, OpeningKind.ROLLOUT_SCALING)
     return [
         opening
-        for cell in planner.book.cells.values()
+        for group in planner.book.cells.values()
         for kind in kinds
-        for opening in planner.packer.unjudged(cell, job, kind)
+        for opening in planner.packer.unjudged(group, job, kind)
     ]
 
 

@@ -26,6 +26,8 @@ class Ledger:
     events: list[dict[str, Any]] = field(default_factory=list)
     node_hours: dict[Pool, float] = field(default_factory=lambda: dict.fromkeys(Pool, 0.0))
     dollars: float = 0.0
+    priced: list[tuple[float, float, float]] = field(default_factory=list)
+    """Start, end and price per hour of every node that has gone down."""
     ended_s: dict[JobId, float] = field(default_factory=dict)
     iteration_ends_s: dict[JobId, list[float]] = field(default_factory=dict)
     _up: dict[NodeId, tuple[float, Pool, float]] = field(default_factory=dict)
@@ -57,12 +59,12 @@ class Ledger:
         )
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
-        if node in self._up:
-            since_s, pool, price = self._up.pop(node)
-            hours = (t_s - since_s) / 3600
-            self.node_hours[pool] += hours
-            self.dollars += hours * price
-            self.write(t_s, "node_down", node=node, pool=pool)
+        since_s, pool, price = self._up.pop(node)
+        hours = (t_s - since_s) / 3600
+        self.node_hours[pool] += hours
+        self.dollars += hours * price
+        self.priced.append((since_s, t_s, price))
+        self.write(t_s, "node_down", node=node, pool=pool)
 
     def in_order(self) -> list[dict[str, Any]]:
         """Recorded events by time, those of one time in the order of writing."""
@@ -123,22 +125,6 @@ class RunResult:
     ledger: Ledger
     counts: Counts
     end_s: float
-
-    @property
-    def dollars(self) -> float:
-        return self.ledger.dollars
-
-    @property
-    def ended_s(self) -> dict[JobId, float]:
-        return self.ledger.ended_s
-
-    @property
-    def moves(self) -> int:
-        return self.counts.moves
-
-    @property
-    def events(self) -> int:
-        return self.counts.events
 
 
 def write_events(ledger: Ledger, path: Path) -> None:

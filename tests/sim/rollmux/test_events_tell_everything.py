@@ -61,7 +61,7 @@ def test_node_times_times_prices_are_the_dollars(told: Told) -> None:
             since = up.pop(event["node"])
             dollars += (event["t"] - since["t"]) / 3600 * since["price_per_hour"]
     assert not up
-    assert dollars == pytest.approx(run.dollars)
+    assert dollars == pytest.approx(run.ledger.dollars)
 
 
 def test_arrivals_phases_and_ends_give_the_kept_promises(told: Told) -> None:

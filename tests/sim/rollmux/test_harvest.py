@@ -41,7 +41,7 @@ def test_without_leases_in_force_the_story_is_the_planner_s_without_leases(
     without = run_arm(ARMS["ours"], jobs, seed=5, record=True)
     revoked = run_harvest(jobs, supply, record=True)
     assert revoked.run.ledger.events == without.ledger.events
-    assert revoked.run.dollars == without.dollars
+    assert revoked.run.ledger.dollars == without.ledger.dollars
     assert summary(jobs, revoked.run) == summary(jobs, without)
     assert revoked.slot_hours == 0.0
 
@@ -53,7 +53,9 @@ def test_leases_do_work_and_cost_what_they_were_held(
     nodes = often_revoked.given_node_hours * NODE_TYPES[next(iter(NODE_TYPES))].accelerators
     assert nodes < often_revoked.slot_hours
     dearer = often_revoked.dollars(slot_price_per_hour=0.5)
-    assert dearer == pytest.approx(often_revoked.run.dollars + 0.5 * often_revoked.slot_hours)
+    assert dearer == pytest.approx(
+        often_revoked.run.ledger.dollars + 0.5 * often_revoked.slot_hours
+    )
 
 
 def test_every_promise_is_kept_while_leases_come_and_go(

@@ -66,7 +66,7 @@ def test_jobs_stay_where_the_hosting_has_them() -> None:
     jobs = _brief_jobs()
     _, hostings = Optimum([KnownJob.of(one) for one in jobs]).cheapest()
     run = run_arm(ARMS["optimum"], jobs, seed=0, record=True)
-    assert run.moves == 0
+    assert run.counts.moves == 0
     placed = {
         event["job"]: tuple(event["nodes"])
         for event in run.ledger.events
