@@ -153,7 +153,7 @@ class LeasedWorker(Worker):
 
     @property
     def is_known_to_be_in_its_tail(self) -> bool:
-        return self.said_ratio >= BULK_RATIO
+        return self.reported_ratio >= BULK_RATIO
 
     @property
     def _is_slower_or_faster(self) -> bool:

@@ -30,9 +30,10 @@ def simulate(
     workload: Annotated[
         Path | None, typer.Option(help="CSV of jobs instead of the built-in workload.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and durations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and durations.")] = 0,
     jobs: Annotated[
-        int, typer.Option(min=1, max=2000, help="Of the built-in workload; in full it has 200.")
+        int,
+        typer.Option(min=1, max=2000, help="Jobs of the built-in workload; all: 200."),
     ] = 40,
     drift: Annotated[
         str, typer.Option(help="none, increasing, decreasing or mixed, of the built-in workload.")
@@ -70,7 +71,7 @@ def simulate(
         chosen,
         seed=seed,
         record=events is not None,
-        heard=lambda arm: progress.print(f"{TITLES.get(arm, arm)} ...", style="dim"),
+        on_progress=lambda arm: progress.print(f"{TITLES.get(arm, arm)} ...", style="dim"),
     )
     Console(highlight=False).print(comparison_text(found))
     if events is not None:

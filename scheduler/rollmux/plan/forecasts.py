@@ -32,7 +32,7 @@ def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
 
 
 def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
-    """Every other group and nodes of its own, the cheapest first; the book stays as it is."""
+    """Every other group and nodes of its own, the cheapest first; the table stays as it is."""
     book, packer = planner.book, planner.packer
     home = book.cells[book.home[job]]
     host_bytes = planner.facts[job].job.host_bytes_per_node

@@ -1,4 +1,4 @@
-"""The book of groups: nodes of each group, jobs pinned to them, and resident jobs per node.
+"""The table of groups: nodes of each group, jobs pinned to them, and resident jobs per node.
 
 It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes
 exist as long as a job is pinned to them. A job that moves stays resident on its old nodes until
@@ -91,7 +91,7 @@ class GroupTable:
         self._named = 0
 
     def fresh_group(self) -> GroupState:
-        """A group with a new name; it enters the book with its first pinned job."""
+        """A group with a new name; it enters the table with its first pinned job."""
         self._named += 1
         return GroupState(GroupId(f"group-{self._named}"))
 

@@ -28,9 +28,9 @@ class GroupIndex:
         self._load = np.zeros(0)
         self._bytes = np.zeros((0, 2), dtype=np.int64)
 
-    def refresh(self, group: GroupState, book: GroupTable, shares: dict[NodeId, float]) -> None:
+    def refresh(self, group: GroupState, table: GroupTable, shares: dict[NodeId, float]) -> None:
         """Brings the group's row up to date; `shares` of each of its nodes' time are taken."""
-        if group.group not in book.cells or not group.pinned:
+        if group.group not in table.cells or not group.pinned:
             self._drop(group)
             return
         row = self._row.get(group.group)
@@ -41,9 +41,9 @@ class GroupIndex:
         load = 0.0
         for side, (pool, nodes) in enumerate(group.by_pool):
             self._shares[row, side] = min(shares[node] for node in nodes)
-            self._bytes[row, side] = max(book.resident.free_bytes(node, pool) for node in nodes)
-            load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
-        self._load[row] = load / book.cell_price_per_hour(group)
+            self._bytes[row, side] = max(table.resident.free_bytes(node, pool) for node in nodes)
+            load += sum(shares[node] for node in nodes) * table.types[pool].price_per_hour
+        self._load[row] = load / table.cell_price_per_hour(group)
 
     def candidates(
         self,

@@ -3,8 +3,7 @@
 An arrival takes the cheapest admissible opening. Later knowledge, a departure or a drift may break
 an SLO or leave a node half empty: a review moves the fewest jobs that restore every SLO, then
 those that free a node. A supply limits the nodes of a pool: an arrival that finds no
-place within it is refused, and no move needs more. Starts nothing itself; `order` sequences the
-phases within a group.
+place within it is refused, and no move needs more. Permits start the phases within a group.
 """
 
 from collections.abc import Mapping

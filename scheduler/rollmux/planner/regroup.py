@@ -54,7 +54,7 @@ class Regroup:
         self._idle = None
 
     def improve(self, *, now: float) -> list[Move]:
-        """One search: moves that free nodes, already applied to the book, or none."""
+        """One search: moves that free nodes, already applied to the table, or none."""
         groups, key = self._most_promising(now=now)
         if not groups:
             return []

@@ -1,6 +1,6 @@
 """Moves: the jobs that leave a group to restore every SLO or to free a node.
 
-Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
+Every search applies its moves to the table, compares, and takes them back unless it keeps them. A
 moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
 credit does not cover a move is moved only away from a job that may share no node, if none can pay.
 """
@@ -52,7 +52,7 @@ class Relocation:
     def restore(self, group: GroupState, *, now: float) -> list[Move]:
         """The fewest, then cheapest, moves out of a group that does not keep its promises.
 
-        Already applied to the book; empty where nothing can or need be done.
+        Already applied to the table; empty where nothing can or need be done.
         """
         moves = self._restore(
             group, [job for job in group.pinned if self.affords_move(job, now=now)]

@@ -72,16 +72,16 @@ def compare(
     *,
     seed: int,
     record: bool = False,
-    heard: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[ArmComparison, Ledger]:
     """The comparison, and our arm's ledger, which holds its events with `record`.
 
-    `heard` is called with each arm's name before it runs.
+    `on_progress` is called with each arm's name before it runs.
     """
     runs: dict[str, RunResult] = {}
     sizes = GroupSizes()
     for name, arm in ARMS.items():
-        heard(name)
+        on_progress(name)
         ours = name == "ours"
         watch = sizes.look if ours else not_watched
         runs[name] = run_arm(arm, jobs, seed=seed, record=record and ours, watch=watch)
