@@ -9,15 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harvester.cli import main
 from scheduler.model import PhaseKind
-from scheduler.rollmux.plan.document import PlanDocument
+from scheduler.rollmux.plan.document import PlanDocument, TimelineBar
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings
 from scheduler.rollmux.plan.plan_page import plan_page
-from scheduler.rollmux.plan.plan_text import plan_text
+from scheduler.rollmux.plan.plan_text import IDLE, gantt_lines, plan_text
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
 
@@ -152,6 +153,22 @@ def test_terminal_and_page_show_every_job_and_the_page_loads_nothing(pair: PlanD
     assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', html)
     for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
         ET.fromstring(svg)
+
+
+def test_a_text_picture_shows_the_jobs_of_each_node(pair: PlanDocument) -> None:
+    (group,) = pair.groups
+    first, *others = (resident.node for resident in group.nodes)
+    a, b = (job.job for job in group.jobs)
+    bars = tuple(
+        TimelineBar(node=first, job=job, phase=ROLLOUT, start_s=start_s, end_s=end_s, tail=tail)
+        for job, start_s, end_s, tail in ((a, 0, 50, False), (a, 50, 75, True), (b, 50, 100, False))
+    )
+    lines = gantt_lines(replace(group, bars=bars, meta_iteration_s=100.0), columns=8)
+    assert list(lines) == [
+        (first, "AAAABBBB"),
+        ("", f"{IDLE * 4}aa{IDLE * 2}"),
+        *((node, IDLE * 8) for node in others),
+    ]
 
 
 def test_the_example_is_planned_written_and_drawn(
