@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rollmux.arms import our_planner
 from harvester.contracts.clock import MonotonicClock
 from scheduler.model import PhaseKind
 from scheduler.rollmux.planner.group_events import JobArrived, PhaseMeasured
 from scheduler.rollmux.planner.planner import GroupPlanner
-from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, w1
 
 ACTIVE = (200, 2_000, 20_000)

@@ -13,6 +13,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from benchmarks.rollmux.arms import ARMS, our_planner
+from benchmarks.rollmux.optimal_hosting import KnownJob, Optimum
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
@@ -26,9 +28,7 @@ from scheduler.rollmux.planner.group_events import (
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
-from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.ledger import RunResult
-from scheduler.sim.rollmux.optimum import KnownJob, Optimum
 from scheduler.sim.rollmux.workload import (
     PHASE_CV,
     ROLLOUT_ACCELERATORS,
@@ -142,14 +142,14 @@ def _hostings(planner: GroupPlanner, jobs: list[SimulatedJob]) -> list[Hosting]:
     """Our groups in the search's terms."""
     numbers = {one.job.job: at for at, one in enumerate(jobs)}
     hostings = []
-    for cell in planner.book.cells.values():
-        placements = sorted(cell.pinned.values(), key=lambda one: numbers[one.job])
-        masks = [cell.masks(one) for one in placements]
+    for group in planner.book.cells.values():
+        placements = sorted(group.pinned.values(), key=lambda one: numbers[one.job])
+        masks = [group.masks(one) for one in placements]
         hostings.append(
             Hosting(
                 members=tuple(numbers[one.job] for one in placements),
                 rollout=tuple(rollout for rollout, _ in masks),
-                training=tuple(training >> len(cell.rollout) for _, training in masks),
+                training=tuple(training >> len(group.rollout) for _, training in masks),
             )
         )
     return hostings
@@ -170,7 +170,7 @@ def _lasting(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 
 def _lived(arm: str, jobs: list[SimulatedJob], *, seed: int) -> Lived:
-    run = run_arm(arm, jobs, seed=seed, record=True)
+    run = run_arm(ARMS[arm], jobs, seed=seed, record=True)
     found: ArmResult = summary(jobs, run)
     return Lived(per_hour=_price_per_hour(run), kept=found.kept, worst_window=found.worst_window)
 

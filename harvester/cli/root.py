@@ -72,19 +72,19 @@ COMMANDS: dict[str, LazyCommand] = {
         summary="Pull, serve, relay and list published weights.",
     ),
     "replay": LazyCommand(
-        target="scheduler.sim.command:replay",
+        target="scheduler.sim.simulate_commands:replay",
         summary="Feed a recorded journal to its policy again and report the first difference.",
     ),
     "plan": LazyCommand(
-        target="scheduler.rollmux.plan.command:plan",
+        target="scheduler.rollmux.plan.plan_command:plan",
         summary="Place RL jobs on shared nodes: groups, prices, reasons and who runs when.",
     ),
     "simulate": LazyCommand(
-        target="scheduler.sim.command:simulate",
+        target="scheduler.sim.simulate_commands:simulate",
         summary="Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm.",
     ),
     "simulate-fleet": LazyCommand(
-        target="scheduler.sim.command:simulate_fleet",
+        target="scheduler.sim.simulate_commands:simulate_fleet",
         summary="Simulate rollouts of a small fleet, with and without leased guests.",
     ),
 }

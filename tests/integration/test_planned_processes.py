@@ -19,7 +19,7 @@ from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.wire import JobStatus, PlanStatus
 from scheduler.rollmux.permits.job_permit import PermitStage
-from scheduler.sim.command import replay
+from scheduler.sim.simulate_commands import replay
 from tests.integration.line_children import LineChild, LineChildren
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ left.
 from dataclasses import replace
 from typing import Final
 
-from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import Placement, Pool
+from harvester.contracts.ids import JobId
+from scheduler.model import Pool
 from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
 from scheduler.rollmux.planner.group_events import JobMoved, PlaceJob
 from scheduler.rollmux.planner.planner import GroupPlanner
@@ -54,11 +54,7 @@ class KnownJobsPlanner(GroupPlanner):
     def _used(self, pool: Pool) -> int:
         """Number of nodes in use once every job has moved."""
         sides = (
-            {node for one in cell.pinned.values() for node in _nodes(one, pool)}
+            {node for one in cell.pinned.values() for node in dict(one.by_pool)[pool]}
             for cell in self.book.cells.values()
         )
         return sum(map(len, sides))
-
-
-def _nodes(placement: Placement, pool: Pool) -> tuple[NodeId, ...]:
-    return placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes

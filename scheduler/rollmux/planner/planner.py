@@ -3,8 +3,7 @@
 An arrival takes the cheapest admissible opening. Later knowledge, a departure or a drift may break
 an SLO or leave a node half empty: a review moves the fewest jobs that restore every SLO, then
 those that free a node. A supply limits the nodes of a pool: an arrival that finds no
-place within it is refused, and no move needs more. Starts nothing itself; `order` sequences the
-phases within a group.
+place within it is refused, and no move needs more. Permits start the phases within a group.
 """
 
 from collections.abc import Mapping
@@ -33,10 +32,9 @@ from scheduler.rollmux.planner.group_events import (
     ReviewDue,
 )
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
-from scheduler.rollmux.planner.move_reasons import endangered, together
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
 from scheduler.rollmux.planner.regroup import Regroup
-from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation, endangered, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,12 +43,9 @@ from scheduler.rollmux.permits.events import (
     WidenPermit,
 )
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
-from scheduler.sim.rollmux.node_bill import NodeBill
-from scheduler.sim.rollmux.submissions import submission_of
+from scheduler.sim.rollmux.ledger import Counts, Ledger, NodeBill, RunResult
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
-from scheduler.sim.rollmux.workload import SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD, World
+from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, submission_of
 
 TICK_S: Final = 60.0
 """Period of ticks, in s; the shipped shell ticks more often."""

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.rollmux.lease_supply import W1_TERMS, HeadroomRecord
+from benchmarks.rollmux.leased_worker import LeasedWorker
 from harvester.contracts.ids import NodeId
-from scheduler.sim.rollmux.lease_supply import W1_TERMS
-from scheduler.sim.rollmux.leased_worker import LeasedWorker
-from scheduler.sim.rollmux.slots import HeadroomRecord
-from scheduler.sim.rollmux.workload import w1
-from scheduler.sim.rollmux.world import PAPER_WORLD
+from scheduler.sim.rollmux.workload import PAPER_WORLD, w1
 
 HALF = HeadroomRecord(0.5 * np.arange(3601.0))
 SYNCED_S = 1000.0

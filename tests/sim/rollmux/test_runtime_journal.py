@@ -11,7 +11,7 @@ from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.story_entry import Told
 from scheduler.sim.replay import replay_journal
-from scheduler.sim.rollmux.arms import runtime_of
+from scheduler.sim.rollmux.arms import ARMS, runtime_of
 from scheduler.sim.rollmux.disruptions import Disruptions
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.workload import SimulatedJob, w1
@@ -37,7 +37,7 @@ def jobs() -> list[SimulatedJob]:
 @pytest.fixture(scope="module")
 def directory(jobs: list[SimulatedJob], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("journal")
-    runtime = JournalledRuntime(runtime_of("ours", jobs, seed=4), directory)
+    runtime = JournalledRuntime(runtime_of(ARMS["ours"], jobs, seed=4), directory)
     Driver(jobs, runtime, disruptions=Disruptions(seed=4, node_mtbf_s=30 * 3600.0)).run()
     runtime.log.close()
     return directory

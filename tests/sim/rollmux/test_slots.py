@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.sim.rollmux.lease_supply import LeaseSupply, LeaseTerms, kv_kept_s
-from scheduler.sim.rollmux.slots import HeadroomRecord, allotted
+from benchmarks.rollmux.lease_supply import (
+    HeadroomRecord,
+    LeaseSupply,
+    LeaseTerms,
+    allotted,
+    kv_kept_s,
+)
 
 UNEVEN = np.concatenate([[0.0], np.cumsum(np.linspace(0.0, 1.0, 100))])
 TERMS = LeaseTerms(activation_s=5.0, sync_s=20.0, kept_s=4.0, recomputed_s=3.0, accelerators=8)

@@ -3,27 +3,23 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.rollmux.forecast.forecast import group_load
 from scheduler.rollmux.forecast.judge import OUR_RULES
-from scheduler.rollmux.forecast.load import group_load
 from scheduler.rollmux.forecast.stages import Rules
 from tests.unit.scheduler.rollmux.forecast.stage_jobs import exact_slowdowns, occupant
 
 PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
 
 
-def test_a_group_is_saturated_once_its_busiest_node_is_full() -> None:
-    spare = group_load([occupant(100.0, 100.0), occupant(90.0, 90.0)])
-    full = group_load([occupant(100.0, 100.0), occupant(100.0, 100.0)])
-    assert (spare.busiest_s, spare.cycle_s, spare.saturated) == (190.0, 200.0, False)
-    assert full.saturated
+def test_the_load_of_a_group_is_its_longest_iteration_and_its_busiest_node() -> None:
+    assert group_load([occupant(100.0, 100.0), occupant(90.0, 90.0)]) == (200.0, 190.0)
+    assert group_load([occupant(100.0, 100.0), occupant(100.0, 100.0)]) == (200.0, 200.0)
 
 
 def test_a_tail_that_moves_counts_for_its_share_of_a_node() -> None:
     pair = [occupant(200.0, 60.0, bulk=0.5), occupant(200.0, 60.0, bulk=0.5)]
-    assert group_load(pair).saturated
-    moved = group_load(pair, tails_move=True)
-    assert moved.busiest_s == 2 * (100.0 + 0.25 * 100.0)
-    assert not moved.saturated
+    assert group_load(pair) == (260.0, 400.0)
+    assert group_load(pair, tails_move=True) == (260.0, 2 * (100.0 + 0.25 * 100.0))
 
 
 def test_of_unequal_cycles_the_short_job_runs_more_often() -> None:

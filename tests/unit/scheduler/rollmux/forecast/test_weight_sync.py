@@ -40,7 +40,7 @@ def _run(*members: Occupant, until_s: float) -> list[tuple[float, int, int]]:
     log = np.zeros(512, dtype=EVENT)
     nodes, permits = empty_nodes(), empty_permits()
     _, logged, _ = advance(jobs, nodes, permits, lengths_s, PLAIN, 0.0, until_s, log)
-    return [(t_s, kind, job) for t_s, kind, job, _, _ in log[:logged].tolist()]
+    return [(t_s, kind, job) for t_s, kind, job, _ in log[:logged].tolist()]
 
 
 def test_the_next_rollout_waits_for_the_sync_and_the_sync_for_nothing() -> None:

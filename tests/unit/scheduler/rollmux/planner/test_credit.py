@@ -11,10 +11,11 @@ from scheduler.model import JobSpec
 from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
 from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.forecast.judge import PAPER_TAIL, Distributional, WorstCase
+from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_events import JobArrived, MoveJob, PhaseMeasured, ReviewDue
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.sim.rollmux.baselines import PAPER_TAIL, WorstCase
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
 
 HOUR_S = 3600.0
@@ -74,7 +75,7 @@ HALF_TAIL = (Completion(0.5, 0.8),)
 
 def _beside_each_other() -> GroupPlanner:
     """A tight job and an easy one that the forecast allows to share nodes, both well known."""
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     for job in (TIGHT, EASY):
         planner.observe(JobArrived(job=job, curve=HALF_TAIL), now=0.0)
         _learn(planner, job)
@@ -121,7 +122,7 @@ def test_who_is_slowed_more_than_forecast_is_left_alone_before_its_credit_is_spe
 def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
     homes = {}
     for credit_s in (HOUR_S, -HOUR_S):
-        planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+        planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
         planner.observe(JobArrived(job=TIGHT), now=0.0)
         _learn(planner, TIGHT)
         _settle(planner, TIGHT, credit_s=credit_s, now=DAY_S)
@@ -135,7 +136,7 @@ def test_a_saving_is_not_taken_at_the_cost_of_who_is_short_of_credit() -> None:
     short, mover = planned_job("short", 400, 150, slo=1.9), planned_job("mover", 380, 120, slo=1.5)
     moved = {}
     for credit_s in (HOUR_S, -2 * HOUR_S):
-        planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+        planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
         for job in (short, mover):
             planner.observe(JobArrived(job=job), now=0.0)
             _learn(planner, job)
@@ -244,7 +245,7 @@ def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iterat
 
 def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     """Puts all jobs on the first one's nodes, regardless of forecasts, and well known."""
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     planner.observe(JobArrived(job=jobs[0]), now=0.0)
     (cell,) = planner.book.cells.values()
     (home,) = cell.pinned.values()
@@ -268,7 +269,7 @@ def _moves(planner: GroupPlanner) -> list[MoveJob]:
 
 
 def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     planner.observe(JobArrived(job=TIGHT), now=0.0)
     (cell,) = planner.book.cells.values()
     occupants = planner.packer.occupants(cell, slo_of=lambda _: NOBODY_BESIDE)

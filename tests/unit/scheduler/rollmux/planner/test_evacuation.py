@@ -4,7 +4,7 @@ import pytest
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
-from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_events import (
     AddNode,
     JobArrived,
@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 
 def _planner(*names: str, resubmits: bool = False) -> GroupPlanner:
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig(resubmits=resubmits))
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
     for name in names:
         planner.observe(JobArrived(job=planned_job(name, 400, 150)), now=0.0)
     return planner

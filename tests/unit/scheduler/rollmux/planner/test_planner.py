@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, Node, Pool
-from scheduler.rollmux.forecast.judge import Distributional, WorstCase
+from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_events import (
     AddNode,
     GroupEffect,
@@ -24,6 +24,7 @@ from scheduler.rollmux.planner.group_events import (
     ReviewDue,
 )
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.sim.rollmux.baselines import WorstCase
 from tests.unit.scheduler.faults import group_faults
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
 
@@ -31,7 +32,7 @@ HOUR_S = 3600.0
 
 
 def _planner(*, worst_case: bool = False) -> GroupPlanner:
-    judge = WorstCase() if worst_case else Distributional()
+    judge = WorstCase() if worst_case else Judge()
     return GroupPlanner(judge, TYPES, PlannerConfig(moves=not worst_case))
 
 
@@ -147,7 +148,7 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
     drawn: list[tuple[float, float, float, int, int]], resubmits: bool, chance: Random
 ) -> None:
     """For any arrivals, ends, failures and moves; no node is brought up or given back twice."""
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig(resubmits=resubmits))
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
     jobs = {
         JobId(f"j{at}"): planned_job(f"j{at}", a, b, slo=slo, host=host, nodes=nodes)
         for at, (a, b, slo, host, nodes) in enumerate(drawn)

@@ -6,7 +6,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.beliefs.durations import Measured
-from scheduler.rollmux.forecast.judge import Distributional
+from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_events import (
     AddNode,
     JobArrived,
@@ -29,7 +29,7 @@ def _planner(rollout: int | None, training: int | None, *, resubmits: bool = Fal
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
     config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Distributional(), TYPES, config, supply)
+    return GroupPlanner(Judge(), TYPES, config, supply)
 
 
 def _full(groups: int, *, shares: int) -> GroupPlanner:

@@ -30,9 +30,10 @@ def simulate(
     workload: Annotated[
         Path | None, typer.Option(help="CSV of jobs instead of the built-in workload.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and durations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and durations.")] = 0,
     jobs: Annotated[
-        int, typer.Option(min=1, max=2000, help="Of the built-in workload; in full it has 200.")
+        int,
+        typer.Option(min=1, max=2000, help="Jobs of the built-in workload; all: 200."),
     ] = 40,
     drift: Annotated[
         str, typer.Option(help="none, increasing, decreasing or mixed, of the built-in workload.")
@@ -50,10 +51,13 @@ def simulate(
     from harvester.contracts.errors import ConfigError
     from harvester.platform.whole_file import make_writable, write_whole
     from scheduler.sim.rollmux.comparison import compare
-    from scheduler.sim.rollmux.report import TITLES, comparison_page, printed, write_events
+    from scheduler.sim.rollmux.comparison_text import TITLES, comparison_text
+    from scheduler.sim.rollmux.ledger import write_events
     from scheduler.sim.rollmux.workload import Drift, w1
     from scheduler.sim.rollmux.workload_csv import read_workload
 
+    if html is not None:
+        from scheduler.sim.rollmux.comparison_page import comparison_page
     if drift not in list(Drift):
         raise ConfigError(f"--drift {drift[:40]}: use {', '.join(Drift)}")
     if workload is not None:
@@ -67,9 +71,9 @@ def simulate(
         chosen,
         seed=seed,
         record=events is not None,
-        heard=lambda arm: progress.print(f"{TITLES.get(arm, arm)} ...", style="dim"),
+        on_progress=lambda arm: progress.print(f"{TITLES.get(arm, arm)} ...", style="dim"),
     )
-    Console(highlight=False).print(printed(found))
+    Console(highlight=False).print(comparison_text(found))
     if events is not None:
         write_events(ledger, events)
     if json is not None:
@@ -88,7 +92,7 @@ def simulate_fleet(
     seed: int = 1,
 ) -> None:
     """Simulate rollouts of a small fleet in virtual time, with and without leased guests."""
-    from scheduler.sim.fleet import BatchShape, FleetShape, run_steps
+    from scheduler.sim.simulated_fleet import BatchShape, FleetShape, run_steps
 
     fleet = FleetShape(
         dedicated=dedicated, guests=guests, guest_speed_ratio=guest_speed, lease_s=lease_s

@@ -2,23 +2,31 @@
 
 The planner's own bound over all jobs at once, until it is exact, with their true distributions and
 the SLO as the only margin, kept over a long forecast. Exponential: ten jobs or so.
+`PinnedPlanner` gives the jobs the hosting that was found.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from scheduler.model import JobSpec
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import JobSpec, Placement, Pool
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape, best_shape
-from scheduler.rollmux.forecast.forecast import NO_GLANCE, Horizon, Occupant, Roster, keeps_all
-from scheduler.rollmux.forecast.judge import OUR_RULES
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all
+from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
+from scheduler.rollmux.forecast.scenarios import Glance, Horizon
 from scheduler.rollmux.forecast.stages import Rules
+from scheduler.rollmux.planner.assignments import Masks
+from scheduler.rollmux.planner.group_table import GroupState
+from scheduler.rollmux.planner.packing import Opening, OpeningKind
+from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.rollmux.planner.price_floor import PriceFloor
 from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
+NO_GLANCE: Final = Glance(warm_up=0.0, cycles=0.0, margin=float("inf"))
 LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)
 """Eight cycles, the planner's horizon, admit groups that break an SLO by more than a per cent over
 hundreds. Without doubt about means the scenarios of a forecast are equal, so two are enough."""
@@ -83,3 +91,42 @@ class Optimum:
         return keeps_all(
             roster, rules=self.rules, horizon=self.horizon, glance=NO_GLANCE, quantile=0.0
         )
+
+
+class PinnedPlanner(GroupPlanner):
+    """Places every job where a given hosting has it, and leaves it there."""
+
+    def __init__(self, jobs: Sequence[SimulatedJob], hostings: Sequence[Hosting]) -> None:
+        super().__init__(Judge(), NODE_TYPES, PlannerConfig(moves=False))
+        self._pinned: dict[JobId, tuple[GroupState, Placement]] = {}
+        for hosting in hostings:
+            group = self.book.fresh_group()
+            rollout = self._nodes(Pool.ROLLOUT, hosting.rollout)
+            training = self._nodes(Pool.TRAINING, hosting.training)
+            for at, member in enumerate(hosting.members):
+                job = jobs[member].job.job
+                placement = Placement(
+                    job=job, rollout_nodes=rollout[at], training_nodes=training[at]
+                )
+                self._pinned[job] = (group, placement)
+
+    def choose(self, job: JobId) -> Opening:
+        group, placement = self._pinned[job]
+        added_per_hour = sum(
+            NODE_TYPES[pool].price_per_hour
+            for pool, nodes in (
+                (Pool.ROLLOUT, placement.rollout_nodes),
+                (Pool.TRAINING, placement.training_nodes),
+            )
+            for node in nodes
+            if node not in self.book.nodes
+        )
+        return Opening(
+            kind=OpeningKind.DIRECT, cell=group, placement=placement, delta_per_hour=added_per_hour
+        )
+
+    def _nodes(self, pool: Pool, masks: Masks) -> list[tuple[NodeId, ...]]:
+        """The nodes of each member, a new name for each bit."""
+        count = max(masks).bit_length()
+        names = self.book.fresh_nodes(pool, count)
+        return [tuple(name for bit, name in enumerate(names) if mask >> bit & 1) for mask in masks]

@@ -1,6 +1,6 @@
 """A plan in the terminal: a table, reasons and a picture a group."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
@@ -9,17 +9,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.pictures.gantt import gantt_text, letter
+from harvester.contracts.ids import JobId
 from scheduler.rollmux.plan import wording
-from scheduler.rollmux.plan.document import Alternative, PlanDocument, PlannedGroup, PlannedJob
+from scheduler.rollmux.plan.document import (
+    Alternative,
+    PlanDocument,
+    PlannedGroup,
+    PlannedJob,
+    TimelineBar,
+)
 
 _COLOURS: Final = ("blue", "dark_orange", "green", "magenta", "yellow", "red", "cyan", "purple")
 _SHOWN: Final = 2
 """Alternatives of each job that are refused, and that are not; the others are in the file."""
 _COLUMNS_MAX: Final = 110
+_LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+IDLE: Final = "·"
 
 
-def printed(plan: PlanDocument, *, width: int) -> RenderableType:
+def plan_text(plan: PlanDocument, *, width: int) -> RenderableType:
     """The plan for a terminal of `width` columns."""
     parts: list[RenderableType] = [Text(wording.summary(plan), style="bold"), Text()]
     for group in plan.groups:
@@ -58,11 +66,11 @@ def _jobs(group: PlannedGroup, plan: PlanDocument) -> Table:
         table.add_column(name)
     for name in ("slow-down", f"at risk {plan.risk:.0%}", "SLO"):
         table.add_column(name, justify="right")
-    actors = [job.job for job in group.jobs]
+    letters = _letters(group)
     for at, job in enumerate(group.jobs):
         promise = job.promise
         table.add_row(
-            Text(letter(job.job, actors), style=_style(at)),
+            Text(letters[job.job], style=_style(at)),
             Text(job.job),
             Text(wording.places(job)),
             f"{promise.mean:.2f}",
@@ -73,18 +81,9 @@ def _jobs(group: PlannedGroup, plan: PlanDocument) -> Table:
 
 
 def _picture(group: PlannedGroup, width: int) -> Iterator[RenderableType]:
-    rows = [node.node for node in group.nodes]
-    actors = [job.job for job in group.jobs]
-    margin = max(map(len, rows)) + 3
-    lines = gantt_text(
-        rows,
-        actors,
-        [wording.stint(bar) for bar in group.bars],
-        length_s=group.meta_iteration_s,
-        columns=max(24, min(_COLUMNS_MAX, width - margin)),
-    )
-    styles = {letter(actor, actors): _style(at) for at, actor in enumerate(actors)}
-    for row, line in lines:
+    margin = max(len(node.node) for node in group.nodes) + 3
+    styles = {letter: _style(at) for at, letter in enumerate(_letters(group).values())}
+    for row, line in gantt_lines(group, columns=max(24, min(_COLUMNS_MAX, width - margin))):
         text = Text(f"  {row:{margin - 2}}")
         for cell in line:
             text.append(cell, style=styles.get(cell.upper(), "dim"))
@@ -94,6 +93,30 @@ def _picture(group: PlannedGroup, width: int) -> Iterator[RenderableType]:
         "small letters: tails beside the next job",
         style="dim",
     )
+
+
+def gantt_lines(group: PlannedGroup, *, columns: int) -> Iterator[tuple[str, str]]:
+    """Each node's name and its line of letters; tails have a line below, in small letters."""
+    for node in group.nodes:
+        for tail in (False, True):
+            bars = [one for one in group.bars if one.node == node.node and one.tail is tail]
+            if bars or not tail:
+                line = _line(group, bars, columns)
+                yield ("", line.lower()) if tail else (node.node, line)
+
+
+def _line(group: PlannedGroup, bars: Sequence[TimelineBar], columns: int) -> str:
+    width_s = (group.meta_iteration_s or 1.0) / columns
+    letters, line = _letters(group), [IDLE] * columns
+    for one in bars:
+        for at in range(columns):
+            if one.start_s <= (at + 0.5) * width_s < one.end_s:
+                line[at] = letters[one.job]
+    return "".join(line)
+
+
+def _letters(group: PlannedGroup) -> dict[JobId, str]:
+    return {job.job: _LETTERS[at % len(_LETTERS)] for at, job in enumerate(group.jobs)}
 
 
 def _style(number: int) -> str:

@@ -8,14 +8,12 @@ slots; a tail waits for its longest ones, so that more slots than it needs make 
 
 from math import ceil
 
+from benchmarks.rollmux.lease_supply import HeadroomRecord, LeaseTerms
 from harvester.contracts.ids import NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.leased_tail import BULK_RATIO, LeasedTail, TailPlace, taken_off_s
-from scheduler.sim.rollmux.lease_supply import LeaseTerms
-from scheduler.sim.rollmux.slots import HeadroomRecord
 from scheduler.sim.rollmux.worker import ROUNDING_S, Worker, WorkerStage
-from scheduler.sim.rollmux.workload import SimulatedJob
-from scheduler.sim.rollmux.world import World
+from scheduler.sim.rollmux.workload import SimulatedJob, World
 
 
 class LeasedWorker(Worker):
@@ -155,7 +153,7 @@ class LeasedWorker(Worker):
 
     @property
     def is_known_to_be_in_its_tail(self) -> bool:
-        return self.said_ratio >= BULK_RATIO
+        return self.reported_ratio >= BULK_RATIO
 
     @property
     def _is_slower_or_faster(self) -> bool:

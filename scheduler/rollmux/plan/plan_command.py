@@ -18,14 +18,15 @@ def plan(
     from harvester.platform.whole_file import make_writable, write_whole
     from scheduler.rollmux.plan.drafting import draft
     from scheduler.rollmux.plan.jobs_file import read_jobs
-    from scheduler.rollmux.plan.printed import printed
-    from scheduler.rollmux.plan.report import plan_page
+    from scheduler.rollmux.plan.plan_text import plan_text
 
+    if html is not None:
+        from scheduler.rollmux.plan.plan_page import plan_page
     for path in filter(None, (json, html)):
         make_writable(path)
     drafted = draft(read_jobs(jobs))
     console = Console(highlight=False)
-    console.print(printed(drafted, width=console.width))
+    console.print(plan_text(drafted, width=console.width))
     if json is not None:
         write_whole(json, msgspec.json.format(msgspec.json.encode(drafted), indent=1).decode())
     if html is not None:

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
+from benchmarks.rollmux.variants import lognormal_curve
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec
-from scheduler.sim.rollmux.variants import lognormal_curve
 from scheduler.sim.rollmux.workload import (
     GB,
     JOBS,

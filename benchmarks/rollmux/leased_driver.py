@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
+from benchmarks.rollmux.lease_supply import HeadroomRecord, LeaseSupply, allotted
+from benchmarks.rollmux.leased_worker import LeasedWorker
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
@@ -31,10 +33,7 @@ from scheduler.rollmux.permits.leased_tail import (
 )
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver
-from scheduler.sim.rollmux.lease_supply import LeaseSupply
-from scheduler.sim.rollmux.leased_worker import LeasedWorker
 from scheduler.sim.rollmux.ledger import Ledger, RunResult
-from scheduler.sim.rollmux.slots import HeadroomRecord, allotted
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
 from scheduler.sim.rollmux.workload import SimulatedJob
 
