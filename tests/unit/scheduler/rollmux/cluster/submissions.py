@@ -13,12 +13,11 @@ from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.control.wire import Enter, EnterReply, Granted, Leave, LeaveReply
 from scheduler.rollmux.permits.terms import PermitsConfig
-from scheduler.rollmux.planner.group_events import (
+from scheduler.rollmux.planner.group_effects import (
     AddNode,
+    AssignPlace,
     GroupEffect,
-    GroupEvent,
-    MoveJob,
-    ReviewDue,
+    PlacementDecision,
 )
 from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.planner import GroupPlanner
@@ -165,21 +164,26 @@ def swap_reported(policy: ClusterPolicy, moves: list[Move]) -> None:
 def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> None:
     planner = policy.planner
 
-    def observe(event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
-        if not isinstance(event, ReviewDue):
-            return GroupPlanner.observe(planner, event, now=now)
-        del planner.observe  # type: ignore[method-assign]
+    def review(*, now: float) -> tuple[GroupEffect, ...]:
+        del planner.review  # type: ignore[method-assign]
         planner.packer.now_s = now
         effects: list[GroupEffect] = []
         for move in wanted():
             planner.facts[move.job].moving = True
             group = move.opening.cell.group
-            effects += [AddNode(node=node, group=group) for node in move.up]
+            effects += [AddNode(node=node) for node in move.up]
             placement = move.opening.placement
-            effects.append(MoveJob(group=group, placement=placement, reason="a test"))
+            effects.append(
+                AssignPlace(
+                    decision=PlacementDecision.MOVED,
+                    group=group,
+                    placement=placement,
+                    reason="a test",
+                )
+            )
         return tuple(effects)
 
-    planner.observe = observe  # type: ignore[method-assign]
+    planner.review = review  # type: ignore[method-assign]
 
 
 def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
