@@ -19,15 +19,14 @@ from prometheus_client import (
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect
-from scheduler.rollmux.cluster.plan_events import CloseJob, PlanJob
+from scheduler.rollmux.cluster.runtime_events import CloseJob, PhasePolicy, PlanJob, RuntimeEffect
 from scheduler.rollmux.control.plan_metrics import PlanMetrics
 from scheduler.rollmux.permits.events import (
+    DropPlace,
     EndPermit,
     FreeNodes,
     GrantPermit,
     PermitEndReason,
-    RemoveJob,
     RevokePermit,
     WarnHolder,
     WidenPermit,
@@ -105,7 +104,7 @@ class PhaseMetrics:
                     self._revocations.labels(_kind(policy, effect.job)).inc()
                 case EndPermit():
                     self._end(effect, policy.permit(effect.job), now)
-                case RemoveJob():
+                case DropPlace(forgotten=True):
                     self._processes.pop(effect.job, None)
                 case PlanJob() | CloseJob():
                     self.plan.decided(effect)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect
+from scheduler.rollmux.cluster.runtime_events import RuntimeEffect
 from scheduler.rollmux.permits.events import (
     EndPermit,
     FreeNodes,

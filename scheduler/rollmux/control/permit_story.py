@@ -8,7 +8,7 @@ import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect
+from scheduler.rollmux.cluster.runtime_events import RuntimeEffect
 from scheduler.rollmux.control.journal_lines import Moment
 from scheduler.rollmux.control.node_holders import NodeHolders
 from scheduler.rollmux.control.story_entry import Entry, Told, nodes_in_words, seconds

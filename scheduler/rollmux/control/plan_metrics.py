@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.job_placement import PlacementStage
-from scheduler.rollmux.cluster.plan_events import CloseJob, PlacementDecision, PlanJob
+from scheduler.rollmux.cluster.runtime_events import CloseJob, PlanJob
+from scheduler.rollmux.planner.group_effects import PlacementDecision
 
 _STATES = ("used", "free", "failed", "missing")
 _KEPT, _OWED, _BROKEN = "kept", "owed", "broken"

@@ -14,10 +14,16 @@ from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import strangers
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import PlacementStage
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.plan_events import JobSubmitted, NodeBack, NodeLost, PlanEffect
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
-from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+    NodeReport,
+    OrderMove,
+    PlanEffect,
+    RuntimeEffect,
+    RuntimeEvent,
+    Submit,
+)
 from scheduler.rollmux.control.kept_plan import (
     KeptClock,
     changed_records,
@@ -29,25 +35,17 @@ from scheduler.rollmux.control.kept_plan import (
 from scheduler.rollmux.control.phase_service import JOBS_MAX, JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.plan_status import plan_status
 from scheduler.rollmux.control.wire import (
-    Call,
+    Accepted,
     CallRefused,
-    Enter,
+    Ended,
     EnterReply,
-    Kept,
-    Leave,
-    LeaveReply,
-    Left,
-    MoveOrder,
-    NodeReport,
     Placed,
-    PlaceReply,
     PlanStatus,
-    Queued,
     Reply,
-    ReportReply,
-    SubmitReply,
+    Waiting,
 )
-from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.events import Enter, Leave, Place
+from scheduler.rollmux.permits.terms import PermitsConfig
 
 _RETRY_S: Final = 0.5
 _PLANS: Final = "this control plans: submit the job, and it is placed"
@@ -69,9 +67,9 @@ class PlanningService(PhaseService):
         self._settings = RuntimeConfig(permits=config, cluster=cluster)
         super().__init__(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
         for machine in strangers(self.cluster):
-            self._observe(NodeLost(node=machine))
+            self._observe(NodeReport(node=machine, failed=True))
             if self.cluster.fleet.pool_of(machine) is not None:
-                self._observe(NodeBack(node=machine))
+                self._observe(NodeReport(node=machine, failed=False))
 
     @property
     def runtime(self) -> PhaseRuntime:
@@ -86,28 +84,29 @@ class PlanningService(PhaseService):
 
     def call(self, message: Call) -> Reply:
         match message:
-            case Submission():
+            case Submit():
                 return self.submit(message)
             case NodeReport():
                 return self.report(message)
             case _:
                 return super().call(message)
 
-    def place(self, terms: JobTerms) -> PlaceReply:
-        return CallRefused(reason=f"job {terms.job}: {_PLANS}")
+    def place(self, given: Place) -> CallRefused:
+        return CallRefused(reason=f"job {given.terms.job}: {_PLANS}")
 
-    def submit(self, given: Submission) -> SubmitReply:
+    def submit(self, message: Submit) -> Placed | Waiting | CallRefused:
         """The same submission may be repeated, also to learn the job's present place.
 
         A job that was told to move repeats it when it has left its old nodes.
         """
+        given = message.submission
         known = self.cluster.placements.get(given.job)
         refusal = self.cluster.refusal(given)
         if refusal:
             return CallRefused(reason=refusal)
         if known is None and len(self.cluster.placements) >= JOBS_MAX:
             return CallRefused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
-        self._observe(JobSubmitted(submission=given))
+        self._observe(message)
         placed = self.cluster.placements[given.job]
         if placed.stage is PlacementStage.QUEUED:
             waiting = [
@@ -116,25 +115,24 @@ class PlanningService(PhaseService):
                 if one.stage is PlacementStage.QUEUED
             ]
             ahead = sum(one.number < placed.number for one in waiting)
-            return Queued(reason=placed.reason or "others wait longer", ahead=ahead)
+            return Waiting(reason=placed.reason or "others wait longer", ahead=ahead)
         if placed.at is None:
-            return Queued(reason="it waits for room on its new nodes", ahead=0)
+            return Waiting(reason="it waits for room on its new nodes", ahead=0)
         rollout, training = self.cluster.machines(placed.at)
         return Placed(
             group=placed.group or "",
             rollout_nodes=rollout,
             training_nodes=training,
             reason=placed.reason,
-            lease_s=self.config.lease_s,
             harvesting=given.harvesting and self._settings.cluster.harvesting,
         )
 
-    def report(self, given: NodeReport) -> ReportReply:
+    def report(self, given: NodeReport) -> Accepted | CallRefused:
         fleet = self.cluster.fleet
         if fleet.pool_of(given.node) is None and not fleet.has_up(given.node):
             return CallRefused(reason=f"no node {given.node}")
-        self._observe(NodeLost(node=given.node) if given.failed else NodeBack(node=given.node))
-        return Kept()
+        self._observe(given)
+        return Accepted()
 
     def look(self, entry: Enter) -> EnterReply:
         held_up = self.runtime.held_up(entry.job, entry.kind)
@@ -143,14 +141,17 @@ class PlanningService(PhaseService):
         changed = self.cluster.placements[entry.job].changed
         return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
-    def leave(self, leave: Leave) -> LeaveReply:
+    def leave(self, leave: Leave) -> Accepted | Ended:
         reply = super().leave(leave)
         placed = self.cluster.placements.get(leave.job)
-        if isinstance(reply, Left) and placed is not None and placed.told and not leave.failed:
+        if isinstance(reply, Accepted) and placed is not None and placed.told and not leave.failed:
             rollout, training = self.cluster.machines(placed.to)
-            return Left(
-                move=MoveOrder(
-                    rollout_nodes=rollout, training_nodes=training, reason=placed.reason
+            return Accepted(
+                move=OrderMove(
+                    job=leave.job,
+                    rollout_nodes=rollout,
+                    training_nodes=training,
+                    reason=placed.reason,
                 ),
                 unload=reply.unload,
             )

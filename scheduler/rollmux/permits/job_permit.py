@@ -1,4 +1,4 @@
-"""Standing of one job: waiting, with a permit or neither; and a permit's life as a table."""
+"""State of one job: waiting, with a permit or neither; and a permit's life as a table."""
 
 from enum import StrEnum
 
