@@ -152,11 +152,14 @@ class ClusterPolicy:
             self.layout_changed = True
             self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
         if curve:
-            facts.learn_tail(curve, accelerators=self._accelerators(placed))
+            per_node = self.config.rollout.type.accelerators
+            facts.learn_tail(curve, accelerators=per_node * placed.submission.phases[0].nodes)
         facts.belief()
         if end.kind is placed.submission.phases[-1].kind:
             placed.iterations += 1
-            self._order_move(placed)
+            placed.told = all(self.machines(placed.to))
+            if placed.told:
+                self._effects.append(self.order_move(placed))
         self.unsaved.add(job)
 
     def lose_phase(self, end: EndPermit) -> None:
@@ -241,22 +244,11 @@ class ClusterPolicy:
             leases=self.config.harvesting,
         )
 
-    def _accelerators(self, placed: JobPlacement) -> int:
-        """Accelerators of all the job's rollout nodes."""
-        return placed.submission.phases[0].nodes * self.config.rollout.type.accelerators
-
-    def _order_move(self, placed: JobPlacement) -> None:
+    def order_move(self, placed: JobPlacement) -> OrderMove:
         rollout, training = self.machines(placed.to)
-        placed.told = placed.to is not None and bool(rollout) and bool(training)
-        if placed.told:
-            self._effects.append(
-                OrderMove(
-                    job=placed.job,
-                    rollout_nodes=rollout,
-                    training_nodes=training,
-                    reason=placed.reason,
-                )
-            )
+        return OrderMove(
+            job=placed.job, rollout_nodes=rollout, training_nodes=training, reason=placed.reason
+        )
 
     def _lose(self, node: NodeId, now: float) -> None:
         name = self.fleet.fail(node)
@@ -293,7 +285,18 @@ class ClusterPolicy:
         if to.decision is PlacementDecision.PLACED:
             placed.placed_s = now
             self.planner.facts[placed.job].belief()
-        self._effects.append(self._decided(to.decision, placed, to.placement))
+        rollout, training = self.machines(to.placement)
+        self._effects.append(
+            PlanJob(
+                decision=to.decision,
+                job=placed.job,
+                group=to.group,
+                rollout_nodes=rollout,
+                training_nodes=training,
+                beside=self._beside(to),
+                reason=reason,
+            )
+        )
         match to.decision:
             case PlacementDecision.PLACED:
                 self._enter_if_room(placed, now)
@@ -305,26 +308,12 @@ class ClusterPolicy:
             case PlacementDecision.RESTARTED:
                 self._restart(placed, to.placement, now)
 
-    def _decided(
-        self, decision: PlacementDecision, placed: JobPlacement, placement: Placement
-    ) -> PlanJob:
-        rollout, training = self.machines(placement)
-        return PlanJob(
-            decision=decision,
-            job=placed.job,
-            group=placed.to_group or GroupId(""),
-            rollout_nodes=rollout,
-            training_nodes=training,
-            beside=self._beside(placed, placement),
-            reason=placed.reason,
-        )
-
-    def _beside(self, placed: JobPlacement, placement: Placement) -> tuple[JobId, ...]:
-        group = self.planner.book.cells.get(placed.to_group or GroupId(""))
+    def _beside(self, to: AssignPlace) -> tuple[JobId, ...]:
+        group = self.planner.book.cells.get(to.group)
         others = {} if group is None else group.pinned
-        nodes = set(nodes_of(placement))
+        nodes = set(nodes_of(to.placement))
         found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
-        return tuple(sorted(job for job in found if job != placed.job))
+        return tuple(sorted(job for job in found if job != to.placement.job))
 
     def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
@@ -435,17 +424,15 @@ class ClusterPolicy:
             if wanted is None:
                 self._remove(job)
             elif wanted != there or job in self._arrived:
-                self._effects += [wanted, self._settled(placed)]
+                rollout, training = self.machines(placed.at)
+                settled = SettleJob(
+                    job=placed.job,
+                    group=placed.group or GroupId(""),
+                    rollout_nodes=rollout,
+                    training_nodes=training,
+                )
+                self._effects += [wanted, settled]
         self._touched = set()
-
-    def _settled(self, placed: JobPlacement) -> SettleJob:
-        rollout, training = self.machines(placed.at)
-        return SettleJob(
-            job=placed.job,
-            group=placed.group or GroupId(""),
-            rollout_nodes=rollout,
-            training_nodes=training,
-        )
 
 
 def _is_on(placed: JobPlacement, name: NodeId) -> bool:

@@ -1,8 +1,8 @@
 """The phases of all jobs as one state machine: which nodes each job is on, and which phase runs.
 
-What jobs and operators say goes to the permits or to the plan; what becomes of permits teaches the
-plan, and what the plan says is done with the permits in the same decision. A service, a Ray actor
-and a simulator are shells around it: they bring events and times, and do what the effects say.
+Calls of jobs and operators go to the permits or to the plan. Granted and ended permits teach the
+plan, and its effects on permits are applied in the same decision. A service, a Ray actor and a
+simulator are shells around it: they bring events and times, and do what the effects say.
 """
 
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.cluster import ClusterPolicy, Removal
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
+from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
     RuntimeEffect,
@@ -95,9 +95,6 @@ class PhaseRuntime:
         """All submitted jobs."""
         return tuple(self.cluster.placements)
 
-    def knows(self, job: JobId) -> bool:
-        return job in self.cluster.placements
-
     def permit(self, job: JobId) -> JobPermit | None:
         """The job's record; read-only for callers."""
         return self.permits.permit(job)
@@ -125,7 +122,8 @@ class PhaseRuntime:
             case Forget(job=job) if job in self.cluster.placements:
                 self.cluster.end_job(job, now=now)
             case Place(terms=terms):
-                self._refuse(terms.job, "this control plans: submit the job, and it is placed")
+                reason = "this control plans: submit the job, and it is placed"
+                self._effects.append(Refuse(job=terms.job, reason=reason))
             case Enter():
                 self._request(event, now)
             case TimeElapsed():
@@ -180,7 +178,7 @@ class PhaseRuntime:
                 self._carry_out(now)
 
     def _follow(self, effects: tuple[PermitEffect, ...], now: float) -> None:
-        """What becomes of permits teaches the plan."""
+        """Teaches the plan the granted and ended permits."""
         self._effects += effects
         for effect in effects:
             match effect:
@@ -195,7 +193,7 @@ class PhaseRuntime:
             self._carry_out(now)
 
     def _carry_out(self, now: float) -> None:
-        """What the plan says is done with the permits."""
+        """Applies the plan's effects to the permits."""
         self.permits.close(self.cluster.fleet.failed)
         for effect in self.cluster.take_effects():
             match effect:
@@ -212,9 +210,6 @@ class PhaseRuntime:
         curve = None if permit is None else permit.curves.get(end.kind)
         return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
 
-    def _refuse(self, job: JobId, reason: str) -> None:
-        self._effects.append(Refuse(job=job, reason=reason))
-
     def _hear(self, event: RuntimeEvent, now: float) -> None:
         match event:
             case Submit(submission=given):
@@ -228,10 +223,7 @@ class PhaseRuntime:
 
     def _silent(self, now: float) -> list[JobId]:
         """Placed jobs that have been silent longer than `gone_s`; waiting jobs may be silent."""
-        on_nodes = [job for job, placed in self.cluster.placements.items() if _is_placed(placed)]
+        placements = self.cluster.placements
+        on_nodes = [job for job in placements if placements[job].stage is not PlacementStage.QUEUED]
         self._heard_s = {job: self._heard_s.get(job, now) for job in on_nodes}
         return [job for job in on_nodes if now - self._heard_s[job] > self.config.cluster.gone_s]
-
-
-def _is_placed(placed: JobPlacement) -> bool:
-    return placed.stage is not PlacementStage.QUEUED

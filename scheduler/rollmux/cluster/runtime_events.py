@@ -1,6 +1,6 @@
 """Events and effects of the runtime, and the policy that shells of the phase control drive.
 
-Needs no compiler: a control of jobs that are placed by hand forecasts nothing.
+A job's process imports these, and not the planner with its compiled forecasts.
 """
 
 from typing import Any, ClassVar, Protocol
@@ -105,8 +105,6 @@ class PhasePolicy(Protocol):
 
     @property
     def jobs(self) -> tuple[JobId, ...]: ...
-
-    def knows(self, job: JobId) -> bool: ...
 
     def permit(self, job: JobId) -> JobPermit | None: ...
 

@@ -86,7 +86,7 @@ def submit(
 ) -> None:
     """Ask a control that plans for places; a job that is known hears where it is."""
     from scheduler.rollmux.cluster.runtime_events import Submit
-    from scheduler.rollmux.control.jobs import read_submissions
+    from scheduler.rollmux.control.nodes_file import read_submissions
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 

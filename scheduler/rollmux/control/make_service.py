@@ -7,7 +7,9 @@ from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
 
 
 def make_service(
@@ -24,9 +26,6 @@ def make_service(
         return PhaseService(
             config, clock, state=state, journal=journal, journal_bytes=journal_bytes
         )
-    # A control without a plan needs no compiler.
-    from scheduler.rollmux.control.planning import PlanningService
-
     return PlanningService(
         config, cluster, clock, state=state, journal=journal, journal_bytes=journal_bytes
     )
@@ -40,8 +39,6 @@ def compile_for(cluster: ClusterConfig | None) -> None:
     """
     if cluster is None:
         return
-    from scheduler.rollmux.planner.planner import GroupPlanner
-
     planner = GroupPlanner(cluster.judge, cluster.types, cluster.planner)
     for name in ("first", "second"):
         phases = tuple(DeclaredPhase(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)

@@ -140,7 +140,7 @@ class PhaseService:
 
     def enter(self, entry: Enter) -> EnterReply:
         permit = self._policy.permit(entry.job)
-        if permit is None and not self._policy.knows(entry.job):
+        if permit is None and entry.job not in self._policy.jobs:
             return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
         effects = self._observe(entry)
         refusal = _refusal(effects)
@@ -178,12 +178,11 @@ class PhaseService:
         self._loaded_heard_s[leave.job] = self._clock.now()
         refusal = _refusal(self._observe(leave))
         permit = self._policy.permit(leave.job)
-        if not refusal or permit is None:
-            unload = () if permit is None else permit.unload
-            return Ended(reason=refusal) if refusal else Accepted(unload=unload)
+        ended = None if permit is None or permit.epoch != leave.epoch else permit.ended
         # A leave whose reply was lost is repeated.
-        was_done = permit.epoch == leave.epoch and permit.ended is PermitEndReason.DONE
-        return Accepted(unload=permit.unload) if was_done else Ended(reason=refusal)
+        if refusal and ended is not PermitEndReason.DONE:
+            return Ended(reason=refusal)
+        return Accepted(unload=() if permit is None else permit.unload)
 
     def unloaded(self, said: Unloaded) -> Accepted | Ended:
         permit = self._policy.permit(said.job)
@@ -198,15 +197,12 @@ class PhaseService:
 
     def _unload_silent(self, now: float) -> None:
         """A process that was asked and is not heard for a lease is gone, and its state with it."""
-        for job in self._asked_to_unload():
-            heard_s = self._loaded_heard_s.setdefault(job, now)
+        for job in self._policy.jobs:
             permit = self._policy.permit(job)
-            if permit is not None and now - heard_s > self.config.lease_s:
+            if permit is None or not permit.unload:
+                continue
+            if now - self._loaded_heard_s.setdefault(job, now) > self.config.lease_s:
                 self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.unload))
-
-    def _asked_to_unload(self) -> list[JobId]:
-        found = ((job, self._policy.permit(job)) for job in self._policy.jobs)
-        return [job for job, permit in found if permit is not None and permit.unload]
 
     def tick(self) -> None:
         """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""

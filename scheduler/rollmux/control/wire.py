@@ -26,7 +26,7 @@ from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, OrderMove, Submit
 from scheduler.rollmux.permits.events import Enter, Place, Unloaded, Withdraw
-from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 
 WAIT_MAX_S: Final = 30.0
 """Longest time for which a call is held open."""
@@ -119,19 +119,19 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     job: JobId
     stage: PermitStage
-    kind: PhaseKind | None
-    epoch: Epoch
-    nodes: tuple[NodeId, ...]
-    awaits: tuple[NodeId, ...]
-    complete_ratio: float
-    tokens: int
-    warned: bool
-    failures: int
+    kind: PhaseKind | None = None
+    epoch: Epoch = NO_EPOCH
+    nodes: tuple[NodeId, ...] = ()
+    awaits: tuple[NodeId, ...] = ()
+    complete_ratio: float = 0.0
+    tokens: int = 0
+    warned: bool = False
+    failures: int = 0
     loaded: tuple[NodeId, ...] = ()
     """Nodes with its state on their accelerators, without a permit."""
     unload: tuple[NodeId, ...] = ()
     """Nodes in `loaded` that it was asked to clear, for another job to start there."""
-    plan: "PlanStatus | None" = None
+    plan: PlanStatus | None = None
     """Set by a planning control."""
 
 

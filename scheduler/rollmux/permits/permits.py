@@ -82,9 +82,6 @@ class PermitPolicy:
         """Sets the failed nodes, exactly these: no phase starts there."""
         self._table.closed = nodes
 
-    def knows(self, job: JobId) -> bool:
-        return job in self._table.jobs
-
     def permit(self, job: JobId) -> JobPermit | None:
         """The job's record; read-only for callers."""
         return self._table.jobs.get(job)
@@ -163,8 +160,7 @@ class PermitPolicy:
         if event.narrowed and permit.move(PermitTrigger.NARROWED):
             freed = self._table.narrow(permit)
             return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
-        phase = None if permit.kind is None else permit.terms.phase(permit.kind)
-        if phase is not None and in_tail(permit, phase):
+        if permit.phase is not None and in_tail(permit, permit.phase):
             # Waiting jobs may start on what the tail leaves.
             self._table.touch_lines(permit.nodes)
         return [] if event.recall is None else [*self._recall(permit, event.recall, now)]
@@ -174,7 +170,7 @@ class PermitPolicy:
 
         Its phase continues where it is: it counts as one phase, with its whole duration.
         """
-        table, phase = self._table, None if permit.kind is None else permit.terms.phase(permit.kind)
+        table, phase = self._table, permit.phase
         if phase is None or permit.stage is not PermitStage.TAILING or permit.awaits:
             return []
         missing = tuple(node for node in phase.nodes if node not in permit.nodes)

@@ -69,7 +69,7 @@ def revoke(
 
 def _obstacles(table: PermitTable, waiter: JobPermit, now: float) -> Obstacles:
     """The obstacles, if they alone keep a waiting job from its start; else nothing."""
-    phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
+    phase = waiter.phase
     if phase is None or not all(table.is_first(waiter, node, now) for node in waiter.awaits):
         return NOTHING
     tails: dict[JobId, MovableTail] = {}
@@ -98,7 +98,7 @@ def _unload(other: JobPermit, nodes: tuple[NodeId, ...]) -> UnloadNodes:
 
 def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableTail | None:
     """The tail that may leave; None if the phase is in no tail, or beside another job's tail."""
-    phase = None if holder.kind is None else holder.terms.phase(holder.kind)
+    phase = holder.phase
     if phase is None or holder.stage is not PermitStage.RUNNING or not in_tail(holder, phase):
         return None
     _, count = tail_of(phase, holder.curves.get(phase.kind))

@@ -76,7 +76,7 @@ def grant(
 
 
 def _start(table: PermitTable, permit: JobPermit, now: float) -> Served:
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+    phase = permit.phase
     if phase is None:
         return []
     nodes = table.open_to(permit, now)
@@ -88,7 +88,7 @@ def _start(table: PermitTable, permit: JobPermit, now: float) -> Served:
 
 
 def _widen(table: PermitTable, permit: JobPermit, now: float) -> list[WidenPermit]:
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+    phase = permit.phase
     nodes = table.open_to(permit, now)
     if phase is None or not nodes:
         return []

@@ -11,7 +11,7 @@ from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.embedded import EmbeddedControl
-from scheduler.rollmux.control.jobs import read_submissions
+from scheduler.rollmux.control.nodes_file import read_submissions
 from scheduler.rollmux.control.wire import (
     Placed,
 )

@@ -11,7 +11,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.control.jobs import read_submissions
+from scheduler.rollmux.control.nodes_file import read_submissions
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
