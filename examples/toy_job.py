@@ -16,8 +16,8 @@ from pathlib import Path
 
 from harvester.contracts.ids import JobId
 from scheduler import DeclaredPhase, PhaseControl, PhaseKind, SocketControl, Submission
+from scheduler.rollmux.cluster.runtime_events import OrderMove
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.wire import MoveOrder
 
 GB = 10**9
 STEPS = 20
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--training-s", type=float, default=1.0)
     given = parser.parse_args()
 
-    def moved(move: MoveOrder) -> None:
+    def moved(move: OrderMove) -> None:
         """Frees the old nodes' state between two iterations; the next permit is on the new
         nodes."""
         say(f"moves to {' '.join(move.rollout_nodes)} | {' '.join(move.training_nodes)}")

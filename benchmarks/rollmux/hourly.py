@@ -10,7 +10,7 @@ from dataclasses import replace
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.planner.group_events import GroupEffect
+from scheduler.rollmux.planner.group_effects import GroupEffect
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
 from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob
@@ -26,7 +26,8 @@ class HourlyPlanner(GroupPlanner):
         self._truth: dict[JobId, SimulatedJob] = {one.job.job: one for one in jobs}
         self._due_s = 0.0
 
-    def _review(self, *, now: float) -> tuple[GroupEffect, ...]:
+    def review(self, *, now: float) -> tuple[GroupEffect, ...]:
+        self.packer.now_s = now
         if now < self._due_s:
             return ()
         self._due_s = now + HOUR_S

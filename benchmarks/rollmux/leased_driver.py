@@ -12,14 +12,13 @@ from benchmarks.rollmux.lease_supply import HeadroomRecord, LeaseSupply, allotte
 from benchmarks.rollmux.leased_worker import LeasedWorker
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.cluster.runtime_events import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.permits.events import (
+    Beat,
     EndPermit,
     FreeNodes,
     GrantPermit,
-    PhaseNarrowed,
-    TailRecalled,
     WidenPermit,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
@@ -234,14 +233,9 @@ class LeasedDriver(Driver):
         for effect in effects:
             match effect:
                 case NarrowPermit():
-                    self._tell(
-                        PhaseNarrowed(
-                            job=worker.job,
-                            epoch=worker.epoch,
-                        )
-                    )
+                    self._tell(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
                 case RecallTail(how=how):
-                    self._tell(TailRecalled(job=worker.job, epoch=worker.epoch, recall=how))
+                    self._tell(Beat(job=worker.job, epoch=worker.epoch, recall=how))
 
     def _share_changed(self, worker: Worker, effect: WidenPermit | FreeNodes) -> None:
         leased, permit = self._leased[worker.job], self._runtime.permit(worker.job)

@@ -17,7 +17,10 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from scheduler.rollmux.control.command import explain, forget, node, submit
 from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
-from scheduler.rollmux.control.wire import JobStatus, PlanStatus
+from scheduler.rollmux.control.wire import (
+    JobStatus,
+    PlanStatus,
+)
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.sim.simulate_commands import replay
 from tests.integration.line_children import LineChild, LineChildren

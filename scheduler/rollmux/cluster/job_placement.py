@@ -7,7 +7,6 @@ import msgspec
 from harvester.contracts.ids import GroupId, JobId
 from scheduler.model import Placement
 from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.planner.group_events import JobArrived
 
 
 class PlacementStage(StrEnum):
@@ -48,11 +47,6 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     @property
     def job(self) -> JobId:
         return self.submission.job
-
-    @property
-    def arrival(self) -> JobArrived:
-        """The arrival event of this job for the planner."""
-        return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property
     def stage(self) -> PlacementStage:

@@ -85,13 +85,14 @@ def submit(
     socket: _Socket,
 ) -> None:
     """Ask a control that plans for places; a job that is known hears where it is."""
-    from scheduler.rollmux.control.jobs import read_submissions
+    from scheduler.rollmux.cluster.runtime_events import Submit
+    from scheduler.rollmux.control.nodes_file import read_submissions
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 
     transport, refused = SocketControl(socket), False
     for given in read_submissions(jobs):
-        reply = transport.call("submit", given)
+        reply = transport.call(Submit(submission=given))
         refused |= isinstance(reply, CallRefused)
         typer.echo(f"{given.job}: {_answer(reply)}")
     if refused:
@@ -106,9 +107,9 @@ def forget(
     """Give up a job's place for good; its phase, if one runs, loses its permit."""
     from harvester.contracts.ids import JobId
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import Forget
+    from scheduler.rollmux.permits.events import Forget
 
-    SocketControl(socket).call("forget", Forget(job=JobId(job)))
+    SocketControl(socket).call(Forget(job=JobId(job)))
 
 
 @phases.command()
@@ -122,10 +123,11 @@ def node(
     """Report a failed or repaired node to a planning control."""
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import NodeId
+    from scheduler.rollmux.cluster.runtime_events import NodeReport
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import CallRefused, NodeReport
+    from scheduler.rollmux.control.wire import CallRefused
 
-    reply = SocketControl(socket).call("node", NodeReport(node=NodeId(name), failed=failed))
+    reply = SocketControl(socket).call(NodeReport(node=NodeId(name), failed=failed))
     if isinstance(reply, CallRefused):
         raise ConfigError(reply.reason)
 
@@ -188,13 +190,13 @@ def explain(
 
 
 def _answer(reply: "Reply") -> str:
-    from scheduler.rollmux.control.wire import CallRefused, Placed, Queued
+    from scheduler.rollmux.control.wire import CallRefused, Placed, Waiting
 
     match reply:
         case Placed():
             nodes = f"{' '.join(reply.rollout_nodes)} | {' '.join(reply.training_nodes)}"
             return f"{reply.group} on {nodes}: {reply.reason}"
-        case Queued():
+        case Waiting():
             return f"waits behind {reply.ahead}: {reply.reason}"
         case CallRefused():
             return f"refused: {reply.reason}"

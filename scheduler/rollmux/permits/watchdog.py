@@ -48,7 +48,7 @@ def late_s(permit: JobPermit) -> float:
 
 def bound_s(permit: JobPermit) -> float:
     """Longest expected duration of the phase alone: as declared, or as its runs have shown."""
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+    phase = permit.phase
     if phase is None or phase.max_s is None:
         return float("inf")
     return permit.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)

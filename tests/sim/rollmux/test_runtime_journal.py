@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from scheduler.decision_log import DecisionLog
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.cluster.runtime_events import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.story_entry import Told
 from scheduler.sim.replay import replay_journal

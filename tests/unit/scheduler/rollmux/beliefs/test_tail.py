@@ -14,7 +14,6 @@ from scheduler.rollmux.beliefs.tail import (
     best_tail,
 )
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_events import JobArrived
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.sim.rollmux.baselines import PAPER_TAIL
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
@@ -45,9 +44,9 @@ def _whole(job: JobSpec) -> JobSpec:
 
 def test_a_tail_is_unknown_until_it_is_declared_or_seen() -> None:
     planner = GroupPlanner(Judge(), TYPES)
-    planner.observe(JobArrived(job=planned_job("unknown", 400, 150)), now=0.0)
-    planner.observe(JobArrived(job=planned_job("declared", 400, 150), curve=W1), now=0.0)
-    planner.observe(JobArrived(job=_whole(planned_job("whole", 400, 150)), curve=W1), now=0.0)
+    planner.place_job(planned_job("unknown", 400, 150), now=0.0)
+    planner.place_job(planned_job("declared", 400, 150), curve=W1, now=0.0)
+    planner.place_job(_whole(planned_job("whole", 400, 150)), curve=W1, now=0.0)
     tails = {str(job): facts.tail for job, facts in planner.facts.items()}
     assert tails["unknown"] == tails["whole"] == UNDIVIDED
     assert tails["declared"] == best_shape(W1, accelerators=8)

@@ -18,8 +18,11 @@ from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.status import statuses
-from scheduler.rollmux.control.wire import Beat, Enter
-from scheduler.rollmux.permits.events import PermitEndReason
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    PermitEndReason,
+)
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.rollmux.cluster.test_shell_invariants import JOBS, World

@@ -13,12 +13,20 @@ from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.runtime_events import (
+    NodeReport,
+)
 from scheduler.rollmux.control.command import explain
 from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
 from scheduler.rollmux.control.journal_lines import journal_lines
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.story_entry import Told
-from scheduler.rollmux.control.wire import Beat, Enter, Forget, NodeReport
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    Forget,
+    Place,
+)
 from tests.unit.scheduler.rollmux.cluster.submissions import (
     PERMITS,
     ROLLOUT,
@@ -321,7 +329,7 @@ def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_pa
 
 def test_a_control_that_does_not_plan_tells_of_permits(tmp_path: Path) -> None:
     service = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
-    service.call(terms("a", rollout="r0", training="t0"))
+    service.call(Place(terms=terms("a", rollout="r0", training="t0")))
     service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
     service.close()
     found = explanation(tmp_path, "a", since=EVER, permits=True)

@@ -10,11 +10,19 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+)
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.wire import Call, Leave, Reply
+from scheduler.rollmux.control.wire import (
+    Reply,
+)
+from scheduler.rollmux.permits.events import (
+    Leave,
+)
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
@@ -280,10 +288,10 @@ def test_what_leases_took_off_a_rollout_follows_from_the_tokens_that_they_made()
     left: list[Leave] = []
 
     class Noted(EmbeddedControl):
-        def call(self, name: str, message: Call) -> Reply:
+        def call(self, message: Call) -> Reply:
             if isinstance(message, Leave):
                 left.append(message)
-            return super().call(name, message)
+            return super().call(message)
 
     with Noted() as control:
         scene = Scene(control, FakeGateway())

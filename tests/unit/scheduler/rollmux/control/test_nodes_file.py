@@ -6,8 +6,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from scheduler.rollmux.cluster.submission import submission_fault
-from scheduler.rollmux.control.jobs import read_submissions
-from scheduler.rollmux.control.nodes_file import GB, read_nodes
+from scheduler.rollmux.control.nodes_file import GB, read_nodes, read_submissions
 
 REPOSITORY = Path(__file__).parents[5]
 NODES = """nodes:

@@ -11,19 +11,24 @@ import pytest
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import Epoch, JobId
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+)
 from scheduler.rollmux.control.control import PhaseControl, install, phase
 from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,
-    Admitted,
-    Beat,
-    Call,
+    Accepted,
     Ended,
     Granted,
-    Leave,
     Reply,
     Transport,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Leave,
+    Place,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
@@ -278,7 +283,7 @@ class Scripted(Transport):
         self.beaten = threading.Event()
         self.left: list[Leave] = []
 
-    def call(self, name: str, message: Call) -> Reply:
+    def call(self, message: Call) -> Reply:
         if isinstance(message, Beat) and self.beats:
             said = self.beats.pop(0)
             if not self.beats:
@@ -289,8 +294,8 @@ class Scripted(Transport):
         if isinstance(message, Leave):
             self.left.append(message)
             return Ended(reason="gone")
-        if isinstance(message, JobTerms):
-            return Admitted(lease_s=QUICK.lease_s)
+        if isinstance(message, Place):
+            return Accepted()
         return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
 
 
@@ -333,10 +338,10 @@ def test_a_holder_that_cannot_be_heard_stops_before_its_lease_ends() -> None:
 class Gone(Scripted):
     """A control that dies once it has granted."""
 
-    def call(self, name: str, message: Call) -> Reply:
+    def call(self, message: Call) -> Reply:
         if isinstance(message, Beat | Leave):
             raise Absent("killed")
-        return super().call(name, message)
+        return super().call(message)
 
 
 def test_an_error_leaves_the_phase_also_while_there_is_no_control() -> None:

@@ -8,12 +8,11 @@ from scheduler.rollmux.permits.events import (
     ControlResumed,
     EndPermit,
     EnqueuePhase,
-    FailJob,
+    Forget,
     FreeNodes,
-    JobLeft,
-    JobPlaced,
     NarrowPhase,
     PermitEndReason,
+    Place,
     Recall,
     Refuse,
     RevokePermit,
@@ -228,7 +227,6 @@ def test_a_silent_holder_loses_its_permit_and_what_it_says_later_is_refused() ->
     group.ask("b")
     effects = group.pass_time(5.0)
     assert of(EndPermit, effects)[0].ended is PermitEndReason.SILENT
-    assert of(FailJob, effects)[0].job == "a"
     assert granted(effects) == ["b"]
     for late in (group.beat("a", epoch=lost), group.end("a", epoch=lost)):
         assert [type(effect) for effect in late] == [Refuse]
@@ -307,7 +305,7 @@ def test_who_ends_within_the_grace_has_not_failed() -> None:
     group.pass_time(2.0)
     assert of(RevokePermit, group.pass_time(5.0))
     effects = group.end("a")
-    assert of(FailJob, effects) == []
+    assert of(EndPermit, effects)[0].ended is PermitEndReason.DONE
     assert granted(effects) == ["b"]
 
 
@@ -340,7 +338,7 @@ def test_a_job_that_leaves_gives_its_nodes_to_the_next() -> None:
     group = Group(terms("a"), terms("b"))
     group.ask("a")
     group.ask("b")
-    assert granted(group.policy.observe(JobLeft(job=JobId("a")), now=0.0)) == ["b"]
+    assert granted(group.policy.observe(Forget(job=JobId("a")), now=0.0)) == ["b"]
     assert group.policy.permit(JobId("a")) is None
 
 
@@ -348,7 +346,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
     group = Group(terms("a"), terms("b"), terms("c", rollout="r1"), terms("d", rollout="r1"))
     for job in ("a", "b", "c", "d"):
         group.ask(job)
-    group.policy.observe(JobPlaced(terms=terms("b", rollout="r1")), now=0.0)
+    group.policy.observe(Place(terms=terms("b", rollout="r1")), now=0.0)
     # b asked before d did.
     assert granted(group.end("c")) == ["b"]
 
@@ -369,7 +367,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
 )
 def test_terms_that_cannot_be_met_are_refused_in_words(wrong: JobTerms, said: str) -> None:
     policy = PermitPolicy(CONFIG)
-    (refused,) = policy.observe(JobPlaced(terms=wrong), now=0.0)
+    (refused,) = policy.observe(Place(terms=wrong), now=0.0)
     assert isinstance(refused, Refuse)
     assert said in refused.reason
     assert policy.jobs == ()

@@ -12,11 +12,11 @@ from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, Slo
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_events import JobArrived, MoveJob, PhaseMeasured, ReviewDue
+from scheduler.rollmux.planner.group_effects import AssignPlace
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.sim.rollmux.baselines import PAPER_TAIL, WorstCase
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job
 
 HOUR_S = 3600.0
 ITERATION_S = 550.0
@@ -77,7 +77,7 @@ def _beside_each_other() -> GroupPlanner:
     """A tight job and an easy one that the forecast allows to share nodes, both well known."""
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     for job in (TIGHT, EASY):
-        planner.observe(JobArrived(job=job, curve=HALF_TAIL), now=0.0)
+        planner.place_job(job, curve=HALF_TAIL, now=0.0)
         _learn(planner, job)
     (cell,) = planner.book.cells.values()
     assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(cell)))
@@ -88,8 +88,7 @@ def _beside_each_other() -> GroupPlanner:
 def _learn(planner: GroupPlanner, job: JobSpec) -> None:
     for _ in range(40):
         for phase, ratio in zip(job.phases, (0.8, 0.7), strict=True):
-            event = PhaseMeasured(job=job.job, phase=phase.kind, solo_s=phase.max_s * ratio)
-            planner.observe(event, now=0.0)
+            planner.observe_phase(job.job, phase.kind, phase.max_s * ratio, now=0.0)
 
 
 def _settle(planner: GroupPlanner, job: JobSpec, *, credit_s: float, now: float) -> None:
@@ -103,13 +102,13 @@ def test_who_is_slowed_more_than_forecast_is_left_alone_before_its_credit_is_spe
     planner, now = _beside_each_other(), DAY_S
     _settle(planner, TIGHT, credit_s=1500.0, now=now)
     account = planner.facts[TIGHT.job].account
-    moved: list[MoveJob] = []
+    moved: list[AssignPlace] = []
     while not moved and account.credit_s(now) > -HOUR_S:
         now += 0.5 * HOUR_S
         account.solo_s += 0.5 * HOUR_S / (account.slo + 0.1)
         planner.facts[EASY.job].account.solo_s += 0.5 * HOUR_S / 1.5
-        effects = planner.observe(ReviewDue(), now=now)
-        moved = [effect for effect in effects if isinstance(effect, MoveJob)]
+        effects = planner.review(now=now)
+        moved = moves(effects)
     assert len(moved) == 1
     assert moved[0].reason.startswith(
         f"the promise to {TIGHT.job} was in danger: forecast slow-down "
@@ -123,10 +122,10 @@ def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
     homes = {}
     for credit_s in (HOUR_S, -HOUR_S):
         planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
-        planner.observe(JobArrived(job=TIGHT), now=0.0)
+        planner.place_job(TIGHT, now=0.0)
         _learn(planner, TIGHT)
         _settle(planner, TIGHT, credit_s=credit_s, now=DAY_S)
-        planner.observe(JobArrived(job=EASY), now=DAY_S)
+        planner.place_job(EASY, now=DAY_S)
         homes[credit_s] = planner.book.home
     assert homes[HOUR_S][EASY.job] == homes[HOUR_S][TIGHT.job]
     assert homes[-HOUR_S][EASY.job] != homes[-HOUR_S][TIGHT.job]
@@ -138,7 +137,7 @@ def test_a_saving_is_not_taken_at_the_cost_of_who_is_short_of_credit() -> None:
     for credit_s in (HOUR_S, -2 * HOUR_S):
         planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
         for job in (short, mover):
-            planner.observe(JobArrived(job=job), now=0.0)
+            planner.place_job(job, now=0.0)
             _learn(planner, job)
         planner.packer.now_s = DAY_S
         _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
@@ -158,7 +157,7 @@ def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
         planner = GroupPlanner(WorstCase(planned_tail=tail), TYPES, PlannerConfig(moves=False))
         jobs = [planned_job(name, 300, 100, slo=2.0, host=200) for name in "abc"]
         for job in jobs:
-            planner.observe(JobArrived(job=job), now=0.0)
+            planner.place_job(job, now=0.0)
         placed[tail] = sorted(len(cell.pinned) for cell in planner.book.cells.values())
     assert placed[PAPER_TAIL] != placed[UNDIVIDED]
     assert max(placed[PAPER_TAIL]) > max(placed[UNDIVIDED])
@@ -166,7 +165,7 @@ def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
 
 def test_the_paper_s_planner_knows_no_credit() -> None:
     planner = GroupPlanner(WorstCase(), TYPES, PlannerConfig(moves=False))
-    planner.observe(JobArrived(job=TIGHT), now=0.0)
+    planner.place_job(TIGHT, now=0.0)
     _settle(planner, TIGHT, credit_s=-DAY_S, now=DAY_S)
     planner.packer.now_s = DAY_S
     assert planner.packer.owed_slo(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
@@ -246,11 +245,11 @@ def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iterat
 def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     """Puts all jobs on the first one's nodes, regardless of forecasts, and well known."""
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
-    planner.observe(JobArrived(job=jobs[0]), now=0.0)
+    planner.place_job(jobs[0], now=0.0)
     (cell,) = planner.book.cells.values()
     (home,) = cell.pinned.values()
     for job in jobs[1:]:
-        planner.observe(JobArrived(job=job), now=0.0)
+        planner.place_job(job, now=0.0)
         planner.book.unpin(job.job, job.host_bytes_per_node)
         planner.book.pin(replace(home, job=job.job), cell, job.host_bytes_per_node)
         planner.packer.refresh(cell)
@@ -263,14 +262,14 @@ def _moved(planner: GroupPlanner) -> list[JobId]:
     return [move.placement.job for move in _moves(planner)]
 
 
-def _moves(planner: GroupPlanner) -> list[MoveJob]:
-    effects = planner.observe(ReviewDue(), now=DAY_S)
-    return [effect for effect in effects if isinstance(effect, MoveJob)]
+def _moves(planner: GroupPlanner) -> list[AssignPlace]:
+    effects = planner.review(now=DAY_S)
+    return moves(effects)
 
 
 def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
-    planner.observe(JobArrived(job=TIGHT), now=0.0)
+    planner.place_job(TIGHT, now=0.0)
     (cell,) = planner.book.cells.values()
     occupants = planner.packer.occupants(cell, slo_of=lambda _: NOBODY_BESIDE)
     assert planner.packer.judge.admits(Roster.of(occupants))
