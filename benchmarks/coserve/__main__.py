@@ -29,25 +29,24 @@ from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import FULL, SHORT
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
-from benchmarks.partial_result import PartialResult
-from benchmarks.reporting import report
-from benchmarks.rotation import rotated
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.calibration import Replayed
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import Hardware, Kind
-from examples.demo.parts import Parts
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Processes
-from examples.demo.production import ProductionClient, Prompts, production_session
-from examples.demo.production_model import PROMPT_IDS
-from examples.demo.records import ProductionRequest
-from examples.demo.run_directory import run_directory
-from examples.demo.session import FIRST_LEVEL, run_with_watchdog
-from examples.demo.slo import choose_slo
-from examples.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
-from examples.demo.trace import Trace, read_trace
-from examples.demo.window import Window, mean_rate
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.calibration import Replayed
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import Hardware, Kind
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.parts import Parts, run_with_watchdog
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Processes
+from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production_model import PROMPT_IDS
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.reporting import report
+from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.slo import FIRST_LEVEL, choose_slo
+from benchmarks.testbed.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
+from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.gateway.leases import AgentClient

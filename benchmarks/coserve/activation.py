@@ -16,8 +16,8 @@ import msgspec
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
-from examples.demo.job.vocabulary import VOCABULARY_SIZE
-from examples.demo.slot import GUEST, url
+from benchmarks.testbed.slot import GUEST, url
+from examples.grpo.vocabulary import VOCABULARY_SIZE
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
 from harvester.contracts.wire.leases import EPOCH_HEADER

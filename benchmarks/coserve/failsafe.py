@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.coserve.reclaim import after_loss
 from benchmarks.coserve.rollouts import Lease, Rollouts
-from examples.demo.slot import ServingSlot
+from benchmarks.testbed.slot import ServingSlot
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest

@@ -17,8 +17,8 @@ import aiohttp
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
-from examples.demo.slot import url
-from examples.demo.trace import Arrival
+from benchmarks.testbed.slot import url
+from benchmarks.testbed.trace import Arrival
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, Guest, PageReader
 

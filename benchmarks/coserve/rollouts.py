@@ -13,9 +13,9 @@ from random import Random
 
 import aiohttp
 
-from examples.demo.hardware import RolloutLoad
-from examples.demo.job.vocabulary import VOCABULARY_SIZE
-from examples.demo.slot import GUEST, SLOT
+from benchmarks.testbed.hardware import RolloutLoad
+from benchmarks.testbed.slot import GUEST, SLOT
+from examples.grpo.vocabulary import VOCABULARY_SIZE
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.wire.leases import EPOCH_HEADER, LeaseGranted, LeaseRequest

@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import ALONE, IN_ROUNDS, Arm, Setting
 from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.production import ProductionClient
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import ServiceLevel, choose_slo
+from benchmarks.testbed.slot import GUEST, PRODUCTION, ServingSlot
+from benchmarks.testbed.window import Window
 from coserve.guest.isolation import NO_ISOLATION
-from examples.demo.production import ProductionClient
-from examples.demo.records import ProductionRequest
-from examples.demo.slo import ServiceLevel, choose_slo
-from examples.demo.slot import GUEST, PRODUCTION, ServingSlot
-from examples.demo.window import Window
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse

@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
-from benchmarks.rotation import rotated
-from examples.demo.bootstrap import Latencies, ratio_interval
-from examples.demo.records import ProductionRequest
-from examples.demo.serving_figures import ratio
-from examples.demo.trace import Arrival
+from benchmarks.testbed.bootstrap import Latencies, ratio_interval
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.serving_figures import ratio
+from benchmarks.testbed.trace import Arrival
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.05

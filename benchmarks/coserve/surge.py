@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
-from examples.demo.trace import Arrival
+from benchmarks.testbed.trace import Arrival
 
 TIMES = 10.0
 _WITHIN_S = 1.0

@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
-from examples.demo.trace import Arrival
-from examples.demo.window import Window
+from benchmarks.testbed.trace import Arrival
+from benchmarks.testbed.window import Window
 
 LONG_PROMPT_TOKENS = 16_384
 CONTEXT_TOKENS = LONG_PROMPT_TOKENS + 128

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.rotation import rotated
+from benchmarks.testbed.rotation import rotated
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms

@@ -16,15 +16,15 @@ import msgspec
 import yaml
 
 from benchmarks.multiplex.arms import JOBS, ROLLOUT_CORE, JobShape, Run
+from benchmarks.testbed.parts import Parts
+from benchmarks.testbed.processes import pin
+from benchmarks.testbed.slot import url
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import STEADY_HEAP, EngineSpec
-from examples.demo.job.config import JobConfig
-from examples.demo.job.model import PolicyShape, write_checkpoint
-from examples.demo.job.warm_up import WarmUp
-from examples.demo.parts import Parts
-from examples.demo.processes import pin
-from examples.demo.slot import url
+from examples.grpo.config import JobConfig
+from examples.grpo.model import PolicyShape, write_checkpoint
+from examples.grpo.warm_up import WarmUp
 
 CONCURRENCY = 48
 _POLL_S = 0.25
@@ -142,5 +142,5 @@ def _gateway(job: JobShape) -> str:
 
 
 def _warm_only(config: Path) -> tuple[str, ...]:
-    trainer = "examples.demo.job.trainer"
+    trainer = "examples.grpo.trainer"
     return (sys.executable, "-m", trainer, "--config", str(config), "--warm-only")

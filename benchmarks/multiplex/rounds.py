@@ -16,13 +16,12 @@ from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.rollout_node import RolloutNode
 from benchmarks.multiplex.serving_node import ServingNode
 from benchmarks.multiplex.training_job import TrainingJob
-from examples.demo.gateway_admin import GatewayAdmin
-from examples.demo.job.events import StepDone
-from examples.demo.parts import Parts
-from examples.demo.prerequisites import free_ports
-from examples.demo.production import production_session
-from examples.demo.session import run_with_watchdog
-from examples.demo.trace import Trace
+from benchmarks.testbed.gateway_admin import GatewayAdmin
+from benchmarks.testbed.parts import Parts, run_with_watchdog
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.production import production_session
+from benchmarks.testbed.trace import Trace
+from examples.grpo.events import StepDone
 from scheduler.rollmux.control import on_ray
 from scheduler.rollmux.permits.terms import PermitsConfig
 

@@ -18,28 +18,27 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core_time import account, used
-from benchmarks.partial_result import PartialResult
 from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.pulse.probe import scraped
-from benchmarks.reporting import report
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.parts import Parts, run_with_watchdog
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Processes, pin
+from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production_model import PROMPT_IDS, write_production_checkpoint
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.reporting import report
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
+from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.window import Window, windows_of
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import CpuHardware, Hardware, Kind
-from examples.demo.parts import Parts
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Processes, pin
-from examples.demo.production import ProductionClient, Prompts, production_session
-from examples.demo.production_model import PROMPT_IDS, write_production_checkpoint
-from examples.demo.records import ProductionRequest
-from examples.demo.run_directory import run_directory
-from examples.demo.session import run_with_watchdog
-from examples.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
-from examples.demo.trace import Trace, read_trace
-from examples.demo.window import Window, windows_of
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import PageDirectory
 

@@ -8,7 +8,6 @@ import argparse
 import os
 from pathlib import Path
 
-from benchmarks.reporting import report
 from benchmarks.rollmux.arm_figures import chosen_arms
 from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.determinism import deterministic
@@ -20,6 +19,7 @@ from benchmarks.rollmux.headroom import HARVESTED_RATIO
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from benchmarks.rollmux.worlds import world_figures
+from benchmarks.testbed.reporting import report
 from harvester.contracts.errors import ConfigError
 from harvester.platform.result_file import make_writable
 from scheduler.sim.rollmux.arms import ARMS

@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.rollmux.headroom import Headroom, headroom_of
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.trace import read_trace
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.trace import read_trace
 from scheduler.model import Pool
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
 from scheduler.sim.rollmux.harvest import run_harvest

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from coserve.guest.guest_slot import GuestSlot
 from harvester.contracts.page import (
     EngineCore,

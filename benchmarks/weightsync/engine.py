@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.partial_result import PartialResult
-from benchmarks.reporting import report
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.processes import Child, Processes
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.engine_arms import FORM_FILE, RESULT_FILE
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import CpuHardware, Hardware, Kind
-from examples.demo.processes import Child, Processes
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted, Unsupported
 

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.netns import SlowLink, slow_link
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted

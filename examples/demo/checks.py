@@ -1,9 +1,9 @@
 """The demo's pass criteria, one line each. An unmeasured figure fails. Pure."""
 
+from benchmarks.testbed.serving_figures import Interval, ratio
+from benchmarks.testbed.slo import ATTAINMENT_MAX, ATTAINMENT_MIN
 from examples.demo.job_figures import Comparison, JobRun
-from examples.demo.schema import Check, Interval, Result
-from examples.demo.serving_figures import ratio
-from examples.demo.slo import ATTAINMENT_MAX, ATTAINMENT_MIN
+from examples.demo.schema import Check, Result
 
 STEP_SPEEDUP_MIN = 1.2
 IDEAL_SHARE_MIN = 0.85

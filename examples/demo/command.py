@@ -11,27 +11,28 @@ from types import FrameType
 import typer
 from rich.console import Console
 
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.prerequisites import check_machine
+from benchmarks.testbed.processes import Processes
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.serving_figures import arms_of
+from benchmarks.testbed.slot import GUEST
+from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.window import mean_rate
 from examples.demo.blocks import BlockPlan
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.prerequisites import check_machine
-from examples.demo.processes import Processes
-from examples.demo.records import Arm, ProductionRequest, Record, TrainingStep
-from examples.demo.rehearsal import TOKEN_SCALE
+from examples.demo.preparation import TOKEN_SCALE
+from examples.demo.records import Arm, Record, TrainingStep
 from examples.demo.report import write_report
-from examples.demo.result import Facts, as_json, result_of
-from examples.demo.run_directory import run_directory
-from examples.demo.serving_figures import arms_of, level_of
+from examples.demo.result import Facts, as_json, level_of, result_of
 from examples.demo.session import (
     Outcome,
     Recorder,
     Session,
     SessionPlan,
 )
-from examples.demo.slot import GUEST
 from examples.demo.stack import Stack
 from examples.demo.table import closing, step_line
-from examples.demo.trace import Trace, read_trace
-from examples.demo.window import mean_rate
 from harvester.contracts.clock import MonotonicClock
 
 FULL = SessionPlan(

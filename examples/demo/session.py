@@ -6,34 +6,33 @@ measured blocks, as many rounds as there is time for  ->  result
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.gateway_admin import GatewayAdmin
+from benchmarks.testbed.parts import run_with_watchdog
+from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production_model import PROMPT_IDS
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
+from benchmarks.testbed.slot import PRODUCTION
+from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.window import Window, mean_rate
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
-from examples.demo.calibration import TARGET_BUSY_SHARE
-from examples.demo.gateway_admin import GatewayAdmin
-from examples.demo.production import ProductionClient, Prompts, production_session
-from examples.demo.production_model import PROMPT_IDS
-from examples.demo.records import Arm, ProductionRequest, Record
-from examples.demo.rehearsal import Rehearsal
-from examples.demo.slo import ServiceLevel, choose_slo
-from examples.demo.slot import PRODUCTION
+from examples.demo.preparation import Rehearsal
+from examples.demo.records import Arm, Record
 from examples.demo.stack import JOBS, Stack
-from examples.demo.trace import Trace
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
 from examples.demo.weights_audit import WeightsAudit
-from examples.demo.window import Window, mean_rate
 from harvester.contracts.clock import Clock
-
-T = TypeVar("T")
-FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,20 +188,6 @@ class Session:
             ready = await link.ready()
             self.told(f"job {JOBS[arm]}: {ready.parameters / 1e6:.1f} M parameters published")
         return links
-
-
-async def run_with_watchdog(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`; if `danger` raises first, cancels `work` and raises that error."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(danger)
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[1].done():
-            tasks[1].result()
-        return await tasks[0]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def measured_level(records: Iterable[Record]) -> ServiceLevel | None:

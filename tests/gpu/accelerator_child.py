@@ -14,10 +14,9 @@ import sys
 import threading
 from typing import Any, Protocol
 
-from tests.gpu.fake_client import FakeClient
-
 from harvester.contracts.clock import MonotonicClock
 from tests.gpu.answered_lines import answer_lines
+from tests.gpu.fake_client import FakeClient
 from tests.gpu.fake_worker import FakeWorker
 
 _SIDE = 1024

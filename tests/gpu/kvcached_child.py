@@ -16,16 +16,15 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from coserve.vllm.kv_shared import KvShared
+from coserve.vllm.launch import SEGMENT_VARIABLE
+from harvester.platform.kv_segment import KvSegment
 from tests.contract.coserve.fake_kvcached import (
     BLOCKS_PER_PAGE,
     PAGE_BYTES,
     FakeManager,
     FakePool,
 )
-
-from coserve.vllm.kv_shared import KvShared
-from coserve.vllm.launch import SEGMENT_VARIABLE
-from harvester.platform.kv_segment import KvSegment
 from tests.gpu.answered_lines import answer_lines
 
 LAYERS, BUFFERS, PER_BLOCK, HEADS, WIDTH = 8, 2, 16, 8, 64

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.gpu.fake_client import MULTIPROCESSORS
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.platform.mps import DEFAULT_CONTROL, PIPE_VARIABLE, MpsControl
 from tests.gpu.child import Child
+from tests.gpu.fake_client import MULTIPROCESSORS
 from tests.mps_daemon import MpsDaemon
 
 LOG_VARIABLE = "CUDA_MPS_LOG_DIRECTORY"

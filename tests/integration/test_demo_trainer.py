@@ -16,10 +16,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from examples.demo.job.environment import KEY_DIGITS, Line
-from examples.demo.job.gateway_client import GatewayClient
-from examples.demo.job.retry_schedule import RetrySchedule
-from examples.demo.job.vocabulary import STOP_ID, digit_of
+from examples.grpo.environment import KEY_DIGITS, Line
+from examples.grpo.gateway_client import GatewayClient
+from examples.grpo.retry_schedule import RetrySchedule
+from examples.grpo.vocabulary import STOP_ID, digit_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
@@ -110,7 +110,7 @@ async def started(tmp_path: Path, url: str) -> Process:
     }
     (tmp_path / "job.json").write_text(json.dumps(config))
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "examples.demo.job.trainer"),
+        *(sys.executable, "-m", "examples.grpo.trainer"),
         *("--config", str(tmp_path / "job.json")),
         stdin=PIPE,
         stdout=PIPE,

@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Child, Processes
 from coserve.guest.guest_slot import GuestSlot
 from coserve.law.gate import Closed
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
-from examples.demo.job.model import write_checkpoint
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Child, Processes
+from examples.grpo.model import write_checkpoint
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.ids import Epoch

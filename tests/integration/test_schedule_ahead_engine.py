@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coserve.vllm.environment import ENGINE_VARIABLE, ROLE_VARIABLE, Role
-from examples.demo.job.model import write_checkpoint
+from examples.grpo.model import write_checkpoint
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageDirectory, Pulse
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE

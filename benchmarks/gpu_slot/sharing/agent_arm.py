@@ -19,8 +19,8 @@ import yaml
 
 from benchmarks.coserve.rollouts import Lease
 from benchmarks.gpu_slot.ended_process import ended
-from examples.demo.prerequisites import free_ports
-from examples.demo.slot import SLOT
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.slot import SLOT
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.platform.parent import end_with

@@ -36,7 +36,7 @@ from benchmarks.gpu_slot.sharing.gate_times import (
     summary_ms,
 )
 from benchmarks.gpu_slot.sharing.grant_writer import GrantWriter
-from benchmarks.rotation import rotated
+from benchmarks.testbed.rotation import rotated
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, ProductionModel, pulse_page

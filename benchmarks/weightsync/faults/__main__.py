@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.faults import measure
 from harvester.contracts.clock import MonotonicClock
 

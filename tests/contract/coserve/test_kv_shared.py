@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from coserve.vllm.capabilities import capabilities
+from coserve.vllm.kv_shared import KvShared, check, is_shared
+from harvester.contracts.errors import Unsupported
+from harvester.platform.kv_segment import SEGMENTS, KvSegment
 from tests.contract.coserve.fake_kvcached import (
     BLOCKS_PER_PAGE,
     MOST_AHEAD,
@@ -18,11 +23,6 @@ from tests.contract.coserve.fake_kvcached import (
     FakePage,
     FakePool,
 )
-
-from coserve.vllm.capabilities import capabilities
-from coserve.vllm.kv_shared import KvShared, check, is_shared
-from harvester.contracts.errors import Unsupported
-from harvester.platform.kv_segment import SEGMENTS, KvSegment
 
 PER_BLOCK, BLOCKS, LAYERS, BUFFERS = 16, 64, 2, 2
 BLOCK_BYTES = PAGE_BYTES // BLOCKS_PER_PAGE

@@ -13,13 +13,13 @@ from benchmarks.coserve.arms import ALONE, IN_ROUNDS, RECLAIM, SETTINGS, WITH_PR
 from benchmarks.coserve.figures import Facts, figures, inconclusive
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
-from benchmarks.rotation import rotated
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import CpuHardware, Kind
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.slo import ServiceLevel
+from benchmarks.testbed.slot import ServingSlot, SlotPorts
 from coserve.guest.isolation import NO_ISOLATION
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import CpuHardware, Kind
-from examples.demo.records import ProductionRequest
-from examples.demo.slo import ServiceLevel
-from examples.demo.slot import ServingSlot, SlotPorts
 from harvester.config import SlotConfig, load_agent_config
 from harvester.policy.settings import SlotSettings
 

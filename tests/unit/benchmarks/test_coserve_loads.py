@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from benchmarks.core_time import account, used
 from benchmarks.coserve import side_by_side
 from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.closed_gate import Window as ClosedWindow
@@ -27,10 +26,11 @@ from benchmarks.coserve.unseen import (
     crowd,
     long_prompt,
 )
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.trace import Arrival
+from benchmarks.testbed.window import Window
 from coserve.vllm.pulse import PULSE_TTL_NS
-from examples.demo.records import ProductionRequest
-from examples.demo.trace import Arrival
-from examples.demo.window import Window
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader, Pulse, Reading
 

@@ -18,10 +18,10 @@ from benchmarks.coserve.arms import Arm
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import SHORT
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.hardware import CpuHardware
-from examples.demo.slot import ServingSlot
-from examples.demo.window import Window
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.hardware import CpuHardware
+from benchmarks.testbed.slot import ServingSlot
+from benchmarks.testbed.window import Window
 from harvester.contracts.page import PageDirectory
 
 ARM_S = 12.0

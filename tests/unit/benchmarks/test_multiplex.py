@@ -9,8 +9,8 @@ from benchmarks.multiplex.arms import JOBS, NODES, Arm, Run, runs
 from benchmarks.multiplex.figures import Facts, figures, reward_gap_se
 from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.serving_node import Served
-from examples.demo.job.events import StepDone, Trajectories
-from examples.demo.records import ProductionRequest
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.grpo.events import StepDone, Trajectories
 from scheduler.rollmux.permits.terms import terms_fault
 
 FACTS = Facts(steps=2, cores=2, engine_cold_s=40.0)

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.pulse import __main__ as pulse
 from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.gpu_hardware import GpuHardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware
+from benchmarks.testbed.parts import Parts
+from benchmarks.testbed.production_request import ProductionRequest
 from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.vllm.launch import EngineCommand
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.gpu_hardware import GpuHardware
-from examples.demo.hardware import CpuHardware, Hardware
-from examples.demo.parts import Parts
-from examples.demo.records import ProductionRequest
 
 
 def requests_of(arm: Arm, *, slower: float, failed: bool = False) -> list[ProductionRequest]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.testbed.hardware import Kind
 from benchmarks.weightsync.engine import FORMS, measure
 from benchmarks.weightsync.engine_arms import (
     Times,
@@ -15,7 +16,6 @@ from benchmarks.weightsync.engine_arms import (
     first_state,
     next_state,
 )
-from examples.demo.hardware import Kind
 from harvester.contracts.errors import Exhausted, Unsupported
 
 TINY = {

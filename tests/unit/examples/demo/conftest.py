@@ -7,15 +7,8 @@ import async_solipsism
 import numpy as np
 import pytest
 
-from examples.demo.records import (
-    Arm,
-    Block,
-    EngineGap,
-    GrantSample,
-    ProductionRequest,
-    Record,
-    TrainingStep,
-)
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.demo.records import Arm, Block, EngineGap, GrantSample, Record, TrainingStep
 from examples.demo.result import Facts, result_of
 from examples.demo.schema import Result
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.window import windows_of
 from examples.demo import command
-from examples.demo.bursts import Bursts, generated_trace
 from examples.demo.command import demo
 from examples.demo.records import Record
 from examples.demo.schema import problems
 from examples.demo.session import Outcome
-from examples.demo.trace import Trace
-from examples.demo.window import windows_of
 from harvester.contracts.errors import ConfigError
 
 PLAIN_TRACE = "t_s,input_tokens,output_tokens\n" + "".join(

@@ -3,10 +3,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from examples.demo.records import Arm, Block, EngineGap, ProductionRequest, Record, TrainingStep
-from examples.demo.result import Facts, as_json, result_of
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import arms_of
+from examples.demo.records import Arm, Block, EngineGap, Record, TrainingStep
+from examples.demo.result import Facts, as_json, level_of, result_of
 from examples.demo.schema import Check, Result
-from examples.demo.serving_figures import arms_of, level_of
 from examples.demo.session import measured_level
 from harvester.contracts.errors import ConfigError
 

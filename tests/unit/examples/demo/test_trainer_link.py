@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from examples.demo.job.events import Event, Failed, Ready, StepDone, Trajectories, encoded_event
-from examples.demo.processes import Child
+from benchmarks.testbed.processes import Child
 from examples.demo.trainer_link import TrainerLink
+from examples.grpo.events import Event, Failed, Ready, StepDone, Trajectories, encoded_event
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 
 READY = Ready(
