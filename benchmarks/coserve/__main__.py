@@ -24,7 +24,7 @@ from benchmarks.coserve.load import Aim, Load
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
-from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import FULL, SHORT
 from benchmarks.coserve.surge import surges
@@ -33,6 +33,7 @@ from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.calibration import Replayed
 from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
+from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
 from benchmarks.testbed.prerequisites import free_ports
@@ -111,7 +112,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 class Bench:
-    """One run: engines, rehearsal, rounds, then what the guest does when it is to stop."""
+    """One run: engines, preparation, rounds, then stops of the guest."""
 
     def __init__(self, slot: ServingSlot, trace: Trace, given: argparse.Namespace) -> None:
         self.slot, self.given = slot, given
@@ -131,13 +132,13 @@ class Bench:
         self._last = Guest()
         self._pulse = pages.pulse_reader(pulse_page(PRODUCTION, 0))
 
-    def told(self, message: str) -> None:
+    def on_progress(self, message: str) -> None:
         print(f"{self.clock.now() - self.started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     def guest(self) -> Guest:
         """The guest's last record: a burst that takes the whole core leaves it no time to write."""
-        said = self._guest.read().record or self._guest.read_left().record
-        self._last = said or self._last
+        page = self._guest.read().record or self._guest.read_left().record
+        self._last = page or self._last
         return self._last
 
     def pulse(self) -> Pulse:
@@ -160,7 +161,7 @@ class Bench:
                 clock=self.clock,
                 record=self.requests.append,
             )
-            self.lease = Lease(AgentClient(session, url(self.slot.ports.agent), timeout_s=5.0))
+            self.lease = HeldLease(AgentClient(session, url(self.slot.ports.agent), timeout_s=5.0))
             self.rollouts = Rollouts(
                 session,
                 url(self.slot.ports.guest),
@@ -185,7 +186,7 @@ class Bench:
             level=FIRST_LEVEL,
             requests=self.requests,
         )
-        windows = await self._rehearsed(runner)
+        windows = await self._prepared(runner)
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "rounds": lambda: self._rounds(runner, windows),
             "reclaim": lambda: self._reclaim(runner, windows),
@@ -209,22 +210,24 @@ class Bench:
         left_s = self._left_s()
         if takes_s <= left_s:
             return True
-        self.told(f"{what} is left out: {takes_s:.0f} s are more than the {left_s:.0f} s left")
+        self.on_progress(
+            f"{what} is left out: {takes_s:.0f} s are more than the {left_s:.0f} s left"
+        )
         return False
 
     async def _started(self) -> None:
         """Waits until engines and agent answer."""
         if not self.hardware.starts_in_turn:
-            await self.slot.agent_answers(self.told)
+            await self.slot.agent_answers(self.on_progress)
         started_s = self.clock.now()
-        await self.slot.engines_answer(self.told)
+        await self.slot.engines_answer(self.on_progress)
         self.cold_s = self.clock.now() - started_s
         if self.hardware.starts_in_turn:
             self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
-            await self.slot.agent_answers(self.told)
+            await self.slot.agent_answers(self.on_progress)
 
     async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
-        self.told(
+        self.on_progress(
             f"{self.rounds} rounds of {self.length.slice_s:.0f} s, {mean_rate(windows):.1f} "
             f"requests/s of {self.load.sizes.input_scale:g} times the trace's input and "
             f"{self.load.sizes.output_scale:g} times its output"
@@ -237,7 +240,7 @@ class Bench:
             began_s = self.clock.now()
             for arm, _ in arms:
                 done = await runner.run(arm, turn, windows[turn])
-                self.told(
+                self.on_progress(
                     f"round {turn + 1} {arm}: production busy "
                     f"{done.production_busy_s / done.seconds:.0%}, on its core "
                     f"{done.production_core_s / done.seconds:.0%}, guest "
@@ -254,9 +257,9 @@ class Bench:
         return found
 
     async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
-        self.told("the grant closed under load")
+        self.on_progress("the grant closed under load")
         reclaim = await closings(runner, windows[-1], self._grant, seconds=self.length.closings_s)
-        self.told("KV back, a sleeping guest to its first token, a surge")
+        self.on_progress("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
         reclaim |= await shrinks.run(self.length.shrinks, arrivals)
@@ -268,9 +271,9 @@ class Bench:
         }
 
     async def _closed_gate(self, runner: Runner) -> dict[str, Any]:
-        self.told("the gate closed, with requests that wait")
+        self.on_progress("the gate closed, with requests that wait")
         found = await closed_gate(runner, self._grant, self.length)
-        self.told(f"{found}")
+        self.on_progress(f"{found}")
         return found
 
     async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
@@ -282,21 +285,21 @@ class Bench:
         }
         found: dict[str, Any] = {}
         for name, measure in parts.items():
-            self.told(f"a load that production has never shown: {name}")
+            self.on_progress(f"a load that production has never shown: {name}")
             found[name] = await measure()
-            self.told(f"{found[name]}")
+            self.on_progress(f"{found[name]}")
         return {"unseen": found}
 
-    async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
+    async def _prepared(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""
-        rehearsal_s = self.length.rehearsal_s
-        await self._replayed(self.load.windows(rehearsal_s, count=1)[0].evenly(), runner)
+        preparation_s = self.length.preparation_s
+        await self._replayed(self.load.windows(preparation_s, count=1)[0].evenly(), runner)
         self._aim(())
         runner.instruct(SETTINGS[Arm.ROSEMUX])
         async with self.lease.holding(), self.rollouts.running():
-            await asyncio.sleep(rehearsal_s)
+            await asyncio.sleep(preparation_s)
         await runner.quiet()
-        self._aim((await self._replayed(self.load.windows(rehearsal_s, count=1)[0], runner),))
+        self._aim((await self._replayed(self.load.windows(preparation_s, count=1)[0], runner),))
         return self.load.windows(self.length.slice_s, count=self.rounds)
 
     async def _replayed(self, window: Window, runner: Runner) -> Replayed:
@@ -334,7 +337,7 @@ class Bench:
             rollouts=self.rollouts,
             clock=self.clock,
             new_agent=self._new_agent,
-            told=self.told,
+            on_progress=self.on_progress,
             kept=lambda found: self.kept.keep({"failsafe_ms": found}),
         )
         # The last trial begins so early that it ends in time.

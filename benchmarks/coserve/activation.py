@@ -83,12 +83,12 @@ class Activations:
             data=json.dumps(request),
             headers={"Content-Type": "application/json", EPOCH_HEADER: str(held.epoch)},
         ) as response:
-            said = await response.text()
+            body = await response.text()
             if response.status not in (200, *_NOT_YET):
-                raise ConfigError(f"the guest answers {response.status}: {said[:200]}")
+                raise ConfigError(f"the guest answers {response.status}: {body[:200]}")
             if response.status != 200:
                 return False
-            return bool(json.loads(said)["usage"]["completion_tokens"] == 1)
+            return bool(json.loads(body)["usage"]["completion_tokens"] == 1)
 
     def _held_mib(self) -> float:
         tree = self.runner.slot.parts.running[GUEST].tree()

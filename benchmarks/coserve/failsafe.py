@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.coserve.reclaim import after_loss
-from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.coserve.rollouts import Rollouts
+from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.slot import ServingSlot
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
@@ -91,12 +92,12 @@ class TrialBook:
 class FailSafe:
     slot: ServingSlot
     guest: Callable[[], Guest]
-    lease: Lease
+    lease: HeldLease
     rollouts: Rollouts
     clock: Clock
     new_agent: Callable[[], Awaitable[None]]
     """Called after a kill, once the guest was watched."""
-    told: Callable[[str], None]
+    on_progress: Callable[[str], None]
     kept: Callable[[dict[str, Any]], None] = lambda _: None
     """Called with the figures so far, after each trial."""
 
@@ -109,7 +110,7 @@ class FailSafe:
             made = len(book.trials) - before
             if made % _TOLD_EVERY == 0:
                 each_s = (self.clock.now() - start_s) / made
-                self.told(f"{book.figures()}, {each_s:.1f} s each")
+                self.on_progress(f"{book.figures()}, {each_s:.1f} s each")
         return book.figures()
 
     async def _trial(self, number: signal.Signals) -> float | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.coserve.arms import ALONE, IN_ROUNDS, Arm, Setting
-from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel, choose_slo
@@ -49,7 +50,7 @@ class Runner:
     slot: ServingSlot
     client: ProductionClient
     rollouts: Rollouts
-    lease: Lease
+    lease: HeldLease
     clock: Clock
     pulse: Callable[[], Pulse]
     guest: Callable[[], Guest]

@@ -32,14 +32,14 @@ class SideBySide:
     trials: int
     patience_s: float = 60.0
     """A request without its last token by then has failed."""
-    rehearsed: bool = False
+    warmed_up: bool = False
     """Whether one uncounted run alone comes first: an engine's first run is no trial."""
     kv_usage_ratio: float = field(default=0.0)
     """Production's largest, of all trials."""
 
     async def run(self, name: str, arrivals: Sequence[Arrival]) -> Seen:
         seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
-        if self.rehearsed:
+        if self.warmed_up:
             await self._trial(Arm.ALONE, name, -1, arrivals, [])
         for arm, turn in rotated(tuple(seen), self.trials):
             await self._trial(arm, name, turn, arrivals, seen[arm])
@@ -90,5 +90,7 @@ def compared(
 
 def _ttft_of(requests: Sequence[ProductionRequest]) -> Latencies:
     """First-token latencies by trial: the requests of one trial met the same machine speed."""
-    told = [(r.ttft_s, (r.block, 0)) for r in requests if r.ttft_s is not None]
-    return Latencies(np.array([ttft_s for ttft_s, _ in told]), tuple(trial for _, trial in told))
+    answered = [(r.ttft_s, (r.block, 0)) for r in requests if r.ttft_s is not None]
+    return Latencies(
+        np.array([ttft_s for ttft_s, _ in answered]), tuple(trial for _, trial in answered)
+    )

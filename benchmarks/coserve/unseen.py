@@ -65,7 +65,7 @@ def _amid(window: Window, unseen: list[Arrival]) -> list[Arrival]:
 
 async def long_prompts(runner: Runner, trials: int, window: Window) -> dict[str, Any]:
     """The ratios are those of the requests around it, and its own."""
-    load = SideBySide(runner, trials, patience_s=_PATIENCE_S, rehearsed=True)
+    load = SideBySide(runner, trials, patience_s=_PATIENCE_S, warmed_up=True)
     seen = await load.run("long_prompt", long_prompt(window))
     own = compared(seen, lambda request: request.trace_index >= _INDEX)
     found = compared(seen, lambda request: request.trace_index < _INDEX)

@@ -49,14 +49,14 @@ class RolloutNode:
     def gateway_url(self, job: JobShape) -> str:
         return url(self._gateways[job.name])
 
-    async def start_first(self, told: Callable[[str], None]) -> float:
+    async def start_first(self, on_progress: Callable[[str], None]) -> float:
         """The seconds of an engine's cold start, of one that starts alone."""
         paths = self._parts.paths
         write_checkpoint(paths.run / "policy", self._shape)
         paths.weights.mkdir(parents=True, exist_ok=True)
         started_s = self._parts.clock.now()
         self._start_engine(JOBS[0])
-        await self._parts.answers(_engine(JOBS[0]), self.engine_url(JOBS[0]), told)
+        await self._parts.answers(_engine(JOBS[0]), self.engine_url(JOBS[0]), on_progress)
         return self._parts.clock.now() - started_s
 
     def start_others(self) -> None:
@@ -66,13 +66,15 @@ class RolloutNode:
         for job in JOBS:
             self._start_gateway(job)
 
-    async def answers(self, told: Callable[[str], None]) -> None:
+    async def answers(self, on_progress: Callable[[str], None]) -> None:
         """Waits until all answer; the engines are on their core then."""
         for job in JOBS:
-            await self._parts.answers(_engine(job), self.engine_url(job), told)
+            await self._parts.answers(_engine(job), self.engine_url(job), on_progress)
             pin(self._parts.running[_engine(job)], ROLLOUT_CORE)
         for job in JOBS:
-            await self._parts.answers(_gateway(job), self.gateway_url(job), told, path="/healthz")
+            await self._parts.answers(
+                _gateway(job), self.gateway_url(job), on_progress, path="/healthz"
+            )
 
     async def warm_up(self) -> None:
         """Make the warm policy that every run starts from, if it is not cached."""

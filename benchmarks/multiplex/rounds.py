@@ -1,4 +1,4 @@
-"""One run of the benchmark: engines, the warm policy, a rehearsal, then the arms round by round."""
+"""One run of the benchmark: engines, warm policy, preparation, then the arms round by round."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ _STARTED = tuple(reversed(JOBS))
 _STAGGER_S = 0.25
 """Head start of the job with the shorter rollouts, in s: the first to ask fixes the cycle's order
 for good, and with it the makespan, so it is the same job in every arm."""
-_REHEARSAL = Run(None)
+_PREPARATION = Run(None)
 _PORTS = 2 * len(JOBS) + 3
 
 
@@ -49,7 +49,7 @@ class Bench:
         self._node = RolloutNode(
             parts,
             ports,
-            (_REHEARSAL, *self._runs),
+            (_PREPARATION, *self._runs),
             agent_url=self._serving.agent_url if self._serving else None,
         )
         self._started_s = self._clock.now()
@@ -74,7 +74,7 @@ class Bench:
 
     async def _rounds(self) -> None:
         for shape in JOBS:
-            await self._rehearsed(shape)
+            await self._prepared(shape)
         if self._serving is not None:
             await self._serving.calibrate()
             self._told(f"production at {self._serving.window.rate:.2f} requests/s")
@@ -82,14 +82,14 @@ class Bench:
             self.done[run] = await self._measured(run)
             self._told(f"{run.name}: both jobs in {self.done[run].makespan_s:.1f} s")
 
-    async def _rehearsed(self, shape: JobShape) -> None:
+    async def _prepared(self, shape: JobShape) -> None:
         leases = self._serving is not None
         async with aiohttp.ClientSession() as session:
             gateway = GatewayAdmin(session, self._node.gateway_url(shape))
-            job = await self._loaded(shape, _REHEARSAL, steps=1)
-            await gateway.harvesting(shape.job(_REHEARSAL), enabled=leases)
+            job = await self._loaded(shape, _PREPARATION, steps=1)
+            await gateway.harvesting(shape.job(_PREPARATION), enabled=leases)
             await job.done()
-            await gateway.harvesting(shape.job(_REHEARSAL), enabled=False)
+            await gateway.harvesting(shape.job(_PREPARATION), enabled=False)
             await job.close()
 
     async def _measured(self, run: Run) -> ArmDone:

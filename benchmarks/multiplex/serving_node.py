@@ -76,7 +76,9 @@ class ServingNode:
         self.slot.start_engines()
         self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
 
-    async def answers(self, session: aiohttp.ClientSession, told: Callable[[str], None]) -> None:
+    async def answers(
+        self, session: aiohttp.ClientSession, on_progress: Callable[[str], None]
+    ) -> None:
         """Waits until all answer; the engines are on their core then."""
         self._client = ProductionClient(
             session=session,
@@ -86,8 +88,8 @@ class ServingNode:
             clock=self._clock,
             record=self.requests.append,
         )
-        await self.slot.agent_answers(told)
-        await self.slot.engines_answer(told)
+        await self.slot.agent_answers(on_progress)
+        await self.slot.engines_answer(on_progress)
         self.slot.bind()
 
     async def calibrate(self) -> None:

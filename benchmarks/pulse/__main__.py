@@ -121,8 +121,8 @@ class Bench:
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        told = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
-        return told | self.figures.result(seed=self.seed)
+        settings = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
+        return settings | self.figures.result(seed=self.seed)
 
     async def _start(self, ports: dict[str, int]) -> None:
         """Waits until all answer, pinned to their core if they have one."""

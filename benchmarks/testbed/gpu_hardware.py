@@ -110,7 +110,7 @@ class GpuHardware(Hardware):
             "VLLM_LOGGING_LEVEL": "INFO",
         }
 
-    def told_to_guest(self, backend: Isolation) -> Isolation | None:  # noqa: ARG002
+    def isolation_at_start(self, backend: Isolation) -> Isolation | None:  # noqa: ARG002
         return self.isolation()
 
 

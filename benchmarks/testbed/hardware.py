@@ -112,7 +112,7 @@ class Hardware(ABC):
         """`cache` is kept between runs."""
         return {}
 
-    def told_to_guest(self, backend: Isolation) -> Isolation | None:  # noqa: ARG002 - as above
+    def isolation_at_start(self, backend: Isolation) -> Isolation | None:  # noqa: ARG002 - as above
         """Isolation that is a matter of how the guest's processes start."""
         return None
 

@@ -62,7 +62,7 @@ class Parts:
         self.running[name] = self.processes.start(name, command, core=core)
 
     async def answers(
-        self, name: str, url: str, told: Callable[[str], None], path: str = "/health"
+        self, name: str, url: str, on_progress: Callable[[str], None], path: str = "/health"
     ) -> None:
         """Waits for an answer. Raises ConfigError if the process ends before, or takes too long."""
         child = self.running[name]
@@ -73,7 +73,7 @@ class Parts:
                 if self.clock.now() - started_s > _START_S:
                     raise ConfigError(f"{name} did not answer within {_START_S:.0f} s: {child.log}")
                 await asyncio.sleep(_POLL_S)
-        told(f"{name} is up after {self.clock.now() - started_s:.0f} s")
+        on_progress(f"{name} is up after {self.clock.now() - started_s:.0f} s")
 
     async def one_dies(self) -> None:
         """Raises ConfigError as soon as a part has died; never returns."""

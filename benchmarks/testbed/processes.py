@@ -156,8 +156,8 @@ class Processes:
         shared = _shared_memory_of(trees)
         for child in self._children:
             # A head ends its own; what has lost its head is asked itself.
-            asked = [child.process] if child.process.poll() is None else child.tree()
-            for process in asked:
+            ending = [child.process] if child.process.poll() is None else child.tree()
+            for process in ending:
                 _signal(process.pid, signal.SIGTERM)
         _, alive = psutil.wait_procs(trees, timeout=_TERM_S)
         _kill(alive)

@@ -161,8 +161,8 @@ class ProductionClient:
             f"{self.url}/v1/completions", data=body, headers={"Content-Type": "application/json"}
         ) as response:
             if response.status != 200:
-                told = await response.content.read(300)
-                watch.error = f"{response.status}: {told.decode(errors='replace')}"
+                body = await response.content.read(300)
+                watch.error = f"{response.status}: {body.decode(errors='replace')}"
                 return
             async for chunk in response.content.iter_any():
                 watch.read(chunk, now=self.clock.now())

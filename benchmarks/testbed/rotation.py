@@ -7,9 +7,10 @@ A = TypeVar("A")
 
 
 def rotated(arms: Sequence[A], rounds: int) -> Iterator[tuple[A, int]]:
-    """Yields each arm once a round, with the round's number.
+    """Yields every arm once per round, with the number of the round.
 
     Rotated from round to round, so that the machine's drift falls on every arm alike.
     """
-    for turn in range(rounds):
-        yield from ((arms[(place + turn) % len(arms)], turn) for place in range(len(arms)))
+    for number in range(rounds):
+        start = number % len(arms)
+        yield from ((arm, number) for arm in (*arms[start:], *arms[:start]))

@@ -126,14 +126,14 @@ class ServingSlot:
                 self.rollout_engine(GUEST, self.ports.guest),
                 pages=self.pages.path,
                 weights=paths.weights,
-                isolation=self.hardware.told_to_guest(self.isolation),
+                isolation=self.hardware.isolation_at_start(self.isolation),
             ),
             self.hardware.engine_environment(paths.cache),
         )
 
-    async def production_answers(self, told: Callable[[str], None]) -> None:
+    async def production_answers(self, on_progress: Callable[[str], None]) -> None:
         """Waits for a separately started production, and pins it to the slot's core."""
-        await self.parts.answers(PRODUCTION, url(self.ports.production), told)
+        await self.parts.answers(PRODUCTION, url(self.ports.production), on_progress)
         pin(self.parts.running[PRODUCTION], self.hardware.core(self.core))
 
     def rollout_engine(self, name: str, port: int) -> EngineSpec:
@@ -148,15 +148,15 @@ class ServingSlot:
             extra_arguments=(*self.hardware.guest_arguments(), *self.hardware.engine_arguments()),
         )
 
-    async def engines_answer(self, told: Callable[[str], None]) -> None:
+    async def engines_answer(self, on_progress: Callable[[str], None]) -> None:
         """A guest that starts in its turn starts here, and the agent after this."""
-        await self.parts.answers(PRODUCTION, url(self.ports.production), told)
+        await self.parts.answers(PRODUCTION, url(self.ports.production), on_progress)
         if not self.hardware.starts_in_turn:
-            await self.parts.answers(GUEST, url(self.ports.guest), told)
+            await self.parts.answers(GUEST, url(self.ports.guest), on_progress)
             return
         async with unpaced(self.pages):
             self._start_guest()
-            await self.parts.answers(GUEST, url(self.ports.guest), told)
+            await self.parts.answers(GUEST, url(self.ports.guest), on_progress)
 
     def bind(self) -> None:
         """Pin both engines, and put the guest under its isolation backend.
@@ -192,8 +192,8 @@ class ServingSlot:
             core=self.hardware.core(self.agent_core),
         )
 
-    async def agent_answers(self, told: Callable[[str], None]) -> None:
-        await self.parts.answers(AGENT, url(self.ports.agent), told, path="/healthz")
+    async def agent_answers(self, on_progress: Callable[[str], None]) -> None:
+        await self.parts.answers(AGENT, url(self.ports.agent), on_progress, path="/healthz")
 
     def instruct(self, policy: dict[str, Any]) -> None:
         """Give the agent another policy; it reloads its file and keeps the old one on error."""

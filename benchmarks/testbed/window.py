@@ -171,8 +171,8 @@ def _arrivals(
         strict=True,
     )
     return tuple(
-        Arrival(index=index, t_s=t_s, input_tokens=given, output_tokens=asked)
-        for index, (t_s, given, asked) in enumerate(columns)
+        Arrival(index=index, t_s=t_s, input_tokens=given, output_tokens=output)
+        for index, (t_s, given, output) in enumerate(columns)
     )
 
 

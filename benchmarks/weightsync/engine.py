@@ -176,8 +176,8 @@ def _followed(
             text, found = now_text, json.loads(now_text)
             keep(found)
             taken_s, done = clock.now() - started_s, found["repetitions"]
-            said = f"{done} of {repetitions} repetitions" if done else "the engine is up"
-            print(f"{taken_s:6.0f} s  {said}", file=sys.stderr, flush=True)
+            progress = f"{done} of {repetitions} repetitions" if done else "the engine is up"
+            print(f"{taken_s:6.0f} s  {progress}", file=sys.stderr, flush=True)
         if code == 0:
             return found
         if code is not None:

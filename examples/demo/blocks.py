@@ -60,7 +60,7 @@ class BlockRunner:
     watch: SlotWatch
     clock: Clock
     record: Callable[[Record], None]
-    told: Callable[[str], None]
+    on_progress: Callable[[str], None]
 
     async def run(self, arm: Arm, index: int, window: Window, plan: BlockPlan) -> None:
         """One measured block."""

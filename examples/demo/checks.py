@@ -117,7 +117,7 @@ def _within(name: str, value: float | None, least: float, most: float) -> Check:
 
 
 def _reported(name: str, value: float | None, interval: Interval) -> Check:
-    said = "with its interval"
+    limit = "with its interval"
     if interval is not None:
-        said = f"reported: {interval[0]:.2f} to {interval[1]:.2f}"
-    return Check(name=name, ok=value is not None and interval is not None, value=value, limit=said)
+        limit = f"reported: {interval[0]:.2f} to {interval[1]:.2f}"
+    return Check(name=name, ok=value is not None and interval is not None, value=value, limit=limit)

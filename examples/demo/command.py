@@ -61,7 +61,7 @@ def demo(
     started_s = clock.now()
     console = Console()
 
-    def told(message: str) -> None:
+    def on_progress(message: str) -> None:
         console.print(f"[dim]{clock.now() - started_s:5.0f} s[/dim]  {message}")
 
     check_machine()
@@ -78,9 +78,9 @@ def demo(
                     trace=production,
                     plan=plan,
                     recorder=recorder,
-                    progress=lambda record: _progress(record, told),
+                    progress=lambda record: _progress(record, on_progress),
                     clock=clock,
-                    told=told,
+                    on_progress=on_progress,
                     seed=seed,
                     started_s=started_s,
                 )
@@ -101,9 +101,9 @@ def _trace(path: Path | None, seed: int) -> Trace:
     return read_trace(path)
 
 
-def _progress(record: Record, told: Callable[[str], None]) -> None:
+def _progress(record: Record, on_progress: Callable[[str], None]) -> None:
     if isinstance(record, TrainingStep):
-        told(step_line(record, guests=frozenset({GUEST})))
+        on_progress(step_line(record, guests=frozenset({GUEST})))
 
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:

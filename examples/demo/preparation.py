@@ -1,4 +1,4 @@
-"""Between ready engines and the first measured block: what this machine can do is found out.
+"""Unmeasured runs before the first block: they find the replay's speed and production's SLO.
 
 a short replay of production alone, while the trainers start    ->  a first speed and SLO
 a step of the harvesting job, production idle                   ->  the guest learns its own times
@@ -35,8 +35,8 @@ _PULSE_S = 1.5
 
 
 @dataclass(slots=True, kw_only=True)
-class Rehearsal:
-    """Its methods are called in the order in which they stand here."""
+class Preparation:
+    """Call its methods in the order of their definition."""
 
     stack: Stack
     trace: Trace

@@ -90,11 +90,11 @@ class Stack:
             nice=ROLLOUT_NICE,
         )
 
-    async def engines_ready(self, told: Callable[[str], None]) -> None:
+    async def engines_ready(self, on_progress: Callable[[str], None]) -> None:
         """Waits until all three answer; then pins them, the guest under its isolation backend."""
         await asyncio.gather(
-            self.slot.engines_answer(told),
-            self.parts.answers(DEDICATED, url(self._dedicated), told),
+            self.slot.engines_answer(on_progress),
+            self.parts.answers(DEDICATED, url(self._dedicated), on_progress),
             self._warmed_up(),
         )
         self.slot.bind()
@@ -109,9 +109,9 @@ class Stack:
         config.write_text(yaml.safe_dump(self._gateway_config()))
         self.parts.service(GATEWAY, "gateway", "--config", str(config), core=ROLLOUT_CORE)
 
-    async def services_ready(self, told: Callable[[str], None]) -> None:
-        await self.slot.agent_answers(told)
-        await self.parts.answers(GATEWAY, self.gateway_url, told, path="/healthz")
+    async def services_ready(self, on_progress: Callable[[str], None]) -> None:
+        await self.slot.agent_answers(on_progress)
+        await self.parts.answers(GATEWAY, self.gateway_url, on_progress, path="/healthz")
 
     def promise(self, level: ServiceLevel) -> None:
         """Tell the agent production's SLO."""

@@ -193,13 +193,13 @@ class Episode:
         return self._called(line.key)
 
     def _called(self, key: Key) -> Observation:
-        told = self._task.key_after(key)
+        next_key = self._task.key_after(key)
         self._calls += 1
         if key == self._due:
             self._right_calls += 1
-            self._due = told
+            self._due = next_key
         return Observation(
-            ids=(*encoded("is"), *digits_encoded(told), *encoded(";")),
+            ids=(*encoded("is"), *digits_encoded(next_key), *encoded(";")),
             latency_s=self._task.latency_s(key),
             done=False,
             reward=self.reward,

@@ -27,5 +27,5 @@ class RetrySchedule:
         if attempt >= self.attempts_max:
             return None
         doubled = self.first_wait_s * 2.0 ** min(attempt - 1, 30)
-        asked = max(doubled, retry_after_s or 0.0)
-        return min(self.wait_max_s, asked) * (0.5 + 0.5 * random.random())
+        wait_s = max(doubled, retry_after_s or 0.0)
+        return min(self.wait_max_s, wait_s) * (0.5 + 0.5 * random.random())

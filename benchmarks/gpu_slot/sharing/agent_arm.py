@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import yaml
 
-from benchmarks.coserve.rollouts import Lease
 from benchmarks.gpu_slot.ended_process import ended
+from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.slot import SLOT
 from harvester.contracts.errors import ConfigError
@@ -55,7 +55,7 @@ class AgentArm:
             try:
                 async with aiohttp.ClientSession() as session:
                     await _answers(session, url, process)
-                    async with Lease(AgentClient(session, url, timeout_s=5.0)).holding():
+                    async with HeldLease(AgentClient(session, url, timeout_s=5.0)).holding():
                         yield
             finally:
                 await ended(process, process.terminate)

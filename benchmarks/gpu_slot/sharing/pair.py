@@ -249,8 +249,8 @@ class Sharing:
             reader.close()
         if reading.record is None:
             return {"fault": str(reading.fault)}
-        said: dict[str, Any] = msgspec.to_builtins(reading.record)
-        return {name: said[name] for name in _GRANT_FIELDS}
+        fields: dict[str, Any] = msgspec.to_builtins(reading.record)
+        return {name: fields[name] for name in _GRANT_FIELDS}
 
     async def _beside(self, load: Sequence[Request]) -> tuple[ProductionLog, GuestLog]:
         """Both logs up to the end of the slice: afterwards production drains without a guest."""

@@ -149,10 +149,12 @@ async def test_alone_and_beside_rollouts_take_turns(monkeypatch: pytest.MonkeyPa
     assert len(prompts) == 4, "nobody finds another's prefix cached"
 
 
-async def test_a_rehearsal_is_alone_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_warm_up_trial_runs_alone_and_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(side_by_side, "_BEFORE_S", 0.0)
     fake = FakeRunner()
-    found = await SideBySide(cast(Runner, fake), 1, rehearsed=True).run("load", window().arrivals)
+    found = await SideBySide(cast(Runner, fake), 1, warmed_up=True).run("load", window().arrivals)
     assert fake.rollouts == [False, False, True]
     assert [len(requests) for requests in found.values()] == [20, 20]
 

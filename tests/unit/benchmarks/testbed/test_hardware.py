@@ -155,7 +155,7 @@ class StartedParts:
         self.running[name] = SimpleNamespace(name=name)
         self.order.append(f"{name} starts")
 
-    async def answers(self, name: str, url: str, told: object) -> None:
+    async def answers(self, name: str, url: str, on_progress: object) -> None:
         self.order.append(f"{name} answers")
 
 

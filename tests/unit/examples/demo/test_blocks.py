@@ -115,7 +115,7 @@ class Scene:
             watch=fake,
             clock=LoopClock(),
             record=self.records.append,
-            told=lambda _: None,
+            on_progress=lambda _: None,
         )
 
 

@@ -1,4 +1,4 @@
-"""A rehearsal on a machine that the test plays, in virtual time."""
+"""The preparation of a run on a simulated machine, in virtual time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -15,7 +15,7 @@ from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.trace import Arrival
 from benchmarks.testbed.window import Window
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan
-from examples.demo.preparation import Rehearsal
+from examples.demo.preparation import Preparation
 from examples.demo.records import Arm
 from harvester.contracts.page import ProductionModel, Pulse
 
@@ -95,12 +95,12 @@ class Client:
 
 
 def never(_: ProductionRequest) -> None:
-    raise AssertionError("a rehearsal's requests stay out of the records")
+    raise AssertionError("a preparation's requests stay out of the records")
 
 
-def rehearsal_of(machine: Machine) -> Rehearsal:
+def preparation_of(machine: Machine) -> Preparation:
     fake = cast(Any, machine)
-    return Rehearsal(
+    return Preparation(
         stack=fake,
         trace=TRACE,
         client=cast(Any, Client(machine, never)),
@@ -112,11 +112,11 @@ def rehearsal_of(machine: Machine) -> Rehearsal:
 @pytest.mark.parametrize("longer", [0.4, 0.7, 1.0, 1.3])
 async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) -> None:
     machine = Machine(longer)
-    rehearsal = rehearsal_of(machine)
-    await rehearsal.first_replay(10.0)
-    assert await rehearsal.fixed_step(cast(Any, machine)) == STEP_S
-    await rehearsal.harvesting_step(cast(Any, machine))
-    windows = await rehearsal.last_replay(20.0, blocks=BLOCKS)
+    preparation = preparation_of(machine)
+    await preparation.first_replay(10.0)
+    assert await preparation.fixed_step(cast(Any, machine)) == STEP_S
+    await preparation.harvesting_step(cast(Any, machine))
+    windows = await preparation.last_replay(20.0, blocks=BLOCKS)
     assert [window.duration_s for window in windows] == [BLOCKS.serving_s] * BLOCKS.rounds
     share = mean_busy_share(windows, MODEL.scaled(longer))
     assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
@@ -125,7 +125,7 @@ async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) 
 
 async def test_what_each_replay_attains_is_promised() -> None:
     machine = Machine(1.0)
-    rehearsal = rehearsal_of(machine)
-    await rehearsal.first_replay(10.0)
-    await rehearsal.last_replay(20.0, blocks=BLOCKS)
+    preparation = preparation_of(machine)
+    await preparation.first_replay(10.0)
+    await preparation.last_replay(20.0, blocks=BLOCKS)
     assert machine.promised == [ServiceLevel(ttft_s=0.0355, itl_s=0.0056)] * 2
