@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import NO_VERDICT, SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_gate
-from benchmarks.coserve.failsafe import FailSafe, TrialBook
+from benchmarks.coserve.failsafe import FailSafe, TrialLog
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.load import Aim, Load
 from benchmarks.coserve.memory import Shrinks
@@ -120,7 +120,7 @@ class Bench:
         self.length = SHORT if given.short else FULL
         self.clock = MonotonicClock()
         self.started_s = self.clock.now()
-        self.trials = TrialBook(given.failsafe, given.failsafe_file)
+        self.trials = TrialLog(given.failsafe, given.failsafe_file)
         self.requests: list[ProductionRequest] = []
         self.load = Load(trace=trace, sizes=self.hardware.scales[0], rate=_FIRST_RATE)
         seconds = self.length.seconds if given.seconds is None else given.seconds

@@ -57,14 +57,14 @@ class Bench:
     async def run(self) -> dict[str, Any]:
         """Raises RoseMuxError when a part fails."""
         async with production_session() as session:
-            engine_cold_s = await self._node.start_first(self._told)
+            engine_cold_s = await self._node.start_first(self._on_progress)
             if self._serving is not None:
                 self._serving.start()
             self._node.start_others()
             await self._node.warm_up()
-            await self._node.answers(self._told)
+            await self._node.answers(self._on_progress)
             if self._serving is not None:
-                await self._serving.answers(session, self._told)
+                await self._serving.answers(session, self._on_progress)
             on_ray.started(PermitsConfig(), journal=self._parts.paths.logs)
             await run_with_watchdog(self._parts.one_dies(), self._rounds())
         facts = Facts(steps=self._steps, cores=os.cpu_count() or 0, engine_cold_s=engine_cold_s)
@@ -77,10 +77,10 @@ class Bench:
             await self._prepared(shape)
         if self._serving is not None:
             await self._serving.calibrate()
-            self._told(f"production at {self._serving.window.rate:.2f} requests/s")
+            self._on_progress(f"production at {self._serving.window.rate:.2f} requests/s")
         for run in self._runs:
             self.done[run] = await self._measured(run)
-            self._told(f"{run.name}: both jobs in {self.done[run].makespan_s:.1f} s")
+            self._on_progress(f"{run.name}: both jobs in {self.done[run].makespan_s:.1f} s")
 
     async def _prepared(self, shape: JobShape) -> None:
         leases = self._serving is not None
@@ -132,10 +132,10 @@ class Bench:
         async with aiohttp.ClientSession() as session:
             gateway = GatewayAdmin(session, self._node.gateway_url(shape))
             await gateway.activate(shape.job(run))
-        self._told(f"{shape.job(run)} is loaded after {job.load_s:.1f} s")
+        self._on_progress(f"{shape.job(run)} is loaded after {job.load_s:.1f} s")
         return job
 
-    def _told(self, message: str) -> None:
+    def _on_progress(self, message: str) -> None:
         elapsed_s = self._clock.now() - self._started_s
         print(f"{elapsed_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 

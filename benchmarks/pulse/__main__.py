@@ -155,10 +155,10 @@ class Bench:
                 self.hardware.engine_environment(self.parts.paths.cache),
             )
             if in_turn:
-                await self.parts.answers(name, url(port), self._told)
+                await self.parts.answers(name, url(port), self._on_progress)
         for name, port in ports.items():
             if not in_turn:
-                await self.parts.answers(name, url(port), self._told)
+                await self.parts.answers(name, url(port), self._on_progress)
             pin(self.parts.running[name], self.hardware.core(SERVING_CORE))
 
     @property
@@ -194,7 +194,7 @@ class Bench:
                     done = await self._closed(_ENGINE[arm], window)
                 self.figures.closed[arm].append(done / _CLOSED_S)
             kept.keep({"rounds": turn + 1} | self._result())
-            self._told(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
+            self._on_progress(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
 
     @asynccontextmanager
     async def _level(self, arm: Arm, url: str) -> AsyncIterator[None]:
@@ -223,7 +223,7 @@ class Bench:
         await asyncio.gather(*(lane() for _ in range(self.hardware.clients)))
         return done
 
-    def _told(self, message: str) -> None:
+    def _on_progress(self, message: str) -> None:
         print(f"{self.clock.now():8.0f} s  {message}", file=sys.stderr, flush=True)
 
 

@@ -56,7 +56,7 @@ class Child:
         return [process for process in psutil.process_iter() if _group_of(process.pid) == group]
 
     def close(self) -> None:
-        """Waits for the end of a process that was told to end, and closes its pipes."""
+        """Waits for the end of a process that was asked to end, and closes its pipes."""
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:

@@ -5,7 +5,7 @@ why it is never chosen by itself:
 
     shared fate   a fault of one client ends the server and every client of it
     one user      clients of another user than the server's wait until it is gone
-    no lifting    share and priority are read when a client starts; nobody can change them later
+    no lifting    share and priority are read when a client starts; they cannot change later
     no signals    a client that is killed in the middle of a kernel may leave the server undefined
 
 A share of the GPU bounds its multiprocessors, not its memory bandwidth.

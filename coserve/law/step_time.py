@@ -5,10 +5,10 @@
 
 `context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online,
 so that other hardware and another model are followed without a reset. Only steps that production
-left alone are learned from: what a step takes beside production is told (`beside`), and no part of
-the law, which counts how much of the accelerator a step takes and not how long that lasts. The fit
-runs once per step and must cost microseconds. Touches no clock; observations come with their
-duration.
+left alone are learned from: the time of a step beside production is reported (`beside`), and is no
+part of the law, which counts how much of the accelerator a step takes and not how long it lasts.
+The fit runs once per step and must cost microseconds. Touches no clock; observations come with
+their duration.
 """
 
 from dataclasses import dataclass, field

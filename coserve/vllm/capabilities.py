@@ -80,7 +80,7 @@ class Capabilities:
     weight_checker: bool
 
     loop_watch_dog: bool
-    """The engine loop feeds vLLM's watchdog, which must be told of a sleep."""
+    """The engine loop feeds vLLM's watchdog, which must be notified of a sleep."""
 
 
 _0_24_0 = Capabilities(

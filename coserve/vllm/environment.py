@@ -23,7 +23,7 @@ from harvester.platform.mps import PIPE_VARIABLE
 
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
-"""A guest's `IsolationBackend`; unset is not said."""
+"""A guest's `IsolationBackend`; None if the variable is unset."""
 
 
 class Role(StrEnum):

@@ -332,7 +332,7 @@ class CoserveScheduler(AsyncScheduler):
         self._slot.load.processes = process_ids(pids)
 
     def _abort(self, request_ids: list[str]) -> None:
-        """End requests with the output so far; their clients are told."""
+        """End requests with the output so far, and reply to their clients."""
         if not request_ids:
             return
         aborted = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

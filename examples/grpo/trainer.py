@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         warm = warm_start(config.warm_up, config.cache_dir)
         _LOG.info("warm policy after %.1f s (cached: %s)", warm.seconds, warm.from_cache)
         if not given.warm_only:
-            uvloop.run(_until_told(config, warm))
+            uvloop.run(_serve_commands(config, warm))
     except KeyboardInterrupt:
         return 130
     except RoseMuxError as error:
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-async def _until_told(config: JobConfig, warm: WarmStart) -> None:
+async def _serve_commands(config: JobConfig, warm: WarmStart) -> None:
     """Runs the job until it ends by itself, or a signal or the end of stdin cuts it short."""
     loop = asyncio.get_running_loop()
     job = asyncio.ensure_future(_job(config, warm))

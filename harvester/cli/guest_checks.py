@@ -1,4 +1,4 @@
-"""Checks before a guest spends minutes on its start; each is told in a line."""
+"""Checks before the slow start of a guest; each is reported in one line."""
 
 import json
 import os

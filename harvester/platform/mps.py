@@ -4,7 +4,7 @@
     CUDA_MPS_PIPE_DIRECTORY        says which daemon is meant
 
 It asks, and it ends the GPU work of one client. It never starts or stops a daemon or a server, and
-never sets a limit: those of a server hold for everybody's next client, production's too, and none
+never sets a limit: those of a server hold for any next client, production's too, and none
 reaches a client that runs already. Words and meanings: NVIDIA, "Multi-Process Service", the chapter
 on `nvidia-cuda-mps-control`.
 """

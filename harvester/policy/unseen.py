@@ -1,8 +1,8 @@
 """Steps of an engine while none of its API servers has a request in flight; a WebSocket is none.
 
 One at the end of a request is nothing: a reply may end while its last step is being counted. Steps
-in two beats in a row of evidence, with no request seen in between, are requests that nobody sees
-arrive: their prefills have no slack that could be known, so the slot closes.
+in two beats in a row of evidence, with no request seen in between, are requests that no sensor
+sees arrive: their prefills have no slack that could be known, so the slot closes.
 
     no middleware      the flag was lost at a restart; certain before the first step
     with a middleware  responses in the background, or another door than HTTP

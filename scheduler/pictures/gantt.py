@@ -39,7 +39,7 @@ def gantt_svg(
     length_s: float,
     alt: str,
 ) -> str:
-    """Draws rows from top to bottom; a partial stint is a thin bar under the full ones."""
+    """Draws rows from top to bottom; a partial interval is a thin bar under the full ones."""
     height = _ROW * len(rows) + 62
     drawing = Drawing(_WIDTH, height, label=alt)
     scale = (_WIDTH - _LEFT - 12) / (length_s or 1.0)

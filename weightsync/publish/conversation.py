@@ -36,7 +36,7 @@ class First:
         self._timeout_s = timeout_s
         self._step = step
         self._calls: dict[int, str] = {}
-        """The call that each rank is in, once it said so."""
+        """The call that each rank has reported."""
         self._refused: set[str] = set()
         self._gone: set[int] = set()
         """Ranks that failed and listen no more."""
@@ -70,7 +70,7 @@ class First:
         return told
 
     def fail(self, error: Exception) -> Exception | None:
-        """Told also to ranks that have not called yet: they would wait for nothing."""
+        """Sent also to ranks that have not called yet: they would wait in vain."""
         if self._turn == 0 and not self._is_over:
             with suppress(RoseMuxError):
                 self._wait_for_calls()

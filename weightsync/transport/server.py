@@ -41,7 +41,7 @@ _RETRY_AFTER_S = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
     transfers_max: int = 64
-    """Concurrent transfers; further ones are told to retry. Each holds about 1 MiB."""
+    """Concurrent transfers; further ones get a retry reply. Each holds about 1 MiB."""
     bytes_per_s: float | None = None
     """Rate of all transfers together."""
     stall_s: float = 60.0

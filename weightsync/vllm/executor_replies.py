@@ -1,7 +1,7 @@
 """Keeps the ranks of an engine in step after a call that one of them refused.
 
 vLLM's executor of several processes stops reading at the first rank that failed. What the ranks
-after it said stays in their queues and is taken for the answer to the call that follows: a report
+after it replied stays queued and is taken for the answer to the call that follows: a report
 of another time or, from the last rank of a pipeline, the output of a step, which ends the engine.
 A refused update is such a call. Here all ranks are heard before the failure is passed on.
 """

@@ -39,7 +39,7 @@ class Stager(Generic[T]):
     def begin(self, key: Hashable, work: Callable[[], T]) -> StageStatus:
         """Starts `work` unless that of the same key runs or is ready; asked again, tells how it is.
 
-        A failure is told once: the call after that starts anew.
+        A failure is reported once: the next call starts anew.
         """
         held = self._held(key)
         if held is None:

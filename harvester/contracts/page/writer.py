@@ -1,6 +1,6 @@
 """One page as its one writer sees it.
 
-Nothing here touches mapped memory: a file system that is full and a page that somebody cuts short
+Nothing here touches mapped memory: a full file system and a page that another process truncates
 are errors of a call (`Exhausted`), never a signal that ends the process.
 """
 

@@ -18,7 +18,7 @@ class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag="job_submitted
 
 
 class PhaseAsked(msgspec.Struct, frozen=True, kw_only=True, tag="phase_asked"):
-    """A worker requests a permit. A job told to move has left its old nodes by then."""
+    """A worker requests a permit. A job notified of a move has left its old nodes by then."""
 
     job: JobId
     kind: PhaseKind

@@ -99,7 +99,7 @@ class PlanningService(PhaseService):
     def submit(self, given: Submission) -> SubmitReply:
         """The same submission may be repeated, also to learn the job's present place.
 
-        A job that was told to move repeats it when it has left its old nodes.
+        A job notified of a move sends this again when it has left its old nodes.
         """
         known = self.cluster.placements.get(given.job)
         refusal = self.cluster.refusal(given)

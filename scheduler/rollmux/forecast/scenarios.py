@@ -162,7 +162,7 @@ def keeps(
 ) -> bool:
     """Whether every job's bound is within its SLO; stops as soon as the answer is certain.
 
-    `glance` is a short run of the means: warm-up, cycles, and the allowed miss of an SLO. A job
+    `glance` holds a short run of the means: warm-up, cycles, and the allowed miss of an SLO. A job
     with an SLO below 1 may share no node, and keeps it then.
     """
     count = template.size

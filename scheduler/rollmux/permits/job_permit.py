@@ -1,4 +1,4 @@
-"""Standing of one job: waiting, with a permit or neither; and a permit's life as a table."""
+"""One job's state: waiting, with a permit or neither; and a permit's life as a table."""
 
 from enum import StrEnum
 
@@ -24,7 +24,7 @@ class PermitStage(StrEnum):
     TAILING = "tailing"
     """Runs on the kept part; other jobs use the rest."""
     REVOKED = "revoked"
-    """Was told to end; the grace period runs."""
+    """Was asked to end; the grace period runs."""
 
 
 class PermitTrigger(StrEnum):

@@ -46,7 +46,7 @@ class NodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="node_failed"):
 
 
 class ReviewDue(msgspec.Struct, frozen=True, kw_only=True, tag="review_due"):
-    """Look for promises in danger and for nodes that could be spared."""
+    """Look for promises at risk and for nodes that could be spared."""
 
 
 GroupEvent = JobArrived | PhaseMeasured | JobEnded | JobMoved | NodeFailed | ReviewDue
