@@ -130,7 +130,7 @@ def test_half_of_the_budget_takes_cached_prefixes_from_the_device(
     production.child.ask("take", guest.blocks_per_page)
 
 
-def test_what_requests_hold_is_missing_until_they_end(engines: tuple[Engine, Engine]) -> None:
+def test_memory_of_requests_is_missing_until_they_end(engines: tuple[Engine, Engine]) -> None:
     _, guest = engines
     guest.child.ask("take", TAKEN_PAGES * guest.blocks_per_page)
     missing = guest.child.ask("keep", guest.page_tokens)["missing"]

@@ -131,7 +131,7 @@ async def say(process: Process, line: bytes) -> None:
     await process.stdin.drain()
 
 
-async def test_it_publishes_steps_and_stops_when_told(
+async def test_it_publishes_steps_and_stops_on_request(
     tmp_path: Path, gateway: tuple[PlayingGateway, str]
 ) -> None:
     playing, url = gateway

@@ -190,7 +190,7 @@ async def test_each_api_server_has_a_pulse_and_every_request_is_in_one_of_them(
     assert wide.total("samples_total") == sent + 8
 
 
-async def test_both_servers_and_both_ranks_are_heard_and_an_idle_engine_holds_no_kv(
+async def test_both_servers_and_both_ranks_report_and_an_idle_engine_holds_no_kv(
     wide: WideProduction,
 ) -> None:
     for _ in range(10):

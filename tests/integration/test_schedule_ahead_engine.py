@@ -347,7 +347,7 @@ def test_aborts_pass_a_closed_gate_with_steps_in_the_queue(scene: Scene) -> None
     assert all("a" not in tokens for tokens in workers.launched[DEPTH:])
 
 
-def test_behind_a_closed_gate_vllm_is_told_what_is_unfinished(scene: Scene) -> None:
+def test_behind_a_closed_gate_unfinished_requests_stay_visible_to_vllm(scene: Scene) -> None:
     scene.begin("a", max_tokens=50)
     scene.close_the_gate()
     scheduler = scene.core.scheduler

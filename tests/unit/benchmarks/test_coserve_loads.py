@@ -163,7 +163,7 @@ def guest(steps: int, *, end_ns: int = 0) -> Guest:
     return Guest(steps_launched=steps, last_step_end_ns=end_ns)
 
 
-def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_told() -> None:
+def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_reported() -> None:
     watch = GuestWatch(DIED_NS)
     watch.saw(guest(5, end_ns=DIED_NS - 1), now_ns=DIED_NS + 1)
     watch.saw(guest(9, end_ns=DIED_NS + 400_000_000), now_ns=DIED_NS + 420_000_000)

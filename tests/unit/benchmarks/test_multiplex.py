@@ -140,7 +140,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
     assert lease["production"]["arms"]["leased"]["busy_ratio"] == 0.2
 
 
-def test_what_needs_an_arm_that_was_not_run_is_left_out() -> None:
+def test_a_figure_of_an_arm_that_was_not_run_is_left_out() -> None:
     result = figures({Run(Arm.MULTIPLEXED): done(20.0, starts=STARTS)}, FACTS)
     assert result["makespan_ratio"] == {}
     assert "over_bound" not in result

@@ -38,7 +38,7 @@ def requests_of(arm: Arm, *, slower: float, failed: bool = False) -> list[Produc
     ]
 
 
-def test_what_the_pulse_costs_stands_beside_what_nothing_costs() -> None:
+def test_the_cost_of_the_pulse_stands_beside_the_noise_floor() -> None:
     figures = Figures()
     for arm, slower in zip(ARMS, (1.0, 1.1, 1.02, 0.99), strict=True):
         figures.requests += requests_of(arm, slower=slower)
@@ -61,7 +61,7 @@ def test_what_the_pulse_costs_stands_beside_what_nothing_costs() -> None:
     assert result["twin"]["throughput"]["range"] == pytest.approx((1 / 0.99, 1 / 0.99))
 
 
-def test_what_failed_is_counted_and_what_was_not_measured_is_null() -> None:
+def test_failures_are_counted_and_unmeasured_figures_are_null() -> None:
     figures = Figures()
     figures.requests += requests_of(Arm.STOCK, slower=1.0, failed=True)
     result = figures.result(seed=1)

@@ -100,7 +100,7 @@ def followed(
     return kept, found
 
 
-def test_each_repetition_is_kept_and_said_as_it_comes(
+def test_each_repetition_is_kept_and_printed_as_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept, found = followed(tmp_path, monkeypatch, made=3, end="")

@@ -153,7 +153,7 @@ def test_owners_of_a_node_hold_for_its_slots_unless_a_slot_names_its_own(write: 
     assert config.page_gid == 5
 
 
-def test_users_who_could_put_no_page_are_refused_with_what_to_do(write: Any) -> None:
+def test_users_without_access_to_the_pages_are_refused_with_a_remedy(write: Any) -> None:
     config = load_agent_config(write(OWNERS + GOOD), environment={})
     with pytest.raises(ConfigError, match="page_group: name a group"):
         config.owners_of(config.slots[0])
@@ -178,6 +178,6 @@ def test_users_and_groups_that_are_not_here_are_named(write: Any, text: str, sai
         config.check_here()
 
 
-def test_an_older_file_is_told_what_has_become_of_trusted_uids(write: Any) -> None:
+def test_an_older_file_is_refused_with_the_replacement_of_trusted_uids(write: Any) -> None:
     with pytest.raises(ConfigError, match="`owners`"):
         load_agent_config(write(GOOD + "    trusted_uids: [2]\n"), environment={})

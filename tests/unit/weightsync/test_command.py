@@ -41,7 +41,7 @@ def test_pulls_the_version_that_is_named(
     assert "version 6," in capsys.readouterr().out
 
 
-def test_says_what_to_do_and_whose_fault_it_is(
+def test_names_the_remedy_and_the_party_at_fault(
     published: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, _ = published

@@ -11,7 +11,7 @@ def test_same_seed_same_trace_and_another_seed_another() -> None:
     assert first.t_s.tolist() != other.t_s.tolist()
 
 
-def test_is_bursty_heavy_tailed_and_of_the_rate_asked_for() -> None:
+def test_is_bursty_heavy_tailed_and_of_the_requested_rate() -> None:
     trace = generated_trace(Bursts(rate=4.0), duration_s=4000, seed=7)
     per_second = np.bincount(trace.t_s.astype(int))
     assert trace.rate == pytest.approx(4.0, rel=0.15)

@@ -122,7 +122,7 @@ def test_replays_in_which_nothing_came_say_nothing(busy_s: float) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.4, 1.25])
-def test_what_was_measured_corrects_what_is_computed(ratio: float) -> None:
+def test_the_measured_ratio_corrects_the_computed_load(ratio: float) -> None:
     model = MODELS["small"]
     rate = rate_for(windows_at, model, measured_ratio=ratio, target=0.5)
     assert share_at(rate, model.scaled(ratio)) == pytest.approx(0.5, abs=0.02)

@@ -48,7 +48,7 @@ def admin(gateway: Gateway) -> GatewayAdmin:
     return GatewayAdmin(cast(Any, gateway), "http://gateway")
 
 
-async def test_names_the_job_and_what_is_wanted_of_it() -> None:
+async def test_a_call_names_the_job_and_the_new_setting() -> None:
     gateway = Gateway()
     await admin(gateway).activate("fixed")
     await admin(gateway).harvesting("harvest", enabled=False)
@@ -58,7 +58,7 @@ async def test_names_the_job_and_what_is_wanted_of_it() -> None:
     ]
 
 
-async def test_a_refusal_is_told_in_bounded_words() -> None:
+async def test_a_refusal_is_reported_in_bounded_length() -> None:
     with pytest.raises(PeerProtocolError, match="404 no such job") as told:
         await admin(Gateway(status=404)).activate("fixed")
     assert len(str(told.value)) < 700
@@ -70,7 +70,7 @@ async def test_a_guest_that_serves_is_waited_for() -> None:
     assert 3.0 <= asyncio.get_running_loop().time() < 4.0
 
 
-async def test_a_guest_that_serves_on_is_told() -> None:
+async def test_a_guest_that_serves_on_is_reported() -> None:
     gateway = Gateway(engines={"guest-0": {"state": "serving"}})
     assert not await admin(gateway).guest_gone("guest-0", timeout_s=20.0)
     assert asyncio.get_running_loop().time() == pytest.approx(20.0)

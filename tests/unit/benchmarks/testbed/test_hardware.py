@@ -92,7 +92,7 @@ def test_a_cpu_build_runs_on_the_cpu_whatever_gpu_is_there(
             find_hardware(Kind.GPU, command=smi(tmp_path)).check()
 
 
-def test_a_cuda_build_without_a_gpu_is_told_so(machine: object, tmp_path: Path) -> None:
+def test_a_cuda_build_without_a_gpu_is_refused_as_such(machine: object, tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     with pytest.raises(Unsupported, match="the CUDA build, and this run's engines are on a CPU"):
         find_hardware(command=absent).check()
@@ -126,7 +126,7 @@ def test_a_gpu_machine_whose_memory_grows_as_it_is_touched_is_taken_with_a_note(
     assert "24 GiB of free memory, 8.0 GiB are free; the run goes on" in capsys.readouterr().err
 
 
-def test_a_missing_vllm_is_told_before_all_else(
+def test_a_missing_vllm_is_reported_before_all_else(
     machine: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     machine.setattr(os, "sched_getaffinity", lambda _: {0})

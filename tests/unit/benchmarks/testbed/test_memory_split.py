@@ -50,12 +50,12 @@ def test_a_card_that_is_too_small_is_refused_with_what_is_needed(mib: int) -> No
         beside(card(mib), EIGHT_BILLION)
 
 
-def test_what_is_said_to_be_needed_is_enough() -> None:
+def test_the_memory_named_as_needed_is_enough() -> None:
     part = beside(card(54 * 1024, taken_mib=0), EIGHT_BILLION)
     assert part.guest_kv_bytes >= KV_BYTES_MIN
 
 
-def test_a_card_that_somebody_uses_is_refused_with_who_to_look_for() -> None:
+def test_a_gpu_in_use_is_refused_with_the_way_to_its_user() -> None:
     with pytest.raises(Unsupported, match=r"60 GiB of the GPU's memory are free.*nvidia-smi"):
         beside(card(H200_MIB, taken_mib=H200_MIB - 60 * 1024), EIGHT_BILLION)
 

@@ -45,13 +45,13 @@ def test_one_core_is_not_enough(machine: pytest.MonkeyPatch) -> None:
         check_machine()
 
 
-def test_too_little_memory_is_told_in_gib(machine: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_reported_in_gib(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 * GIB))
     with pytest.raises(ConfigError, match=r"12 GiB of free memory, 3\.0 GiB are free"):
         check_machine()
 
 
-def test_a_containers_small_shared_memory_is_told_with_how_to_enlarge_it(
+def test_a_small_shared_memory_is_reported_with_its_remedy(
     machine: pytest.MonkeyPatch,
 ) -> None:
     machine.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=16384, f_frsize=4096))
@@ -59,13 +59,13 @@ def test_a_containers_small_shared_memory_is_told_with_how_to_enlarge_it(
         check_machine()
 
 
-def test_a_vllm_that_nobody_checked_is_refused(machine: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_vllm_is_refused(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(prerequisites, "installed_vllm_version", lambda: "0.99.0")
     with pytest.raises(Unsupported, match=r"0\.99\.0 is not supported"):
         check_machine()
 
 
-def test_a_cuda_build_beside_a_cpu_torch_is_told_with_how_to_remove_it(
+def test_a_cuda_build_beside_a_cpu_torch_is_reported_with_its_remedy(
     machine: pytest.MonkeyPatch,
 ) -> None:
     install(machine, {"torchvision": "0.28.0"})

@@ -69,7 +69,7 @@ def test_leaving_ends_every_process_that_was_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_a_process_started_itself_is_ended_too_and_killed_where_it_will_not(
+def test_children_of_a_process_are_ended_too_and_killed_at_the_deadline(
     tmp_path: Path,
 ) -> None:
     with Processes(tmp_path) as started:
@@ -79,7 +79,7 @@ def test_what_a_process_started_itself_is_ended_too_and_killed_where_it_will_not
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_outlives_its_parent_is_ended_too(tmp_path: Path) -> None:
+def test_an_orphaned_process_is_ended_too(tmp_path: Path) -> None:
     """vLLM's engine core outlives its API server in this way."""
     with Processes(tmp_path) as started:
         child = started.start("engine", python(PARENT), piped=True)
@@ -196,7 +196,7 @@ def test_nothing_outlives_the_process_that_started_it(
     assert is_gone(child.pid)
 
 
-def test_a_process_that_has_ended_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_an_ended_process_is_reported_with_its_last_lines(tmp_path: Path) -> None:
     with Processes(tmp_path) as started:
         child = started.start("engine", python("import sys; sys.exit('no room')"))
         child.process.wait(timeout=WAIT_S)
@@ -234,7 +234,7 @@ def test_pinning_and_niceness_reach_the_whole_tree(tmp_path: Path) -> None:
             assert os.getpriority(os.PRIO_PROCESS, pid) == 5
 
 
-def test_one_can_be_killed_with_all_that_it_started_and_is_missed_by_nobody(
+def test_a_killed_process_ends_with_its_children_and_raises_no_error(
     tmp_path: Path,
 ) -> None:
     with Processes(tmp_path) as started:

@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_last_run_that_had_any(tmp_path: Path) -> None:
     assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["second"]
 
 
-def test_what_a_killed_run_left_is_removed_at_the_next_start(
+def test_leftovers_of_a_killed_run_are_removed_at_the_next_start(
     tmp_path: Path, ended_pid: int, shared_directory: Callable[[int], Path]
 ) -> None:
     left = tmp_path / f"run-{ended_pid}-x"
@@ -92,7 +92,7 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start(
         assert not shared.exists()
 
 
-def test_what_a_living_run_uses_and_what_is_not_ours_is_left_alone(
+def test_files_of_a_living_run_and_foreign_files_are_left_alone(
     tmp_path: Path, shared_directory: Callable[[int], Path]
 ) -> None:
     beside = tmp_path / f"run-{os.getpid()}-x"

@@ -66,14 +66,14 @@ def test_passes_over_edges_that_many_miss_only_narrowly(request_of: Build) -> No
     assert choose_slo(requests).ttft_s == 0.18
 
 
-def test_says_when_everybody_attains_the_tightest_useful_edges(request_of: Build) -> None:
+def test_reports_that_all_requests_attain_the_tightest_useful_edges(request_of: Build) -> None:
     slo = choose_slo([request_of(ttft_s=0.031, itl_s=(0.0072,)) for _ in range(100)])
     assert (slo.ttft_s, slo.itl_s) == (0.0315, 0.008)
     assert slo.attainment == 1.0
     assert not slo.in_band
 
 
-def test_says_when_even_the_widest_edges_fall_short(request_of: Build) -> None:
+def test_reports_that_even_the_widest_edges_fall_short(request_of: Build) -> None:
     requests = [request_of(failed=place < 10, ttft_s=0.01) for place in range(100)]
     slo = choose_slo(requests)
     assert slo.attainment == pytest.approx(0.9)

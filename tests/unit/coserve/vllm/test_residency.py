@@ -122,7 +122,7 @@ def test_without_sleep_mode_weights_stay_where_they_are(executor: FakeExecutor) 
     assert residency(config(sleeps=False), executor, OLD, shared_kv=True) is None
 
 
-def test_what_could_not_follow_versions_or_share_pages_is_refused(
+def test_a_plan_that_cannot_follow_versions_or_share_pages_is_refused(
     executor: FakeExecutor,
 ) -> None:
     with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 was not checked .* 0\.31"):

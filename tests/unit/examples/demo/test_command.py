@@ -122,7 +122,7 @@ def test_a_broken_trace_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_that_cannot_is_told_before_anything_is_written(
+def test_an_unfit_machine_is_refused_before_anything_is_written(
     tmp_path: Path, session: type[FakeSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:

@@ -123,7 +123,7 @@ async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) 
     assert machine.steps == [(Arm.FIXED, WARM_UP_BLOCK), (Arm.HARVEST, WARM_UP_BLOCK)]
 
 
-async def test_what_each_replay_attains_is_promised() -> None:
+async def test_the_slo_attained_in_each_replay_is_promised() -> None:
     machine = Machine(1.0)
     preparation = preparation_of(machine)
     await preparation.first_replay(10.0)

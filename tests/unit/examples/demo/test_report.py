@@ -35,7 +35,7 @@ def test_names_from_outside_are_text(page: str) -> None:
     assert "a <trace>" not in page
 
 
-def test_every_figure_has_words_for_those_who_cannot_see_it(page: str) -> None:
+def test_every_figure_has_a_text_description(page: str) -> None:
     assert all(alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', page))
 
 

@@ -171,7 +171,7 @@ def test_a_gap_is_compared_within_its_step(step_of: Steps, facts: Facts) -> None
     assert check(result_of(records, facts), "log-probability gap").value == pytest.approx(1.0)
 
 
-def test_what_may_never_happen_is_counted_in_warm_up_steps_too(
+def test_lost_duplicated_and_stale_tokens_count_in_warm_up_steps_too(
     step_of: Steps, facts: Facts
 ) -> None:
     records: list[Record] = [

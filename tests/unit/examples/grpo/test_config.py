@@ -22,7 +22,7 @@ def read(tmp_path: Path, changes: dict[str, Any]) -> JobConfig:
     return read_config(path)
 
 
-def test_what_is_not_said_has_a_default(tmp_path: Path) -> None:
+def test_an_absent_setting_has_a_default(tmp_path: Path) -> None:
     config = read(tmp_path, {"grpo": {"clip_low": 0.1}, "warm_up": {"policy": {"layers": 3}}})
     assert config.grpo.clip_low == 0.1
     assert config.warm_up.policy.layers == 3

@@ -24,7 +24,7 @@ def test_with_mistakes_there_is_clear_room_to_improve() -> None:
     assert 0.5 < mean(one.reward for one in demonstrations(MistakeRates())) < 0.75
 
 
-def test_what_the_player_wrote_is_whole_lines_of_the_form() -> None:
+def test_the_player_writes_whole_lines_of_the_form() -> None:
     for one in demonstrations(MistakeRates())[:50]:
         written = [i for i, own in zip(one.token_ids, one.is_output, strict=True) if own]
         lines = [

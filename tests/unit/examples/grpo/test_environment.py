@@ -90,7 +90,7 @@ def test_calling_every_key_and_answering_with_the_last_earns_everything(hops: in
     assert end.ids == ()
 
 
-def test_the_tool_tells_the_next_key_after_its_latency() -> None:
+def test_the_tool_returns_the_next_key_after_its_latency() -> None:
     task = task_of(2)
     told = Episode(task).act(line(1, 2, task.start))
     next_digits = " ".join(str(digit) for digit in task.key_after(task.start))

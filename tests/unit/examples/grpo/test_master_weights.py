@@ -12,7 +12,7 @@ def stepped(weights: MasterWeights, times: int = 1) -> None:
         weights.step()
 
 
-def test_what_is_published_is_the_masters_rounded_to_bf16(tiny: PolicyShape) -> None:
+def test_published_weights_are_the_masters_rounded_to_bf16(tiny: PolicyShape) -> None:
     weights = MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=1e-3))
     stepped(weights)
     state, masters = weights.state_for_publish(), weights.masters()

@@ -157,7 +157,7 @@ async def test_every_turn_pins_the_version_and_has_a_seed_of_its_own() -> None:
     assert not set(seeds) & {request.sampling_params.seed for request, _ in other.asked}
 
 
-async def test_progress_is_told_with_every_trajectory_that_ends() -> None:
+async def test_progress_is_reported_with_every_ended_trajectory() -> None:
     told: list[float] = []
     collector = RolloutCollector(
         Player(),
@@ -181,7 +181,7 @@ async def test_tool_latencies_are_waited_for_once_per_call() -> None:
     assert min(slept) > 0
 
 
-async def test_the_batch_does_not_depend_on_who_served_it() -> None:
+async def test_the_batch_does_not_depend_on_the_serving_engine() -> None:
     one, other = await collected(Player("dedicated")), await collected(Player("harvested"))
     assert [t.token_ids for t in one.trajectories] == [t.token_ids for t in other.trajectories]
     assert [t.reward for t in one.trajectories] == [t.reward for t in other.trajectories]
@@ -220,7 +220,7 @@ async def test_losing_every_trajectory_is_an_error() -> None:
         await collected(Gone())
 
 
-async def test_tokens_beyond_what_was_asked_for_lose_the_trajectory() -> None:
+async def test_tokens_beyond_the_request_lose_the_trajectory() -> None:
     class Talkative(Player):
         def choice(self, request: GenerateRequest) -> Choice:
             if "-p2-k1-" in request.request_id:

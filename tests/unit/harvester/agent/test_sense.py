@@ -17,7 +17,7 @@ from harvester.contracts.process import process_ids
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading
 
 
-def test_who_wrote_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
+def test_the_writer_of_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
     pages = PageDirectory.create(tmp_path)
     sensor = SlotSensor(pages, pulses=())
 

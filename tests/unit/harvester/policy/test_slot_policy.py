@@ -182,7 +182,7 @@ def test_a_pulse_that_was_late_is_no_pause_in_which_a_starved_guest_could_have_s
 
 
 @pytest.mark.parametrize(("lives_below", "in_flight"), [(False, 1), (True, 0)])
-def test_who_is_gone_or_silent_with_a_core_of_its_own_is_lost(
+def test_a_guest_that_is_gone_or_silent_on_a_core_of_its_own_is_lost(
     lives_below: bool, in_flight: int, open_scene: Any, ended_in: Any
 ) -> None:
     open_scene.guest, open_scene.guest_lives_below = None, lives_below

@@ -19,7 +19,7 @@ def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
     assert meddling.may_return(now=70)
 
 
-def test_what_is_long_ago_is_told_anew() -> None:
+def test_a_foreign_change_after_the_memory_s_end_is_reported_again() -> None:
     meddling = Meddling()
     meddling.seen(now=0)
     meddling.seen(now=1)
@@ -37,7 +37,7 @@ def test_what_is_long_ago_is_told_anew() -> None:
         ("a1", Change.PROCESS),
     ],
 )
-def test_a_living_process_with_other_weights_is_told_from_another_process(
+def test_a_process_with_other_weights_differs_from_another_process(
     told: str, change: Change
 ) -> None:
     assert change_between("a1.4", told) is change

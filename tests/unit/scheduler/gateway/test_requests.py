@@ -111,7 +111,7 @@ def test_says_so_where_no_vocabulary_is_known_yet() -> None:
 
 
 @pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"features":' + b"[" * 100_000])
-def test_what_is_nested_too_deep_is_a_protocol_error(deep: bytes) -> None:
+def test_too_deep_nesting_is_a_protocol_error(deep: bytes) -> None:
     with pytest.raises(PeerProtocolError):
         decode_generate(deep)
 

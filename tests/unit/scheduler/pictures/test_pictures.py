@@ -44,7 +44,7 @@ STINTS = [
 ]
 
 
-def test_a_picture_in_letters_shows_who_is_where() -> None:
+def test_a_text_picture_shows_each_node_s_jobs() -> None:
     lines = gantt_text(["r0", "t0"], ["x", "y"], STINTS, length_s=100, columns=8)
     assert lines == [("r0", "AAAABBBB"), ("", f"{IDLE * 4}aa{IDLE * 2}"), ("t0", IDLE * 8)]
 

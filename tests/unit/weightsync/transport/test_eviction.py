@@ -16,7 +16,7 @@ entries = st.lists(
 
 
 @given(entries, st.integers(0, 100), st.integers(0, 300))
-def test_what_stays_fits_and_what_is_in_use_stays(
+def test_kept_files_fit_the_cache_and_files_in_use_stay(
     held: list[CacheEntry], needed: int, capacity: int
 ) -> None:
     doomed = evicted(held, needed_bytes=needed, capacity_bytes=capacity)

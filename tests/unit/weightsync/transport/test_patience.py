@@ -85,7 +85,7 @@ def test_persisting_ends_in_bounded_time(asked: list[float], good_at: int) -> No
     assert attempts <= LIMITS.attempts_max
 
 
-def test_what_is_not_an_interruption_ends_at_once() -> None:
+def test_an_error_that_is_no_interruption_ends_at_once() -> None:
     def attempt() -> None:
         raise FileNotFoundError("gone")
 
