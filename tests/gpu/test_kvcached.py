@@ -51,7 +51,7 @@ class Engine:
         return use
 
     def settled(self) -> tuple[KvUse, int]:
-        """Its use, and what is free on the device, once kvcached maps nothing more ahead."""
+        """Its use and the device's free memory, once kvcached maps nothing more ahead."""
         clock = MonotonicClock()
         until_s = clock.now() + _SOON_S
         seen, last = self._seen(), None

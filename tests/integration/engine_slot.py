@@ -58,7 +58,7 @@ _TTL_S = 2.0
 
 
 class FakeAgent:
-    """Writes the grant, and the pulse of an absent engine, until told to fall silent."""
+    """Writes the grant, and the pulse of an absent engine, until a test silences it."""
 
     def __init__(self, pages: PageDirectory) -> None:
         self._pages = pages

@@ -29,7 +29,7 @@ ARM_S = 12.0
 
 @dataclass
 class CountedRunner:
-    """Each arm takes twelve seconds of the clock that everybody looks at."""
+    """Each arm takes twelve seconds of the shared clock."""
 
     now_s: float = 0.0
     done: list[tuple[Arm, int]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class CountedRunner:
 def bench_in(
     folder: Path, runner: CountedRunner, arguments: Sequence[str], **given: Any
 ) -> coserve.Bench:
-    """Its clock is the runner's and says now how long the run has been on."""
+    """Its clock is the runner's and counts from the run's start."""
     paths = SimpleNamespace(logs=folder / "x.run" / "logs")
     slot = SimpleNamespace(
         hardware=CpuHardware(),

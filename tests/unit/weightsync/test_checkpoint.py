@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: what others load, and what is refused."""
+"""The files of a checkpoint directory: loaded by other readers, or refused."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

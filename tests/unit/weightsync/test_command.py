@@ -1,4 +1,4 @@
-"""`rosemux weights pull`: what it says and how it ends."""
+"""`rosemux weights pull`: its output and exit codes."""
 
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_an_interrupt_while_it_watches_is_no_error_of_ours(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Between two looks: a torn LATEST is told once, a new version is taken, then Ctrl-C."""
+    """Between two looks: a torn LATEST is reported once, a new version is taken, then Ctrl-C."""
     store, _ = published
     latest = (store / "LATEST").read_bytes()
     looks = 0

@@ -1,4 +1,4 @@
-"""The machine is what each test says it is; no machine of CI has all of the faults."""
+"""Each test makes up its machine; no machine of CI has all of the faults."""
 
 import os
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""Engine cores that step side by side, told of through one API server of several."""
+"""Engine cores that step side by side, reported by one API server of several."""
 
 from coserve.pulse.engine_cores import EngineCores
 

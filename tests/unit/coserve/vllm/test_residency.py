@@ -167,7 +167,7 @@ def test_a_version_comes_through_with_the_weights_alone_awake(
 def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
     executor: FakeExecutor, before: str
 ) -> None:
-    """The engine loop obeys a grant that says asleep between two calls of a trainer."""
+    """The engine loop obeys a grant with `asleep` between two calls of a trainer."""
     found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
     assert found is not None
     worker = executor.worker

@@ -1,4 +1,4 @@
-"""A slot's place for one guest: when it is free, and what is removed from a free one."""
+"""A slot's place for one guest: when it is free, and which leftovers are removed."""
 
 import os
 import subprocess

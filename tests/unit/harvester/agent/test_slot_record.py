@@ -120,7 +120,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 class Disk:
-    """Full, where a test says so."""
+    """Full where a test fills it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch

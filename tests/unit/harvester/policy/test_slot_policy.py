@@ -352,7 +352,7 @@ def test_knows_no_idleness_right_after_a_restart(open_scene: Any) -> None:
     assert open_scene.policy.idle_ratio is None
 
 
-def test_every_state_and_condition_has_a_transition_and_danger_never_leads_to_open() -> None:
+def test_every_state_and_condition_has_a_transition_and_a_breach_never_leads_to_open() -> None:
     assert set(TRANSITIONS) == {(s, c) for s in State for c in Condition}
     into_open = {c for (_, c), target in TRANSITIONS.items() if target is State.OPEN}
     assert into_open == {Condition.CLEAR}

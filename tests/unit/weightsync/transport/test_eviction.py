@@ -1,4 +1,4 @@
-"""Room is made with the least recently used, never with what is in use."""
+"""Eviction removes the least recently used file, never one in use."""
 
 from hypothesis import given
 from hypothesis import strategies as st

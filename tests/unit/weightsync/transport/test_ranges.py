@@ -1,4 +1,4 @@
-"""Ranges: what HTTP says, read strictly."""
+"""HTTP range headers, read strictly."""
 
 import pytest
 from hypothesis import given

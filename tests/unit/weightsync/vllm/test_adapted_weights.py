@@ -35,7 +35,7 @@ def lora(step: int) -> State:
 
 @dataclass
 class Slots:
-    """Holds what PEFT would read; refuses as told."""
+    """Holds the adapter as PEFT would read it; refuses on request."""
 
     held: dict[str, State] = field(default_factory=dict)
     refusal: Exception | None = None

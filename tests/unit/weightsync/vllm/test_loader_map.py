@@ -198,7 +198,7 @@ def test_a_map_of_storage_that_the_model_left_is_not_current() -> None:
 
 
 def test_a_tensor_on_a_device_is_changed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No accelerator is at hand: the map is told that every tensor lies on one."""
+    """Without an accelerator at hand: every tensor claims to lie on one."""
     changed: list[int] = []
 
     def on_device(delta: Delta, tensor: torch.Tensor) -> None:

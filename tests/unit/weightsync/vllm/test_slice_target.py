@@ -70,7 +70,7 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
 def test_a_rank_keeps_no_more_than_the_rows_that_it_has_a_part_of(
     states: tuple[State, ...],
 ) -> None:
-    """Columns are in every row; what is on other ranks only is not held at all."""
+    """Columns are in every row; tensors of other ranks are not held at all."""
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     elsewhere = layout | {"next.weight": TensorSpec("F32", (7, 9))}
     rank = Rank(1)

@@ -287,7 +287,7 @@ def test_a_moving_job_gets_its_permit_when_its_new_nodes_have_room() -> None:
 
 
 def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
-    """A job with changed nodes is told so before it needs its state there."""
+    """A job with changed nodes is notified before it needs its state there."""
     refused = control.enter(job, kind)
     assert isinstance(refused, CallRefused)
     assert refused.unknown

@@ -44,7 +44,7 @@ tight_phases = st.tuples(st.integers(20, 400), st.integers(20, 400))
 def test_between_two_iterations_of_a_job_each_other_job_passes_once(
     jobs: list[tuple[int, int]],
 ) -> None:
-    """All on one node of each pool: an iteration lasts one round of everybody at most."""
+    """All on one node of each pool: an iteration lasts at most one phase of every job."""
     members = [occupant(float(a), float(b)) for a, b in jobs]
     slow = exact_slowdowns(members, OUR_RULES)
     round_s = sum(a + b + 2 * OUR_RULES.warm_s for a, b in jobs)

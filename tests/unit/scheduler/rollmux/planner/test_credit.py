@@ -98,7 +98,7 @@ def _settle(planner: GroupPlanner, job: JobSpec, *, credit_s: float, now: float)
 
 
 def test_a_job_slower_than_forecast_gets_dedicated_nodes_before_its_credit_is_spent() -> None:
-    """Beliefs stay right: only the credit says that the forecast of this group errs."""
+    """Beliefs stay right: only the credit shows that the forecast of this group errs."""
     planner, now = _beside_each_other(), DAY_S
     _settle(planner, TIGHT, credit_s=1500.0, now=now)
     account = planner.facts[TIGHT.job].account
@@ -195,7 +195,7 @@ def test_all_neighbours_leave_a_job_that_a_surprise_would_make_late(place: int) 
 
 
 @pytest.mark.parametrize("credit_s", [-400.0, -1000.0])
-def test_of_two_jobs_without_credit_for_a_move_the_one_with_the_larger_gain_moves(
+def test_the_job_with_the_larger_gain_moves_if_no_job_can_pay_for_a_move(
     credit_s: float,
 ) -> None:
     """In six hours a slack of 0.06 regains 1296 s, one of 0.02 432 s; a move needs 700 s.
@@ -209,7 +209,7 @@ def test_of_two_jobs_without_credit_for_a_move_the_one_with_the_larger_gain_move
     assert _moved(planner) == [slower.job]
 
 
-def test_of_three_late_jobs_the_two_with_the_larger_gains_move() -> None:
+def test_the_two_of_three_late_jobs_with_the_larger_gains_move() -> None:
     tight = [planned_job(f"job-{slo}", 150, 60, slo=slo) for slo in (1.02, 1.01, 1.03)]
     planner, cell = _together(tight)
     for job in tight:
