@@ -283,8 +283,8 @@ class AgentConfig(_Model):
             production |= own  # The agent itself writes what the scrape says.
         if (production | guest) - own - {0} and self.page_group is None:
             raise ConfigError(
-                "page_group: name a group of the users in owners, so that they can put their pages "
-                "into the slots' directories and nobody else can"
+                "page_group: name a group of the users in owners, so that they alone "
+                "can put their pages into the slots' directories"
             )
         return PageOwners(agent=agent, production=production, guest=guest)
 

@@ -44,21 +44,21 @@ def _weights() -> None:
 def pull(
     store: Annotated[str, typer.Argument(help="The weight store.")],
     directory: Annotated[
-        Path, typer.Argument(help="Checkpoint directory to keep; made where there is none.")
+        Path, typer.Argument(help="Checkpoint directory to update; created if absent.")
     ],
     version: Annotated[
-        int | None, typer.Option(min=1, help="This version instead of the newest one.")
+        int | None, typer.Option(min=1, help="Version to pull; the newest by default.")
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Follow the newest version until interrupted.")
     ] = False,
     every: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds between two looks, where no server tells of changes."),
+        typer.Option(min=0.01, help="Seconds between two checks, where no server reports changes."),
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
     staging_bytes: Annotated[
-        int, typer.Option(help="Memory that a version may take; more waits in DIRECTORY.")
+        int, typer.Option(help="Memory that a version may take; the rest is kept in DIRECTORY.")
     ] = STAGING_BYTES,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.

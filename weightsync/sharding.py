@@ -58,7 +58,7 @@ def part_of(name: str, value: Any) -> Part | None:
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
     if not isinstance(value, torch.Tensor):
-        raise Unsupported(f"{name} is a {type(value).__name__}: tensors or ShardSlices, please")
+        raise Unsupported(f"{name} is a {type(value).__name__}: pass tensors or ShardSlices")
     return Part(value, None)
 
 

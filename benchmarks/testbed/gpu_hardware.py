@@ -167,6 +167,6 @@ def find_hardware(wanted: Kind | None = None, *, command: str = "nvidia-smi") ->
     if not here:
         if wanted is None:
             return CpuHardware()
-        raise Unsupported(f"no NVIDIA GPU: {command} is not there or names none")
+        raise Unsupported(f"no NVIDIA GPU: {command} is absent or lists none")
     gpu = here[0]
     return GpuHardware(gpu, gpu_memory(gpu.uuid, command))

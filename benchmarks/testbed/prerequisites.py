@@ -1,4 +1,4 @@
-"""The demo's demands on the machine, checked before anything starts, each with its remedy."""
+"""What engines need of a machine, checked before anything starts, each fault with its remedy."""
 
 import os
 import socket
@@ -80,13 +80,13 @@ def free_ports(count: int) -> list[int]:
 
 def _check_linux() -> None:
     if not Path("/proc/cpuinfo").exists():
-        raise Unsupported("the demo needs Linux")
+        raise Unsupported("the engines need Linux")
 
 
 def _check_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     if cores < CORES:
-        raise ConfigError(f"the demo needs {CORES} cores, this process may use {cores}")
+        raise ConfigError(f"the engines need {CORES} cores, this process may use {cores}")
 
 
 def _memory_lack(needed_bytes: int) -> str:
@@ -94,7 +94,7 @@ def _memory_lack(needed_bytes: int) -> str:
     free = psutil.virtual_memory().available
     if free >= needed_bytes:
         return ""
-    needed = f"the demo needs {needed_bytes >> 30} GiB of free memory"
+    needed = f"the engines need {needed_bytes >> 30} GiB of free memory"
     return f"{needed}, {free / 2**30:.1f} GiB are free"
 
 

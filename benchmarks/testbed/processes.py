@@ -1,4 +1,4 @@
-"""The demo's processes: started in groups of their own, watched, pinned, and all gone at the end.
+"""Processes of a run: started in groups of their own, watched, pinned, and all gone at the end.
 
 Whenever the demo ends (its own end, Ctrl-C, an error), `Processes` ends every process that it
 started with all descendants, orphans too, and removes the leftovers of killed ones: shared-memory

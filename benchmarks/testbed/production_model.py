@@ -1,8 +1,7 @@
-"""The production engine's model: random, with the demo's small tokenizer; 21 million parameters on
-a CPU, 8 billion on a GPU.
+"""The production engine's model: 21 million parameters on a CPU, 8 billion on a GPU.
 
-Its output is meaningless; only its timing counts. Written as a Hugging Face
-configuration and started with dummy weights, so that nothing is downloaded.
+Its output is meaningless; only its timing counts. Written as a Hugging Face configuration with the
+GRPO policy's small tokenizer and started with dummy weights, so that nothing is downloaded.
 """
 
 import json

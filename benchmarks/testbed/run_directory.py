@@ -1,4 +1,4 @@
-"""The files of one demo run: nothing remains but its results, weights and logs.
+"""The files of one run: nothing remains but its results, weights and logs.
 
     <out>/result.json, report.html, records.jsonl, logs/    stay
     <out>/weights/                                          every version of both jobs: stays

@@ -1,4 +1,4 @@
-"""The demo's SLO for production, and the test whether a request met it.
+"""The SLO of a run's production, and the test whether a request met it.
 
 A request attains its SLO when its first token came within the TTFT edge, 99 % of its inter-token
 latencies (all of them below a hundred) lie within the ITL edge, and it did not fail. Edges are

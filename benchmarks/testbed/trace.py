@@ -140,7 +140,7 @@ def _places(header: str, path: Path, number: int) -> tuple[int, int, int]:
         raise ConfigError(f"{path}, line {number}: {error}") from None
     for column in COLUMNS:
         if names.count(column) != 1:
-            fault = "is missing" if column not in names else "is there twice"
+            fault = "is missing" if column not in names else "appears twice"
             raise ConfigError(
                 f"{path}, line {number}: column {column} {fault}; "
                 f"the header must name {','.join(COLUMNS)}"

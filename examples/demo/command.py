@@ -53,8 +53,8 @@ _GENERATED_S = 3600.0
 def demo(
     trace: Path = typer.Option(None, help="Production trace: t_s,input_tokens,output_tokens."),
     quick: bool = typer.Option(False, help="One short round; for a first look and for CI."),
-    out: Path = typer.Option(Path("out/demo"), help="Where result.json and report.html go."),
-    seed: int = typer.Option(1, help="Of tasks, sampling and the generated trace."),
+    out: Path = typer.Option(Path("out/demo"), help="Directory of result.json and report.html."),
+    seed: int = typer.Option(1, help="Seed of tasks, sampling and the generated trace."),
 ) -> None:
     """Run production, a guest and an RL job on this machine and compare three arms."""
     clock = MonotonicClock()

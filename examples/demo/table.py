@@ -67,7 +67,7 @@ def _ratios(result: Result) -> Table:
 
 
 def _checks(result: Result) -> Table:
-    table = Table(title="What it must show", title_justify="left")
+    table = Table(title="Pass criteria", title_justify="left")
     for name in ("", "value", "limit", ""):
         table.add_column(name, justify="right" if name == "value" else "left")
     for check in result.checks:

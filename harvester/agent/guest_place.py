@@ -58,7 +58,7 @@ class GuestPlace:
         segment belongs to a user who is not trusted.
         """
         if segment.remove():
-            _log.warning("%s was left by a guest that was killed, and is removed", segment.path)
+            _log.warning("removing %s, a leftover of a killed guest", segment.path)
 
     def close(self) -> None:
         """Close this process's descriptor; the lock holds while a process that inherited it

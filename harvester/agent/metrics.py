@@ -29,7 +29,7 @@ class AgentMetrics:
             "unrecorded", "1 while journal or state cannot be written.", "slot"
         )
         self.missing_lines = self._counter(
-            "journal_missing_lines", "Decisions that the journal lacks.", "slot"
+            "journal_missing_lines", "Decisions missing in the journal.", "slot"
         )
         self.headroom = self._gauge(
             "slo_headroom_ratio", "1 - recent latency / SLO; below 0 is a breach.", "slot", "slo"
@@ -63,14 +63,14 @@ class AgentMetrics:
         )
         self.kv_reclaims = self._counter(
             "kv_reclaims",
-            "Shrinks of its budget that the guest owed memory for.",
+            "Cuts of its KV budget after which the guest had to give memory back.",
             "slot",
             "outcome",
         )
 
         self.guest_actions = self._counter(
             "guest_actions",
-            "Lifts, settles and kills of a guest: asked, done, failed.",
+            "Lifts, settles and kills of a guest: requested, done, failed.",
             "slot",
             "action",
             "outcome",
@@ -78,24 +78,26 @@ class AgentMetrics:
 
     def _describe_steps(self) -> None:
         self.step_over = self._gauge(
-            "guest_step_over_ratio", "Guest steps longer than predicted; 0.1 is wanted.", "slot"
+            "guest_step_over_ratio",
+            "Share of guest steps longer than predicted; the goal is 0.1.",
+            "slot",
         )
         self.guest_percentiles = self._gauge(
             "guest_step_percentile_ratio",
-            "The guest's steps over what was predicted for them alone; 1 is wanted at P90 alone.",
+            "The guest's steps, observed over predicted; the goal is 1 at P90 without production.",
             "slot",
             "kind",
             "percentile",
         )
         self.production_over = self._gauge(
             "production_step_over_ratio",
-            "Production's steps longer than predicted; 0.1 is wanted.",
+            "Share of production's steps longer than predicted; the goal is 0.1.",
             "slot",
             "kind",
         )
         self.production_percentiles = self._gauge(
             "production_step_percentile_ratio",
-            "Production's steps, observed over predicted; 1 is wanted at P90.",
+            "Production's steps, observed over predicted; the goal is 1 at P90.",
             "slot",
             "kind",
             "percentile",
@@ -109,7 +111,10 @@ class AgentMetrics:
 
     def _describe_guest(self) -> None:
         self.kv = self._gauge(
-            "guest_kv_tokens", "Of the guest's KV: held, retained, free, withheld.", "slot", "state"
+            "guest_kv_tokens",
+            "Tokens of the guest's KV: held, retained, free, withheld.",
+            "slot",
+            "state",
         )
         self.prefixes = self._counter(
             "guest_prefix_tokens",
@@ -119,7 +124,7 @@ class AgentMetrics:
         )
         self.memory = self._gauge(
             "guest_memory_bytes",
-            "Of the accelerator, by the guest's report: weights, graphs, activations, context, KV.",
+            "Accelerator memory by the guest's report: weights, graphs, activations, context, KV.",
             "slot",
             "part",
         )
@@ -128,13 +133,16 @@ class AgentMetrics:
         )
         self.asleep_max = self._gauge(
             "guest_asleep_bytes_max",
-            "Of the accelerator that a guest may hold while its weights sleep.",
+            "Accelerator memory that a guest may hold while its weights sleep.",
             "slot",
         )
 
     def _describe_sharing(self) -> None:
         self.isolation = self._gauge(
-            "guest_isolation", "1 for what the guest says that bounds its steps.", "slot", "backend"
+            "guest_isolation",
+            "1 for the isolation backend that the guest reports.",
+            "slot",
+            "backend",
         )
         self.isolation_holds = self._gauge(
             "guest_isolation_holds",
@@ -142,11 +150,14 @@ class AgentMetrics:
             "slot",
         )
         self.mps = self._gauge(
-            "mps_state", "1 for what the MPS daemon says; all 0 without consent.", "slot", "state"
+            "mps_state",
+            "1 for the state of the MPS daemon; all 0 without consent.",
+            "slot",
+            "state",
         )
         self.shared_memory = self._gauge(
             "shared_memory_bytes",
-            "Of what guest and production share: used, limit, the guest's part and its limit.",
+            "Memory that guest and production share: used, limit, the guest's part and its limit.",
             "slot",
             "part",
         )
@@ -171,14 +182,14 @@ class AgentMetrics:
             "impact_limit_ratio", "Impact that stops harvesting.", "slot"
         )
         self.reload_successful = self._gauge(
-            "config_last_reload_successful", "0 after a reload that was refused, or not whole."
+            "config_last_reload_successful", "0 after a refused or partial reload."
         )
         self.reload_successful.set(1)
         self.restart_needed = self._gauge(
-            "config_restart_needed", "Fields of the configuration that wait for a restart."
+            "config_restart_needed", "Changed configuration fields that need a restart."
         )
         self.unsafe_experiments = self._gauge(
-            "unsafe_experiments", "1 where settings may go beyond what protects production."
+            "unsafe_experiments", "1 where settings may exceed the limits that protect production."
         )
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:

@@ -321,7 +321,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(_SWITCHES_S)
             for job, switch in self._deadlines.passed(now=self._clock.now()):
-                _log.warning("job %s: %s goes off, nobody has renewed it", job, switch)
+                _log.warning("job %s: %s goes off, because it was not renewed", job, switch)
                 turn_off = self.use_dedicated
                 if switch is Switch.HARVESTING:
                     turn_off = self.set_harvesting

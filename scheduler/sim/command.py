@@ -30,18 +30,25 @@ def simulate(
     workload: Annotated[
         Path | None, typer.Option(help="CSV of jobs instead of the built-in workload.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and durations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and durations.")] = 0,
     jobs: Annotated[
-        int, typer.Option(min=1, max=2000, help="Of the built-in workload; in full it has 200.")
+        int,
+        typer.Option(min=1, max=2000, help="Jobs of the built-in workload; it has 200 in full."),
     ] = 40,
     drift: Annotated[
-        str, typer.Option(help="none, increasing, decreasing or mixed, of the built-in workload.")
+        str,
+        typer.Option(
+            help=(
+                "Drift of durations of the built-in workload: "
+                "none, increasing, decreasing or mixed."
+            )
+        ),
     ] = "none",
     events: Annotated[
-        Path | None, typer.Option(help="Write what our arm did there, as JSON lines.")
+        Path | None, typer.Option(help="File for the events of RoseMux's arm, as JSON lines.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw the figures there, in one file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for an HTML page of the figures.")] = None,
 ) -> None:
     """Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm."""
     import msgspec

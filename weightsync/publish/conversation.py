@@ -143,7 +143,7 @@ class Other:
             self._call_again()
         self._is_over = True
         raise Exhausted(
-            f"step {self._step}: rank 0, which writes the manifest, said nothing for "
+            f"step {self._step}: rank 0, which writes the manifest, did not report for "
             f"{2 * self._timeout_s:g} s"
         )
 
@@ -178,7 +178,7 @@ class Other:
 
 def said(word: _T | None) -> _T:
     if word is None:
-        raise ValueError("rank 0 has to say something")
+        raise ValueError("rank 0 must send a message")
     return word
 
 

@@ -38,7 +38,7 @@ class Piece:
     def bits(self, *, own: bool) -> Bits:
         """Flat bits in host memory; with `own`, not the trainer's own memory."""
         if self.tensor is None:
-            raise ValueError(f"{self.entry} was let go")
+            raise ValueError(f"{self.entry} was already released")
         tensor = self.tensor
         if tensor.device.type == "meta":
             raise Unsupported(f"{self.entry} is on the meta device: it has no values")

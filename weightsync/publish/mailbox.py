@@ -62,7 +62,7 @@ class WordFiles:
             with (self._directory / name).open("rb") as file:
                 raw = file.read(MAX_WORD_BYTES + 1)
             if len(raw) > MAX_WORD_BYTES:
-                raise PeerProtocolError(f"{name}: a word of over {MAX_WORD_BYTES} bytes")
+                raise PeerProtocolError(f"{name}: a message of over {MAX_WORD_BYTES} bytes")
             return msgspec.json.decode(raw, type=RankMessage)
         except FileNotFoundError:
             return None

@@ -11,19 +11,26 @@ if TYPE_CHECKING:
     from weightsync.transport.listener import Listening
     from weightsync.transport.server import ServingLimits
 
-Host = Annotated[str, typer.Option(help="Off loopback a token file is required.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
-TokenFile = Annotated[
-    Path | None, typer.Option(help="File with the token that readers have to send.")
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; a token file is required unless it is loopback.")
 ]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0 chooses a free one.")
+]
+TokenFile = Annotated[Path | None, typer.Option(help="File with the token that readers must send.")]
 Cert = Annotated[Path | None, typer.Option(help="TLS certificate chain, PEM.")]
 Key = Annotated[Path | None, typer.Option(help="TLS private key, PEM.")]
 Rate = Annotated[float | None, typer.Option("--max-mbit", min=0.001, help="Bandwidth cap, Mbit/s.")]
 Transfers = Annotated[
-    int, typer.Option("--max-transfers", min=1, help="At once; others are told to wait.")
+    int,
+    typer.Option(
+        "--max-transfers",
+        min=1,
+        help="Largest number of concurrent transfers; more are refused until one ends.",
+    ),
 ]
 UpstreamToken = Annotated[
-    Path | None, typer.Option(help="File with the token that the server asks for.")
+    Path | None, typer.Option(help="File with the token that the server requires.")
 ]
 CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides the system's.")]
 
@@ -55,8 +62,10 @@ def relay(
     url: Annotated[
         str, typer.Argument(help="http(s)://HOST:PORT of a server or a relay, or s3://BUCKET/PATH.")
     ],
-    cache: Annotated[Path, typer.Option(help="Directory for the copies; this relay's own.")],
-    cache_bytes: Annotated[int, typer.Option(min=1, help="What the copies may take.")] = 64 << 30,
+    cache: Annotated[Path, typer.Option(help="Directory for the copies, for this relay alone.")],
+    cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest size of the copies in bytes.")
+    ] = 64 << 30,
     streams: Annotated[int, typer.Option(min=1, max=64, help="Ranges to pull at once.")] = 4,
     upstream_token_file: UpstreamToken = None,
     ca_file: CaFile = None,

@@ -49,15 +49,15 @@ class PhaseMetrics:
         self._waiting = self._gauge("permits_waiting", "Workers that wait for a permit.", phase)
         self._held = self._gauge("permits_held", "Permits in force.", phase)
         self._longest = self._gauge(
-            "longest_wait_seconds", "How long the first of those who wait has waited.", phase
+            "longest_wait_seconds", "Longest wait of a worker that waits now.", phase
         )
-        self._nodes = self._gauge("nodes_held", "Nodes that somebody's permit covers.", phase)
+        self._nodes = self._gauge("nodes_held", "Nodes covered by a permit.", phase)
         self._starts = self._counter(
             "starts_total", "Permits granted; cold: the first of this phase in its process.",
             ["phase", "start"],
         )  # fmt: skip
         self._switches = self._counter(
-            "switches_total", "Nodes that went from one job to another.", phase
+            "switches_total", "Changes of a node from one job to another.", phase
         )
         self._ended = self._counter(
             "permits_ended_total", "Permits ended, by reason; silent is a lost lease.",
@@ -71,10 +71,10 @@ class PhaseMetrics:
             phase,
         )  # fmt: skip
         self._tails = self._counter(
-            "tails_moved_total", "Tails that left nodes to those who waited.", phase
+            "tails_moved_total", "Tails that left nodes to waiting jobs.", phase
         )
-        self._wait_s = self._histogram("wait_seconds", "From a place in the line to the permit.")
-        self._hold_s = self._histogram("hold_seconds", "From a permit to its end.")
+        self._wait_s = self._histogram("wait_seconds", "Time from the request to the permit.")
+        self._hold_s = self._histogram("hold_seconds", "Time from a permit to its end.")
         self.plan = PlanMetrics(self.registry)
         self._last_job: dict[NodeId, JobId] = {}
         self._processes: dict[JobId, tuple[str, set[PhaseKind]]] = {}

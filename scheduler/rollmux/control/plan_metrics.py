@@ -22,7 +22,7 @@ class PlanMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"scheduler_phase_plan_{name}", text, labels, registry=registry)
 
-        self._jobs = gauge("jobs", "Submitted jobs, by how they stand.", ("stage",))
+        self._jobs = gauge("jobs", "Submitted jobs, by state.", ("stage",))
         self._nodes = gauge(
             "nodes", "Nodes, by use; missing: failed and not replaced yet.", ("pool", "state")
         )
@@ -34,15 +34,13 @@ class PlanMetrics:
         self._promises = gauge(
             "promises", "Placed jobs within their SLO, and beyond it.", ("state",)
         )
-        self._longest = gauge(
-            "longest_wait_seconds", "How long the first of those without a place has waited."
-        )
+        self._longest = gauge("longest_wait_seconds", "Longest wait of a job without nodes.")
         self._credit = gauge(
             "least_credit_seconds", "Smallest delay that a placed job can still absorb."
         )
         self._decisions = Counter(
             "scheduler_phase_plan_decisions_total",
-            "What the planner has asked for.",
+            "Decisions of the planner, by kind.",
             ("decision",),
             registry=registry,
         )
@@ -54,7 +52,7 @@ class PlanMetrics:
         )
         self.decision_s = Histogram(
             "scheduler_phase_plan_decision_seconds",
-            "What the planner took for an event, in which nobody is answered.",
+            "Time of the planner for an event; the control does not reply meanwhile.",
             registry=registry,
             buckets=_BUCKETS_S,
         )

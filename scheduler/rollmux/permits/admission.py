@@ -83,7 +83,7 @@ def withdraw(book: PermitTable, event: PhaseWithdrawn, *, now: float) -> Effects
     if permit is None or permit.holder != event.holder:
         return []
     if permit.holding:
-        words = "nobody waited for it any more"
+        words = "its worker stopped waiting"
         return [end(book, permit, PermitEndReason.WITHDRAWN, words, now=now)]
     book.leave_lines(permit)
     return [DropPlace(job=event.job)] if permit.move(PermitTrigger.ENDED) else []

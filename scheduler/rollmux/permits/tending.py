@@ -43,10 +43,10 @@ def _watch(book: PermitTable, permit: JobPermit, now: float) -> Effects:
         case WatchdogVerdict.WELL:
             return []
         case WatchdogVerdict.SILENT:
-            reason = f"not heard for {book.config.lease_s:g} s"
+            reason = f"silent for {book.config.lease_s:g} s"
             return [*fail(book, permit, PermitEndReason.SILENT, reason, now=now)]
         case WatchdogVerdict.OUT_OF_GRACE:
-            reason = f"ran for {lasted_s:.1f} s and did not end when told"
+            reason = f"ran for {lasted_s:.1f} s and did not end on request"
             return [*fail(book, permit, PermitEndReason.OVERRAN, reason, now=now)]
         case WatchdogVerdict.LATE:
             permit.warned_s = now

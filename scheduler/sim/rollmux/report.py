@@ -63,7 +63,7 @@ def comparison_page(found: ArmComparison) -> str:
     sections = [
         section("Arms", table(_HEAD, [_row(arm) for arm in found.arms]), _WINDOW),
         section("What it costs", Markup(_prices(drawn, found.hours))),
-        section("Whose SLO is kept", Markup(_kept(found.arms)), Markup(_slowdowns(shared))),
+        section("Share of kept SLOs", Markup(_kept(found.arms)), Markup(_slowdowns(shared))),
         section("How jobs are grouped", Markup(_groups(found))),
     ]
     return page("RoseMux simulation", summary(found), sections)

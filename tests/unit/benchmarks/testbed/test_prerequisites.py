@@ -41,7 +41,7 @@ def test_a_machine_with_all_of_it_passes() -> None:
 
 def test_one_core_is_not_enough(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(os, "sched_getaffinity", lambda _: {3})
-    with pytest.raises(ConfigError, match="needs 2 cores, this process may use 1"):
+    with pytest.raises(ConfigError, match="need 2 cores, this process may use 1"):
         check_machine()
 
 

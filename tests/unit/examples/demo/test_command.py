@@ -126,7 +126,7 @@ def test_an_unfit_machine_is_refused_before_anything_is_written(
     tmp_path: Path, session: type[FakeSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
-        raise ConfigError("the demo needs 2 cores")
+        raise ConfigError("the engines need 2 cores")
 
     monkeypatch.setattr(command, "check_machine", refuse)
     with pytest.raises(ConfigError, match="2 cores"):

@@ -81,7 +81,9 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
 
 def test_a_silent_rank_0_is_named(tmp_path: Path) -> None:
     other = _alone_at(tmp_path, 1)
-    with pytest.raises(Exhausted, match="rank 0, which writes the manifest, said nothing for 10 s"):
+    with pytest.raises(
+        Exhausted, match="rank 0, which writes the manifest, did not report for 10 s"
+    ):
         _talk(other, 1)
 
 

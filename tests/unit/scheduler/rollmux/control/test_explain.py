@@ -218,9 +218,7 @@ def test_a_silent_job_is_explained_as_silent(opens: Opens) -> None:
     control = opens(cluster(gone_s=60.0))
     control.submit(submission("a"))
     control.pass_time(200.0)
-    assert _told(_explained(control, "a"), Told.CLOSED) == [
-        "closed: nothing was heard of it for too long"
-    ]
+    assert _told(_explained(control, "a"), Told.CLOSED) == ["closed: it was silent for too long"]
 
 
 def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapshot(
