@@ -59,11 +59,11 @@ class Runner:
     requests: list[ProductionRequest]
     slices: list[Slice] = field(default_factory=list)
 
-    async def run(self, arm: Arm, turn: int, window: Window) -> Slice:
+    async def run(self, arm: Arm, number: int, window: Window) -> Slice:
         setting = IN_ROUNDS[arm]
         async with self.arranged(setting):
             await asyncio.sleep(_SETTLE_S)
-            measured = await self._measured(arm, turn, window, serving=setting.production)
+            measured = await self._measured(arm, number, window, serving=setting.production)
         self.slices.append(measured)
         if arm in ALONE:
             seen = [r for r in self.requests if r.arm in ALONE and r.block >= 0]
@@ -104,14 +104,14 @@ class Runner:
             steps = guest.steps_finished
             await asyncio.sleep(_POLL_S)
 
-    async def _measured(self, arm: Arm, turn: int, window: Window, *, serving: bool) -> Slice:
+    async def _measured(self, arm: Arm, number: int, window: Window, *, serving: bool) -> Slice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
         trees = [self.slot.parts.running[name].tree() for name in (PRODUCTION, GUEST)]
         ran = [account(tree) for tree in trees]
         stopped = asyncio.Event()
         arrivals = window.arrivals if serving else ()
         replay = asyncio.ensure_future(
-            self.client.replay(arrivals, arm=arm, block=turn, start_s=start_s, stopped=stopped)
+            self.client.replay(arrivals, arm=arm, block=number, start_s=start_s, stopped=stopped)
         )
         try:
             await asyncio.sleep(start_s + window.duration_s - self.clock.now())
@@ -131,7 +131,7 @@ class Runner:
             raise ConfigError("the guest began anew within a slice")
         return Slice(
             arm=arm,
-            round=turn,
+            round=number,
             seconds=end_s - start_s,
             guest_tokens=after.tokens_total - guest.tokens_total,
             production_busy_s=busy_s,

@@ -41,15 +41,15 @@ class SideBySide:
         seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
         if self.warmed_up:
             await self._trial(Arm.ALONE, name, -1, arrivals, [])
-        for arm, turn in rotated(tuple(seen), self.trials):
-            await self._trial(arm, name, turn, arrivals, seen[arm])
+        for arm, trial in rotated(tuple(seen), self.trials):
+            await self._trial(arm, name, trial, arrivals, seen[arm])
         return seen
 
     async def _trial(
         self,
         arm: Arm,
         name: str,
-        turn: int,
+        trial: int,
         arrivals: Sequence[Arrival],
         requests: list[ProductionRequest],
     ) -> None:
@@ -61,7 +61,7 @@ class SideBySide:
                 client = replace(runner.client, record=requests.append, timeout_s=self.patience_s)
                 start_s = runner.clock.now()
                 # Each arm has prompts of its own: the second would find the first's cached.
-                await client.replay(arrivals, arm=f"{name} {arm}", block=turn, start_s=start_s)
+                await client.replay(arrivals, arm=f"{name} {arm}", block=trial, start_s=start_s)
             finally:
                 watch.cancel()
 

@@ -19,8 +19,8 @@ def surge(arrivals: Sequence[Arrival], *, rate: float) -> list[Arrival]:
     """`rate` is the mean of before, in requests per second."""
     count = max(1, min(len(arrivals), round(TIMES * rate * _WITHIN_S)))
     return [
-        replace(arrival, t_s=_WITHIN_S * place / count)
-        for place, arrival in enumerate(arrivals[:count])
+        replace(arrival, t_s=_WITHIN_S * position / count)
+        for position, arrival in enumerate(arrivals[:count])
     ]
 
 

@@ -48,12 +48,12 @@ def crowd(window: Window) -> list[Arrival]:
     """Requests that together ask for all of production's KV and a little more."""
     crowded = [
         Arrival(
-            index=_INDEX + place,
-            t_s=_CROWD_WITHIN_S * place / _CROWD,
+            index=_INDEX + position,
+            t_s=_CROWD_WITHIN_S * position / _CROWD,
             input_tokens=-(-KV_TOKENS // _CROWD),
             output_tokens=_CROWD_OUTPUT_TOKENS,
         )
-        for place in range(_CROWD)
+        for position in range(_CROWD)
     ]
     return _amid(window, crowded)
 

@@ -62,7 +62,7 @@ class Run:
 
 
 def runs(arms: tuple[Arm, ...], rounds: int) -> tuple[Run, ...]:
-    return tuple(Run(arm, turn) for arm, turn in rotated(arms, rounds))
+    return tuple(Run(arm, number) for arm, number in rotated(arms, rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

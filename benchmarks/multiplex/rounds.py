@@ -103,7 +103,7 @@ class Bench:
                 await beside.enter_async_context(self._serving.replaying(run))
             started_s = self._clock.now()
             done = await asyncio.gather(
-                *(_after(place * _STAGGER_S, job.done()) for place, job in enumerate(running))
+                *(_after(position * _STAGGER_S, job.done()) for position, job in enumerate(running))
             )
             makespan_s = self._clock.now() - started_s
         for job in running:

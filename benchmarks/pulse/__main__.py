@@ -179,22 +179,24 @@ class Bench:
             window.sized(sizes)
             for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
-        for turn, window in enumerate(windows):
-            for place in range(len(ARMS)):
-                arm = ARMS[(place + turn) % len(ARMS)]
+        for number, window in enumerate(windows):
+            for offset in range(len(ARMS)):
+                arm = ARMS[(offset + number) % len(ARMS)]
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
                 engine = self.parts.running[_ENGINE[arm]].tree()
                 async with self._level(arm, client.url):
                     before = account(engine)
                     await client.replay(
-                        window.arrivals, arm=arm, block=turn, start_s=self.clock.now()
+                        window.arrivals, arm=arm, block=number, start_s=self.clock.now()
                     )
                     self.figures.core_s[arm].append(used(before, account(engine)))
                     done = await self._closed(_ENGINE[arm], window)
                 self.figures.closed[arm].append(done / _CLOSED_S)
-            kept.keep({"rounds": turn + 1} | self._result())
-            self._on_progress(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
+            kept.keep({"rounds": number + 1} | self._result())
+            self._on_progress(
+                f"round {number + 1} of {self.rounds}, {len(window.arrivals)} requests"
+            )
 
     @asynccontextmanager
     async def _level(self, arm: Arm, url: str) -> AsyncIterator[None]:

@@ -213,11 +213,11 @@ class Sharing:
         """The arms in turn, with the same requests in each of a round."""
         names = (ALONE, UNGATED, *arms, ALONE_AGAIN)
         table = ArmTable(self.sizes.slice_s)
-        for turn in range(self.sizes.rounds):
-            order = [name for name, _ in rotated(names, turn + 1)][-len(names) :]
+        for number in range(self.sizes.rounds):
+            order = [name for name, _ in rotated(names, number + 1)][-len(names) :]
             # Backwards every other time: no arm always follows the same one.
-            for name in order if turn % 2 == 0 else reversed(order):
-                load = self._load(seed=100 + turn)
+            for name in order if number % 2 == 0 else reversed(order):
+                load = self._load(seed=100 + number)
                 try:
                     await self._arm(name, arms.get(name), load, table)
                 except ConfigError as error:
