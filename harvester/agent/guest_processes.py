@@ -243,7 +243,7 @@ class GuestProcesses:
             return
         group = scheduling_group(process.pid)
         if is_under_idle(group):
-            raise Unsupported(f"its control group {group} is idle and the operator's")
+            raise Unsupported(f"its control group {group} is idle and belongs to its operator")
         for thread in _threads(process.pid):
             if os.sched_getscheduler(thread) == os.SCHED_IDLE:
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))

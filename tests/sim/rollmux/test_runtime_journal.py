@@ -58,7 +58,7 @@ def test_every_move_of_a_workload_names_its_saving_or_the_rescued_job(
     moves = [entry.text for entry in entries if entry.told is Told.MOVE_ASKED]
     assert moves
     for text in moves:
-        rescued = any(f"the promise to {job} was in danger" in text for job in names)
+        rescued = any(f"the promise to {job} was at risk" in text for job in names)
         assert rescued or "saves" in text or "failed" in text, text
     assert any(entry.told is Told.RESTARTED for entry in entries)
     for story in stories:

@@ -101,7 +101,7 @@ def test_a_guest_in_an_operators_idle_group_is_not_reported_as_lifted(
 ) -> None:
     monkeypatch.setattr(guest_processes, "is_under_idle", lambda group: True)
     guest.lift(named)
-    assert "its operator's" in fault_of(guest)
+    assert "belongs to its operator" in fault_of(guest)
 
 
 @pytest.fixture

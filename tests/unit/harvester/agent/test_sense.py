@@ -73,5 +73,5 @@ def test_the_owner_of_a_page_that_is_not_believed_is_named_once(
         for _ in range(3):
             assert [reading.fault for reading in _pulses(sensor)] == [PageFault.FOREIGN]
     (said,) = [one.getMessage() for one in caplog.records]
-    assert "pulse.production.0 is of user" in said
+    assert "pulse.production.0 belongs to user" in said
     sensor.close()

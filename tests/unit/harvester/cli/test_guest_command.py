@@ -181,18 +181,18 @@ def test_mps_is_consent_in_the_slot_and_a_word_in_the_guest(
     assert "shared fate: a fault of the guest ends production" in shown
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 " in shown
     assert f"production needs, with one restart: CUDA_MPS_PIPE_DIRECTORY={daemon.pipes}" in shown
-    assert "nobody is a client of this daemon" in shown
+    assert "this daemon has no client" in shown
     driver("GPU-1, Default\\n")
     code, shown = said(write(agreed), capsys)
     assert code == 0
-    assert "mps is agreed to and not asked for" in shown
+    assert "mps has consent but no guest uses it" in shown
     daemon.stop()
     code, shown = said(write(*asked, agreed), capsys)
     assert code == 2
     assert "mps │ not here │ no MPS daemon answers" in shown
     daemon.serve({70: [7]})
     code, shown = said(write(*asked, agreed), capsys)
-    assert (code, "nobody is a client" in shown) == (0, False)
+    assert (code, "this daemon has no client" in shown) == (0, False)
     asked_of_it = {command.split()[0] for command in daemon.commands()}
     assert asked_of_it == {"get_server_list", "get_client_list"}, "nothing of it is changed"
 

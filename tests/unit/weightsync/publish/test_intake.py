@@ -46,7 +46,7 @@ def test_a_buffer_that_is_filled_again_was_copied() -> None:
 
 def test_a_piece_is_gone_after_the_next_request() -> None:
     pieces = list(Intake(iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])))
-    with pytest.raises(ValueError, match="a was let go"):
+    with pytest.raises(ValueError, match="a was already released"):
         pieces[0].bits(own=True)
 
 

@@ -92,7 +92,7 @@ def test_the_explanation_of_a_move_names_the_job_with_the_promise_at_risk(contro
     found = _explained(control, "easy")
     (asked,) = _told(found, Told.MOVE_ASKED)
     assert asked.startswith("asked to move to group-")
-    assert "at its iteration's end: the promise to tight was in danger" in asked
+    assert "at its iteration's end: the promise to tight was at risk" in asked
     (told,), (arrived,) = _told(found, Told.MOVE_TOLD), _told(found, Told.ARRIVED)
     where = " | ".join(" ".join(side) for side in control.at("easy"))
     assert told == f"its iteration is over: told to go on on {where}"
@@ -363,7 +363,7 @@ def test_the_command_writes_lines_or_one_document(
     _in_danger(control)
     explain("easy", journal=tmp_path, socket=None, last="", since="", permits=False, as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert any("the promise to tight was in danger" in line for line in lines)
+    assert any("the promise to tight was at risk" in line for line in lines)
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  submitted", lines[0])
     explain("easy", journal=tmp_path, socket=None, last="7d", since="", permits=True, as_json=True)
     document = json.loads(capsys.readouterr().out)

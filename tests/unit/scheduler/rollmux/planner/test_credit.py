@@ -111,7 +111,7 @@ def test_a_job_slower_than_forecast_gets_dedicated_nodes_before_its_credit_is_sp
         moved = [effect for effect in effects if isinstance(effect, MoveJob)]
     assert len(moved) == 1
     assert moved[0].reason.startswith(
-        f"the promise to {TIGHT.job} was in danger: forecast slow-down "
+        f"the promise to {TIGHT.job} was at risk: forecast slow-down "
     )
     assert f"keeps its SLO of {account.slo:.2f}; costs " in moved[0].reason
     assert account.credit_s(now) > 0.0
@@ -188,9 +188,9 @@ def test_all_neighbours_leave_a_job_that_a_surprise_would_make_late(place: int) 
     assert list(cell.pinned) == [late.job]
     credit_s = planner.facts[late.job].settled_credit_s(DAY_S)
     assert credit_s < 0.0
-    why = f"the promise to late was in danger: its credit of {credit_s:.0f} s absorbs no surprise"
+    why = f"the promise to late was at risk: its credit of {credit_s:.0f} s absorbs no surprise"
     assert all(reason.startswith(why) for reason in moves.values()), moves
-    assert "other-0 was in danger" not in moves[others[0].job]
+    assert "other-0 was at risk" not in moves[others[0].job]
     assert "together with other-1, other-2;" in moves[others[0].job]
 
 
