@@ -39,7 +39,7 @@ def test_takes_columns_in_any_order_beside_others(tmp_path: Path) -> None:
     [
         ("", 1, "column t_s is missing"),
         ("t_s,input_tokens\n1,2\n", 1, "column output_tokens is missing"),
-        ("t_s,t_s,input_tokens,output_tokens\n", 1, "there twice"),
+        ("t_s,t_s,input_tokens,output_tokens\n", 1, "appears twice"),
         (HEADER + "0,1,1\nnan,1,1\n", 3, "t_s is 'nan'"),
         (HEADER + "0,1,1\n1,inf,1\n", 3, "input_tokens is 'inf'"),
         (HEADER + "0,1,1\n1,-4,1\n", 3, "input_tokens is '-4'"),
