@@ -36,13 +36,7 @@ def simulate(
         typer.Option(min=1, max=2000, help="Jobs of the built-in workload; it has 200 in full."),
     ] = 40,
     drift: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "Drift of durations of the built-in workload: "
-                "none, increasing, decreasing or mixed."
-            )
-        ),
+        str, typer.Option(help="Drift of durations: none, increasing, decreasing or mixed.")
     ] = "none",
     events: Annotated[
         Path | None, typer.Option(help="File for the events of RoseMux's arm, as JSON lines.")

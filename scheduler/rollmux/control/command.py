@@ -24,7 +24,7 @@ def serve(
     socket: _Socket,
     state: Annotated[
         Path | None,
-        typer.Option(help="SQLite file of the state; without it a restart loses the state."),
+        typer.Option(help="SQLite file of the state; without it a restart begins anew."),
     ] = None,
     nodes: Annotated[
         Path | None,
@@ -38,11 +38,7 @@ def serve(
     ] = 64,
     metrics_port: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=65535,
-            help="Loopback port of the metrics for Prometheus; no port by default.",
-        ),
+        typer.Option(min=1, max=65535, help="Loopback port of the metrics; none by default."),
     ] = None,
     lease_s: _Seconds = 10.0,
     patience_s: _Seconds = 0.25,
@@ -138,9 +134,7 @@ def node(
 @phases.command()
 def status(
     socket: _Socket,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the control's reply as JSON.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
 ) -> None:
     """Show every job: its phase, its stage, the nodes it holds and those it waits for."""
     from rich.console import Console
