@@ -69,8 +69,8 @@ def main() -> None:
     def say(words: str) -> None:
         print(f"{given.job}: {words}", flush=True)
 
-    asked = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
-    phases = PhaseControl(SocketControl(given.socket), asked, on_move=moved)
+    job = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
+    phases = PhaseControl(SocketControl(given.socket), job, on_move=moved)
     place = phases.placement
     assert place is not None
     nodes = f"{' '.join(place.rollout_nodes)} | {' '.join(place.training_nodes)}"

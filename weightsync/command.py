@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from weightsync.serve.server import ServingLimits
     from weightsync.transport.access import Access
 
-Host = Annotated[str, typer.Option(help="Off loopback a token file is required.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; a token file is required unless it is loopback.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the token that readers have to send.")
 ]
@@ -29,10 +31,15 @@ Cert = Annotated[Path | None, typer.Option(help="TLS certificate chain, PEM.")]
 Key = Annotated[Path | None, typer.Option(help="TLS private key, PEM.")]
 Rate = Annotated[float | None, typer.Option("--max-mbit", min=0.001, help="Bandwidth cap, Mbit/s.")]
 Transfers = Annotated[
-    int, typer.Option("--max-transfers", min=1, help="At once; others are told to wait.")
+    int,
+    typer.Option(
+        "--max-transfers",
+        min=1,
+        help="Largest number of concurrent transfers; more are refused until one ends.",
+    ),
 ]
 UpstreamToken = Annotated[
-    Path | None, typer.Option(help="File with the token that the server asks for.")
+    Path | None, typer.Option(help="File with the token that the server requires.")
 ]
 CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides the system's.")]
 
@@ -64,8 +71,10 @@ def relay(
     url: Annotated[
         str, typer.Argument(help="http(s)://HOST:PORT of a server or a relay, or s3://BUCKET/PATH.")
     ],
-    cache: Annotated[Path, typer.Option(help="Directory for the copies; this relay's own.")],
-    cache_bytes: Annotated[int, typer.Option(min=1, help="What the copies may take.")] = 64 << 30,
+    cache: Annotated[Path, typer.Option(help="Directory for the copies, for this relay alone.")],
+    cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest size of the copies in bytes.")
+    ] = 64 << 30,
     streams: Annotated[int, typer.Option(min=1, max=64, help="Ranges to pull at once.")] = 4,
     upstream_token_file: UpstreamToken = None,
     ca_file: CaFile = None,
@@ -170,21 +179,21 @@ def _weights() -> None:
 def pull(
     store: Annotated[str, typer.Argument(help="The weight store.")],
     directory: Annotated[
-        Path, typer.Argument(help="Checkpoint directory to keep; made where there is none.")
+        Path, typer.Argument(help="Checkpoint directory to update; created if absent.")
     ],
     version: Annotated[
-        int | None, typer.Option(min=1, help="This version instead of the newest one.")
+        int | None, typer.Option(min=1, help="Version to pull; the newest by default.")
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Follow the newest version until interrupted.")
     ] = False,
     every: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds between two looks, where no server tells of changes."),
+        typer.Option(min=0.01, help="Seconds between two checks, where no server reports changes."),
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
     staging_bytes: Annotated[
-        int, typer.Option(help="Memory that a version may take; more waits in DIRECTORY.")
+        int, typer.Option(help="Memory that a version may take; the rest is kept in DIRECTORY.")
     ] = STAGING_BYTES,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.

@@ -8,7 +8,6 @@ import argparse
 import os
 from pathlib import Path
 
-from benchmarks.reporting import report
 from benchmarks.rollmux.arm_figures import chosen_arms
 from benchmarks.rollmux.arms import ARMS
 from benchmarks.rollmux.decisions import decision_times
@@ -22,6 +21,7 @@ from benchmarks.rollmux.mixes import Mix
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
 from benchmarks.rollmux.variants import AS_PUBLISHED, VARIANTS
+from benchmarks.testbed.reporting import report
 from harvester.contracts.errors import ConfigError
 from harvester.platform.whole_file import make_writable
 from scheduler.sim.rollmux.baselines import UNSHARED

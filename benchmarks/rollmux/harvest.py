@@ -19,8 +19,8 @@ from benchmarks.rollmux.headroom import Headroom, headroom_of
 from benchmarks.rollmux.lease_supply import NEVER, LeaseSupply
 from benchmarks.rollmux.leased_driver import LeasedDriver
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.trace import read_trace
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.trace import read_trace
 from scheduler.model import Pool
 from scheduler.sim.rollmux.arms import (
     ARMS,

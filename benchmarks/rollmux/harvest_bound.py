@@ -21,7 +21,7 @@ from benchmarks.rollmux.headroom import HARVESTED_RATIO
 from benchmarks.rollmux.lease_supply import SLOTS_RATIO
 from benchmarks.rollmux.optimal_hosting import KnownJob
 from benchmarks.rollmux.pieces import Pieces
-from examples.demo.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from scheduler.model import Pool
 from scheduler.rollmux.beliefs.tail import Completion, TailShape, best_shape
 from scheduler.rollmux.forecast.compiled import Records

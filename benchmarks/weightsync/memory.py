@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 
 PARAMETERS = 500_000_000
 STEPS = 3

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from harvester.contracts.ids import WeightVersion
 from weightsync.publisher import Publisher
 from weightsync.receive.staged import check_state

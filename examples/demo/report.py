@@ -82,22 +82,22 @@ def _tiles(result: Result) -> list[Tile]:
 def _wide_plots(records: Sequence[Record], result: Result) -> list[Plot]:
     return [
         Plot(
-            "Does production feel it?",
-            "What production's users wait for, per second of each arm: line, the median; dots, the "
-            "99th percentile; dashed, the SLO. All columns replay the same requests on one scale. "
-            "Dotted verticals are seams between blocks. Harvesting costs nothing where the right "
-            "column looks like the left one.",
+            "Latencies of production in each arm",
+            "Latencies per second of each arm: the line is the median, the dots are the 99th "
+            "percentile, the dashed line is the SLO. All columns replay the same requests on one "
+            "scale. Dotted verticals are seams between blocks. Harvesting costs nothing where the "
+            "right column looks like the left one.",
             plots.production_latency(records, result),
         ),
         Plot(
-            "What was lent, and when",
-            "Means per second: production's load; whether the guest could step at all; how many "
-            "rollout tokens the node agent granted to each of its steps; what came of it. The gate "
+            "Lent idle time",
+            "Means per second: production's load; whether the guest could step at all; the rollout "
+            "tokens that the node agent granted to each step; the harvested tokens. The gate "
             "closes when production needs its core and opens again when it does not.",
             plots.grant_and_rollouts(records),
         ),
         Plot(
-            "What the job gained",
+            "Training steps of the RL job",
             "Each training step's time, stacked by phase (darkest: rollout), and the speed of its "
             "rollouts, on its dedicated engine alone and with harvesting. Both jobs start from the "
             "same seeds.",
@@ -111,12 +111,12 @@ def _narrow_plots(records: Sequence[Record], result: Result) -> list[Plot]:
     share = wording.percent(sent / dense if dense else None)
     return [
         Plot(
-            "Does it learn the same?",
+            "Learning curves",
             "Mean reward per step; the band is two standard errors either way.",
             plots.reward(records),
         ),
         Plot(
-            "What a new version costs to send",
+            "Bytes of each weight version",
             f"Only changed values travel, exactly: {wording.size(sent)} instead of "
             f"{wording.size(dense)} over the run ({share}).",
             plots.bytes_per_version(records),

@@ -36,13 +36,13 @@ def simulate(
         typer.Option(min=1, max=2000, help="Jobs of the built-in workload; all: 200."),
     ] = 40,
     drift: Annotated[
-        str, typer.Option(help="none, increasing, decreasing or mixed, of the built-in workload.")
+        str, typer.Option(help="Drift of durations: none, increasing, decreasing or mixed.")
     ] = "none",
     events: Annotated[
-        Path | None, typer.Option(help="Write what our arm did there, as JSON lines.")
+        Path | None, typer.Option(help="File for the events of RoseMux's arm, as JSON lines.")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw the figures there, in one file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for an HTML page of the figures.")] = None,
 ) -> None:
     """Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm."""
     import msgspec

@@ -164,7 +164,7 @@ def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -
         transport.call(Beat(job=JobId("j"), epoch=Epoch(1)))
 
 
-def test_the_command_serves_shows_and_exports_who_holds_what(
+def test_the_command_serves_shows_and_exports_the_holders(
     machine: Machine, free_port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     machine.control("--metrics-port", str(free_port), module=False)

@@ -56,7 +56,7 @@ def _same(held: State, step: int) -> bool:
     return all(torch.equal(held[name], tensor) for name, tensor in _state(step).items())
 
 
-def test_what_is_in_the_cache_is_served_and_the_next_version_follows(tmp_path: Path) -> None:
+def test_a_cached_version_is_served_and_the_next_one_follows(tmp_path: Path) -> None:
     root = tmp_path / "stores"
     with Publisher(root / "job-a") as publisher, ExitStack() as stack:
         publisher.publish(_state(0))

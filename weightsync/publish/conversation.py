@@ -107,7 +107,7 @@ class RankZero:
         self._timeout_s = timeout_s
         self._step = step
         self._calls: dict[int, str] = {}
-        """The call that each rank is in, once it said so."""
+        """The call that each rank has reported."""
         self._refused: set[str] = set()
         self._gone: set[int] = set()
         """Ranks that failed and listen no more."""
@@ -141,7 +141,7 @@ class RankZero:
         return reply
 
     def fail(self, error: Exception) -> Exception | None:
-        """Told also to ranks that have not called yet: they would wait for nothing."""
+        """Sent also to ranks that have not called yet: they would wait in vain."""
         if self._exchange == 0 and not self._is_over:
             with suppress(RoseMuxError):
                 self._wait_for_calls()
@@ -214,7 +214,7 @@ class OtherRank:
             self._call_again()
         self._is_over = True
         raise Exhausted(
-            f"step {self._step}: rank 0, which writes the manifest, said nothing for "
+            f"step {self._step}: rank 0, which writes the manifest, did not report for "
             f"{2 * self._timeout_s:g} s"
         )
 
@@ -249,7 +249,7 @@ class OtherRank:
 
 def given(message: _T | None) -> _T:
     if message is None:
-        raise ValueError("rank 0 has to say something")
+        raise ValueError("rank 0 must send a message")
     return message
 
 

@@ -65,7 +65,7 @@ def part_of(name: str, value: Any) -> Part | None:
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
     if not isinstance(value, torch.Tensor):
-        raise Unsupported(f"{name} is a {type(value).__name__}: tensors or ShardSlices, please")
+        raise Unsupported(f"{name} is a {type(value).__name__}: pass tensors or ShardSlices")
     return Part(value, None)
 
 
@@ -132,7 +132,7 @@ class Piece:
     def bits(self, *, own: bool) -> Bits:
         """Flat bits in host memory; with `own`, not the trainer's own memory."""
         if self.tensor is None:
-            raise ValueError(f"{self.entry} was let go")
+            raise ValueError(f"{self.entry} was already released")
         tensor = self.tensor
         if tensor.device.type == "meta":
             raise Unsupported(f"{self.entry} is on the meta device: it has no values")

@@ -87,7 +87,7 @@ class Staging:
                 self._take_changes(step, copy, header)
             self._bytes_read += copy.bytes_read
         if not self._held.is_everything and self._whole_bytes > len(step.manifest.shards) * _SMALL:
-            _logger.info("%s is read whole: nothing vouches for parts of it", step.ref.directory)
+            _logger.info("%s is read whole: it has no digests of its parts", step.ref.directory)
         if found != set(step.manifest.weight_map):
             raise Corrupt(f"{step.ref.directory}: shards and weight map name different tensors")
 

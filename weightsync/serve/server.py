@@ -39,7 +39,7 @@ _STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLimits:
     transfers_max: int = 64
-    """Concurrent transfers; further ones are told to retry. Each holds about 1 MiB."""
+    """Concurrent transfers; further ones get a retry reply. Each holds about 1 MiB."""
     bytes_per_s: float | None = None
     """Rate of all transfers together."""
     stall_s: float = 60.0

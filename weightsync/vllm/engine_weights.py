@@ -220,7 +220,9 @@ class EngineWeights:
             except ConfigError:
                 raise
             except Exception as error:
-                _logger.warning("the update tore, taking a full checkpoint: %r", error)
+                _logger.warning(
+                    "the update failed half-applied, taking a full checkpoint: %r", error
+                )
                 self._mended += 1
                 staged = receiver.prepare(None, staged.plan.target)
         return receiver.settle(staged, target)

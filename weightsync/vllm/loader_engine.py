@@ -1,7 +1,7 @@
 """The weight-transfer engine for vLLM 0.24, where a worker does most of an update itself.
 
 There an engine is made without its worker's settings, `start_weight_update` takes the model apart
-unless told otherwise, and `update_weights` waits for an accelerator that a CPU does not have. So
+by default, and `update_weights` waits for an accelerator that a CPU does not have. So
 the three calls of a worker go to our engine, where it is ours, and leave the model as it is; to
 whoever calls them they are as in engine.py.
 """

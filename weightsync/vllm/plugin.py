@@ -19,7 +19,7 @@ ENGINES = {
     "vllm_config": ("weightsync.vllm.engine", "RoseMuxWeightTransferEngine"),
     "parallel_config": ("weightsync.vllm.loader_engine", "LoaderShapedEngine"),
 }
-"""Module and class by what only that shape is told when it is made; the second is vLLM 0.24's."""
+"""Module and class by the arguments that only that shape takes; the second is vLLM 0.24's."""
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 _registered = False

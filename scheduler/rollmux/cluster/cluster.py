@@ -118,7 +118,7 @@ class ClusterPolicy:
             self._leave_old(placed, now)
 
     def request_phase(self, job: JobId, kind: PhaseKind, *, now: float) -> None:
-        """A worker requests a permit. A job told to move has left its old nodes by then."""
+        """A worker requests a permit. A job notified of a move has left its old nodes by then."""
         placed = self.placements.get(job)
         if placed is not None and placed.arrived_s is not None:
             self.unsaved.add(job)

@@ -32,9 +32,9 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     to: Placement | None = None
     to_group: GroupId | None = None
     told: bool = False
-    """The job was told that it moves: it has left when it next requests its first phase."""
+    """The job was notified of its move: it has left when it next requests its first phase."""
     changed: bool = False
-    """Its nodes differ from those its process knows: it is told before its next phase."""
+    """Its nodes differ from those its process knows: it is notified before its next phase."""
     arrived_s: float | None = None
     """Time of its arrival on other nodes, until it requests a phase there."""
     started: bool = False

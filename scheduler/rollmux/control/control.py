@@ -93,7 +93,7 @@ class PhaseControl:
         """`terms` name the job's nodes; a planning control takes a `Submission` and names them.
 
         `timeout_s` bounds the wait for a place, for a permit and for an absent control.
-        A job that moves is told between two iterations: `on_move` frees what it holds on its old
+        A job's move comes between two iterations: `on_move` frees what it holds on its old
         nodes, and once its new ones have room `on_arrive` brings its state there.
         With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
 

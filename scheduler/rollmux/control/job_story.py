@@ -153,7 +153,7 @@ class JobStory:
         if not (gone and self.is_known):
             return
         self.is_known = False
-        why = "it was forgotten" if forgotten else "nothing was heard of it for too long"
+        why = "it was forgotten" if forgotten else "it was silent for too long"
         fared = "" if close is None else f"; {_fared(close)}"
         yield Entry(at=now.at, told=Told.CLOSED, text=f"closed: {why}{fared}")
 

@@ -1,4 +1,4 @@
-"""Chooses a control's service: one that is told every job's nodes, or one that plans them."""
+"""Chooses a control's service: one that plans every job's nodes, or one that is given them."""
 
 from pathlib import Path
 

@@ -53,15 +53,15 @@ class PhaseMetrics:
         self._waiting = self._gauge("permits_waiting", "Workers that wait for a permit.", phase)
         self._held = self._gauge("permits_held", "Permits in force.", phase)
         self._longest = self._gauge(
-            "longest_wait_seconds", "How long the first of those who wait has waited.", phase
+            "longest_wait_seconds", "Longest wait of a worker that waits now.", phase
         )
-        self._nodes = self._gauge("nodes_held", "Nodes that somebody's permit covers.", phase)
+        self._nodes = self._gauge("nodes_held", "Nodes covered by a permit.", phase)
         self._starts = self._counter(
             "starts_total", "Permits granted; cold: the first of this phase in its process.",
             ["phase", "start"],
         )  # fmt: skip
         self._switches = self._counter(
-            "switches_total", "Nodes that went from one job to another.", phase
+            "switches_total", "Changes of a node from one job to another.", phase
         )
         self._ended = self._counter(
             "permits_ended_total", "Permits ended, by reason; silent is a lost lease.",
@@ -75,10 +75,10 @@ class PhaseMetrics:
             phase,
         )  # fmt: skip
         self._tails = self._counter(
-            "tails_moved_total", "Tails that left nodes to those who waited.", phase
+            "tails_moved_total", "Tails that left nodes to waiting jobs.", phase
         )
-        self._wait_s = self._histogram("wait_seconds", "From a place in the line to the permit.")
-        self._hold_s = self._histogram("hold_seconds", "From a permit to its end.")
+        self._wait_s = self._histogram("wait_seconds", "Time from the request to the permit.")
+        self._hold_s = self._histogram("hold_seconds", "Time from a permit to its end.")
         self.plan = PlanMetrics(self.registry)
         self._last_job: dict[NodeId, JobId] = {}
         self._processes: dict[JobId, tuple[str, set[PhaseKind]]] = {}
@@ -184,7 +184,7 @@ class PlanMetrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"scheduler_phase_plan_{name}", text, labels, registry=registry)
 
-        self._jobs = gauge("jobs", "Submitted jobs, by how they stand.", ("stage",))
+        self._jobs = gauge("jobs", "Submitted jobs, by state.", ("stage",))
         self._nodes = gauge(
             "nodes", "Nodes, by use; missing: failed and not replaced yet.", ("pool", "state")
         )
@@ -196,15 +196,13 @@ class PlanMetrics:
         self._promises = gauge(
             "promises", "Placed jobs within their SLO, and beyond it.", ("state",)
         )
-        self._longest = gauge(
-            "longest_wait_seconds", "How long the first of those without a place has waited."
-        )
+        self._longest = gauge("longest_wait_seconds", "Longest wait of a job without nodes.")
         self._credit = gauge(
             "least_credit_seconds", "Smallest delay that a placed job can still absorb."
         )
         self._decisions = Counter(
             "scheduler_phase_plan_decisions_total",
-            "What the planner has asked for.",
+            "Decisions of the planner, by kind.",
             ("decision",),
             registry=registry,
         )
@@ -216,7 +214,7 @@ class PlanMetrics:
         )
         self.decision_s = Histogram(
             "scheduler_phase_plan_decision_seconds",
-            "What the planner took for an event, in which nobody is answered.",
+            "Time of the planner for an event; the control does not reply meanwhile.",
             registry=registry,
             buckets=_DECISION_BUCKETS_S,
         )

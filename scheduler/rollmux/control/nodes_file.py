@@ -33,7 +33,7 @@ class NamedNodes(_Settings):
 
     type: Name
     names: tuple[Name, ...] = Field(min_length=1, max_length=NODES_MAX)
-    """Names that jobs are told; a node is the unit that one job holds whole at a time."""
+    """Names that jobs see; a node is the unit that one job holds whole at a time."""
     accelerators: int = Field(default=8, ge=1, le=1024)
     price_per_hour: float = Field(ge=0, le=1e6, allow_inf_nan=False)
     """Price of the whole node."""

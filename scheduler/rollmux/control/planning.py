@@ -117,7 +117,7 @@ class PlanningService(PhaseService):
     def submit(self, message: Submit) -> Placed | Waiting | CallRefused:
         """The same submission may be repeated, also to learn the job's present place.
 
-        A job that was told to move repeats it when it has left its old nodes.
+        A job notified of a move sends this again when it has left its old nodes.
         """
         given = message.submission
         known = self.cluster.placements.get(given.job)

@@ -81,7 +81,7 @@ def withdraw(table: PermitTable, event: Withdraw, *, now: float) -> Effects:
     if permit is None or permit.holder != event.holder:
         return []
     if permit.holding:
-        words = "nobody waited for it any more"
+        words = "its worker stopped waiting"
         return [end(table, permit, PermitEndReason.WITHDRAWN, words, now=now)]
     table.leave_lines(permit)
     return [DropPlace(job=event.job)] if permit.move(PermitTrigger.ENDED) else []

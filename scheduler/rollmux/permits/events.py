@@ -115,7 +115,7 @@ class PermitEndReason(StrEnum):
     SILENT = "silent"
     """The holder was not heard for a lease."""
     OVERRAN = "overran"
-    """Told to end for its length, and not completed since."""
+    """Asked to end for its length, and not completed since."""
     LEFT = "left"
     WITHDRAWN = "withdrawn"
 

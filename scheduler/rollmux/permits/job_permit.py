@@ -24,7 +24,7 @@ class PermitStage(StrEnum):
     TAILING = "tailing"
     """Runs on the kept part; other jobs use the rest."""
     REVOKED = "revoked"
-    """Was told to end; the grace period runs."""
+    """Was asked to end; the grace period runs."""
 
 
 class PermitTrigger(StrEnum):

@@ -204,7 +204,7 @@ class PermitPolicy:
                 reason = f"not heard for {config.lease_s:g} s"
                 return [fail(table, permit, PermitEndReason.SILENT, reason, now=now)]
             case WatchdogVerdict.OUT_OF_GRACE:
-                reason = f"ran for {lasted_s:.1f} s and did not end when told"
+                reason = f"ran for {lasted_s:.1f} s and did not end on request"
                 return [fail(table, permit, PermitEndReason.OVERRAN, reason, now=now)]
             case WatchdogVerdict.LATE:
                 permit.warned_s = now

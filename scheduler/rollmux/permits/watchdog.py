@@ -1,4 +1,4 @@
-"""Detects permits in danger: a silent holder, or a phase longer than its known runs.
+"""Detects permits that may be lost: a silent holder, or a phase longer than its known runs.
 
 An overrun is warned of at once, and costs the permit only when another job waits for its nodes:
 ending a phase that blocks no job would gain nothing. Pure; the policy acts on the verdict.

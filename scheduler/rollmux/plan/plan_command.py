@@ -8,8 +8,8 @@ import typer
 
 def plan(
     jobs: Annotated[Path, typer.Argument(help="YAML file of jobs, nodes and prices.")],
-    json: Annotated[Path | None, typer.Option(help="Write the plan there.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw the plan there, in one file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the plan, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for an HTML page of the plan.")] = None,
 ) -> None:
     """Place RL jobs on shared nodes: groups, prices, reasons and a timeline per node."""
     import msgspec

@@ -178,7 +178,7 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("node", b'{"node":"/dev/null","failed":true}'),
     ],
 )
-def test_what_is_no_call_is_refused(name: str, body: bytes) -> None:
+def test_an_unknown_call_is_refused(name: str, body: bytes) -> None:
     with pytest.raises(PeerProtocolError):
         decoded_call(name, body)
 

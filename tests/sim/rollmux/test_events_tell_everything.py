@@ -216,7 +216,7 @@ def test_nothing_happens_on_a_node_after_it_failed(told: Told) -> None:
 
 
 @pytest.mark.parametrize("arm", sorted(ARMS))
-def test_the_same_seed_tells_the_same_story(arm: str) -> None:
+def test_the_same_seed_gives_the_same_events(arm: str) -> None:
     jobs = w1(8, jobs=8)
     first, second = (
         run_arm(ARMS[arm], jobs, seed=8, record=True, disruptions=HARSH).ledger.events
@@ -225,5 +225,5 @@ def test_the_same_seed_tells_the_same_story(arm: str) -> None:
     assert first == second
 
 
-def test_the_same_seed_tells_the_same_story_under_every_hash_seed() -> None:
+def test_the_same_seed_gives_the_same_events_under_every_hash_seed() -> None:
     assert len({events_digest(hash_seed=seed, jobs=6) for seed in (0, 1, 4242)}) == 1

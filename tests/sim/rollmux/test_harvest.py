@@ -163,7 +163,7 @@ def test_a_node_that_fails_takes_no_tail_that_is_out_on_leases(
     assert outlived > 0
 
 
-def test_the_same_seed_tells_the_same_story_with_leases(
+def test_the_same_seed_gives_the_same_events_with_leases(
     jobs: list[SimulatedJob], often_revoked: HarvestResult
 ) -> None:
     again = run_harvest(jobs, LeaseSupply(given_s=UNEVEN, turns_s=OFTEN), record=True)

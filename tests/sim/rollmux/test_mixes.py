@@ -1,4 +1,4 @@
-"""Mixes of jobs: W2 has wide jobs, W3 is what its page says it is."""
+"""Mixes of jobs: W2 has wide jobs, W3 matches its page."""
 
 import numpy as np
 import pytest

@@ -49,7 +49,7 @@ def test_moves_savings_and_failures_of_a_whole_workload_replay(directory: Path) 
     assert replayed.decisions > 1000
 
 
-def test_every_move_of_a_workload_says_what_it_saves_or_whom_it_rescues(
+def test_every_move_of_a_workload_names_its_saving_or_the_rescued_job(
     directory: Path, jobs: list[SimulatedJob]
 ) -> None:
     names = {one.job.job for one in jobs}
@@ -58,7 +58,7 @@ def test_every_move_of_a_workload_says_what_it_saves_or_whom_it_rescues(
     moves = [entry.text for entry in entries if entry.told is Told.MOVE_ASKED]
     assert moves
     for text in moves:
-        rescued = any(f"the promise to {job} was in danger" in text for job in names)
+        rescued = any(f"the promise to {job} was at risk" in text for job in names)
         assert rescued or "saves" in text or "failed" in text, text
     assert any(entry.told is Told.RESTARTED for entry in entries)
     for story in stories:

@@ -18,7 +18,7 @@ TERMS = LeaseTerms(activation_s=5.0, sync_s=20.0, kept_s=4.0, recomputed_s=3.0, 
 
 
 @given(st.floats(0, 1e6), st.floats(0, 500))
-def test_what_a_slot_gives_adds_up_over_the_record_s_end(at_s: float, more_s: float) -> None:
+def test_a_slot_s_headroom_adds_up_over_the_record_s_end(at_s: float, more_s: float) -> None:
     record = HeadroomRecord(UNEVEN)
     assert -1e-6 <= record.given(at_s, at_s + more_s) <= more_s + 1e-6
     assert record.given(at_s, at_s + 100.0) == pytest.approx(UNEVEN[-1], abs=1e-5)

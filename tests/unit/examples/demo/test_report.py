@@ -33,7 +33,7 @@ def test_names_from_outside_are_text(page: str) -> None:
     assert "a <trace>" not in page
 
 
-def test_every_figure_has_words_for_those_who_cannot_see_it(page: str) -> None:
+def test_every_figure_has_a_text_description(page: str) -> None:
     assert len(re.findall(r'<svg role="img" aria-label="[^"]+"', page)) == 5
 
 

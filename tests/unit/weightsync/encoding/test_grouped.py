@@ -123,7 +123,7 @@ def test_a_training_step_is_in_groups_and_about_as_small_as_compressed(density: 
 
 
 @pytest.mark.parametrize("kind", ["columns", "one sign", "few", "wide"])
-def test_what_a_compressor_makes_smaller_is_left_to_it(kind: str) -> None:
+def test_compressible_changes_are_left_to_the_compressor(kind: str) -> None:
     if kind == "columns":
         old = np.zeros(400_000, dtype=np.uint16)
         new = old + (np.arange(old.size) % 50 == 7).astype(np.uint16)

@@ -74,7 +74,7 @@ def test_payloads_in_one_file_are_read_together_and_lead_where_each_alone_does(
         assert there.tobytes() == opened.tobytes() == new.tobytes()
 
 
-def test_what_a_step_of_rl_does_to_a_small_tensor_is_plain() -> None:
+def test_an_rl_step_of_a_small_tensor_is_encoded_plain() -> None:
     old, new = _pair(2, 512, 5, 1, seed=3)
     encoded = encode(old, new)
     assert encoded is not None

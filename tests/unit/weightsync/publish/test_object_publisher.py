@@ -298,7 +298,7 @@ def test_listings_that_are_late_cost_nothing_but_leftovers(
 
 
 @pytest.mark.parametrize("conditional", [True, False])
-def test_of_two_publishers_the_newest_goes_on(
+def test_the_newest_of_two_publishers_goes_on(
     bucket: Bucket, states: tuple[State, ...], same: Same, conditional: bool
 ) -> None:
     bucket.has_conditional_put = conditional

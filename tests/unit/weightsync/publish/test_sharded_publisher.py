@@ -191,7 +191,7 @@ def test_replicas_that_differ_publish_nothing(tmp_path: Path, states: tuple[Stat
             assert "layer.scale differs between ranks 0 and 2" in str(error)
 
 
-def test_another_layout_is_said_by_all_and_then_published_whole(
+def test_a_new_layout_fails_on_every_rank_and_is_published_whole_next(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
     grown = states[1] | {"head": torch.ones(3)}

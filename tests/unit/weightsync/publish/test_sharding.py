@@ -133,6 +133,6 @@ def test_a_slice_that_does_not_fit_is_a_mistake(
         part_of("w", ShardSlice(torch.zeros(4, 2), shape, dim=dim, offset=offset))
 
 
-def test_what_is_no_tensor_says_so() -> None:
+def test_a_value_that_is_no_tensor_is_named() -> None:
     with pytest.raises(Unsupported, match="w is a list"):
         part_of("w", [1.0])

@@ -85,7 +85,9 @@ def test_no_version_takes_more_memory_than_was_given(
     receiver.close()
 
 
-def test_what_fits_is_decoded_before_it_is_applied_and_the_rest_when_it_is(store: Path) -> None:
+def test_a_fitting_delta_is_decoded_before_it_is_applied(
+    store: Path,
+) -> None:
     little = Receiver(store, staging_bytes=LITTLE).prepare(ONE, THREE)
     much = Receiver(store).prepare(ONE, THREE)
     waiting = [

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: what others load, and what is refused."""
+"""The files of a checkpoint directory: loaded by other readers, or refused."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_a_broken_checkpoint_is_not_opened(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_somebody_s_weights_are_not_replaced(tmp_path: Path, name: str) -> None:
+def test_foreign_weights_are_not_replaced(tmp_path: Path, name: str) -> None:
     check_ours(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     check_ours(tmp_path)

@@ -49,7 +49,7 @@ def sliced(shape: tuple[int, ...], cuts: Cuts) -> Slicing:
 
 
 @given(grid=grids())
-def test_what_is_held_is_put_together_from_any_slices(
+def test_held_parts_are_assembled_from_any_slices(
     grid: tuple[tuple[int, ...], Cuts, Box],
 ) -> None:
     shape, cuts, box = grid

@@ -191,7 +191,7 @@ def test_a_broken_target_is_reached_by_the_anchor_beside_it(store: FakeStore) ->
     assert _directories(_plan(store, 4, 6)) == ["anchor_v000005", "weight_v000006"]
 
 
-def test_where_nothing_is_intact_the_first_fault_is_told(store: FakeStore) -> None:
+def test_without_an_intact_way_the_first_fault_is_raised(store: FakeStore) -> None:
     store.strike(Kind.WEIGHT, 8)
     with pytest.raises(Corrupt, match="weight_v000008 is broken"):
         _plan(store, 6, 8)

@@ -71,7 +71,7 @@ def _reached(store: Path, held: int | None, states: tuple[State, ...]) -> State:
 
 
 @pytest.mark.parametrize("held", [None, 1, 4, 5, 7])
-def test_a_struck_anchor_stops_nobody(
+def test_a_struck_anchor_stops_no_follower(
     published: tuple[Path, list[Published]],
     states: tuple[State, ...],
     same: Same,
@@ -99,7 +99,7 @@ def test_a_struck_anchor_stops_no_checkpoint_directory(
         assert (pulled.version, pulled.state_hash) == (EIGHT, done[7].state_hash)
 
 
-def test_who_holds_a_version_needs_its_delta_alone(
+def test_a_holder_of_a_version_needs_the_next_delta_alone(
     published: tuple[Path, list[Published]], states: tuple[State, ...], same: Same, strike: Strike
 ) -> None:
     store, _ = published

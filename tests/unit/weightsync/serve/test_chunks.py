@@ -48,7 +48,7 @@ def test_readers_of_overlapping_ranges_share_one_pull(
     assert chunks.is_whole == (len(pulled) == size)
 
 
-def test_a_lost_run_is_pulled_again_only_when_asked_again() -> None:
+def test_a_lost_run_is_pulled_again_only_on_request() -> None:
     chunks = ChunkMap(30, chunk_bytes=CHUNK)
     chunks.want(ByteSpan(0, 30))
     run = chunks.claim(20)
@@ -60,7 +60,7 @@ def test_a_lost_run_is_pulled_again_only_when_asked_again() -> None:
     assert chunks.claim(20) == ByteSpan(0, 10)
 
 
-def test_nothing_is_claimed_of_what_nobody_wants() -> None:
+def test_an_unwanted_chunk_is_not_claimed() -> None:
     chunks = ChunkMap(100, chunk_bytes=CHUNK)
     assert chunks.claim(100) is None
     chunks.want(ByteSpan(95, 100))
@@ -76,7 +76,7 @@ def test_the_last_chunk_is_as_long_as_the_file() -> None:
     assert chunks.is_whole
 
 
-def test_what_is_forgotten_is_asked_for_again() -> None:
+def test_a_forgotten_chunk_is_claimed_again() -> None:
     chunks = ChunkMap(30, chunk_bytes=10)
     chunks.want(ByteSpan(0, 20))
     run = chunks.claim(20)

@@ -18,7 +18,9 @@ objects = st.lists(
 
 
 @given(objects, st.integers(-100, 300))
-def test_what_stays_fits_and_what_is_in_use_stays(held: list[CachedObject], capacity: int) -> None:
+def test_kept_files_fit_the_cache_and_files_in_use_stay(
+    held: list[CachedObject], capacity: int
+) -> None:
     doomed = evicted(held, capacity_bytes=capacity)
     if doomed is None:
         assert sum(one.size_bytes for one in held if one.users) > capacity

@@ -28,7 +28,7 @@ class Upstream:
         return self.value
 
 
-async def test_everybody_hears_of_the_change_by_one_question() -> None:
+async def test_one_upstream_request_serves_all_waiters() -> None:
     upstream = Upstream()
     watch = LatestWatch(upstream.ask, MonotonicClock())
     waiting = [asyncio.create_task(watch.after(b"1", 30.0)) for _ in range(20)]
@@ -39,7 +39,7 @@ async def test_everybody_hears_of_the_change_by_one_question() -> None:
     assert upstream.held == 1
 
 
-async def test_who_knows_an_old_version_waits_for_nothing() -> None:
+async def test_a_caller_with_an_old_version_does_not_wait() -> None:
     upstream = Upstream()
     watch = LatestWatch(upstream.ask, MonotonicClock())
     assert await watch.after(b"0", 30.0) == b"1"
@@ -54,7 +54,7 @@ async def test_waiting_ends_with_what_was_known() -> None:
     upstream.changed.set()
 
 
-async def test_an_upstream_that_fails_fails_those_who_ask() -> None:
+async def test_a_failing_upstream_fails_its_callers() -> None:
     upstream = Upstream()
     upstream.failing = True
     with pytest.raises(Exhausted):

@@ -49,7 +49,7 @@ def test_a_growing_object_is_gone_after_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_what_cannot_prove_itself_is_not_kept_over_a_restart(tmp_path: Path) -> None:
+def test_an_unverifiable_file_is_not_kept_over_a_restart(tmp_path: Path) -> None:
     (tmp_path / "job-a").mkdir()
     for name in ("0" * 32 + "-foreign", "passwd", "0" * 32 + "-7.part"):
         (tmp_path / "job-a" / name).write_bytes(b"x")
@@ -67,7 +67,7 @@ def test_the_least_recently_used_makes_room(tmp_path: Path) -> None:
     cache.close()
 
 
-def test_what_is_in_use_keeps_its_place(tmp_path: Path) -> None:
+def test_a_file_in_use_stays_in_the_cache(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, 100)
     _put(cache, b"a" * 60)
     held = cache.take("job-a", _key(b"a" * 60), 60)
@@ -88,14 +88,14 @@ def test_a_cache_that_shrank_is_within_its_bound_from_the_start(tmp_path: Path) 
     assert sum(path.stat().st_size for path in (tmp_path / "job-a").iterdir()) <= 150
 
 
-def test_what_is_larger_than_the_cache_says_what_to_do(tmp_path: Path) -> None:
+def test_a_file_larger_than_the_cache_is_refused_with_the_remedy(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, 100)
     with pytest.raises(ConfigError, match="--cache-bytes"):
         cache.take("job-a", _key(b"x" * 101), 101)
     cache.close()
 
 
-def test_a_file_that_somebody_deleted_begins_anew(tmp_path: Path) -> None:
+def test_a_deleted_file_begins_anew(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path, 100)
     _put(cache, b"gone").path.unlink()
     held = cache.take("job-a", _key(b"gone"), 4)

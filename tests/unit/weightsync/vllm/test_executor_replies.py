@@ -44,7 +44,7 @@ def _installed() -> None:
 
 
 @pytest.mark.parametrize("second", ["done", RuntimeError("refused")])
-def test_every_rank_is_heard_before_a_refusal_is_passed_on(second: object) -> None:
+def test_every_rank_s_reply_is_read_before_a_refusal_is_raised(second: object) -> None:
     executor = Executor()
     with pytest.raises(RuntimeError, match="refused"):
         executor.collective_rpc("update", answers=(RuntimeError("refused"), second))

@@ -150,7 +150,7 @@ class Control:
 
 
 def ask_to_move(policy: ClusterPolicy, job: str) -> None:
-    """The planner's next review asks the job to go elsewhere, as if a promise were in danger."""
+    """The planner's next review asks the job to go elsewhere, as if a promise were at risk."""
     planner, name = policy.planner, JobId(job)
 
     def wanted() -> list[Move]:

@@ -126,7 +126,7 @@ def test_whatever_jobs_nodes_time_and_restarts_do_every_file_replays(
         _tells_every_story(directory)
 
 
-def test_who_reads_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> None:
+def test_reading_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "state.sqlite", journal=tmp_path)
     control.submit(submission("a"))
     for _ in range(5):
@@ -137,7 +137,7 @@ def test_who_reads_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> 
     _believes_what_is_replayed(control, tmp_path)
 
 
-def test_who_reads_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) -> None:
+def test_reading_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "state.sqlite", journal=tmp_path)
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     for job in "aaaaab":
@@ -189,7 +189,7 @@ def test_metrics_go_on_counting_when_the_journal_begins_a_new_file(tmp_path: Pat
     control.service.close()
 
 
-def test_what_was_last_heard_and_reviewed_is_known_in_the_journal_s_next_file(
+def test_the_journal_s_next_file_has_the_last_beats_and_review(
     tmp_path: Path,
 ) -> None:
     """A file that fills up with every decision would else put off every review for ever."""

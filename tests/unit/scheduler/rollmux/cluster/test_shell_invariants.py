@@ -174,7 +174,7 @@ def test_no_permit_is_held_twice_no_memory_is_exceeded_and_permits_follow_the_pl
 
 @settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_everybody_is_served_when_all_nodes_are_back_and_others_leave(chance: Random) -> None:
+def test_every_job_is_served_when_all_nodes_are_back_and_others_leave(chance: Random) -> None:
     with tempfile.TemporaryDirectory() as directory:
         world = World(chance, Path(directory) / "state.sqlite")
         for _ in range(60):

@@ -154,7 +154,7 @@ async def test_an_asynchronous_rollout_does_the_same() -> None:
         assert scene.gateway.told == [BOTH, LEASES_ALONE, NEITHER]
 
 
-async def test_a_task_that_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
+async def test_a_cancelled_waiting_task_blocks_no_other_job() -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway())
 
@@ -207,7 +207,7 @@ def test_without_a_guest_that_serves_the_job_its_tail_stays_where_it_is(reason: 
 
 
 @pytest.mark.parametrize("lost_by", ["guest", "gateway"])
-def test_a_tail_whose_lease_is_lost_goes_back_in_line_and_gets_its_turn(lost_by: str) -> None:
+def test_a_tail_with_a_lost_lease_goes_back_in_line_and_is_served(lost_by: str) -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway())
         c = PhaseControl(control, terms("c"), timeout_s=LONG_S)
@@ -284,7 +284,7 @@ def test_a_rollout_that_fails_gives_its_leases_up() -> None:
         assert scene.gateway.told == [BOTH, NEITHER]
 
 
-def test_what_leases_took_off_a_rollout_follows_from_the_tokens_that_they_made() -> None:
+def test_the_rollout_time_saved_by_leases_follows_from_their_tokens() -> None:
     left: list[Leave] = []
 
     class Noted(EmbeddedControl):

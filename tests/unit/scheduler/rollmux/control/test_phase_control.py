@@ -258,7 +258,7 @@ def test_a_holder_is_kept_by_its_beats_for_many_leases() -> None:
             other.begin(ROLLOUT)
 
 
-def test_a_tail_is_told_to_make_room_and_the_other_starts_beside_it(
+def test_a_tail_makes_room_on_request_and_the_other_job_starts_beside_it(
     embedded: EmbeddedControl,
 ) -> None:
     phases = PhaseControl(embedded, terms("a", rollout="r0 r1", tail_ratio=0.8))
@@ -324,7 +324,7 @@ def test_a_holder_goes_on_while_there_is_no_control() -> None:
     permit.check()
 
 
-def test_a_holder_that_cannot_be_heard_stops_before_its_lease_ends() -> None:
+def test_a_disconnected_holder_stops_before_its_lease_ends() -> None:
     clock = VirtualClock()
     transport = Scripted(Exhausted("cut off"))
     permit = _permit(transport, clock)

@@ -73,7 +73,7 @@ class Scene:
         return sum(found)
 
 
-def test_who_waits_and_who_holds_are_counted_by_phase() -> None:
+def test_waiting_and_holding_jobs_are_counted_by_phase() -> None:
     scene = Scene()
     for job in ("a", "b", "c"):
         scene.service.place(Place(terms=terms(job)))
@@ -87,7 +87,7 @@ def test_who_waits_and_who_holds_are_counted_by_phase() -> None:
     assert scene.said("jobs", stage="waiting") == 2
 
 
-def test_a_place_that_nobody_has_claimed_is_nobody_s_wait() -> None:
+def test_a_placed_job_without_a_request_does_not_count_as_waiting() -> None:
     scene = Scene()
     scene.service.place(Place(terms=terms("a")))
     scene.run("a", ROLLOUT)
@@ -120,7 +120,7 @@ def test_a_node_that_goes_to_another_job_is_a_switch() -> None:
     assert scene.said("switches_total", phase="training") == 0
 
 
-def test_a_lost_lease_an_overrun_and_a_revocation_are_told_apart() -> None:
+def test_a_lost_lease_an_overrun_and_a_revocation_are_counted_apart() -> None:
     scene = Scene()
     long = JobTerms(
         job=JobId("long"), phases=(PhaseTerms(kind=ROLLOUT, nodes=nodes("r0"), max_s=2.0),)

@@ -85,7 +85,7 @@ def test_a_state_that_is_not_released_yet_is_waited_for_while_its_process_lives(
     assert isinstance(_enter(service, "b"), Granted)
 
 
-def test_a_process_that_is_not_heard_for_a_lease_keeps_no_node_by_its_state() -> None:
+def test_the_loaded_state_of_a_silent_process_keeps_no_node() -> None:
     clock = VirtualClock()
     service = _service(clock)
     _leave_loaded(service)
@@ -198,7 +198,7 @@ def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
     PermitState(path, lock_s=0.0).close()
 
 
-def test_what_a_full_disk_did_not_take_is_answered_by_nobody_until_it_did(
+def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
     tmp_path: Path, monkeypatch
 ) -> None:
     clock, path = VirtualClock(), tmp_path / "state.sqlite"

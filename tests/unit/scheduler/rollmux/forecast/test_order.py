@@ -22,7 +22,7 @@ def test_a_tail_that_moves_counts_for_its_share_of_a_node() -> None:
     assert group_load(pair, tails_move=True) == (260.0, 2 * (100.0 + 0.25 * 100.0))
 
 
-def test_of_unequal_cycles_the_short_job_runs_more_often() -> None:
+def test_the_job_with_the_shorter_cycle_runs_more_often() -> None:
     members = [
         occupant(500.0, 100.0, rollout=1, training=4),
         occupant(150.0, 100.0, rollout=2, training=4),
@@ -40,7 +40,7 @@ tight_phases = st.tuples(st.integers(20, 400), st.integers(20, 400))
 def test_between_two_iterations_of_a_job_each_other_job_passes_once(
     jobs: list[tuple[int, int]],
 ) -> None:
-    """All on one node of each pool: an iteration lasts one round of everybody at most."""
+    """All on one node of each pool: an iteration lasts at most one phase of every job."""
     members = [occupant(float(a), float(b)) for a, b in jobs]
     slow = exact_slowdowns(members, OUR_RULES)
     round_s = sum(a + b + 2 * OUR_RULES.warm_s for a, b in jobs)
@@ -48,7 +48,7 @@ def test_between_two_iterations_of_a_job_each_other_job_passes_once(
         assert found * (rollout_s + training_s) <= 1.1 * round_s
 
 
-def test_nobody_passes_a_job_that_waits_for_several_nodes() -> None:
+def test_no_job_passes_one_that_waits_for_several_nodes() -> None:
     """Two narrow jobs in turn would keep one of its two nodes busy for ever."""
     wide = occupant(100.0, 10.0, rollout=3, training=4)
     narrow = [occupant(100.0, 1.0, rollout=1 << at, training=8 << at) for at in range(2)]
@@ -76,7 +76,7 @@ def test_a_rollout_that_is_not_divisible_waits_until_the_tail_has_ended() -> Non
     assert max(served(divisible=True)) < 0.95 * max(served(divisible=False))
 
 
-def test_who_comes_after_a_rollout_that_is_not_divisible_does_not_pass_it() -> None:
+def test_a_job_behind_an_indivisible_rollout_does_not_pass_it() -> None:
     tails = PLAIN._replace(migrate=True)
     jobs = [occupant(300.0, 100.0, bulk=0.5) for _ in range(2)]
     whole = occupant(100.0, 500.0, training=4, divisible=False)

@@ -38,7 +38,7 @@ def terms(job: str, *, rollout: str = "r0", training: str = "t0", **rollout_term
 
 
 class Group:
-    """Jobs with one policy, at the time that the test says."""
+    """Jobs with one policy, at times that the test sets."""
 
     def __init__(self, *placed: JobTerms, config: PermitsConfig = CONFIG) -> None:
         self.policy = PermitPolicy(config)

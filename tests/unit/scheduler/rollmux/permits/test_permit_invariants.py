@@ -153,7 +153,7 @@ def test_the_same_events_give_the_same_effects_also_over_a_snapshot(
 
 @given(_everybody())
 @settings(max_examples=150, deadline=None)
-def test_from_any_state_everybody_who_asks_is_served_when_holders_end(
+def test_from_any_state_every_waiting_job_is_served_when_holders_end(
     steps: list[Timed],
 ) -> None:
     policy = PermitPolicy(CONFIG)
@@ -176,7 +176,7 @@ def test_from_any_state_everybody_who_asks_is_served_when_holders_end(
 
 @given(st.tuples(*map(_placed, JOBS)), st.permutations(JOBS), st.sets(st.sampled_from(JOBS)))
 @settings(max_examples=200, deadline=None)
-def test_nobody_is_passed_more_than_once_by_each_other_job(
+def test_no_job_is_passed_more_than_once_by_another_job(
     placed: tuple[Place, ...], order: list[JobId], stubborn: set[JobId]
 ) -> None:
     """Some never end their phase, the others end and ask again as fast as they can."""

@@ -77,7 +77,7 @@ def test_a_place_in_line_is_kept_by_the_end_of_the_phase_before_and_not_by_askin
     assert granted(group.end("c")) == ["a"]
 
 
-def test_a_free_node_waits_a_moment_for_whose_turn_it_is_and_then_goes_on() -> None:
+def test_a_free_node_waits_a_moment_for_the_first_in_line_and_then_goes_on() -> None:
     group = Group(terms("a"), terms("b", rollout="r1"))
     group.ask("a")
     group.ask("b")
@@ -88,7 +88,7 @@ def test_a_free_node_waits_a_moment_for_whose_turn_it_is_and_then_goes_on() -> N
     assert granted(group.pass_time(0.5)) == ["b"]
 
 
-def test_who_was_passed_over_keeps_its_place() -> None:
+def test_a_passed_job_keeps_its_place_in_line() -> None:
     group = Group(terms("a"), terms("b", rollout="r1"), terms("c", rollout="r2"))
     for job in ("a", "b", "c"):
         group.ask(job)
@@ -110,7 +110,7 @@ def test_a_phase_waits_for_all_of_its_nodes_and_keeps_later_ones_from_passing() 
     assert (group.on("r0"), group.on("r1")) == ("b", "b")
 
 
-def test_a_long_tail_makes_room_only_when_somebody_waits() -> None:
+def test_a_long_tail_makes_room_only_for_a_waiting_job() -> None:
     group = Group(terms("a", rollout="r0 r1 r2", tail_ratio=0.8), terms("b", rollout="r1 r2"))
     group.ask("a")
     assert group.beat("a", 0.9) == ()
@@ -263,7 +263,7 @@ def test_a_second_process_of_a_job_gets_nothing_while_the_first_lives() -> None:
     assert granted(group.ask("a", holder="a.2")) == ["a"]
 
 
-def test_a_worker_that_stopped_asking_keeps_nobody_waiting() -> None:
+def test_a_worker_that_stopped_asking_blocks_no_other() -> None:
     group = Group(terms("a"), terms("b"), terms("c"))
     group.ask("a")
     group.ask("b")
@@ -274,7 +274,7 @@ def test_a_worker_that_stopped_asking_keeps_nobody_waiting() -> None:
     assert granted(group.end("a")) == ["c"]
 
 
-def test_who_waits_no_more_is_in_nobody_s_way() -> None:
+def test_a_withdrawn_request_blocks_no_other() -> None:
     group = Group(terms("a"), terms("b"), terms("c"))
     for job in ("a", "b", "c"):
         group.ask(job)
@@ -284,7 +284,7 @@ def test_who_waits_no_more_is_in_nobody_s_way() -> None:
     assert granted(group.withdraw("c")) == ["b"]
 
 
-def test_an_overrun_is_warned_of_and_revoked_only_when_somebody_waits() -> None:
+def test_an_overrun_is_warned_of_and_revoked_only_when_a_job_waits() -> None:
     group = Group(terms("a", max_s=8.0), terms("b"))
     group.ask("a")
     assert [type(effect) for effect in group.pass_time(8.0)] == [WarnHolder]
@@ -298,7 +298,7 @@ def test_an_overrun_is_warned_of_and_revoked_only_when_somebody_waits() -> None:
     assert granted(effects) == ["b"]
 
 
-def test_who_ends_within_the_grace_has_not_failed() -> None:
+def test_a_phase_that_ends_within_the_grace_has_not_failed() -> None:
     group = Group(terms("a", max_s=2.0), terms("b"))
     group.ask("a")
     group.ask("b")
@@ -394,7 +394,7 @@ def test_every_stage_with_nodes_can_end_and_only_waiting_is_granted() -> None:
     assert granted_from == [PermitStage.WAITING]
 
 
-def test_what_was_kept_while_there_were_rounds_goes_on_first_come_first_served() -> None:
+def test_a_snapshot_with_rotating_turns_is_restored_first_come_first_served() -> None:
     group = Group(terms("a"), terms("b"))
     group.ask("a")
     group.ask("b")

@@ -105,7 +105,7 @@ def test_a_refused_place_names_the_slo_that_would_not_hold() -> None:
     )
 
 
-def test_who_finds_no_node_says_which_are_missing() -> None:
+def test_an_unplaced_job_names_the_missing_nodes() -> None:
     tight = [job(name, 200, 400, slo=1.05) for name in "abc"]
     plan = draft(settings(*tight, rollout=2, training=2))
     assert [(one.job, "1 h800 of which 0 are free" in one.reason) for one in plan.unplaced] == [
@@ -208,7 +208,7 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "line 1: jobs" in capsys.readouterr().err
 
 
-def test_without_any_node_everybody_is_named_and_nothing_costs() -> None:
+def test_without_any_node_every_job_is_unplaced_and_the_price_is_zero() -> None:
     plan = draft(settings(job("a", 300, 200), rollout=0))
     assert (plan.groups, plan.price_per_hour) == ((), 0)
     assert [one.job for one in plan.unplaced] == ["a"]

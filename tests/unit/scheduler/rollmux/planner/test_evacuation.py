@@ -28,7 +28,7 @@ def _training_node(planner: GroupPlanner, name: str) -> NodeId:
     return _placement(planner, name).training_nodes[0]
 
 
-def test_a_lost_node_is_replaced_for_everybody_on_it_and_nothing_else_changes() -> None:
+def test_a_lost_node_is_replaced_for_all_its_jobs_and_nothing_else_changes() -> None:
     planner = _planner("a", "b", "c")
     before = {name: _placement(planner, name) for name in "abc"}
     price = planner.book.price_per_hour()
@@ -108,7 +108,7 @@ def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> No
 
 
 @pytest.mark.parametrize("resubmits", [False, True])
-def test_a_node_that_nobody_knows_or_that_failed_before_changes_nothing(resubmits: bool) -> None:
+def test_an_unknown_or_already_failed_node_changes_nothing(resubmits: bool) -> None:
     planner = _planner("a", resubmits=resubmits)
     lost = _training_node(planner, "a")
     assert planner.fail_node(NodeId("elsewhere"), now=1.0) == ()

@@ -73,8 +73,8 @@ def _sharing(hosting: Hosting) -> set[frozenset[int]]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_what_was_found_before_changes_no_answer(data: st.DataObject) -> None:
-    """Searches of overlapping sets of jobs, one after another, against such as know nothing."""
+def test_cached_search_results_change_no_answer(data: st.DataObject) -> None:
+    """Searches of overlapping sets of jobs, one after another, against searches without a cache."""
     jobs = [
         SearchedJob(at, 20, 0.3, 0.25, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
         for at in range(6)

@@ -45,7 +45,7 @@ def test_the_one_group_that_admits_a_job_is_found_wherever_it_stands(shares: int
     assert set(planner.book.cells[placed.group].pinned) == {f"j{shares}", "late"}
 
 
-def test_a_refusal_says_how_many_groups_were_asked() -> None:
+def test_a_refusal_names_the_number_of_examined_groups() -> None:
     planner = _full(70, shares=-1)
     with pytest.raises(Exhausted, match="none of the 70 groups admits it"):
         planner.place_job(planned_job("late", 40, 15, slo=4.0), now=70.0)
@@ -61,7 +61,7 @@ def test_one_pool_may_be_limited_alone() -> None:
     assert planner.book.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
 
 
-def test_a_group_is_asked_again_once_its_jobs_are_known_to_leave_room() -> None:
+def test_a_group_is_examined_again_once_its_jobs_are_known_to_leave_room() -> None:
     planner = _planner(1, 1)
     planner.place_job(planned_job("a", 2, 40, slo=1.05), now=0.0)
     late = planned_job("late", 2, 40, slo=1.4)
@@ -79,7 +79,7 @@ def test_a_group_is_asked_again_once_its_jobs_are_known_to_leave_room() -> None:
     assert forecasts_made() > before
 
 
-def test_what_was_measured_before_earns_no_credit() -> None:
+def test_earlier_measurements_earn_no_credit() -> None:
     known = {kind: Measured(seconds, 0.05, 40) for kind, seconds in _SIDES}
     taught, fresh = _planner(None, None), _planner(None, None)
     taught.place_job(planned_job("a", 300, 200), measured=known, now=0.0)
