@@ -27,7 +27,7 @@ check: setup ## format, lint, types, arrows between packages, names that must no
 	.ci/budgets
 
 bench: setup ## one benchmark: make bench NAME=step_gate
-	@test -n "$(NAME)" || { echo "make bench NAME=one of: $$(ls -d benchmarks/*/ | xargs -n1 basename | xargs)"; exit 2; }
+	@test -n "$(NAME)" || { echo "make bench NAME=one of: $$(ls benchmarks/*/__main__.py | xargs -n1 dirname | xargs -n1 basename | xargs)"; exit 2; }
 	mkdir -p out/bench
 	$(BIN)/python -m benchmarks.$(NAME) --json out/bench/$(NAME).json $(ARGS)
 

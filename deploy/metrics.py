@@ -311,16 +311,16 @@ _PHASES = (
         "longest_wait_seconds",
         Kind.GAUGE,
         "phase",
-        "How long the first of those who wait has waited.",
+        "Longest wait of a worker that waits now.",
     ),
-    _phase("nodes_held", Kind.GAUGE, "phase", "Nodes that somebody's permit covers."),
+    _phase("nodes_held", Kind.GAUGE, "phase", "Nodes covered by a permit."),
     _phase(
         "starts_total",
         Kind.COUNTER,
         "phase start",
         "Permits granted; cold: the first of this phase in its process.",
     ),
-    _phase("switches_total", Kind.COUNTER, "phase", "Nodes that went from one job to another."),
+    _phase("switches_total", Kind.COUNTER, "phase", "Changes of a node from one job to another."),
     _phase(
         "permits_ended_total",
         Kind.COUNTER,
@@ -336,12 +336,10 @@ _PHASES = (
         "phase",
         "Permits revoked from a phase that overran while others waited.",
     ),
-    _phase(
-        "tails_moved_total", Kind.COUNTER, "phase", "Tails that left nodes to those who waited."
-    ),
-    _phase("wait_seconds", Kind.HISTOGRAM, "phase", "From a place in the line to the permit."),
-    _phase("hold_seconds", Kind.HISTOGRAM, "phase", "From a permit to its end."),
-    _phase("plan_jobs", Kind.GAUGE, "stage", "Submitted jobs, by how they stand."),
+    _phase("tails_moved_total", Kind.COUNTER, "phase", "Tails that left nodes to waiting jobs."),
+    _phase("wait_seconds", Kind.HISTOGRAM, "phase", "Time from the request to the permit."),
+    _phase("hold_seconds", Kind.HISTOGRAM, "phase", "Time from a permit to its end."),
+    _phase("plan_jobs", Kind.GAUGE, "stage", "Submitted jobs, by state."),
     _phase(
         "plan_nodes", Kind.GAUGE, "pool state", "Nodes, by use; missing: failed, not replaced yet."
     ),
@@ -370,15 +368,15 @@ _PHASES = (
         "plan_longest_wait_seconds",
         Kind.GAUGE,
         "",
-        "How long the first of those without a place has waited.",
+        "Longest wait of a job without nodes.",
     ),
     _phase(
         "plan_decision_seconds",
         Kind.HISTOGRAM,
         "",
-        "What the planner took for an event, in which nobody is answered.",
+        "Time of the planner for an event; the control does not reply meanwhile.",
     ),
-    _phase("plan_decisions_total", Kind.COUNTER, "decision", "What the planner has asked for."),
+    _phase("plan_decisions_total", Kind.COUNTER, "decision", "Decisions of the planner, by kind."),
 )
 
 _VLLM = (

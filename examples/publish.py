@@ -26,8 +26,8 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Published, Publisher
-from weightsync.sharding import ShardSlice
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from harvester.contracts.ids import JobId
 from scheduler import DeclaredPhase, PhaseControl, PhaseKind, SocketControl, Submission
+from scheduler.rollmux.cluster.runtime_events import OrderMove
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.wire import MoveOrder
 
 GB = 10**9
 STEPS = 20
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--training-s", type=float, default=1.0)
     given = parser.parse_args()
 
-    def moved(move: MoveOrder) -> None:
+    def moved(move: OrderMove) -> None:
         """Frees the old nodes' state between two iterations; the next permit is on the new
         nodes."""
         say(f"moves to {' '.join(move.rollout_nodes)} | {' '.join(move.training_nodes)}")
@@ -69,8 +69,8 @@ def main() -> None:
     def say(words: str) -> None:
         print(f"{given.job}: {words}", flush=True)
 
-    asked = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
-    phases = PhaseControl(SocketControl(given.socket), asked, on_move=moved)
+    job = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
+    phases = PhaseControl(SocketControl(given.socket), job, on_move=moved)
     place = phases.placement
     assert place is not None
     nodes = f"{' '.join(place.rollout_nodes)} | {' '.join(place.training_nodes)}"

@@ -84,6 +84,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     rollout_nodes: tuple[NodeId, ...]
     training_nodes: tuple[NodeId, ...]
 
+    @property
+    def by_pool(self) -> tuple[tuple[Pool, tuple[NodeId, ...]], ...]:
+        return (Pool.ROLLOUT, self.rollout_nodes), (Pool.TRAINING, self.training_nodes)
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return (*self.rollout_nodes, *self.training_nodes)
+
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """A co-execution group: its jobs run their phases in turn on its nodes and nowhere else.

@@ -1,4 +1,4 @@
-"""What tests of several folders share: the real engines, started once a session and on demand."""
+"""Fixtures of several folders: the real engines, started once a session and on demand."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING

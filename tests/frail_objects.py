@@ -24,11 +24,11 @@ class Killed(BaseException):
 class Bucket:
     objects: dict[str, bytes] = field(default_factory=dict)
     listed: dict[str, int] = field(default_factory=dict)
-    """What listings show where they are late."""
+    """The state that late listings show."""
     lists_late: bool = False
     has_conditional_put: bool = True
     calls: int = 0
-    """Of those that change something."""
+    """Counts calls that change something."""
     before: Callable[[int, str], None] = lambda number, call: None
     """Called before each change with its number; what it raises is what the call raises."""
     is_dead: bool = False
@@ -47,7 +47,7 @@ class Bucket:
             raise Killed
 
     def catch_up(self) -> None:
-        """Listings show what is there."""
+        """Listings show the present objects."""
         self.listed = {path: len(raw) for path, raw in self.objects.items()}
 
     def sizes(self) -> dict[str, int]:

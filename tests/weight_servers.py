@@ -9,14 +9,14 @@ from pathlib import Path
 from aiohttp import web
 
 from harvester.platform.backoff import RetryLimits
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.object_cache import ObjectCache
+from weightsync.serve.relay import RelayShelf
+from weightsync.serve.server import ServingLimits, WeightServer
+from weightsync.serve.shelf import Shelf, SourceShelf
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.object_cache import ObjectCache
 from weightsync.transport.ranges import ByteSpan
-from weightsync.transport.relay import RelayShelf
-from weightsync.transport.server import ServingLimits, WeightServer
-from weightsync.transport.shelf import Shelf, SourceShelf
 from weightsync.transport.source import StoreSource, each_span
 
 HASTY = Access(

@@ -1,28 +1,163 @@
 """`rosemux weights`: stores and local copies of them, from a shell.
 
-`pull` keeps a local checkpoint directory at a version of a store; the other commands are
-transport's.
+`pull` keeps a local checkpoint directory at a version of a store; `serve`, `relay` and `ls` are for
+stores over a network.
 """
 
+import asyncio
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harvester.contracts.errors import (
-    ConfigError,
-    Corrupt,
-    Exhausted,
-    PeerProtocolError,
-    Stale,
-)
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.reading.memory_room import STAGING_BYTES
-from weightsync.transport.command import list_stores, relay, serve
 
 if TYPE_CHECKING:
-    from weightsync.follower import CheckpointFollower, Pulled
+    from weightsync.serve.listener import Listening
+    from weightsync.serve.server import ServingLimits
+    from weightsync.transport.access import Access
+
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; a token file is required unless it is loopback.")
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the token that readers have to send.")
+]
+Cert = Annotated[Path | None, typer.Option(help="TLS certificate chain, PEM.")]
+Key = Annotated[Path | None, typer.Option(help="TLS private key, PEM.")]
+Rate = Annotated[float | None, typer.Option("--max-mbit", min=0.001, help="Bandwidth cap, Mbit/s.")]
+Transfers = Annotated[
+    int,
+    typer.Option(
+        "--max-transfers",
+        min=1,
+        help="Largest number of concurrent transfers; more are refused until one ends.",
+    ),
+]
+UpstreamToken = Annotated[
+    Path | None, typer.Option(help="File with the token that the server requires.")
+]
+CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides the system's.")]
+
+
+def serve(
+    root: Annotated[
+        str, typer.Argument(help="Directory that holds the stores, or s3://BUCKET/PATH.")
+    ],
+    host: Host = "127.0.0.1",
+    port: Port = 9731,
+    token_file: TokenFile = None,
+    cert: Cert = None,
+    key: Key = None,
+    max_mbit: Rate = None,
+    max_transfers: Transfers = 64,
+) -> None:
+    """Serve every store under ROOT over HTTP, by byte ranges."""
+    from weightsync.serve.listener import listen
+    from weightsync.serve.shelf import SourceShelf
+    from weightsync.transport.location import StoreRoot
+
+    stores = StoreRoot(root)
+    listening = _listening(host, port, token_file, cert, key)
+    limits = _limits(max_mbit, max_transfers)
+    asyncio.run(listen(lambda _: SourceShelf(stores), listening, limits, started=_listening_on))
+
+
+def relay(
+    url: Annotated[
+        str, typer.Argument(help="http(s)://HOST:PORT of a server or a relay, or s3://BUCKET/PATH.")
+    ],
+    cache: Annotated[Path, typer.Option(help="Directory for the copies, for this relay alone.")],
+    cache_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest size of the copies in bytes.")
+    ] = 64 << 30,
+    streams: Annotated[int, typer.Option(min=1, max=64, help="Ranges to pull at once.")] = 4,
+    upstream_token_file: UpstreamToken = None,
+    ca_file: CaFile = None,
+    host: Host = "127.0.0.1",
+    port: Port = 9732,
+    token_file: TokenFile = None,
+    cert: Cert = None,
+    key: Key = None,
+    max_mbit: Rate = None,
+    max_transfers: Transfers = 256,
+) -> None:
+    """Serve the stores of URL to many, pulling every file once."""
+    from weightsync.serve.listener import listen
+    from weightsync.serve.metrics import TransferMetrics
+    from weightsync.serve.object_cache import ObjectCache
+    from weightsync.serve.relay import RelayShelf
+    from weightsync.transport.location import StoreRoot
+
+    upstream = StoreRoot(url, _access(upstream_token_file, ca_file, streams=streams))
+    listening = _listening(host, port, token_file, cert, key)
+    limits = _limits(max_mbit, max_transfers)
+
+    def shelf(metrics: TransferMetrics) -> RelayShelf:
+        held = ObjectCache(cache, cache_bytes, metrics=metrics)
+        return RelayShelf(upstream, held, streams=streams, metrics=metrics)
+
+    asyncio.run(listen(shelf, listening, limits, started=_listening_on))
+
+
+def list_stores(
+    url: Annotated[
+        str,
+        typer.Argument(help="A store or a place with stores: directory, http(s)://, s3://..."),
+    ],
+    token_file: UpstreamToken = None,
+    ca_file: CaFile = None,
+) -> None:
+    """List the stores of a place, or the versions of one store."""
+    from weightsync.serve.published import listed
+
+    for line in listed(url, _access(token_file, ca_file, give_up_s=5.0)):
+        typer.echo(line)
+
+
+def _access(
+    token_file: Path | None, ca_file: Path | None, *, streams: int = 4, give_up_s: float = 60.0
+) -> "Access":
+    from harvester.platform.backoff import RetryLimits
+    from harvester.platform.bearer import read_token
+    from weightsync.transport.access import Access
+
+    environment = Access.from_environment()
+    return Access(
+        token=environment.token if token_file is None else read_token(token_file),
+        ca_file=environment.ca_file if ca_file is None else ca_file,
+        streams=streams,
+        retries=RetryLimits(give_up_s=give_up_s),
+    )
+
+
+def _listening(
+    host: str, port: int, token_file: Path | None, cert: Path | None, key: Path | None
+) -> "Listening":
+    from harvester.platform.bearer import read_token
+    from weightsync.serve.listener import Listening
+
+    token = None if token_file is None else read_token(token_file)
+    return Listening(host=host, port=port, token=token, cert=cert, key=key)
+
+
+def _limits(max_mbit: float | None, max_transfers: int) -> "ServingLimits":
+    from weightsync.serve.server import ServingLimits
+
+    rate = None if max_mbit is None else max_mbit * 1e6 / 8
+    return ServingLimits(transfers_max=max_transfers, bytes_per_s=rate)
+
+
+def _listening_on(url: str) -> None:
+    typer.echo(f"listening on {url}")
+
+
+if TYPE_CHECKING:
+    from weightsync.follower import Follower, Pulled
 
 weights = typer.Typer(add_completion=False, no_args_is_help=True)
 weights.command()(serve)
@@ -44,21 +179,21 @@ def _weights() -> None:
 def pull(
     store: Annotated[str, typer.Argument(help="The weight store.")],
     directory: Annotated[
-        Path, typer.Argument(help="Checkpoint directory to keep; made where there is none.")
+        Path, typer.Argument(help="Checkpoint directory to update; created if absent.")
     ],
     version: Annotated[
-        int | None, typer.Option(min=1, help="This version instead of the newest one.")
+        int | None, typer.Option(min=1, help="Version to pull; the newest by default.")
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Follow the newest version until interrupted.")
     ] = False,
     every: Annotated[
         float,
-        typer.Option(min=0.01, help="Seconds between two looks, where no server tells of changes."),
+        typer.Option(min=0.01, help="Seconds between two checks, where no server reports changes."),
     ] = 1.0,
     threads: Annotated[int, typer.Option(min=1, max=256)] = 2,
     staging_bytes: Annotated[
-        int, typer.Option(help="Memory that a version may take; more waits in DIRECTORY.")
+        int, typer.Option(help="Memory that a version may take; the rest is kept in DIRECTORY.")
     ] = STAGING_BYTES,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.
@@ -69,30 +204,30 @@ def pull(
     if watch and version is not None:
         raise ConfigError("--watch follows the newest version: leave --version out")
     from weightsync.encoding.codec import warm_up
-    from weightsync.follower import CheckpointFollower
+    from weightsync.follower import Follower
     from weightsync.receiver import Receiver
 
     receiver = Receiver(store, threads=threads, staging_bytes=staging_bytes, spool_dir=directory)
     try:
-        with CheckpointFollower(receiver, directory, threads=threads) as follower:
-            typer.echo(_standing(follower, directory))
+        with Follower(receiver, directory, threads=threads) as follower:
+            typer.echo(_state(follower, directory))
             warm_up()
             if watch:
                 _follow(follower, every_s=every)
             else:
                 wanted = None if version is None else WeightVersion(version)
-                typer.echo(_told(follower.pull(wanted)))
+                typer.echo(_summary(follower.pull(wanted)))
     finally:
         receiver.close()
 
 
-def _follow(follower: "CheckpointFollower", *, every_s: float) -> None:
+def _follow(follower: "Follower", *, every_s: float) -> None:
     """Pull every new version; passing faults are reported once and retried."""
     complaint = ""
     while True:
         try:
             if follower.newer(wait_s=_WAIT_S) is not None:
-                typer.echo(_told(follower.pull()))
+                typer.echo(_summary(follower.pull()))
             complaint = ""
             if follower.announces:
                 continue
@@ -103,7 +238,7 @@ def _follow(follower: "CheckpointFollower", *, every_s: float) -> None:
         time.sleep(every_s)
 
 
-def _standing(follower: "CheckpointFollower", directory: Path) -> str:
+def _state(follower: "Follower", directory: Path) -> str:
     if follower.held is not None:
         return f"{directory} holds version {follower.held.version}, {follower.held.state_hash}"
     if follower.interrupted:
@@ -111,7 +246,7 @@ def _standing(follower: "CheckpointFollower", directory: Path) -> str:
     return f"{directory} holds no version yet"
 
 
-def _told(pulled: "Pulled") -> str:
+def _summary(pulled: "Pulled") -> str:
     what = "repaired, " if pulled.mended else ""
     how = "from a full checkpoint" if pulled.from_full else "from deltas"
     return (

@@ -1,6 +1,6 @@
 """Keeps one local checkpoint directory at a version of a store, through kills and broken payloads.
 
-    follower = CheckpointFollower(Receiver("/weights/job-a"), "/local/policy")
+    follower = Follower(Receiver("/weights/job-a"), "/local/policy")
     pulled = follower.pull()
 
 Before the first byte changes, the new digest of every tensor is known and their combined hash is
@@ -10,17 +10,16 @@ that finds an interrupted apply finishes it first.
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits
-from weightsync.encoding.delta import checked_apply
+from weightsync.encoding.delta import apply_all
 from weightsync.layout.apply_journal import Applying, Digests, Held, Repair, repairs
 from weightsync.receive.kept_directory import KeptDirectory
 from weightsync.receive.staged import Staged, check_state
@@ -52,7 +51,7 @@ class _Coming:
     """xxh3-128 of every tensor after the write."""
 
 
-class CheckpointFollower:
+class Follower(AbstractContextManager["Follower"]):
     """Owns one directory; a lock keeps a second owner out. Not thread-safe.
 
     After an exception `held` tells the directory's state: the old version, or None until the next
@@ -79,15 +78,7 @@ class CheckpointFollower:
             self._pool.shutdown()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,9 +154,7 @@ class CheckpointFollower:
 
     def _roll_forward(self) -> tuple[int, int]:
         """Finish an interrupted apply if no tensor is torn; otherwise a full checkpoint will.
-
-        Returns the tensors written and the bytes read for them.
-        """
+        Returns the tensors written and the bytes read for them."""
         record, checkpoint = self._kept.record, self._kept.checkpoint
         if not isinstance(record, Applying) or checkpoint is None:
             return 0, 0
@@ -225,9 +214,7 @@ class CheckpointFollower:
             if name not in staged.deltas:
                 return checkpoint.bits(name)
             bits = checkpoint.bits(name).copy()
-            for delta in staged.deltas[name]:
-                checked_apply(delta, bits)
-            digests[name] = state_hash.digest_of(bits)
+            digests[name] = apply_all(staged.deltas[name], bits, hashed=True)
             return bits
 
         published = check_state(staged.expected, staged.layout, after, self._pool)

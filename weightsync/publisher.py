@@ -10,28 +10,24 @@ trainer's list of changes, and updates that copy only after the new version is i
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import Adapter
 from weightsync.encoding.codec import Encoding, warm_up
+from weightsync.layout.adapter import Adapter
 from weightsync.layout.durable import write_durably
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import Anchored, Order, PublishResult, Settled, WrittenShare
-from weightsync.publish.copy_memory import HostMemory, MappedFile
 from weightsync.publish.intake import Intake, State
-from weightsync.publish.last_published import LastPublished
-from weightsync.publish.ranks import Alone, Conversation, Ranks, RanksByFiles
+from weightsync.publish.last_published import LastPublished, MappedFile
+from weightsync.publish.ranks import Alone, Conversation, RanksByFiles
 from weightsync.publish.share import Share
-from weightsync.publish.store_writer import Draft, FileWriter, WritableStore
+from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
-from weightsync.publish.writable_store import writable_store
-from weightsync.reading.store import Kind, VersionRef
 
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20
@@ -54,7 +50,7 @@ class Published:
     seconds: float
 
 
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """Owns one store, together with the publishers of the other ranks. Not thread-safe.
 
     `anchor_every`: versions between full checkpoints, at most 25. `keep_versions`: number of newest
@@ -127,15 +123,7 @@ class Publisher:
             shard_bytes=shard_bytes,
         )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -165,8 +153,7 @@ class Publisher:
         if published.is_full:
             self._warm_up()
         if self._lead is not None:
-            # The version is published: files that cannot be deleted now are pruned next time as
-            # well.
+            # The version is published: what cannot be deleted now is pruned next time.
             with suppress(Exhausted):
                 self._lead.prune()
         return published
@@ -180,7 +167,8 @@ class Publisher:
         with self._ranks.conversation(step) as talk:
             alone = isinstance(self._ranks, Alone)
             intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
-            order = self._ordered(talk, intake)
+            offers = talk.gather(self._share.offer(intake))
+            order = talk.tell(self._lead.order(offers) if self._lead else None, Order)
             outcome = self._published(talk, intake, order)
             anchored = self._anchored(talk, order, outcome)
         return Published(
@@ -192,10 +180,6 @@ class Publisher:
             is_full=not order.base,
             seconds=self._clock.now() - started,
         )
-
-    def _ordered(self, talk: Conversation, intake: Intake) -> Order:
-        offers = talk.gather(self._share.offer(intake))
-        return talk.tell(self._lead.order(offers) if self._lead else None, Order)
 
     def _published(self, talk: Conversation, intake: Intake, order: Order) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:
@@ -240,21 +224,20 @@ class Publisher:
     def _opened_copy(self, copy_dir: Path | None, rank: int) -> LastPublished:
         """An empty copy, or an earlier process's copy of exactly the store's newest version."""
         if copy_dir is None:
-            return LastPublished(HostMemory())
-        memory = MappedFile(copy_dir, rank=rank)
-        copy = LastPublished(memory)
+            return LastPublished(None)
+        file = MappedFile(copy_dir, rank=rank)
+        copy = LastPublished(file)
         store = self._store.reader()
         try:
             latest = store.latest()
             manifest = store.manifest(VersionRef(Kind.WEIGHT, latest)) if latest else None
         except RoseMuxError:
             manifest = None
-        block = manifest.block if manifest else None
         record = self._adapter.record() if self._adapter else None
-        if manifest is None or block is None or block.adapter != record:
+        if manifest is None or manifest.state_hash is None or manifest.adapter != record:
             copy.forget()
         else:
-            copy.adopt(memory, manifest.version, block.state_hash, self._pool)
+            copy.adopt(file, manifest.version, manifest.state_hash, self._pool)
         return copy
 
 
@@ -279,7 +262,9 @@ def _ranks_dir(store: WritableStore, ranks: int, given: Path | str | None) -> Pa
     return where
 
 
-def _agreeing(where: Path | None, rank: int, ranks: int, timeout_s: float, clock: Clock) -> Ranks:
+def _agreeing(
+    where: Path | None, rank: int, ranks: int, timeout_s: float, clock: Clock
+) -> Alone | RanksByFiles:
     if where is None or ranks == 1:
         return Alone()
     return RanksByFiles(where, rank=rank, ranks=ranks, timeout_s=timeout_s, clock=clock)

@@ -17,37 +17,23 @@ from pathlib import Path
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import Base, check_base
 from weightsync.elements.bits import Layout
+from weightsync.layout.adapter import Base, check_base
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
-from weightsync.reading.store import Kind, Store, VersionRef
-from weightsync.receive.held_parts import HeldParts, everything, held_parts
+from weightsync.reading.store import Store
+from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.plan import PullPlan, Step, plans
-from weightsync.receive.staged import Staged
-from weightsync.receive.staging import stage
-from weightsync.receive.writing import write_state
-from weightsync.selection import Selection
-from weightsync.target import ApplyTarget
+from weightsync.receive.staged import Applied, Staged, write_state
+from weightsync.receive.staging import Staging
+from weightsync.receive.target import ApplyTarget
 from weightsync.transport.source import StoreSource
 
 MAX_REMEMBERED_STEPS = 256
 _BROKEN = (Corrupt, Unsupported, Stale)
 """Faults of one way to a version; faults that all ways share, or that may pass, are not listed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """A state that was written and verified."""
-
-    version: WeightVersion
-    state_hash: str
-    bytes_read: int
-    tensors_changed: int
-    from_full: bool
-    seconds: float
-    """Duration of the apply alone: writing and verifying."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +114,7 @@ class Receiver:
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it differs from `than`; None after `wait_s`.
-
-        A server answers as soon as it is published, without further requests.
-        """
+        """The newest version once it differs from `than`; None after `wait_s`."""
         return self._store.newer(than, wait_s=wait_s)
 
     def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
@@ -151,16 +134,17 @@ class Receiver:
         self._present = self._store.refs()
         self._look_ahead(current, target)
         for plan in plans(
-            self, current=current, target=target, latest=latest, layout_is_known=layout_is_known
+            self.step,
+            current=current,
+            target=target,
+            latest=latest,
+            layout_is_known=layout_is_known,
         ):
             check_base(plan.manifest, self.base)
             yield plan
 
     def step(self, ref: VersionRef) -> Step | None:
-        """The manifest and size of a directory that existed when the plan began, else None.
-
-        Cached, because versions never change.
-        """
+        """Manifest and size, cached, of a directory that existed when the plan began, else None."""
         if ref not in self._present:
             return None
         if ref not in self._steps:
@@ -177,9 +161,7 @@ class Receiver:
         return self._steps[ref]
 
     def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
-        """Read the indexes of a long chain in parallel: over a network each is a few round
-        trips.
-        """
+        """Read a long chain's indexes in parallel: over a network each is a few round trips."""
         anchors = (ref.version for ref in self._present if ref.kind is Kind.ANCHOR)
         start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
         chain = [ref for ref in self._present if start < ref.version <= target]
@@ -210,7 +192,7 @@ class Receiver:
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (known is None or known.version != plan.current):
                 raise Stale(f"version {plan.current} is not what was written here: plan again")
-            return stage(
+            staging = Staging(
                 self._store,
                 plan,
                 self.parts(plan, held),
@@ -219,6 +201,7 @@ class Receiver:
                 spool=Spool(room, self._spool_dir),
                 known=known.table if known else {},
             )
+            return staging.staged()
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Write a staged state in place and verify the result.
@@ -233,14 +216,7 @@ class Receiver:
         if staged.plan.manifest.block is not None:
             # A foreign store publishes no digests of whole entries to build on.
             self._written = _Written(staged.plan.target, staged.table, cut)
-        return Applied(
-            version=staged.plan.target,
-            state_hash=found,
-            bytes_read=staged.bytes_read,
-            tensors_changed=len(staged.changed),
-            from_full=staged.full is not None,
-            seconds=self._clock.now() - started,
-        )
+        return staged.applied(found, seconds=self._clock.now() - started)
 
     def prepare(
         self,
@@ -280,10 +256,8 @@ class Receiver:
         raise refused or Corrupt(f"no way to version {target} is intact")
 
     def settle(self, staged: Staged, target: ApplyTarget) -> Applied:
-        """Apply; if a chain fails or ends in another state, apply again from a full checkpoint.
-
-        Raises what the attempt from a full checkpoint raises; the target is then in doubt.
-        """
+        """Apply; if a chain fails or ends in another state, apply again from a full checkpoint. If
+        that raises, the target is in doubt."""
         try:
             return self.apply(staged, target)
         except ConfigError:

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import yaml
 
-from benchmarks.reporting import report
-from examples.demo.prerequisites import free_ports
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.reporting import report
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 

@@ -18,36 +18,36 @@ from typing import Any
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import NO_VERDICT, SETTINGS, Arm
 from benchmarks.coserve.closed_gate import closed_gate
-from benchmarks.coserve.failsafe import FailSafe, TrialBook
+from benchmarks.coserve.failsafe import FailSafe, TrialLog
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.load import Aim, Load
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
-from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import FULL, SHORT
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
-from benchmarks.partial_result import PartialResult
-from benchmarks.reporting import report
-from benchmarks.rotation import rotated
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.calibration import Replayed
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import Hardware, Kind
-from examples.demo.parts import Parts
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Processes
-from examples.demo.production import ProductionClient, Prompts, production_session
-from examples.demo.production_model import PROMPT_IDS
-from examples.demo.records import ProductionRequest
-from examples.demo.run_directory import run_directory
-from examples.demo.session import FIRST_LEVEL, run_with_watchdog
-from examples.demo.slo import choose_slo
-from examples.demo.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
-from examples.demo.trace import Trace, read_trace
-from examples.demo.window import Window, mean_rate
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.calibration import Replayed
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import Hardware, Kind
+from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.parts import Parts, run_with_watchdog
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Processes
+from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production_model import PROMPT_IDS
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.reporting import report
+from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.slo import FIRST_LEVEL, choose_slo
+from benchmarks.testbed.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
+from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
 from scheduler.gateway.agent_client import AgentClient
@@ -112,7 +112,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 class Bench:
-    """One run: engines, rehearsal, rounds, then what the guest does when it is to stop."""
+    """One run: engines, preparation, rounds, then stops of the guest."""
 
     def __init__(self, slot: ServingSlot, trace: Trace, given: argparse.Namespace) -> None:
         self.slot, self.given = slot, given
@@ -120,7 +120,7 @@ class Bench:
         self.length = SHORT if given.short else FULL
         self.clock = MonotonicClock()
         self.started_s = self.clock.now()
-        self.trials = TrialBook(given.failsafe, given.failsafe_file)
+        self.trials = TrialLog(given.failsafe, given.failsafe_file)
         self.requests: list[ProductionRequest] = []
         self.load = Load(trace=trace, sizes=self.hardware.scales[0], rate=_FIRST_RATE)
         seconds = self.length.seconds if given.seconds is None else given.seconds
@@ -132,13 +132,13 @@ class Bench:
         self._last = Guest()
         self._pulse = pages.pulse_reader(pulse_page(PRODUCTION, 0))
 
-    def told(self, message: str) -> None:
+    def on_progress(self, message: str) -> None:
         print(f"{self.clock.now() - self.started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     def guest(self) -> Guest:
         """The guest's last record: a burst that takes the whole core leaves it no time to write."""
-        said = self._guest.read().record or self._guest.read_left().record
-        self._last = said or self._last
+        page = self._guest.read().record or self._guest.read_left().record
+        self._last = page or self._last
         return self._last
 
     def pulse(self) -> Pulse:
@@ -161,7 +161,7 @@ class Bench:
                 clock=self.clock,
                 record=self.requests.append,
             )
-            self.lease = Lease(AgentClient(session, url(self.slot.ports.agent), timeout_s=5.0))
+            self.lease = HeldLease(AgentClient(session, url(self.slot.ports.agent), timeout_s=5.0))
             self.rollouts = Rollouts(
                 session,
                 url(self.slot.ports.guest),
@@ -186,7 +186,7 @@ class Bench:
             level=FIRST_LEVEL,
             requests=self.requests,
         )
-        windows = await self._rehearsed(runner)
+        windows = await self._prepared(runner)
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "rounds": lambda: self._rounds(runner, windows),
             "reclaim": lambda: self._reclaim(runner, windows),
@@ -210,22 +210,24 @@ class Bench:
         left_s = self._left_s()
         if takes_s <= left_s:
             return True
-        self.told(f"{what} is left out: {takes_s:.0f} s are more than the {left_s:.0f} s left")
+        self.on_progress(
+            f"{what} is left out: {takes_s:.0f} s are more than the {left_s:.0f} s left"
+        )
         return False
 
     async def _started(self) -> None:
         """Waits until engines and agent answer."""
         if not self.hardware.starts_in_turn:
-            await self.slot.agent_answers(self.told)
+            await self.slot.agent_answers(self.on_progress)
         started_s = self.clock.now()
-        await self.slot.engines_answer(self.told)
+        await self.slot.engines_answer(self.on_progress)
         self.cold_s = self.clock.now() - started_s
         if self.hardware.starts_in_turn:
             self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
-            await self.slot.agent_answers(self.told)
+            await self.slot.agent_answers(self.on_progress)
 
     async def _rounds(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
-        self.told(
+        self.on_progress(
             f"{self.rounds} rounds of {self.length.slice_s:.0f} s, {mean_rate(windows):.1f} "
             f"requests/s of {self.load.sizes.input_scale:g} times the trace's input and "
             f"{self.load.sizes.output_scale:g} times its output"
@@ -238,7 +240,7 @@ class Bench:
             began_s = self.clock.now()
             for arm, _ in arms:
                 done = await runner.run(arm, turn, windows[turn])
-                self.told(
+                self.on_progress(
                     f"round {turn + 1} {arm}: production busy "
                     f"{done.production_busy_s / done.seconds:.0%}, on its core "
                     f"{done.production_core_s / done.seconds:.0%}, guest "
@@ -255,9 +257,9 @@ class Bench:
         return found
 
     async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
-        self.told("the grant closed under load")
+        self.on_progress("the grant closed under load")
         reclaim = await closings(runner, windows[-1], self._grant, seconds=self.length.closings_s)
-        self.told("KV back, a sleeping guest to its first token, a surge")
+        self.on_progress("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
         reclaim |= await shrinks.run(self.length.shrinks, arrivals)
@@ -269,9 +271,9 @@ class Bench:
         }
 
     async def _closed_gate(self, runner: Runner) -> dict[str, Any]:
-        self.told("the gate closed, with requests that wait")
+        self.on_progress("the gate closed, with requests that wait")
         found = await closed_gate(runner, self._grant, self.length)
-        self.told(f"{found}")
+        self.on_progress(f"{found}")
         return found
 
     async def _unseen(self, runner: Runner, window: Window) -> dict[str, Any]:
@@ -283,21 +285,21 @@ class Bench:
         }
         found: dict[str, Any] = {}
         for name, measure in parts.items():
-            self.told(f"a load that production has never shown: {name}")
+            self.on_progress(f"a load that production has never shown: {name}")
             found[name] = await measure()
-            self.told(f"{found[name]}")
+            self.on_progress(f"{found[name]}")
         return {"unseen": found}
 
-    async def _rehearsed(self, runner: Runner) -> tuple[Window, ...]:
+    async def _prepared(self, runner: Runner) -> tuple[Window, ...]:
         """The windows of the rounds, once both engines have learned their steps."""
-        rehearsal_s = self.length.rehearsal_s
-        await self._replayed(self.load.windows(rehearsal_s, count=1)[0].evenly(), runner)
+        preparation_s = self.length.preparation_s
+        await self._replayed(self.load.windows(preparation_s, count=1)[0].evenly(), runner)
         self._aim(())
         runner.instruct(SETTINGS[Arm.ROSEMUX])
         async with self.lease.holding(), self.rollouts.running():
-            await asyncio.sleep(rehearsal_s)
+            await asyncio.sleep(preparation_s)
         await runner.quiet()
-        self._aim((await self._replayed(self.load.windows(rehearsal_s, count=1)[0], runner),))
+        self._aim((await self._replayed(self.load.windows(preparation_s, count=1)[0], runner),))
         return self.load.windows(self.length.slice_s, count=self.rounds)
 
     async def _replayed(self, window: Window, runner: Runner) -> Replayed:
@@ -335,7 +337,7 @@ class Bench:
             rollouts=self.rollouts,
             clock=self.clock,
             new_agent=self._new_agent,
-            told=self.told,
+            on_progress=self.on_progress,
             kept=lambda found: self.kept.keep({"failsafe_ms": found}),
         )
         # The last trial begins so early that it ends in time.

@@ -16,8 +16,8 @@ import msgspec
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
-from examples.demo.job.vocabulary import VOCABULARY_SIZE
-from examples.demo.slot import GUEST, url
+from benchmarks.testbed.slot import GUEST, url
+from examples.grpo.vocabulary import VOCABULARY_SIZE
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
 from harvester.contracts.wire.leases import EPOCH_HEADER
@@ -83,12 +83,12 @@ class Activations:
             data=json.dumps(request),
             headers={"Content-Type": "application/json", EPOCH_HEADER: str(held.epoch)},
         ) as response:
-            said = await response.text()
+            body = await response.text()
             if response.status not in (200, *_NOT_YET):
-                raise ConfigError(f"the guest answers {response.status}: {said[:200]}")
+                raise ConfigError(f"the guest answers {response.status}: {body[:200]}")
             if response.status != 200:
                 return False
-            return bool(json.loads(said)["usage"]["completion_tokens"] == 1)
+            return bool(json.loads(body)["usage"]["completion_tokens"] == 1)
 
     def _held_mib(self) -> float:
         tree = self.runner.slot.parts.running[GUEST].tree()

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.opening import opening_figures, openings
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import RunLength
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.slot import GUEST, ServingSlot
 from coserve.guest.isolation import NO_ISOLATION
-from examples.demo.slot import GUEST, ServingSlot
 from harvester.contracts.clock import Clock
 from harvester.contracts.page import Grant, PageReader
 

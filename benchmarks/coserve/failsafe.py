@@ -15,8 +15,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.coserve.reclaim import after_loss
-from benchmarks.coserve.rollouts import Lease, Rollouts
-from examples.demo.slot import ServingSlot
+from benchmarks.coserve.rollouts import Rollouts
+from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.slot import ServingSlot
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
@@ -39,7 +40,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class TrialBook:
+class TrialLog:
     """`wanted` of each signal; those in `file` count. Without one, of this run alone."""
 
     wanted: int
@@ -91,26 +92,26 @@ class TrialBook:
 class FailSafe:
     slot: ServingSlot
     guest: Callable[[], Guest]
-    lease: Lease
+    lease: HeldLease
     rollouts: Rollouts
     clock: Clock
     new_agent: Callable[[], Awaitable[None]]
     """Called after a kill, once the guest was watched."""
-    told: Callable[[str], None]
+    on_progress: Callable[[str], None]
     kept: Callable[[dict[str, Any]], None] = lambda _: None
     """Called with the figures so far, after each trial."""
 
-    async def run(self, book: TrialBook, *, within_s: float) -> dict[str, Any]:
-        """Runs trials until the book is full or the time is over."""
-        start_s, before = self.clock.now(), len(book.trials)
-        while (number := book.next()) and self.clock.now() - start_s < within_s:
-            book.add(Trial(signal=number.name, ms=await self._trial(number)))
-            self.kept(book.figures())
-            made = len(book.trials) - before
+    async def run(self, log: TrialLog, *, within_s: float) -> dict[str, Any]:
+        """Runs trials until every signal has its trials or the time is over."""
+        start_s, before = self.clock.now(), len(log.trials)
+        while (number := log.next()) and self.clock.now() - start_s < within_s:
+            log.add(Trial(signal=number.name, ms=await self._trial(number)))
+            self.kept(log.figures())
+            made = len(log.trials) - before
             if made % _TOLD_EVERY == 0:
                 each_s = (self.clock.now() - start_s) / made
-                self.told(f"{book.figures()}, {each_s:.1f} s each")
-        return book.figures()
+                self.on_progress(f"{log.figures()}, {each_s:.1f} s each")
+        return log.figures()
 
     async def _trial(self, number: signal.Signals) -> float | None:
         async with self.lease.holding(), self.rollouts.running():

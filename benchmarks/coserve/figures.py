@@ -10,11 +10,11 @@ import numpy as np
 from benchmarks.coserve.arms import ALONE, BESIDE, WITH_PRODUCTION, Arm
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
-from benchmarks.latency_ratios import PARTS, latency_ratios
-from examples.demo.bootstrap import ratio_draws
-from examples.demo.records import ProductionRequest
-from examples.demo.serving_figures import ArmRequests, arms_of, serving_of
-from examples.demo.slo import choose_slo
+from benchmarks.testbed.bootstrap import ratio_draws
+from benchmarks.testbed.latency_ratios import PARTS, latency_ratios
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import ArmRequests, arms_of, serving_of
+from benchmarks.testbed.slo import choose_slo
 
 _INCONCLUSIVE = 0.05
 

@@ -6,9 +6,9 @@ Both follow from the step times that were measured on this machine. Pure.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from examples.demo.calibration import Replayed, measured_ratio, rate_for
-from examples.demo.trace import Trace
-from examples.demo.window import TokenScale, Window, windows_of
+from benchmarks.testbed.calibration import Replayed, measured_ratio, rate_for
+from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.window import TokenScale, Window, windows_of
 from harvester.contracts.page import ProductionModel
 
 REQUESTS_MIN = 1000

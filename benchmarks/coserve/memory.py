@@ -17,8 +17,8 @@ import aiohttp
 from benchmarks.coserve.arms import BARE
 from benchmarks.coserve.reclaim import percentile
 from benchmarks.coserve.rounds import Runner
-from examples.demo.slot import url
-from examples.demo.trace import Arrival
+from benchmarks.testbed.slot import url
+from benchmarks.testbed.trace import Arrival
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, Guest, PageReader
 
@@ -67,7 +67,7 @@ class Shrinks:
         self.runner.policy(_SHRUNK)
         try:
             async with asyncio.timeout(_GIVEN_UP_S):
-                due_ns = await self._asked()
+                due_ns = await self._requested()
                 back_ns = await self._returned()
         except TimeoutError as error:
             raise ConfigError("the guest does not return its KV") from error
@@ -75,7 +75,7 @@ class Shrinks:
         await asyncio.sleep(_REFILL_S)
         return (back_ns - due_ns) * 1e-6
 
-    async def _asked(self) -> int:
+    async def _requested(self) -> int:
         while True:
             reading = self.grant.read()
             if reading.record is not None and reading.record.kv_budget_tokens == KEPT_TOKENS:

@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.coserve.arms import RECLAIM, SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
-from examples.demo.slot import AGENT, ServingSlot
-from examples.demo.window import Window
+from benchmarks.testbed.slot import AGENT, ServingSlot
+from benchmarks.testbed.window import Window
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slot import PRODUCTION
+from benchmarks.testbed.window import Window
 from coserve.vllm.pulse_reporter import PULSE_TTL_NS
-from examples.demo.records import ProductionRequest
-from examples.demo.slot import PRODUCTION
-from examples.demo.window import Window
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse, Reading

@@ -7,96 +7,26 @@ speed is what the gate leaves of it.
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
 import aiohttp
 
-from examples.demo.hardware import RolloutLoad
-from examples.demo.job.vocabulary import VOCABULARY_SIZE
-from examples.demo.slot import GUEST, SLOT
-from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.ids import JobId, SlotId, TenantId
-from harvester.contracts.wire.leases import EPOCH_HEADER, LeaseGranted, LeaseRequest
-from scheduler.gateway.agent_client import AgentClient
+from benchmarks.testbed.hardware import RolloutLoad
+from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.slot import GUEST
+from examples.grpo.vocabulary import VOCABULARY_SIZE
+from harvester.contracts.wire.leases import EPOCH_HEADER
 
-_DURATION_S = 10.0
-_RENEW_S = 2.0
 _RETRY_S = 0.05
-_TAKE_S = 60.0
-"""The agent may first have to believe production's step times again."""
-
-
-@dataclass(slots=True)
-class Lease:
-    """Lease held while its context lasts; renewed if the agent ended it."""
-
-    agent: AgentClient
-    held: LeaseGranted | None = None
-    refusal: str = ""
-    """The agent's last, with its reason."""
-    _turn: int = 0
-
-    @asynccontextmanager
-    async def holding(self) -> AsyncIterator[None]:
-        """Raises ConfigError where the agent offers nothing for a minute."""
-        try:
-            async with asyncio.timeout(_TAKE_S):
-                await self._take()
-        except TimeoutError as error:
-            said = self.refusal or "it does not answer"
-            raise ConfigError(f"the agent gave no lease within {_TAKE_S:.0f} s: {said}") from error
-        renewing = asyncio.ensure_future(self._renew())
-        try:
-            yield
-        finally:
-            renewing.cancel()
-            with suppress(asyncio.CancelledError):
-                await renewing
-            if self.held is not None:
-                with suppress(Exhausted):
-                    await self.agent.release(self.held.lease)
-            self.held = None
-
-    async def _take(self) -> None:
-        self.held = None
-        while self.held is None:
-            self._turn += 1
-            request = LeaseRequest(
-                request_id=f"coserve-{id(self)}-{self._turn}",
-                slot=SlotId(SLOT),
-                tenant=TenantId("benchmark"),
-                job=JobId("benchmark"),
-                duration_s=_DURATION_S,
-            )
-            with suppress(Exhausted):
-                taken = await self.agent.take(request)
-                if isinstance(taken, LeaseGranted):
-                    self.held = taken
-                    return
-                self.refusal = taken.reason
-            await asyncio.sleep(_RETRY_S)
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(_RENEW_S)
-            assert self.held is not None
-            try:
-                renewed = await self.agent.renew(
-                    self.held.lease, epoch=self.held.epoch, duration_s=_DURATION_S
-                )
-            except Exhausted:
-                continue
-            if not isinstance(renewed, LeaseGranted):
-                await self._take()
 
 
 @dataclass(slots=True)
 class Rollouts:
     session: aiohttp.ClientSession
     url: str
-    lease: Lease
+    lease: HeldLease
     seed: int
     load: RolloutLoad = field(default_factory=RolloutLoad)
     turns: int = field(default=0)

@@ -7,15 +7,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.core_time import account, used
 from benchmarks.coserve.arms import ALONE, IN_ROUNDS, Arm, Setting
-from benchmarks.coserve.rollouts import Lease, Rollouts
+from benchmarks.coserve.rollouts import Rollouts
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.production import ProductionClient
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import ServiceLevel, choose_slo
+from benchmarks.testbed.slot import GUEST, PRODUCTION, ServingSlot
+from benchmarks.testbed.window import Window
 from coserve.guest.isolation import NO_ISOLATION
-from examples.demo.production import ProductionClient
-from examples.demo.records import ProductionRequest
-from examples.demo.slo import ServiceLevel, choose_slo
-from examples.demo.slot import GUEST, PRODUCTION, ServingSlot
-from examples.demo.window import Window
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse
@@ -49,7 +50,7 @@ class Runner:
     slot: ServingSlot
     client: ProductionClient
     rollouts: Rollouts
-    lease: Lease
+    lease: HeldLease
     clock: Clock
     pulse: Callable[[], Pulse]
     guest: Callable[[], Guest]
@@ -58,11 +59,11 @@ class Runner:
     requests: list[ProductionRequest]
     slices: list[Slice] = field(default_factory=list)
 
-    async def run(self, arm: Arm, turn: int, window: Window) -> Slice:
+    async def run(self, arm: Arm, number: int, window: Window) -> Slice:
         setting = IN_ROUNDS[arm]
         async with self.arranged(setting):
             await asyncio.sleep(_SETTLE_S)
-            measured = await self._measured(arm, turn, window, serving=setting.production)
+            measured = await self._measured(arm, number, window, serving=setting.production)
         self.slices.append(measured)
         if arm in ALONE:
             seen = [r for r in self.requests if r.arm in ALONE and r.block >= 0]
@@ -103,14 +104,14 @@ class Runner:
             steps = guest.steps_finished
             await asyncio.sleep(_POLL_S)
 
-    async def _measured(self, arm: Arm, turn: int, window: Window, *, serving: bool) -> Slice:
+    async def _measured(self, arm: Arm, number: int, window: Window, *, serving: bool) -> Slice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
         trees = [self.slot.parts.running[name].tree() for name in (PRODUCTION, GUEST)]
         ran = [account(tree) for tree in trees]
         stopped = asyncio.Event()
         arrivals = window.arrivals if serving else ()
         replay = asyncio.ensure_future(
-            self.client.replay(arrivals, arm=arm, block=turn, start_s=start_s, stopped=stopped)
+            self.client.replay(arrivals, arm=arm, block=number, start_s=start_s, stopped=stopped)
         )
         try:
             await asyncio.sleep(start_s + window.duration_s - self.clock.now())
@@ -130,7 +131,7 @@ class Runner:
             raise ConfigError("the guest began anew within a slice")
         return Slice(
             arm=arm,
-            round=turn,
+            round=number,
             seconds=end_s - start_s,
             guest_tokens=after.tokens_total - guest.tokens_total,
             production_busy_s=busy_s,

@@ -11,7 +11,7 @@ class RunLength:
     """Default measured seconds of each arm."""
     slice_s: float = 20.0
     """Length of one arm in one round."""
-    rehearsal_s: float = 15.0
+    preparation_s: float = 15.0
     """Length of each of the three replays before the first round."""
     shrinks: int = 30
     """Count for each kind; so for the next four."""
@@ -35,7 +35,7 @@ FULL = RunLength()
 SHORT = RunLength(
     seconds=30.0,
     slice_s=10.0,
-    rehearsal_s=10.0,
+    preparation_s=10.0,
     shrinks=8,
     activations=4,
     surges=5,

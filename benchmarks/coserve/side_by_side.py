@@ -9,11 +9,11 @@ import numpy as np
 
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
-from benchmarks.rotation import rotated
-from examples.demo.bootstrap import Latencies, ratio_interval
-from examples.demo.records import ProductionRequest
-from examples.demo.serving_figures import ratio
-from examples.demo.trace import Arrival
+from benchmarks.testbed.bootstrap import Latencies, ratio_interval
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.serving_figures import ratio
+from benchmarks.testbed.trace import Arrival
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.05
@@ -32,24 +32,24 @@ class SideBySide:
     trials: int
     patience_s: float = 60.0
     """A request without its last token by then has failed."""
-    rehearsed: bool = False
+    warmed_up: bool = False
     """Whether one uncounted run alone comes first: an engine's first run is no trial."""
     kv_usage_ratio: float = field(default=0.0)
     """Production's largest, of all trials."""
 
     async def run(self, name: str, arrivals: Sequence[Arrival]) -> Seen:
         seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
-        if self.rehearsed:
+        if self.warmed_up:
             await self._trial(Arm.ALONE, name, -1, arrivals, [])
-        for arm, turn in rotated(tuple(seen), self.trials):
-            await self._trial(arm, name, turn, arrivals, seen[arm])
+        for arm, trial in rotated(tuple(seen), self.trials):
+            await self._trial(arm, name, trial, arrivals, seen[arm])
         return seen
 
     async def _trial(
         self,
         arm: Arm,
         name: str,
-        turn: int,
+        trial: int,
         arrivals: Sequence[Arrival],
         requests: list[ProductionRequest],
     ) -> None:
@@ -61,7 +61,7 @@ class SideBySide:
                 client = replace(runner.client, record=requests.append, timeout_s=self.patience_s)
                 start_s = runner.clock.now()
                 # Each arm has prompts of its own: the second would find the first's cached.
-                await client.replay(arrivals, arm=f"{name} {arm}", block=turn, start_s=start_s)
+                await client.replay(arrivals, arm=f"{name} {arm}", block=trial, start_s=start_s)
             finally:
                 watch.cancel()
 
@@ -90,5 +90,7 @@ def compared(
 
 def _ttft_of(requests: Sequence[ProductionRequest]) -> Latencies:
     """First-token latencies by trial: the requests of one trial met the same machine speed."""
-    told = [(r.ttft_s, (r.block, 0)) for r in requests if r.ttft_s is not None]
-    return Latencies(np.array([ttft_s for ttft_s, _ in told]), tuple(trial for _, trial in told))
+    answered = [(r.ttft_s, (r.block, 0)) for r in requests if r.ttft_s is not None]
+    return Latencies(
+        np.array([ttft_s for ttft_s, _ in answered]), tuple(trial for _, trial in answered)
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
-from examples.demo.trace import Arrival
+from benchmarks.testbed.trace import Arrival
 
 TIMES = 10.0
 _WITHIN_S = 1.0
@@ -19,8 +19,8 @@ def surge(arrivals: Sequence[Arrival], *, rate: float) -> list[Arrival]:
     """`rate` is the mean of before, in requests per second."""
     count = max(1, min(len(arrivals), round(TIMES * rate * _WITHIN_S)))
     return [
-        replace(arrival, t_s=_WITHIN_S * place / count)
-        for place, arrival in enumerate(arrivals[:count])
+        replace(arrival, t_s=_WITHIN_S * position / count)
+        for position, arrival in enumerate(arrivals[:count])
     ]
 
 

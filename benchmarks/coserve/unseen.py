@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
-from examples.demo.trace import Arrival
-from examples.demo.window import Window
+from benchmarks.testbed.trace import Arrival
+from benchmarks.testbed.window import Window
 
 LONG_PROMPT_TOKENS = 16_384
 CONTEXT_TOKENS = LONG_PROMPT_TOKENS + 128
@@ -48,12 +48,12 @@ def crowd(window: Window) -> list[Arrival]:
     """Requests that together ask for all of production's KV and a little more."""
     crowded = [
         Arrival(
-            index=_INDEX + place,
-            t_s=_CROWD_WITHIN_S * place / _CROWD,
+            index=_INDEX + position,
+            t_s=_CROWD_WITHIN_S * position / _CROWD,
             input_tokens=-(-KV_TOKENS // _CROWD),
             output_tokens=_CROWD_OUTPUT_TOKENS,
         )
-        for place in range(_CROWD)
+        for position in range(_CROWD)
     ]
     return _amid(window, crowded)
 
@@ -65,7 +65,7 @@ def _amid(window: Window, unseen: list[Arrival]) -> list[Arrival]:
 
 async def long_prompts(runner: Runner, trials: int, window: Window) -> dict[str, Any]:
     """The ratios are those of the requests around it, and its own."""
-    load = SideBySide(runner, trials, patience_s=_PATIENCE_S, rehearsed=True)
+    load = SideBySide(runner, trials, patience_s=_PATIENCE_S, warmed_up=True)
     seen = await load.run("long_prompt", long_prompt(window))
     own = compared(seen, lambda request: request.trace_index >= _INDEX)
     found = compared(seen, lambda request: request.trace_index < _INDEX)

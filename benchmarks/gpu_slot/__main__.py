@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu_slot.part_runs import PartRuns, Status
 from benchmarks.gpu_slot.parts import PARTS
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from harvester.contracts.clock import MonotonicClock, wall_time_utc
 
 _DRIVER = "name,driver_version,memory.total,compute_mode"

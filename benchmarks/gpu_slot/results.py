@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.partial_result import PartialResult
+from benchmarks.testbed.partial_result import PartialResult
 
 Put: TypeAlias = Callable[[str, Any], None]
 """Keeps one named result; given again, the name has the newer one."""

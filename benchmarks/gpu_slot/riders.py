@@ -61,8 +61,8 @@ def _step_times(device: Device, arms: dict[int, Work]) -> dict[int, list[float]]
     """Seconds of single steps by rows: the arms in turn, rotated from round to round."""
     taken: dict[int, list[float]] = {rows: [] for rows in arms}
     order = list(arms)
-    for turn in range(_ROUNDS):
-        for rows in order[turn % len(order) :] + order[: turn % len(order)]:
+    for number in range(_ROUNDS):
+        for rows in order[number % len(order) :] + order[: number % len(order)]:
             device.synchronize()
             for _ in range(_STEPS):
                 began_ns = monotonic_ns()

@@ -14,12 +14,12 @@ from typing import Any
 
 from benchmarks.multiplex.arms import Arm
 from benchmarks.multiplex.rounds import Bench
-from benchmarks.reporting import report
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.parts import Parts
-from examples.demo.processes import Processes
-from examples.demo.run_directory import run_directory
-from examples.demo.trace import read_trace
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.parts import Parts
+from benchmarks.testbed.processes import Processes
+from benchmarks.testbed.reporting import report
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.trace import read_trace
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.rotation import rotated
+from benchmarks.testbed.rotation import rotated
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
@@ -34,7 +34,7 @@ class Arm(StrEnum):
     """Both at once, without permits."""
 
 
-REHEARSAL = "rehearsal"
+PREPARATION = "preparation"
 """An unmeasured step of each job: an engine's first requests are slower than all later ones."""
 PERMITTED = frozenset({Arm.MULTIPLEXED, Arm.SERVING, Arm.LEASED})
 BESIDE_PRODUCTION = (Arm.SERVING, Arm.LEASED)
@@ -42,14 +42,14 @@ BESIDE_PRODUCTION = (Arm.SERVING, Arm.LEASED)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One arm of one round, or the rehearsal."""
+    """One arm of one round, or the preparation."""
 
     arm: Arm | None
     round: int = 0
 
     @property
     def name(self) -> str:
-        return REHEARSAL if self.arm is None else f"{self.arm}-{self.round}"
+        return PREPARATION if self.arm is None else f"{self.arm}-{self.round}"
 
     @property
     def permitted(self) -> bool:
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def leases(self) -> bool:
-        """The rehearsal does too: a guest that has never run would learn one token at a time."""
+        """True in the preparation too: an untried guest would learn one token at a time."""
         return self.arm in (None, Arm.LEASED)
 
 
 def runs(arms: tuple[Arm, ...], rounds: int) -> tuple[Run, ...]:
-    return tuple(Run(arm, turn) for arm, turn in rotated(arms, rounds))
+    return tuple(Run(arm, number) for arm, number in rotated(arms, rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class JobShape:
     steps_ratio: float
     """Steps of the job, over the steps that the run asks for."""
 
-    def steps(self, asked: int) -> int:
-        return max(1, round(asked * self.steps_ratio))
+    def steps(self, full: int) -> int:
+        return max(1, round(full * self.steps_ratio))
 
     def job(self, run: Run) -> JobId:
         """Its name at the gateway: a job of its own in each run."""

@@ -24,8 +24,8 @@ from benchmarks.multiplex.outcomes import (
     training_s,
 )
 from benchmarks.multiplex.serving_node import Served
-from examples.demo.job.events import StepDone
-from examples.demo.records import ProductionRequest
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.grpo.events import StepDone
 from scheduler.model import PhaseKind
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.latency_ratios import latency_ratios
 from benchmarks.multiplex.arms import BESIDE_PRODUCTION, Arm
 from benchmarks.multiplex.outcomes import (
     ArmDone,
@@ -19,10 +18,11 @@ from benchmarks.multiplex.outcomes import (
     spread,
 )
 from benchmarks.multiplex.serving_node import Served
-from examples.demo.job.events import StepDone
-from examples.demo.records import ProductionRequest
-from examples.demo.serving_figures import ArmRequests, arms_of, serving_of
-from examples.demo.slo import Slo, choose_slo
+from benchmarks.testbed.latency_ratios import latency_ratios
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import ArmRequests, arms_of, serving_of
+from benchmarks.testbed.slo import Slo, choose_slo
+from examples.grpo.events import StepDone
 
 _TAIL_KEYS = ("moved", "seconds", "returned", "lost")
 _SEED = 1

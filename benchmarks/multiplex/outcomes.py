@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.multiplex.arms import Arm, Run
-from examples.demo.job.events import StepDone
+from examples.grpo.events import StepDone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,15 @@ import msgspec
 import yaml
 
 from benchmarks.multiplex.arms import JOBS, ROLLOUT_CORE, JobShape, Run
+from benchmarks.testbed.parts import Parts
+from benchmarks.testbed.processes import pin
+from benchmarks.testbed.slot import url
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import STEADY_HEAP, EngineSpec
-from examples.demo.job.config import JobConfig
-from examples.demo.job.model import PolicyShape, write_checkpoint
-from examples.demo.job.warm_up import WarmUp
-from examples.demo.parts import Parts
-from examples.demo.processes import pin
-from examples.demo.slot import url
+from examples.grpo.config import JobConfig
+from examples.grpo.model import PolicyShape, write_checkpoint
+from examples.grpo.warm_up import WarmUp
 
 CONCURRENCY = 48
 _POLL_S = 0.25
@@ -49,14 +49,14 @@ class RolloutNode:
     def gateway_url(self, job: JobShape) -> str:
         return url(self._gateways[job.name])
 
-    async def start_first(self, told: Callable[[str], None]) -> float:
+    async def start_first(self, on_progress: Callable[[str], None]) -> float:
         """The seconds of an engine's cold start, of one that starts alone."""
         paths = self._parts.paths
         write_checkpoint(paths.run / "policy", self._shape)
         paths.weights.mkdir(parents=True, exist_ok=True)
         started_s = self._parts.clock.now()
         self._start_engine(JOBS[0])
-        await self._parts.answers(_engine(JOBS[0]), self.engine_url(JOBS[0]), told)
+        await self._parts.answers(_engine(JOBS[0]), self.engine_url(JOBS[0]), on_progress)
         return self._parts.clock.now() - started_s
 
     def start_others(self) -> None:
@@ -66,13 +66,15 @@ class RolloutNode:
         for job in JOBS:
             self._start_gateway(job)
 
-    async def answers(self, told: Callable[[str], None]) -> None:
+    async def answers(self, on_progress: Callable[[str], None]) -> None:
         """Waits until all answer; the engines are on their core then."""
         for job in JOBS:
-            await self._parts.answers(_engine(job), self.engine_url(job), told)
+            await self._parts.answers(_engine(job), self.engine_url(job), on_progress)
             pin(self._parts.running[_engine(job)], ROLLOUT_CORE)
         for job in JOBS:
-            await self._parts.answers(_gateway(job), self.gateway_url(job), told, path="/healthz")
+            await self._parts.answers(
+                _gateway(job), self.gateway_url(job), on_progress, path="/healthz"
+            )
 
     async def warm_up(self) -> None:
         """Make the warm policy that every run starts from, if it is not cached."""
@@ -142,5 +144,5 @@ def _gateway(job: JobShape) -> str:
 
 
 def _warm_only(config: Path) -> tuple[str, ...]:
-    trainer = "examples.demo.job.trainer"
+    trainer = "examples.grpo.trainer"
     return (sys.executable, "-m", trainer, "--config", str(config), "--warm-only")

@@ -1,4 +1,4 @@
-"""One run of the benchmark: engines, the warm policy, a rehearsal, then the arms round by round."""
+"""One run of the benchmark: engines, warm policy, preparation, then the arms round by round."""
 
 import asyncio
 import os
@@ -16,13 +16,12 @@ from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.rollout_node import RolloutNode
 from benchmarks.multiplex.serving_node import ServingNode
 from benchmarks.multiplex.training_job import TrainingJob
-from examples.demo.gateway_admin import GatewayAdmin
-from examples.demo.job.events import StepDone
-from examples.demo.parts import Parts
-from examples.demo.prerequisites import free_ports
-from examples.demo.production import production_session
-from examples.demo.session import run_with_watchdog
-from examples.demo.trace import Trace
+from benchmarks.testbed.gateway_admin import GatewayAdmin
+from benchmarks.testbed.parts import Parts, run_with_watchdog
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.production import production_session
+from benchmarks.testbed.trace import Trace
+from examples.grpo.events import StepDone
 from scheduler.rollmux.control import on_ray
 from scheduler.rollmux.permits.terms import PermitsConfig
 
@@ -31,7 +30,7 @@ _STARTED = tuple(reversed(JOBS))
 _STAGGER_S = 0.25
 """Head start of the job with the shorter rollouts, in s: the first to ask fixes the cycle's order
 for good, and with it the makespan, so it is the same job in every arm."""
-_REHEARSAL = Run(None)
+_PREPARATION = Run(None)
 _PORTS = 2 * len(JOBS) + 3
 
 
@@ -50,7 +49,7 @@ class Bench:
         self._node = RolloutNode(
             parts,
             ports,
-            (_REHEARSAL, *self._runs),
+            (_PREPARATION, *self._runs),
             agent_url=self._serving.agent_url if self._serving else None,
         )
         self._started_s = self._clock.now()
@@ -58,14 +57,14 @@ class Bench:
     async def run(self) -> dict[str, Any]:
         """Raises RoseMuxError when a part fails."""
         async with production_session() as session:
-            engine_cold_s = await self._node.start_first(self._told)
+            engine_cold_s = await self._node.start_first(self._on_progress)
             if self._serving is not None:
                 self._serving.start()
             self._node.start_others()
             await self._node.warm_up()
-            await self._node.answers(self._told)
+            await self._node.answers(self._on_progress)
             if self._serving is not None:
-                await self._serving.answers(session, self._told)
+                await self._serving.answers(session, self._on_progress)
             on_ray.started(PermitsConfig(), journal=self._parts.paths.logs)
             await run_with_watchdog(self._parts.one_dies(), self._rounds())
         facts = Facts(steps=self._steps, cores=os.cpu_count() or 0, engine_cold_s=engine_cold_s)
@@ -75,22 +74,22 @@ class Bench:
 
     async def _rounds(self) -> None:
         for shape in JOBS:
-            await self._rehearsed(shape)
+            await self._prepared(shape)
         if self._serving is not None:
             await self._serving.calibrate()
-            self._told(f"production at {self._serving.window.rate:.2f} requests/s")
+            self._on_progress(f"production at {self._serving.window.rate:.2f} requests/s")
         for run in self._runs:
             self.done[run] = await self._measured(run)
-            self._told(f"{run.name}: both jobs in {self.done[run].makespan_s:.1f} s")
+            self._on_progress(f"{run.name}: both jobs in {self.done[run].makespan_s:.1f} s")
 
-    async def _rehearsed(self, shape: JobShape) -> None:
+    async def _prepared(self, shape: JobShape) -> None:
         leases = self._serving is not None
         async with aiohttp.ClientSession() as session:
             gateway = GatewayAdmin(session, self._node.gateway_url(shape))
-            job = await self._loaded(shape, _REHEARSAL, steps=1)
-            await gateway.harvesting(shape.job(_REHEARSAL), enabled=leases)
+            job = await self._loaded(shape, _PREPARATION, steps=1)
+            await gateway.harvesting(shape.job(_PREPARATION), enabled=leases)
             await job.done()
-            await gateway.harvesting(shape.job(_REHEARSAL), enabled=False)
+            await gateway.harvesting(shape.job(_PREPARATION), enabled=False)
             await job.close()
 
     async def _measured(self, run: Run) -> ArmDone:
@@ -104,7 +103,7 @@ class Bench:
                 await beside.enter_async_context(self._serving.replaying(run))
             started_s = self._clock.now()
             done = await asyncio.gather(
-                *(_after(place * _STAGGER_S, job.done()) for place, job in enumerate(running))
+                *(_after(position * _STAGGER_S, job.done()) for position, job in enumerate(running))
             )
             makespan_s = self._clock.now() - started_s
         for job in running:
@@ -133,10 +132,10 @@ class Bench:
         async with aiohttp.ClientSession() as session:
             gateway = GatewayAdmin(session, self._node.gateway_url(shape))
             await gateway.activate(shape.job(run))
-        self._told(f"{shape.job(run)} is loaded after {job.load_s:.1f} s")
+        self._on_progress(f"{shape.job(run)} is loaded after {job.load_s:.1f} s")
         return job
 
-    def _told(self, message: str) -> None:
+    def _on_progress(self, message: str) -> None:
         elapsed_s = self._clock.now() - self._started_s
         print(f"{elapsed_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 

@@ -13,16 +13,15 @@ import aiohttp
 
 from benchmarks.multiplex.arms import SERVING_CORE, Arm, Run
 from benchmarks.multiplex.rollout_node import CONCURRENCY
-from examples.demo.calibration import Replayed, measured_ratio, rate_for
-from examples.demo.parts import Parts
-from examples.demo.production import ProductionClient, Prompts
-from examples.demo.production_model import PROMPT_IDS
-from examples.demo.records import ProductionRequest
-from examples.demo.session import FIRST_LEVEL
-from examples.demo.slo import choose_slo
-from examples.demo.slot import PRODUCTION, ServingSlot, SlotPorts, url
-from examples.demo.trace import Trace
-from examples.demo.window import TokenScale, Window, windows_of
+from benchmarks.testbed.calibration import Replayed, measured_ratio, rate_for
+from benchmarks.testbed.parts import Parts
+from benchmarks.testbed.production import ProductionClient, Prompts
+from benchmarks.testbed.production_model import PROMPT_IDS
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import FIRST_LEVEL, choose_slo
+from benchmarks.testbed.slot import PRODUCTION, ServingSlot, SlotPorts, url
+from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.window import TokenScale, Window, windows_of
 from harvester.contracts.page import Guest, Pulse, pulse_page
 
 BUSY_SHARE = 0.2
@@ -77,7 +76,9 @@ class ServingNode:
         self.slot.start_engines()
         self.slot.start_agent(self.slot.policy(FIRST_LEVEL))
 
-    async def answers(self, session: aiohttp.ClientSession, told: Callable[[str], None]) -> None:
+    async def answers(
+        self, session: aiohttp.ClientSession, on_progress: Callable[[str], None]
+    ) -> None:
         """Waits until all answer; the engines are on their core then."""
         self._client = ProductionClient(
             session=session,
@@ -87,8 +88,8 @@ class ServingNode:
             clock=self._clock,
             record=self.requests.append,
         )
-        await self.slot.agent_answers(told)
-        await self.slot.engines_answer(told)
+        await self.slot.agent_answers(on_progress)
+        await self.slot.engines_answer(on_progress)
         self.slot.bind()
 
     async def calibrate(self) -> None:

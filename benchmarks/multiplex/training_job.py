@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.multiplex.arms import TRAINER_NICE, TRAINING_CORE
-from examples.demo.job.config import read_config
-from examples.demo.job.environment import Task
-from examples.demo.job.rollout import StepBatch
-from examples.demo.job.training_run import Collects, TrainingRun
+from examples.grpo.config import read_config
+from examples.grpo.environment import Task
+from examples.grpo.rollout import StepBatch
+from examples.grpo.training_run import Collects, TrainingRun
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import on_ray
 from scheduler.rollmux.control.control import PhaseControl, Start
@@ -48,9 +48,9 @@ class TrainingJob:
 
     async def loaded(self) -> None:
         """The trainer could begin a phase now."""
-        from examples.demo.job.master_weights import MasterWeights, policy_of
-        from examples.demo.job.trainer import opened_run
-        from examples.demo.job.warm_up import use_one_thread, warm_start
+        from examples.grpo.master_weights import MasterWeights, policy_of
+        from examples.grpo.trainer import opened_run
+        from examples.grpo.warm_up import use_one_thread, warm_start
 
         use_one_thread()
         config = self._config

@@ -18,28 +18,27 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.core_time import account, used
-from benchmarks.partial_result import PartialResult
 from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.pulse.probe import scraped
-from benchmarks.reporting import report
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.parts import Parts, run_with_watchdog
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Processes, pin
+from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production_model import PROMPT_IDS, write_production_checkpoint
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.reporting import report
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
+from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.window import Window, windows_of
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import CpuHardware, Hardware, Kind
-from examples.demo.parts import Parts
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Processes, pin
-from examples.demo.production import ProductionClient, Prompts, production_session
-from examples.demo.production_model import PROMPT_IDS, write_production_checkpoint
-from examples.demo.records import ProductionRequest
-from examples.demo.run_directory import run_directory
-from examples.demo.session import run_with_watchdog
-from examples.demo.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
-from examples.demo.trace import Trace, read_trace
-from examples.demo.window import Window, windows_of
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import PageDirectory
 
@@ -122,8 +121,8 @@ class Bench:
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        told = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
-        return told | self.figures.result(seed=self.seed)
+        settings = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
+        return settings | self.figures.result(seed=self.seed)
 
     async def _start(self, ports: dict[str, int]) -> None:
         """Waits until all answer, pinned to their core if they have one."""
@@ -156,10 +155,10 @@ class Bench:
                 self.hardware.engine_environment(self.parts.paths.cache),
             )
             if in_turn:
-                await self.parts.answers(name, url(port), self._told)
+                await self.parts.answers(name, url(port), self._on_progress)
         for name, port in ports.items():
             if not in_turn:
-                await self.parts.answers(name, url(port), self._told)
+                await self.parts.answers(name, url(port), self._on_progress)
             pin(self.parts.running[name], self.hardware.core(SERVING_CORE))
 
     @property
@@ -180,22 +179,24 @@ class Bench:
             window.sized(sizes)
             for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
-        for turn, window in enumerate(windows):
-            for place in range(len(ARMS)):
-                arm = ARMS[(place + turn) % len(ARMS)]
+        for number, window in enumerate(windows):
+            for offset in range(len(ARMS)):
+                arm = ARMS[(offset + number) % len(ARMS)]
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
                 engine = self.parts.running[_ENGINE[arm]].tree()
                 async with self._level(arm, client.url):
                     before = account(engine)
                     await client.replay(
-                        window.arrivals, arm=arm, block=turn, start_s=self.clock.now()
+                        window.arrivals, arm=arm, block=number, start_s=self.clock.now()
                     )
                     self.figures.core_s[arm].append(used(before, account(engine)))
                     done = await self._closed(_ENGINE[arm], window)
                 self.figures.closed[arm].append(done / _CLOSED_S)
-            kept.keep({"rounds": turn + 1} | self._result())
-            self._told(f"round {turn + 1} of {self.rounds}, {len(window.arrivals)} requests")
+            kept.keep({"rounds": number + 1} | self._result())
+            self._on_progress(
+                f"round {number + 1} of {self.rounds}, {len(window.arrivals)} requests"
+            )
 
     @asynccontextmanager
     async def _level(self, arm: Arm, url: str) -> AsyncIterator[None]:
@@ -224,7 +225,7 @@ class Bench:
         await asyncio.gather(*(lane() for _ in range(self.hardware.clients)))
         return done
 
-    def _told(self, message: str) -> None:
+    def _on_progress(self, message: str) -> None:
         print(f"{self.clock.now():8.0f} s  {message}", file=sys.stderr, flush=True)
 
 

@@ -5,9 +5,9 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from examples.demo.bootstrap import itl_of, ratio_interval, ttft_of
-from examples.demo.records import ProductionRequest
-from examples.demo.serving_figures import arms_of, ratio
+from benchmarks.testbed.bootstrap import itl_of, ratio_interval, ttft_of
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import arms_of, ratio
 
 
 class Arm(StrEnum):

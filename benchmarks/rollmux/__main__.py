@@ -8,24 +8,23 @@ import argparse
 import os
 from pathlib import Path
 
-from benchmarks.reporting import report
 from benchmarks.rollmux.arm_figures import chosen_arms
+from benchmarks.rollmux.arms import ARMS
 from benchmarks.rollmux.decisions import decision_times
 from benchmarks.rollmux.determinism import deterministic
-from benchmarks.rollmux.disturbed import drift_figures, failure_figures
+from benchmarks.rollmux.disturbed import drift_figures, failure_figures, world_figures
 from benchmarks.rollmux.figures import mix_figures, single_workload
 from benchmarks.rollmux.harvest import harvest_figures
 from benchmarks.rollmux.harvest_bound import INSTANCES, bound_figures
 from benchmarks.rollmux.headroom import HARVESTED_RATIO
+from benchmarks.rollmux.mixes import Mix
 from benchmarks.rollmux.optimum import optimum_figures
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
-from benchmarks.rollmux.worlds import world_figures
+from benchmarks.rollmux.variants import AS_PUBLISHED, VARIANTS
+from benchmarks.testbed.reporting import report
 from harvester.contracts.errors import ConfigError
 from harvester.platform.whole_file import make_writable
-from scheduler.sim.rollmux.arms import ARMS
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.mixes import Mix
-from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
 from scheduler.sim.rollmux.workload import JOBS, Drift
 from scheduler.sim.rollmux.workload_csv import read_workload
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.rollmux.pieces import ArmOfSeed, Piece, Pieces
+from benchmarks.rollmux.variants import VARIANTS
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
 from scheduler.sim.rollmux.baselines import UNSHARED, Unshared
-from scheduler.sim.rollmux.variants import VARIANTS
 
 
 def arm_on_seeds(wanted: Sequence[ArmOfSeed], pieces: Pieces) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rollmux.arms import our_planner
 from harvester.contracts.clock import MonotonicClock
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.group_events import JobArrived, PhaseMeasured
 from scheduler.rollmux.planner.planner import GroupPlanner
-from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, w1
 
 ACTIVE = (200, 2_000, 20_000)
@@ -35,7 +34,7 @@ def _arrived(active: int) -> tuple[list[float], GroupPlanner]:
     clock, spent_ms = MonotonicClock(), []
     for at, one in enumerate(w1(active, jobs=active)):
         began_s = clock.now()
-        planner.observe(JobArrived(job=one.job), now=float(at))
+        planner.place_job(one.job, now=float(at))
         spent_ms.append((clock.now() - began_s) * 1e3)
         _learn(planner, one)
     return spent_ms, planner
@@ -46,8 +45,7 @@ def _learn(planner: GroupPlanner, one: SimulatedJob) -> None:
     planner.facts[one.job.job].learn_tail(one.curve, accelerators=accelerators)
     for rollout_s, training_s in one.lengths_s[np.arange(8) % one.iterations].tolist():
         for kind, solo_s in ((PhaseKind.ROLLOUT, rollout_s), (PhaseKind.TRAINING, training_s)):
-            event = PhaseMeasured(job=one.job.job, phase=kind, solo_s=solo_s)
-            planner.observe(event, now=0.0)
+            planner.observe_phase(one.job.job, kind, solo_s, now=0.0)
 
 
 def _probe(planner: GroupPlanner, active: int) -> float:
@@ -57,7 +55,7 @@ def _probe(planner: GroupPlanner, active: int) -> float:
     for one in w1(active + 1, jobs=PROBES):
         job = _renamed(one)
         began_s = clock.now()
-        planner.observe(JobArrived(job=job), now=float(active))
+        planner.place_job(job, now=float(active))
         spent_ms.append((clock.now() - began_s) * 1e3)
     return statistics.quantiles(spent_ms, n=100)[98]
 

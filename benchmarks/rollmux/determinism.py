@@ -10,13 +10,13 @@ from harvester.contracts.errors import ConfigError
 HASH_SEEDS = (0, 1, 4242)
 _PROGRAM = """
 import hashlib, sys, msgspec
-from scheduler.sim.rollmux.arms import run_arm
+from scheduler.sim.rollmux.arms import ARMS, run_arm
 from scheduler.sim.rollmux.disruptions import Disruptions
 from scheduler.sim.rollmux.workload import Drift, w1
 
 jobs = w1(3, jobs=int(sys.argv[1]), drift=Drift.MIXED, wide_ratio=0.1)
 harsh = Disruptions(seed=3, node_mtbf_s=100 * 3600.0, leaving_ratio=0.1)
-run = run_arm("ours", jobs, seed=3, record=True, disruptions=harsh)
+run = run_arm(ARMS["ours"], jobs, seed=3, record=True, disruptions=harsh)
 print(hashlib.sha256(msgspec.json.encode(run.ledger.events)).hexdigest())
 """
 

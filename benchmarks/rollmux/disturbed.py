@@ -1,10 +1,12 @@
-"""Cost of drift and failures: ours against hourly regrouping, and against stopping jobs."""
+"""Cost of drift, failures and broken assumptions of the papers: ours against hourly regrouping,
+against stopping jobs, and in every variant of the world."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.rollmux.arm_figures import arm_on_seeds, dollars_over
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces
+from benchmarks.rollmux.variants import VARIANTS
 from scheduler.sim.rollmux.workload import Drift
 
 DRIFTS = (Drift.INCREASING, Drift.DECREASING, Drift.MIXED)
@@ -37,3 +39,12 @@ def _compared(wanted: dict[str, list[ArmOfSeed]], measure: str, pieces: Pieces) 
     """Each arm's figures, and its dollars over those of one of them."""
     arms = {name: arm_on_seeds(each, pieces) for name, each in wanted.items()}
     return {"arms": arms, f"cost_ratio_to_{measure}": dollars_over(measure, arms)}
+
+
+def world_figures(seeds: Sequence[int], pieces: Pieces) -> dict[str, Any]:
+    wanted = {
+        variant: [ArmOfSeed(name="ours", seed=seed, variant=variant) for seed in seeds]
+        for variant in VARIANTS
+    }
+    pieces.run_ahead([one for each in wanted.values() for one in each])
+    return {variant: arm_on_seeds(each, pieces) for variant, each in wanted.items()}

@@ -11,14 +11,13 @@ from benchmarks.rollmux.arm_figures import (
     dollars_over,
     unshared_figures,
 )
+from benchmarks.rollmux.mixes import Mix
 from benchmarks.rollmux.pieces import ArmOfSeed, Pieces, run_piece
 from harvester.contracts.errors import ConfigError
-from scheduler.sim.rollmux.arms import run_arm
+from scheduler.sim.rollmux.arms import ARMS, run_arm
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.mixes import Mix
-from scheduler.sim.rollmux.report import write_events
-from scheduler.sim.rollmux.workload import Drift, SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD
+from scheduler.sim.rollmux.ledger import write_events
+from scheduler.sim.rollmux.workload import PAPER_WORLD, Drift, SimulatedJob
 
 CALIBRATION = 1.32
 CALIBRATION_MARGIN = 0.03
@@ -50,7 +49,7 @@ def mix_figures(
     if mix is not Mix.W3:
         _check_calibration(calibration)
     if events is not None:
-        run = run_arm("ours", drawn[0], seed=seeds[0], record=True)
+        run = run_arm(ARMS["ours"], drawn[0], seed=seeds[0], record=True)
         write_events(run.ledger, events)
     return {
         "calibration_solo_d_over_verl": calibration,
@@ -73,7 +72,7 @@ def single_workload(jobs: list[SimulatedJob], *, seed: int, events: Path | None)
         for name, found in alone.items()
     }
     if events is not None:
-        write_events(run_arm("ours", jobs, seed=seed, record=True).ledger, events)
+        write_events(run_arm(ARMS["ours"], jobs, seed=seed, record=True).ledger, events)
     return {
         "simulated": True,
         "cost_ratio": dollars_over("ours", arms),

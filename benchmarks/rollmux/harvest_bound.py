@@ -18,8 +18,10 @@ import numpy as np
 from scipy.optimize import linprog
 
 from benchmarks.rollmux.headroom import HARVESTED_RATIO
+from benchmarks.rollmux.lease_supply import SLOTS_RATIO
+from benchmarks.rollmux.optimal_hosting import KnownJob
 from benchmarks.rollmux.pieces import Pieces
-from examples.demo.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from scheduler.model import Pool
 from scheduler.rollmux.beliefs.tail import Completion, TailShape, best_shape
 from scheduler.rollmux.forecast.compiled import Records
@@ -28,8 +30,6 @@ from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import OUR_RULES
 from scheduler.rollmux.forecast.stages import EVENT, empty_nodes, empty_permits
 from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
-from scheduler.sim.rollmux.lease_supply import SLOTS_RATIO
-from scheduler.sim.rollmux.optimum import KnownJob
 from scheduler.sim.rollmux.workload import (
     H20_PER_HOUR,
     H800_PER_HOUR,

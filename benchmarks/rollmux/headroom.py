@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from examples.demo.calibration import TARGET_BUSY_SHARE
-from examples.demo.production_model import STEP_TOKENS
-from examples.demo.trace import Trace
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.production_model import STEP_TOKENS
+from benchmarks.testbed.trace import Trace
 from harvester.contracts.page import ProductionModel
 from scheduler.rollmux.forecast.compiled import Records, compiled
 

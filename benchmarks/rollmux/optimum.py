@@ -13,22 +13,16 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from benchmarks.rollmux.arms import ARMS, our_planner
+from benchmarks.rollmux.optimal_hosting import KnownJob, Optimum
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.group_events import (
-    JobArrived,
-    JobMoved,
-    MoveJob,
-    PhaseMeasured,
-    ReviewDue,
-)
+from scheduler.rollmux.planner.group_effects import AssignPlace
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
-from scheduler.sim.rollmux.baselines import our_planner
 from scheduler.sim.rollmux.ledger import RunResult
-from scheduler.sim.rollmux.optimum import KnownJob, Optimum
 from scheduler.sim.rollmux.workload import (
     PHASE_CV,
     ROLLOUT_ACCELERATORS,
@@ -105,14 +99,13 @@ def _settled(jobs: list[SimulatedJob]) -> GroupPlanner:
     planner = our_planner()
     now = 0.0
     for one in jobs:
-        planner.observe(JobArrived(job=one.job), now=now)
+        planner.place_job(one.job, now=now)
         for rollout_s, training_s in one.lengths_s[np.arange(40) % one.iterations].tolist():
             for kind, solo_s in (
                 (PhaseKind.ROLLOUT, rollout_s),
                 (PhaseKind.TRAINING, training_s),
             ):
-                event = PhaseMeasured(job=one.job.job, phase=kind, solo_s=solo_s)
-                planner.observe(event, now=now)
+                planner.observe_phase(one.job.job, kind, solo_s, now=now)
         accelerators = ROLLOUT_ACCELERATORS * one.job.phases[0].nodes
         planner.facts[one.job.job].learn_tail(one.curve, accelerators=accelerators)
         # Jobs that lived a day alone: their credit is what their SLO gives for it.
@@ -128,11 +121,11 @@ def _reviewed(planner: GroupPlanner, now: float) -> float:
         now += 2 * 3600.0
         moved: list[JobId] = [
             effect.placement.job
-            for effect in planner.observe(ReviewDue(), now=now)
-            if isinstance(effect, MoveJob)
+            for effect in planner.review(now=now)
+            if isinstance(effect, AssignPlace)
         ]
         for job in moved:
-            planner.observe(JobMoved(job=job), now=now)
+            planner.complete_move(job, now=now)
         for facts in planner.facts.values():
             facts.account.solo_s += 2 * 3600.0
     return now
@@ -142,14 +135,14 @@ def _hostings(planner: GroupPlanner, jobs: list[SimulatedJob]) -> list[Hosting]:
     """Our groups in the search's terms."""
     numbers = {one.job.job: at for at, one in enumerate(jobs)}
     hostings = []
-    for cell in planner.book.cells.values():
-        placements = sorted(cell.pinned.values(), key=lambda one: numbers[one.job])
-        masks = [cell.masks(one) for one in placements]
+    for group in planner.book.cells.values():
+        placements = sorted(group.pinned.values(), key=lambda one: numbers[one.job])
+        masks = [group.masks(one) for one in placements]
         hostings.append(
             Hosting(
                 members=tuple(numbers[one.job] for one in placements),
                 rollout=tuple(rollout for rollout, _ in masks),
-                training=tuple(training >> len(cell.rollout) for _, training in masks),
+                training=tuple(training >> len(group.rollout) for _, training in masks),
             )
         )
     return hostings
@@ -170,7 +163,7 @@ def _lasting(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
 
 
 def _lived(arm: str, jobs: list[SimulatedJob], *, seed: int) -> Lived:
-    run = run_arm(arm, jobs, seed=seed, record=True)
+    run = run_arm(ARMS[arm], jobs, seed=seed, record=True)
     found: ArmResult = summary(jobs, run)
     return Lived(per_hour=_price_per_hour(run), kept=found.kept, worst_window=found.worst_window)
 

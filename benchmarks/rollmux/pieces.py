@@ -16,13 +16,13 @@ from typing import TypeVar
 
 import msgspec
 
+from benchmarks.rollmux.arms import ARMS
+from benchmarks.rollmux.mixes import Mix
+from benchmarks.rollmux.variants import AS_PUBLISHED, VARIANTS
 from harvester.platform.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.mixes import Mix
-from scheduler.sim.rollmux.variants import AS_PUBLISHED, VARIANTS
-from scheduler.sim.rollmux.workload import JOBS, Drift, SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD, World
+from scheduler.sim.rollmux.workload import JOBS, PAPER_WORLD, Drift, SimulatedJob, World
 
 _Kept = TypeVar("_Kept")
 
@@ -79,7 +79,7 @@ def run_piece(
     disruptions: Disruptions = UNDISTURBED,
 ) -> Piece:
     began_s = process_time()
-    done = run_arm(name, jobs, seed=seed, world=world, disruptions=disruptions)
+    done = run_arm(ARMS[name], jobs, seed=seed, world=world, disruptions=disruptions)
     return Piece(arm=summary(jobs, done, world), cpu_s=process_time() - began_s)
 
 

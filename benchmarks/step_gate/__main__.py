@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from coserve.guest.guest_slot import GuestSlot
 from harvester.contracts.page import (
     EngineCore,
@@ -29,7 +29,7 @@ BLOCKS = 30
 STEPS = 500
 DECODES = 16
 HOUR_NS = 3_600_000_000_000
-SAMPLES_S = tuple(0.01 + 1e-4 * place for place in range(32))
+SAMPLES_S = tuple(0.01 + 1e-4 * index for index in range(32))
 MODEL = ProductionModel(prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_base_s=0.01)
 
 
@@ -64,7 +64,7 @@ def measured(pulses: int) -> dict[str, dict[str, dict[str, float]]]:
         slot = GuestSlot(pages.path, token_limit=2048)
         cases: dict[str, Callable[[int], None]] = {
             "unchanged": lambda _: None,
-            "changed": lambda turn: write_all(writers, turn),
+            "changed": lambda step: write_all(writers, step),
         }
         write_all(writers, 0)
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
@@ -89,8 +89,8 @@ def block_us(slot: GuestSlot, before: Callable[[int], None]) -> dict[str, float]
         "publish": slot.publish,
     }
     total_ns = dict.fromkeys(parts, 0)
-    for turn in range(STEPS):
-        before(turn)
+    for step in range(STEPS):
+        before(step)
         for part, act in parts.items():
             start_ns = time.thread_time_ns()
             act()
@@ -99,14 +99,14 @@ def block_us(slot: GuestSlot, before: Callable[[int], None]) -> dict[str, float]
     return means | {"step": sum(means.values())}
 
 
-def write_all(writers: list[PageWriter[Pulse]], turn: int) -> None:
+def write_all(writers: list[PageWriter[Pulse]], step: int) -> None:
     """Writes pulses as full as those of a busy engine."""
     now_ns = time.monotonic_ns()  # noqa: TID251
     pulse = Pulse(
-        in_flight=turn % 3,
-        decoding=turn % 3,
+        in_flight=step % 3,
+        decoding=step % 3,
         last_step_end_ns=now_ns,
-        steps_total=turn,
+        steps_total=step,
         ttft_s_recent=SAMPLES_S,
         itl_s_recent=SAMPLES_S,
         model=MODEL,

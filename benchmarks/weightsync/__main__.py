@@ -12,13 +12,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.partial_result import PartialResult
-from benchmarks.reporting import report
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import Hardware, Kind
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.contenders import CONTENDERS
 from benchmarks.weightsync.race import raced
 from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoints, consecutive
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import Hardware, Kind
 from harvester.contracts.errors import ConfigError
 from weightsync.encoding.codec import warm_up
 

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.partial_result import PartialResult
-from benchmarks.reporting import report
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.partial_result import PartialResult
+from benchmarks.testbed.processes import Child, Processes
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.engine_arms import FORM_FILE, RESULT_FILE
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import CpuHardware, Hardware, Kind
-from examples.demo.processes import Child, Processes
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted, Unsupported
 
@@ -176,8 +176,8 @@ def _followed(
             text, found = now_text, json.loads(now_text)
             keep(found)
             taken_s, done = clock.now() - started_s, found["repetitions"]
-            said = f"{done} of {repetitions} repetitions" if done else "the engine is up"
-            print(f"{taken_s:6.0f} s  {said}", file=sys.stderr, flush=True)
+            progress = f"{done} of {repetitions} repetitions" if done else "the engine is up"
+            print(f"{taken_s:6.0f} s  {progress}", file=sys.stderr, flush=True)
         if code == 0:
             return found
         if code is not None:

@@ -139,11 +139,11 @@ def _ours(
 ) -> None:
     if not unstaged:
         started, waiting = clock.now(), threading.Event()
-        while (told := engine.call("rosemux_stage", store=STORE, version=version))[
+        while (staging := engine.call("rosemux_stage", store=STORE, version=version))[
             "state"
         ] != "ready":
-            if told["state"] == "failed":
-                raise ConfigError(f"version {version} cannot be staged: {told['message']}")
+            if staging["state"] == "failed":
+                raise ConfigError(f"version {version} cannot be staged: {staging['message']}")
             waiting.wait(_POLL_S)
         times.stage.append((clock.now() - started) * 1e3)
     update_s, pause_s = engine.update(version, clock)

@@ -21,14 +21,14 @@ from typing import IO, Any
 
 import torch
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.netns import SlowLink, slow_link
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
 from weightsync.encoding.codec import warm_up
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 _PORT, _RELAY_PORT = 9731, 9732
 _STORE = "job-a"
@@ -143,11 +143,11 @@ class _ReceiverGroup:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         begin()
-        told = [json.loads(_line(self.process.stdout)) for _ in range(self.receivers)]
+        reports = [json.loads(_line(self.process.stdout)) for _ in range(self.receivers)]
         seconds = clock.now() - began_s
-        (payload_bytes,) = {each["bytes_read"] for each in told}
-        if len({(each["version"], each["state_hash"]) for each in told}) != 1:
-            raise Exhausted(f"receivers ended in different states: {told}")
+        (payload_bytes,) = {each["bytes_read"] for each in reports}
+        if len({(each["version"], each["state_hash"]) for each in reports}) != 1:
+            raise Exhausted(f"receivers ended in different states: {reports}")
         link_bytes = link.received_bytes() - before
         ideal_s = payload_bytes * 8 / (mbit * 1e6)
         return {
@@ -207,9 +207,9 @@ def _receive(url: str, phases: list[Any]) -> None:
     receiver.close()
 
 
-def _say(told: dict[str, Any]) -> None:
+def _say(reports: dict[str, Any]) -> None:
     """One write, so that lines of several processes do not mix."""
-    os.write(sys.stdout.fileno(), json.dumps(told).encode() + b"\n")
+    os.write(sys.stdout.fileno(), json.dumps(reports).encode() + b"\n")
 
 
 @contextmanager

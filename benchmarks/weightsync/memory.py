@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 
 PARAMETERS = 500_000_000
 STEPS = 3
@@ -115,8 +115,8 @@ def _worst_store(store: Path) -> Path:
 
 def _receiver(parameters: int, store: Path, staging_bytes: int) -> int:
     from harvester.contracts.ids import WeightVersion
+    from weightsync.receive.target import TensorTarget
     from weightsync.receiver import Receiver
-    from weightsync.target import TensorTarget
 
     target, receiver = (
         TensorTarget(_state(parameters)),

@@ -17,9 +17,9 @@ from benchmarks.weightsync.memory import SETTINGS_BYTES
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import spec_of
 from weightsync.publisher import Publisher
+from weightsync.receive.held_parts import Names, Selection, TensorParallel
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.selection import Names, Selection, TensorParallel
-from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
 
 State = dict[str, torch.Tensor]

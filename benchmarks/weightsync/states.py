@@ -17,8 +17,8 @@ from safetensors import safe_open
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits, bits_of, tensor_from_bits
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 _EMBEDDING_ROWS_MOVED = 0.05
 _INIT_STD = 0.02

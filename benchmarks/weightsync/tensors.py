@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from harvester.contracts.ids import WeightVersion
 from weightsync.publisher import Publisher
 from weightsync.receive.staged import check_state
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 TENSORS = 20_000
 ELEMENTS = 512

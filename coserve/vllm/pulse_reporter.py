@@ -240,8 +240,8 @@ class PulseReporter:
         if grant.fault is PageFault.FOREIGN and not self._told_stranger:
             self._told_stranger = True
             _log.warning(
-                "RoseMux: the grant in %s is of a user whom %s does not name as agent: step times "
-                "are not learned, and the slot stays closed",
+                "RoseMux: the grant in %s belongs to a user that %s does not name as agent: step "
+                "times are not learned, and the slot stays closed",
                 self._grant.path.parent,
                 OWNERS_VARIABLE,
             )

@@ -1,6 +1,6 @@
 """Facts of a GPU machine, in a line each: driver, GPU, memory, MPS, compilers.
 
-Facts, no verdicts: what is missing is said as "not here". Needs nothing but Python.
+Facts, no verdicts: what is missing is reported as "not here". Needs nothing but Python.
 """
 
 import ctypes

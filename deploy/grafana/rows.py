@@ -318,7 +318,7 @@ def phases() -> tuple[Lines | Stat, ...]:
             (latest("scheduler_phase_permits_held", by="phase", fold="sum"), "{{phase}} held"),
         ),
         quantiles(
-            "Wait for a permit", "From a place in the line to the permit.", _PHASE_WAIT, "phase"
+            "Wait for a permit", "Time from the request to the permit.", _PHASE_WAIT, "phase"
         ),
         lines(
             "Phase starts and switches",

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from examples.demo.gateway_admin import GatewayAdmin
-from examples.demo.job.events import StepDone
-from examples.demo.production import ProductionClient
+from benchmarks.testbed.gateway_admin import GatewayAdmin
+from benchmarks.testbed.production import ProductionClient
+from benchmarks.testbed.slot import GUEST
+from benchmarks.testbed.window import Window
 from examples.demo.records import Arm, Block, EngineGap, Record, TrainingStep
-from examples.demo.slot import GUEST
 from examples.demo.stack import JOBS, Stack
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
-from examples.demo.window import Window
+from examples.grpo.events import StepDone
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 
@@ -60,7 +60,7 @@ class BlockRunner:
     watch: SlotWatch
     clock: Clock
     record: Callable[[Record], None]
-    told: Callable[[str], None]
+    on_progress: Callable[[str], None]
 
     async def run(self, arm: Arm, index: int, window: Window, plan: BlockPlan) -> None:
         """One measured block."""

@@ -11,27 +11,28 @@ from types import FrameType
 import typer
 from rich.console import Console
 
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.prerequisites import check_machine
+from benchmarks.testbed.processes import Processes
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.run_directory import run_directory
+from benchmarks.testbed.serving_figures import arms_of
+from benchmarks.testbed.slot import GUEST
+from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.window import mean_rate
 from examples.demo.blocks import BlockPlan
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.prerequisites import check_machine
-from examples.demo.processes import Processes
-from examples.demo.records import Arm, ProductionRequest, Record, TrainingStep
-from examples.demo.rehearsal import TOKEN_SCALE
+from examples.demo.preparation import TOKEN_SCALE
+from examples.demo.records import Arm, Record, TrainingStep
 from examples.demo.report import write_report
-from examples.demo.result import Facts, as_json, result_of
-from examples.demo.run_directory import run_directory
-from examples.demo.serving_figures import arms_of, level_of
+from examples.demo.result import Facts, as_json, level_of, result_of
 from examples.demo.session import (
     Outcome,
     Recorder,
     Session,
     SessionPlan,
 )
-from examples.demo.slot import GUEST
 from examples.demo.stack import Stack
 from examples.demo.table import closing, step_line
-from examples.demo.trace import Trace, read_trace
-from examples.demo.window import mean_rate
 from harvester.contracts.clock import MonotonicClock
 
 FULL = SessionPlan(
@@ -52,15 +53,15 @@ _GENERATED_S = 3600.0
 def demo(
     trace: Path = typer.Option(None, help="Production trace: t_s,input_tokens,output_tokens."),
     quick: bool = typer.Option(False, help="One short round; for a first look and for CI."),
-    out: Path = typer.Option(Path("out/demo"), help="Where result.json and report.html go."),
-    seed: int = typer.Option(1, help="Of tasks, sampling and the generated trace."),
+    out: Path = typer.Option(Path("out/demo"), help="Directory of result.json and report.html."),
+    seed: int = typer.Option(1, help="Seed of tasks, sampling and the generated trace."),
 ) -> None:
     """Run production, a guest and an RL job on this machine and compare three arms."""
     clock = MonotonicClock()
     started_s = clock.now()
     console = Console()
 
-    def told(message: str) -> None:
+    def on_progress(message: str) -> None:
         console.print(f"[dim]{clock.now() - started_s:5.0f} s[/dim]  {message}")
 
     check_machine()
@@ -77,9 +78,9 @@ def demo(
                     trace=production,
                     plan=plan,
                     recorder=recorder,
-                    progress=lambda record: _progress(record, told),
+                    progress=lambda record: _progress(record, on_progress),
                     clock=clock,
-                    told=told,
+                    on_progress=on_progress,
                     seed=seed,
                     started_s=started_s,
                 )
@@ -100,9 +101,9 @@ def _trace(path: Path | None, seed: int) -> Trace:
     return read_trace(path)
 
 
-def _progress(record: Record, told: Callable[[str], None]) -> None:
+def _progress(record: Record, on_progress: Callable[[str], None]) -> None:
     if isinstance(record, TrainingStep):
-        told(step_line(record, guests=frozenset({GUEST})))
+        on_progress(step_line(record, guests=frozenset({GUEST})))
 
 
 def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: float) -> Facts:

@@ -8,9 +8,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from benchmarks.testbed.serving_figures import ratio
 from examples.demo.records import Arm, TrainingStep
 from examples.demo.schema import OnPolicy, Trajectories, Weights
-from examples.demo.serving_figures import ratio
 
 REWARD_STEPS = 3
 """Steps at each end whose rewards are averaged."""

@@ -1,16 +1,12 @@
-"""The report's figures as SVG text. Decides how things look; computes nothing.
+"""The report's figures as SVG. Decides how things look; computes nothing.
 
 One arm has one colour everywhere, and every limit that a line is held to is drawn beside it.
 """
 
-import io
 from collections.abc import Sequence
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -18,37 +14,15 @@ from examples.demo.records import Arm, Record, TrainingStep
 from examples.demo.schema import Result
 from examples.demo.series import LatencySeries, axis_of, grant_series, itl_series, ttft_series
 from examples.demo.wording import ARM_TITLES, size
+from scheduler.report_page import LIMIT, SOFT, WIDTH, Markup, chart, svg
 
 ARM_COLOURS = {Arm.SERVING_ONLY: "#4b5563", Arm.FIXED: "#0b62a8", Arm.HARVEST: "#b8480a"}
-_INK, _SOFT, _GRID, _LIMIT = "#1f2937", "#4b5563", "#e5e7eb", "#b91c1c"
 _PHASES = {"rollout": 1.0, "train": 0.62, "publish and switch": 0.34}
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.edgecolor": "#9ca3af",
-    "axes.labelcolor": _SOFT,
-    "axes.titlecolor": _INK,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": _GRID,
-    "xtick.color": _SOFT,
-    "ytick.color": _SOFT,
-    "legend.frameon": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "rosemux",
-}
-_WIDTH = 11.0
 
 
-def production_latency(records: Sequence[Record], result: Result) -> str:
+def production_latency(records: Sequence[Record], result: Result) -> Markup:
     """TTFT above, ITL below, one column per arm, all columns on one scale."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, 5.0), layout="constrained")
+    with chart(5.0) as figure:
         axes = figure.subplots(2, len(Arm), sharey="row", squeeze=False)
         for column, arm in enumerate(Arm):
             seams_s = axis_of(records, arm).seams_s
@@ -60,13 +34,13 @@ def production_latency(records: Sequence[Record], result: Result) -> str:
         axes[0][0].set_ylabel("time to first token, ms")
         axes[1][0].set_ylabel("between tokens, ms")
         figure.legend(handles=_latency_keys(), loc="outside upper right", ncols=3, fontsize=8.5)
-        return _svg(figure)
+        alt = "Time to first token and time between tokens in three arms, against the SLO"
+        return svg(figure, alt=alt)
 
 
-def grant_and_rollouts(records: Sequence[Record]) -> str:
+def grant_and_rollouts(records: Sequence[Record]) -> Markup:
     """Production's load, the grants, and the guest's use of them, per second."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, 5.8), layout="constrained")
+    with chart(5.8) as figure:
         series = grant_series(records)
         colour = ARM_COLOURS[Arm.HARVEST]
         panels = (
@@ -83,13 +57,12 @@ def grant_and_rollouts(records: Sequence[Record]) -> str:
             axes.set_ylim(bottom=0)
             _seams(axes, axis_of(records, Arm.HARVEST).seams_s)
         column[-1].set_xlabel("seconds in the harvesting arm")
-        return _svg(figure)
+        return svg(figure, alt="Production load, grant and harvested rollout tokens over time")
 
 
-def training_steps(records: Sequence[Record]) -> str:
+def training_steps(records: Sequence[Record]) -> Markup:
     """Step times by phase, and rollout tokens per second by kind of engine."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    with chart(3.6) as figure:
         times, speeds = figure.subplots(1, 2)
         for place, arm in ((-0.19, Arm.FIXED), (0.19, Arm.HARVEST)):
             steps = _steps(records, arm)
@@ -105,13 +78,13 @@ def training_steps(records: Sequence[Record]) -> str:
         speeds.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
         for axes in (times, speeds):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return _svg(figure)
+        alt = "Training step times by phase and rollout tokens per second for both jobs"
+        return svg(figure, alt=alt)
 
 
-def reward(records: Sequence[Record]) -> str:
+def reward(records: Sequence[Record]) -> Markup:
     """Mean reward of each step with two standard errors, both jobs."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH / 2, 3.2), layout="constrained")
+    with chart(3.2, width=WIDTH / 2) as figure:
         axes = figure.subplots()
         for arm in (Arm.FIXED, Arm.HARVEST):
             steps = _steps(records, arm)
@@ -126,13 +99,12 @@ def reward(records: Sequence[Record]) -> str:
         axes.set(title="Reward", ylabel="mean reward of the step", xlabel="training step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize=8, loc="lower right")
-        return _svg(figure)
+        return svg(figure, alt="Mean reward over training steps for both jobs")
 
 
-def bytes_per_version(records: Sequence[Record]) -> str:
+def bytes_per_version(records: Sequence[Record]) -> Markup:
     """Bytes sent for each version, against the whole model."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH / 2, 3.2), layout="constrained")
+    with chart(3.2, width=WIDTH / 2) as figure:
         axes = figure.subplots()
         for arm in (Arm.FIXED, Arm.HARVEST):
             steps = [s for s in _steps(records, arm) if s.bytes_sent > 0]
@@ -146,13 +118,13 @@ def bytes_per_version(records: Sequence[Record]) -> str:
             )
         dense = [s for s in _steps(records, None) if s.bytes_dense > 0]
         if dense:
-            axes.axhline(dense[-1].bytes_dense, color=_LIMIT, ls="--", lw=1.2, label="whole model")
+            axes.axhline(dense[-1].bytes_dense, color=LIMIT, ls="--", lw=1.2, label="whole model")
             axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(title="Bytes per weight version", xlabel="version")
         axes.legend(fontsize=8, loc="center right")
-        return _svg(figure)
+        return svg(figure, alt="Bytes sent per weight version against the size of the whole model")
 
 
 def _latency(
@@ -163,7 +135,7 @@ def _latency(
     axes.plot(second, 1e3 * series.p99_s, ".", color=colour, alpha=0.55, ms=4)
     axes.plot(second, 1e3 * series.p50_s, color=colour, linewidth=1.5)
     if slo_ms is not None:
-        axes.axhline(slo_ms, color=_LIMIT, linestyle="--", linewidth=1.2)
+        axes.axhline(slo_ms, color=LIMIT, linestyle="--", linewidth=1.2)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -173,9 +145,9 @@ def _latency(
 
 def _latency_keys() -> list[Line2D]:
     return [
-        Line2D([], [], color=_SOFT, linewidth=1.5, label="P50 of the second"),
-        Line2D([], [], color=_SOFT, marker=".", linestyle="", label="P99 of the second"),
-        Line2D([], [], color=_LIMIT, linewidth=1.2, linestyle="--", label="SLO"),
+        Line2D([], [], color=SOFT, linewidth=1.5, label="P50 of the second"),
+        Line2D([], [], color=SOFT, marker=".", linestyle="", label="P99 of the second"),
+        Line2D([], [], color=LIMIT, linewidth=1.2, linestyle="--", label="SLO"),
     ]
 
 
@@ -204,9 +176,3 @@ def _steps(records: Sequence[Record], arm: Arm | None) -> list[TrainingStep]:
 def _seams(axes: Axes, seams_s: Sequence[float]) -> None:
     for seam_s in seams_s:
         axes.axvline(seam_s, color="#9ca3af", linewidth=0.8, linestyle=":")
-
-
-def _svg(figure: Figure) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()

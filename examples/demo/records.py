@@ -8,6 +8,8 @@ from enum import StrEnum
 
 import msgspec
 
+from benchmarks.testbed.production_request import ProductionRequest
+
 
 class Arm(StrEnum):
     SERVING_ONLY = "serving_only"
@@ -23,24 +25,6 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     start_s: float
     end_s: float
     production_busy_share: float | None = None
-
-
-class ProductionRequest(msgspec.Struct, frozen=True, kw_only=True, tag="production"):
-    """One request of the open-loop client. Latencies count from when it was due, not when sent."""
-
-    arm: str
-    """An `Arm` in the demo; a benchmark has arms of its own."""
-    block: int
-    due_s: float
-    input_tokens: int
-    output_tokens: int
-    ttft_s: float | None
-    """First-token latency from the due time, in s; None without a first token."""
-    itl_s: tuple[float, ...]
-    failed: bool
-    error: str = ""
-    trace_index: int = -1
-    """Position in the replayed window: the same index is the same request in every block."""
 
 
 class GrantSample(msgspec.Struct, frozen=True, kw_only=True, tag="grant"):

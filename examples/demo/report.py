@@ -3,27 +3,22 @@
 Assembles text and figures; every number comes from the result, every curve from the records.
 """
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-
-import jinja2
 
 from examples.demo import plots, wording
 from examples.demo.records import Record
 from examples.demo.schema import Check, Result
 from harvester.platform.whole_file import write_whole
+from scheduler.report_page import Markup, page
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
     title: str
     caption: str
-    alt: str
-    source: str
-    """A data URI: the page loads nothing."""
+    picture: Markup
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +34,10 @@ def write_report(path: Path, result: Result, records: Sequence[Record]) -> None:
 
 
 def report_html(result: Result, records: Sequence[Record]) -> str:
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(files("examples.demo").joinpath("report.html").read_text())
-    return template.render(
+    return page(
+        "examples.demo",
+        "report.html",
+        title=f"RoseMux demo: {result.trace}",
         result=result,
         summary=wording.summary(result),
         tiles=_tiles(result),
@@ -88,29 +82,26 @@ def _tiles(result: Result) -> list[Tile]:
 def _wide_plots(records: Sequence[Record], result: Result) -> list[Plot]:
     return [
         Plot(
-            "Does production feel it?",
-            "What production's users wait for, per second of each arm: line, the median; dots, the "
-            "99th percentile; dashed, the SLO. All columns replay the same requests on one scale. "
-            "Dotted verticals are seams between blocks. Harvesting costs nothing where the right "
-            "column looks like the left one.",
-            "Time to first token and time between tokens over time in three arms against the SLO",
-            _uri(plots.production_latency(records, result)),
+            "Latencies of production in each arm",
+            "Latencies per second of each arm: the line is the median, the dots are the 99th "
+            "percentile, the dashed line is the SLO. All columns replay the same requests on one "
+            "scale. Dotted verticals are seams between blocks. Harvesting costs nothing where the "
+            "right column looks like the left one.",
+            plots.production_latency(records, result),
         ),
         Plot(
-            "What was lent, and when",
-            "Means per second: production's load; whether the guest could step at all; how many "
-            "rollout tokens the node agent granted to each of its steps; what came of it. The gate "
+            "Lent idle time",
+            "Means per second: production's load; whether the guest could step at all; the rollout "
+            "tokens that the node agent granted to each step; the harvested tokens. The gate "
             "closes when production needs its core and opens again when it does not.",
-            "Production load, grant and harvested rollout tokens over time",
-            _uri(plots.grant_and_rollouts(records)),
+            plots.grant_and_rollouts(records),
         ),
         Plot(
-            "What the job gained",
+            "Training steps of the RL job",
             "Each training step's time, stacked by phase (darkest: rollout), and the speed of its "
             "rollouts, on its dedicated engine alone and with harvesting. Both jobs start from the "
             "same seeds.",
-            "Training step times by phase and rollout tokens per second for both jobs",
-            _uri(plots.training_steps(records)),
+            plots.training_steps(records),
         ),
     ]
 
@@ -120,17 +111,15 @@ def _narrow_plots(records: Sequence[Record], result: Result) -> list[Plot]:
     share = wording.percent(sent / dense if dense else None)
     return [
         Plot(
-            "Does it learn the same?",
+            "Learning curves",
             "Mean reward per step; the band is two standard errors either way.",
-            "Mean reward over training steps for both jobs",
-            _uri(plots.reward(records)),
+            plots.reward(records),
         ),
         Plot(
-            "What a new version costs to send",
+            "Bytes of each weight version",
             f"Only changed values travel, exactly: {wording.size(sent)} instead of "
             f"{wording.size(dense)} over the run ({share}).",
-            "Bytes sent per weight version against the size of the whole model",
-            _uri(plots.bytes_per_version(records)),
+            plots.bytes_per_version(records),
         ),
     ]
 
@@ -138,7 +127,3 @@ def _narrow_plots(records: Sequence[Record], result: Result) -> list[Plot]:
 def _halves(checks: Sequence[Check]) -> list[Sequence[Check]]:
     middle = (len(checks) + 1) // 2
     return [checks[:middle], checks[middle:]]
-
-
-def _uri(svg: str) -> str:
-    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

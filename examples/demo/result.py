@@ -3,11 +3,22 @@ shows is null. Pure.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import (
+    ArmRequests,
+    Serving,
+    arms_of,
+    intervals_of,
+    ratio,
+    ratios_of,
+    serving_of,
+)
+from benchmarks.testbed.slo import ServiceLevel, choose_slo
 from examples.demo.checks import checks_of
 from examples.demo.job_figures import (
     JobRun,
@@ -18,9 +29,9 @@ from examples.demo.job_figures import (
     trajectories_of,
     weights_of,
 )
-from examples.demo.records import Arm, Block, ProductionRequest, Record, TrainingStep
-from examples.demo.schema import Ratios, Result, Serving, ServingAndJob, SloMs
-from examples.demo.serving_figures import arms_of, intervals_of, ratio, ratios_of, serving_of
+from examples.demo.records import Arm, Block, Record, TrainingStep
+from examples.demo.schema import Ratios, Result, ServingAndJob, SloMs
+from harvester.contracts.errors import ConfigError
 
 _BOOTSTRAP_SEED = 20_250_711
 
@@ -128,3 +139,14 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def level_of(arms: Mapping[Arm, ArmRequests]) -> ServiceLevel:
+    """The SLO that production alone attains on the shared requests.
+
+    Raises ConfigError if no request was replayed in every arm.
+    """
+    shared = arms[Arm.SERVING_ONLY].shared
+    if not shared:
+        raise ConfigError("no request of the trace came in every arm: use a longer or busier trace")
+    return choose_slo(shared).level

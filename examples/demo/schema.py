@@ -10,28 +10,12 @@ from typing import Any
 
 import msgspec
 
-Interval = tuple[float, float] | None
+from benchmarks.testbed.serving_figures import Intervals, LatencyRatios, Serving
 
 
 class SloMs(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: float | None
     itl_ms: float | None
-
-
-class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """Production in one arm, pooled over its blocks; percentiles of the requests that every arm
-    replayed."""
-
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
-    itl_p50_ms: float | None
-    itl_p99_ms: float | None
-    requests: int
-    """Requests that every arm replayed: the basis of the figures."""
-    failed: int
-    """Failed ones among all requests sent."""
-    slo_attainment: float | None
-    requests_sent: int = 0
 
 
 class ServingAndJob(Serving, frozen=True, kw_only=True):
@@ -50,16 +34,6 @@ class ServingAndJob(Serving, frozen=True, kw_only=True):
     """Standard error of `reward_last - reward_first`."""
 
 
-class LatencyRatios(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm's production over production alone."""
-
-    ttft_p50: float | None
-    itl_p50: float | None
-    ttft_p99: float | None
-    itl_p99: float | None
-    slo_attainment: float | None
-
-
 class Ratios(LatencyRatios, frozen=True, kw_only=True):
     step_speedup: float | None
     """Fixed over harvest, of the mean step over equal step numbers."""
@@ -69,15 +43,6 @@ class Ratios(LatencyRatios, frozen=True, kw_only=True):
     """The step speedup, of seconds per rollout token."""
     rollout_tokens: float | None = None
     """Harvest over fixed, over equal step numbers."""
-
-
-class Intervals(msgspec.Struct, frozen=True, kw_only=True):
-    """95 % intervals of the latency ratios."""
-
-    ttft_p50: Interval
-    itl_p50: Interval
-    ttft_p99: Interval
-    itl_p99: Interval
 
 
 class OnPolicy(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.demo.records import Arm, Block, GrantSample, ProductionRequest, Record
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.demo.records import Arm, Block, GrantSample, Record
 
 Series = NDArray[np.float64]
 

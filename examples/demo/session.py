@@ -1,39 +1,38 @@
 """One run of the demo from cold engines to its result: what comes after what.
 
 services and engines start, the warm policy is made  ->  trainers publish version 1
-rehearsal: the replay's speed, production's SLO, one unmeasured step of each job
+preparation: the replay's speed, production's SLO, one unmeasured step of each job
 measured blocks, as many rounds as there is time for  ->  result
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
+from benchmarks.testbed.gateway_admin import GatewayAdmin
+from benchmarks.testbed.parts import run_with_watchdog
+from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production_model import PROMPT_IDS
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
+from benchmarks.testbed.slot import PRODUCTION
+from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.window import Window, mean_rate
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
-from examples.demo.calibration import TARGET_BUSY_SHARE
-from examples.demo.gateway_admin import GatewayAdmin
-from examples.demo.production import ProductionClient, Prompts, production_session
-from examples.demo.production_model import PROMPT_IDS
-from examples.demo.records import Arm, ProductionRequest, Record
-from examples.demo.rehearsal import Rehearsal
-from examples.demo.slo import ServiceLevel, choose_slo
-from examples.demo.slot import PRODUCTION
+from examples.demo.preparation import Preparation
+from examples.demo.records import Arm, Record
 from examples.demo.stack import JOBS, Stack
-from examples.demo.trace import Trace
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
 from examples.demo.weights_audit import WeightsAudit
-from examples.demo.window import Window, mean_rate
 from harvester.contracts.clock import Clock
-
-T = TypeVar("T")
-FIRST_LEVEL = ServiceLevel(ttft_s=0.25, itl_s=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ class Session:
     plan: SessionPlan
     recorder: Recorder
     clock: Clock
-    told: Callable[[str], None]
+    on_progress: Callable[[str], None]
     progress: Callable[[Record], None]
     seed: int
     started_s: float
@@ -96,7 +95,7 @@ class Session:
 
     async def _run(self) -> Outcome:
         await asyncio.gather(
-            self.stack.engines_ready(self.told), self.stack.services_ready(self.told)
+            self.stack.engines_ready(self.on_progress), self.stack.services_ready(self.on_progress)
         )
         self.watch = SlotWatch(
             self.stack.slot.pages, PRODUCTION, clock=self.clock, record=self.recorder
@@ -120,11 +119,11 @@ class Session:
             clock=self.clock,
             record=self._record,
         )
-        rehearsal = Rehearsal(
+        preparation = Preparation(
             stack=self.stack, trace=self.trace, client=client, watch=self.watch, clock=self.clock
         )
         trainers, _ = await asyncio.gather(
-            self._trainers(), rehearsal.first_replay(self.plan.first_replay_s)
+            self._trainers(), preparation.first_replay(self.plan.first_replay_s)
         )
         runner = BlockRunner(
             stack=self.stack,
@@ -134,14 +133,14 @@ class Session:
             watch=self.watch,
             clock=self.clock,
             record=self._record,
-            told=self.told,
+            on_progress=self.on_progress,
         )
-        await rehearsal.harvesting_step(runner)
-        step_s = await rehearsal.fixed_step(runner)
+        await preparation.harvesting_step(runner)
+        step_s = await preparation.fixed_step(runner)
         left_s = self.started_s + self.plan.within_s - self.clock.now()
         blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
-        windows = await rehearsal.last_replay(self.plan.last_replay_s, blocks=blocks)
-        self.told(
+        windows = await preparation.last_replay(self.plan.last_replay_s, blocks=blocks)
+        self.on_progress(
             f"{blocks.rounds} rounds at {mean_rate(windows):.1f} requests/s, which should keep "
             f"production busy {TARGET_BUSY_SHARE:.0%} of the time"
         )
@@ -161,15 +160,15 @@ class Session:
         runner: BlockRunner,
         audit: WeightsAudit,
     ) -> AsyncIterator[Window]:
-        """The windows that were measured: steps may take longer than the rehearsed one did."""
+        """The windows that were measured: a step may take longer than that of the preparation."""
         rounds_s: list[float] = []
         for index, window in enumerate(windows):
             began_s = self.clock.now()
             if not another_fits(rounds_s, left_s=self.started_s + self.plan.within_s - began_s):
-                self.told(f"round {index + 1} is left out: one takes {max(rounds_s):.0f} s")
+                self.on_progress(f"round {index + 1} is left out: one takes {max(rounds_s):.0f} s")
                 return
             for arm in blocks.order(index):
-                self.told(f"round {index + 1}: {arm}")
+                self.on_progress(f"round {index + 1}: {arm}")
                 await runner.run(arm, index, window, blocks)
                 await audit.run()
                 level = measured_level(self.recorder.records)
@@ -187,22 +186,10 @@ class Session:
         links = {arm: TrainerLink(self.stack.start_trainer(arm)) for arm in JOBS}
         for arm, link in links.items():
             ready = await link.ready()
-            self.told(f"job {JOBS[arm]}: {ready.parameters / 1e6:.1f} M parameters published")
+            self.on_progress(
+                f"job {JOBS[arm]}: {ready.parameters / 1e6:.1f} M parameters published"
+            )
         return links
-
-
-async def run_with_watchdog(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`; if `danger` raises first, cancels `work` and raises that error."""
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(danger)
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[1].done():
-            tasks[1].result()
-        return await tasks[0]
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def measured_level(records: Iterable[Record]) -> ServiceLevel | None:

@@ -16,16 +16,11 @@ from typing import Any
 import msgspec
 import yaml
 
-from coserve.vllm import launch
-from coserve.vllm.launch import HUGE_PAGES, STEADY_HEAP
-from examples.demo.job.config import JobConfig
-from examples.demo.job.warm_up import WarmUp
-from examples.demo.parts import Parts, RunPaths
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Child, Processes, pin, renice
-from examples.demo.records import Arm
-from examples.demo.slo import ServiceLevel
-from examples.demo.slot import (
+from benchmarks.testbed.parts import Parts, RunPaths
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Child, Processes, pin, renice
+from benchmarks.testbed.slo import ServiceLevel
+from benchmarks.testbed.slot import (
     GUEST,
     ROLLOUT_CORE,
     ROLLOUT_PLACES,
@@ -34,6 +29,11 @@ from examples.demo.slot import (
     SlotPorts,
     url,
 )
+from coserve.vllm import launch
+from coserve.vllm.launch import HUGE_PAGES, STEADY_HEAP
+from examples.demo.records import Arm
+from examples.grpo.config import JobConfig
+from examples.grpo.warm_up import WarmUp
 from harvester.contracts.clock import MonotonicClock
 
 ROLLOUT_NICE = 10
@@ -90,11 +90,11 @@ class Stack:
             nice=ROLLOUT_NICE,
         )
 
-    async def engines_ready(self, told: Callable[[str], None]) -> None:
+    async def engines_ready(self, on_progress: Callable[[str], None]) -> None:
         """Waits until all three answer; then pins them, the guest under its isolation backend."""
         await asyncio.gather(
-            self.slot.engines_answer(told),
-            self.parts.answers(DEDICATED, url(self._dedicated), told),
+            self.slot.engines_answer(on_progress),
+            self.parts.answers(DEDICATED, url(self._dedicated), on_progress),
             self._warmed_up(),
         )
         self.slot.bind()
@@ -109,9 +109,9 @@ class Stack:
         config.write_text(yaml.safe_dump(self._gateway_config()))
         self.parts.service(GATEWAY, "gateway", "--config", str(config), core=ROLLOUT_CORE)
 
-    async def services_ready(self, told: Callable[[str], None]) -> None:
-        await self.slot.agent_answers(told)
-        await self.parts.answers(GATEWAY, self.gateway_url, told, path="/healthz")
+    async def services_ready(self, on_progress: Callable[[str], None]) -> None:
+        await self.slot.agent_answers(on_progress)
+        await self.parts.answers(GATEWAY, self.gateway_url, on_progress, path="/healthz")
 
     def promise(self, level: ServiceLevel) -> None:
         """Tell the agent production's SLO."""
@@ -172,4 +172,4 @@ class Stack:
 
 
 def _trainer_command(config: Path, *flags: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "examples.demo.job.trainer", "--config", str(config), *flags)
+    return (sys.executable, "-m", "examples.grpo.trainer", "--config", str(config), *flags)

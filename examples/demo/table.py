@@ -6,10 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import attainment
 from examples.demo import wording
-from examples.demo.records import Arm, ProductionRequest, TrainingStep
+from examples.demo.records import Arm, TrainingStep
 from examples.demo.schema import Result
-from examples.demo.slo import attainment
 
 
 def closing(result: Result) -> RenderableType:
@@ -66,7 +67,7 @@ def _ratios(result: Result) -> Table:
 
 
 def _checks(result: Result) -> Table:
-    table = Table(title="What it must show", title_justify="left")
+    table = Table(title="Pass criteria", title_justify="left")
     for name in ("", "value", "limit", ""):
         table.add_column(name, justify="right" if name == "value" else "left")
     for check in result.checks:

@@ -4,8 +4,8 @@ import asyncio
 
 import msgspec
 
-from examples.demo.job.events import Event, Failed, Ready, Step, StepDone
-from examples.demo.processes import Child
+from benchmarks.testbed.processes import Child
+from examples.grpo.events import Event, Failed, Ready, Step, StepDone
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 
 _LINE_BYTES = 1 << 20

@@ -133,7 +133,7 @@ class MetricsProbe:
                     return levels
         levels = await _levels(session, self._url)
         if levels is not None and self._narrow is not None:
-            _log.info("%s tells nothing; reading all of %s", self._narrow, self._url)
+            _log.info("%s has no usable samples; reading all of %s", self._narrow, self._url)
             self._narrow = None
         return levels
 

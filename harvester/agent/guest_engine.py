@@ -127,7 +127,7 @@ class GuestEngine:
         try:
             self._leaving = self._pages.leaving_writer()
         except (ConfigError, Exhausted) as error:
-            _log.warning("the agent is not told that the guest stops: %s", error)
+            _log.warning("the agent cannot be notified that the guest stops: %s", error)
             return
         record = msgspec.structs.replace(left, leaving=True)
         self._leaving.write(record, now_ns=monotonic_ns(), ttl_ns=_LEAVING_TTL_NS)
@@ -146,7 +146,8 @@ class GuestEngine:
             return self._stop_s
         _log.error(
             "the guest lives on: MPS did not end its work on the GPU, and a signal is unsafe while "
-            "a step runs. Close the slot (`hold` in the agent's kill switch file) and ask again"
+            "a step runs. Close the slot (`hold` in the agent's kill "
+            "switch file) and send the request again"
         )
         return None
 

@@ -53,7 +53,7 @@ class GuestPlace:
     def clear(self, segment: KvSegment) -> None:
         """Remove a killed guest's segment, after `take`. Raises Unsupported for a stranger's."""
         if segment.remove():
-            _log.warning("%s was left by a guest that was killed, and is removed", segment.path)
+            _log.warning("removing %s, a leftover of a killed guest", segment.path)
 
     def close(self) -> None:
         """Close this descriptor; the lock holds while a process that inherited it lives."""

@@ -227,7 +227,7 @@ class GuestProcesses:
             return
         group = scheduling_group(process.pid)
         if is_under_idle(group):
-            raise Unsupported(f"its control group {group} is its operator's, and idle")
+            raise Unsupported(f"its control group {group} is idle and belongs to its operator")
         for thread in _threads(process.pid):
             if os.sched_getscheduler(thread) == os.SCHED_IDLE:
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
@@ -283,7 +283,7 @@ class GuestProcesses:
         except OSError as error:
             fault = f"{self._memo.name}: {error.strerror}"
             if fault != self.memo_fault:
-                _log.error("what is lifted cannot be written down: %s", fault)
+                _log.error("the list of lifted processes cannot be written: %s", fault)
             self.memo_fault = fault
         else:
             self.memo_fault = ""

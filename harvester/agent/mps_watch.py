@@ -19,7 +19,7 @@ _MAX_SERVERS = 16
 _MAX_CLIENTS = 64
 """More do not share one GPU."""
 _STALE_LOOKS = 4
-_UNSEEN = MpsReading(fault="the MPS daemon was not asked yet")
+_UNSEEN = MpsReading(fault="the MPS daemon has not been queried yet")
 
 
 class MpsWatch:

@@ -98,7 +98,9 @@ class NodeAgent:
             if lease is not None:
                 slot.lease_file.keep(lease)
         except OSError as error:
-            _log.error("slot %s: no lease, it cannot be recorded: %s", slot.name, error.strerror)
+            _log.error(
+                "slot %s: no lease, because it cannot be recorded: %s", slot.name, error.strerror
+            )
             return self.book.withdraw(answer, f"no record of a lease: {error.strerror}")
         # The guest must know the epoch before the holder's first request carries it.
         self.beat()

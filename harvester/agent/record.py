@@ -51,7 +51,7 @@ class SlotRecord:
         self._saved_at_s = self._saved_misses = 0.0
         self._missing = 0
         self.missing_total = 0
-        """Decisions that the journal lacks."""
+        """Decisions missing in the journal."""
 
     @property
     def fault(self) -> str:

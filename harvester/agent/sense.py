@@ -95,7 +95,9 @@ class SlotSensor:
             self._strangers.add(path)
             with suppress(OSError):
                 user = user_name(path.lstat().st_uid)
-                _log.warning("%s is of user %s, whom `owners` does not name for it", path, user)
+                _log.warning(
+                    "%s belongs to user %s, which `owners` does not name for it", path, user
+                )
 
     def close(self) -> None:
         for reader in self._pulses.values():

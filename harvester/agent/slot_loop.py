@@ -142,7 +142,7 @@ class Slot:
         outcomes = self._guest.outcomes()
         for outcome in outcomes:
             if outcome.fault:
-                said = "slot %s: %s of the guest was not done: %s"
+                said = "slot %s: %s of the guest failed: %s"
                 _log.error(said, self.name, outcome.action, outcome.fault)
             elif outcome.action is GuestAction.KILL:
                 _log.warning("slot %s: the guest has ended", self.name)
@@ -213,7 +213,7 @@ class Slot:
             case SettleGuest():
                 self._guest.settle()
             case KillGuest():
-                _log.error("slot %s: the guest is to end: %s", self.name, effect.reason)
+                _log.error("slot %s: ending the guest: %s", self.name, effect.reason)
                 self._guest.kill(effect.processes)
             case Quarantine():
                 _log.error("slot %s is quarantined: %s", self.name, effect.reason)
@@ -282,8 +282,9 @@ def _reserve(page: KeptPage[Grant]) -> None:
         page.reserve()
     except PageHeld as error:
         raise ConfigError(
-            f"another agent runs on pages {page.path.parent}: {error}; stop it, or give this one "
-            "other pages"
+            f"another agent runs on pages {page.path.parent}: "
+            f"{error}; stop it, or set other pages for "
+            "this one"
         ) from error
 
 

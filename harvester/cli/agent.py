@@ -17,7 +17,7 @@ from harvester.platform.yaml_file import parse_value
 def agent(
     config: Annotated[Path, typer.Option(help="YAML file with the node's slots.")],
     mode: Annotated[str | None, typer.Option(help="off, observe or harvest.")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 chooses a free one.")] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="field.path=value, over everything else.")
     ] = None,

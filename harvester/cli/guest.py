@@ -35,10 +35,15 @@ _NAME = "guest"
 
 def guest(
     config: Annotated[Path, typer.Option(help="The agent's YAML file.")],
-    slot: Annotated[str | None, typer.Option(help="Which slot; the only one by default.")] = None,
+    slot: Annotated[
+        str | None, typer.Option(help="Name of the slot; may be left out if there is one.")
+    ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check what it needs, say what would be chosen, why; stop."),
+        typer.Option(
+            "--dry-run",
+            help="Check the requirements, print the chosen settings with reasons, and stop.",
+        ),
     ] = False,
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
@@ -101,7 +106,7 @@ def guest(
 def _guest(slot: SlotConfig) -> GuestConfig:
     if slot.guest is None:
         raise ConfigError(
-            f"slot {slot.name} says nothing of its guest: add `guest: {{model: ..., weights: ..., "
+            f"slot {slot.name} has no guest: add `guest: {{model: ..., weights: ..., "
             "context_tokens: ..., kv_cache_bytes: ...}`"
         )
     return slot.guest
@@ -167,7 +172,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
             f"{promised:g}. Leave it only where you have measured it"
         )
     if slot.mps is not None and planned.isolation.fault_isolated:
-        notes.append("mps is agreed to and not asked for: guest.isolation: mps would use it")
+        notes.append("mps has consent but no guest uses it: set guest.isolation: mps")
     production = owners.variable()
     if not planned.isolation.fault_isolated and slot.mps is not None:
         production[PIPE_VARIABLE] = str(slot.mps.pipe_directory)
@@ -192,7 +197,7 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
         )
     if planned.isolation.backend is IsolationBackend.IDLE_GROUP:
         notes.append("an idle control group of its own is made and goes with the guest")
-    notes.append("nothing else is set on the host: it ends with the guest's processes")
+    notes.append("nothing else changes on the host")
     return notes
 
 

@@ -87,7 +87,7 @@ def _model(folder: Path) -> str:
         raise ConfigError(f"guest.model: {file} is not JSON: {error}") from error
     architectures = config.get("architectures") if isinstance(config, dict) else None
     if not isinstance(architectures, list) or not architectures:
-        raise ConfigError(f"guest.model: {file} names no architectures: is it a model's?")
+        raise ConfigError(f"guest.model: {file} names no architectures: is it the file of a model?")
     return f"{', '.join(map(str, architectures))} in {folder}"
 
 

@@ -30,9 +30,9 @@ _WIDTH = 160
 def profile(
     pages: Annotated[Path, typer.Option(help="Page directory of one slot.")],
     seconds: Annotated[
-        float, typer.Option(min=0.0, help="How long to wait until they are learned.")
+        float, typer.Option(min=0.0, help="Seconds to wait until they are learned.")
     ] = 60.0,
-    out: Annotated[Path | None, typer.Option(help="Write it there as well.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write it to as well.")] = None,
 ) -> None:
     """Print production's learned step times as the `profile` of a slot's policy."""
     directory, clock = PageDirectory(pages), MonotonicClock()
@@ -40,7 +40,8 @@ def profile(
     while (learned := _learned(directory)) is None:
         if clock.now() >= until_s:
             raise Exhausted(
-                f"{pages}: production's pulse rests on too few steps after {seconds:g} s; send it "
+                f"{pages}: production's pulse has learned from too "
+                f"few steps after {seconds:g} s; send it "
                 "traffic, or wait longer with --seconds"
             )
         time.sleep(_POLL_S)
@@ -86,9 +87,7 @@ def _shapes(directory: PageDirectory) -> list[str]:
 
 def _calibrations(directory: PageDirectory) -> str:
     """Observed over predicted step times per pulse, as YAML comments."""
-    lines = (
-        "# Observed over predicted; the P90 is what is predicted, so that 1.00 is wanted there.\n"
-    )
+    lines = "# Observed over predicted; the prediction is the P90, so the goal is 1.00 there.\n"
     for name in directory.pulse_names():
         pulse = _read(directory, name).record
         if pulse is None:

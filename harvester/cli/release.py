@@ -18,10 +18,15 @@ _PATIENCE_S = 3.0
 
 def release(
     config: Annotated[Path, typer.Option(help="The agent's YAML file.")],
-    reason: Annotated[str, typer.Option(help="What was done about it; stands in the journal.")],
-    slot: Annotated[str | None, typer.Option(help="Which slot; the only one by default.")] = None,
+    reason: Annotated[str, typer.Option(help="Reason of the release, for the journal.")],
+    slot: Annotated[
+        str | None, typer.Option(help="Name of the slot; may be left out if there is one.")
+    ] = None,
 ) -> None:
-    """Lift a slot's quarantine, and say why. An agent that is down obeys when it starts."""
+    """Lift a slot's quarantine, with a reason for the journal.
+
+    An agent that is down obeys when it starts.
+    """
     agent = load_agent_config(config)
     chosen = agent.slot_named(slot)
     said = reason.strip().encode()
@@ -36,8 +41,8 @@ def release(
     typer.echo(
         f"{chosen.name}: released"
         if obeyed
-        else f"{chosen.name}: no agent has obeyed yet; one that starts, or can write its journal "
-        f"again, will ({path})"
+        else f"{chosen.name}: no agent has taken it yet; the next one that starts or can write "
+        f"its journal will ({path})"
     )
 
 

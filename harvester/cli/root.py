@@ -45,11 +45,11 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "guest": LazyCommand(
         target="harvester.cli.guest:guest",
-        summary="Start a slot's guest, or say how it would be isolated and what it would hold.",
+        summary="Start a slot's guest, or print its isolation and memory without a start.",
     ),
     "release": LazyCommand(
         target="harvester.cli.release:release",
-        summary="Lift a slot's quarantine, and say why.",
+        summary="Lift a slot's quarantine, with a reason for the journal.",
     ),
     "gateway": LazyCommand(
         target="scheduler.gateway.serve_command:gateway",
@@ -57,7 +57,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "phases": LazyCommand(
         target="scheduler.rollmux.control.command:phases",
-        summary="Run the phase control of jobs that share nodes, and show how it stands.",
+        summary="Run the phase control of jobs that share nodes, and show its state.",
     ),
     "status": LazyCommand(
         target="harvester.cli.status:status",
@@ -72,19 +72,19 @@ COMMANDS: dict[str, LazyCommand] = {
         summary="Pull, serve, relay and list published weights.",
     ),
     "replay": LazyCommand(
-        target="scheduler.sim.command:replay",
+        target="scheduler.sim.simulate_commands:replay",
         summary="Feed a recorded journal to its policy again and report the first difference.",
     ),
     "plan": LazyCommand(
-        target="scheduler.rollmux.plan.command:plan",
-        summary="Place RL jobs on shared nodes: groups, prices, reasons and who runs when.",
+        target="scheduler.rollmux.plan.plan_command:plan",
+        summary="Place RL jobs on shared nodes: groups, prices, reasons and timelines.",
     ),
     "simulate": LazyCommand(
-        target="scheduler.sim.command:simulate",
+        target="scheduler.sim.simulate_commands:simulate",
         summary="Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm.",
     ),
     "simulate-fleet": LazyCommand(
-        target="scheduler.sim.command:simulate_fleet",
+        target="scheduler.sim.simulate_commands:simulate_fleet",
         summary="Simulate rollouts of a small fleet, with and without leased guests.",
     ),
 }

@@ -121,7 +121,7 @@ class KvSegment:
                 f"{found.st_size} bytes where {_LAYOUT.size} are known"
             )
         if self._owners is not None and found.st_uid not in self._owners:
-            raise Unsupported(f"{self.path} belongs to user {found.st_uid}, who is not trusted")
+            raise Unsupported(f"{self.path} belongs to user {found.st_uid}, which is not trusted")
 
     def _decoded(self, data: bytes) -> KvUse:
         if len(data) != _LAYOUT.size:

@@ -49,7 +49,7 @@ _DAY_S = 86_400.0
 
 BOUNDS: dict[type, dict[str, Range | Only]] = {
     SlotSettings: {
-        "beat_s": Range(0.01, 1.0, "s", "a danger is seen one beat late"),
+        "beat_s": Range(0.01, 1.0, "s", "a breach is seen one beat late"),
         "grant_ttl_s": Range(
             0.02, 5.0, "s", "when the agent dies the gate stays open for as long as this"
         ),
@@ -75,7 +75,9 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         ),
         "hung_steps": Range(2.0, 1000.0, "steps", "a hung engine is seen so late, or always"),
         "hung_min_s": Range(0.1, 60.0, "s", "a hung engine is seen so late, or always"),
-        "cooldown_s": Range(0.05, 3600.0, "s", "a slot that opens at once swings with the danger"),
+        "cooldown_s": Range(
+            0.05, 3600.0, "s", "a slot that reopens at once opens and closes with every breach"
+        ),
         "production_lost_s": Range(0.5, 600.0, "s", "leases outlive production by as long"),
         "guest_away_s": Range(0.5, 60.0, "s", "a dead guest counts as there for as long"),
         "guest_lost_s": Range(0.5, 600.0, "s", "a lease outlives its guest by as long"),

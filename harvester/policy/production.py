@@ -1,6 +1,6 @@
 """The pulses of one slot as one view, and whether production may be believed at all.
 
-Missing data is danger, never idleness: an absent pulse, counters that went backwards, requests
+Missing data is a breach, never idleness: an absent pulse, counters that went backwards, requests
 without steps, and steps without requests are separate conditions.
 """
 

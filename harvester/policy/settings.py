@@ -194,7 +194,7 @@ class SlotSettings:
     hung_min_s: float = 2.0
     """... but never less than this, because a predicted step may be a millisecond."""
     cooldown_s: float = 2.0
-    """Quiet time after danger before the slot opens again."""
+    """Quiet time after a breach before the slot opens again."""
     production_lost_s: float = 5.0
     guest_away_s: float = 2.0
     """Silence after which a guest is away; one in the idle class may miss some beats."""

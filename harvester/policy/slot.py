@@ -1,6 +1,6 @@
 """The node's control law for one slot: how much the guest may do in the next half second.
 
-    open level = configured maximum * step level;  a danger writes a closed grant in the same beat
+    open level = configured maximum * step level;  a breach writes a closed grant in the same beat
     step level: halved by a breach of the miss limit, grown slowly after quiet time
 
 The states and transitions are data in `harvester.policy.states`. This module decides nothing about

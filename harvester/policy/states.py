@@ -1,6 +1,6 @@
 """The slot's states and transitions as data; the policy, the documentation and the tests read it.
 
-    shrink at once:  any danger leaves OPEN in the same beat
+    shrink at once:  any breach leaves OPEN in the same beat
     grow slowly:     COOLDOWN must pass in quiet before OPEN, and OPEN grows its level step by step
 
 Only OPEN writes a grant that lets the guest run.
@@ -15,9 +15,9 @@ class State(StrEnum):
     LEARNING = "learning"
     """Production's model is not yet to be believed."""
     CLOSED = "closed"
-    """No danger and no work: no guest, no lease or a withheld slice."""
+    """No breach and no work: no guest, no lease or a withheld slice."""
     COOLDOWN = "cooldown"
-    """Production was in danger; waiting for quiet."""
+    """Production had a breach; waiting for quiet."""
     OPEN = "open"
 
 
@@ -42,11 +42,11 @@ class Condition(StrEnum):
     HARMFUL = "harmful"
     """The proof slices say stop."""
     COOLING = "cooling"
-    """The last danger is less than the quiet time ago."""
+    """The last breach is less than the quiet time ago."""
     STARVED = "starved"
     """The guest lives below production, which has left it no time to say so."""
     STOPPED = "stopped"
-    """The guest said that it was stopped on purpose."""
+    """The guest's page states a stop on purpose."""
     GUESTLESS = "guestless"
     UNLEASED = "unleased"
     WITHHELD = "withheld"

@@ -215,7 +215,7 @@ class EngineClient:
         one."""
         before, stamped = await self._identity_client.report()
         if wanted.version and not before.identity:
-            raise EngineLost(f"it tells no identity: start it with {' '.join(IDENTITY_FLAG)}")
+            raise EngineLost(f"it has no identity: start it with {' '.join(IDENTITY_FLAG)}")
         # A stock engine that has been given no weights may have no such call.
         answers = wanted.version or WEIGHTS_FEATURE in before.description.features
         held = await self._identity_client.held() if answers else (HeldWeights(),)
@@ -224,7 +224,7 @@ class EngineClient:
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
                 raise EngineLost(f"a worker holds {named}")
         if not held:
-            raise EngineLost("no worker says what it holds")
+            raise EngineLost("no worker reports its weights")
         after, _ = await self._identity_client.report()
         if before.identity != after.identity:
             raise EngineChanged(f"{after.identity} answers, {before.identity} did before")

@@ -180,8 +180,8 @@ class EngineFleet:
         if not member.up:
             return
         fault = (
-            "somebody else changes its weights; let one scheduler own the engine, "
-            "and take it out of every other's configuration"
+            "another client changes its weights; let one scheduler own the "
+            "engine and remove it from all other configurations"
         )
         if member.meddling.seen(now=self._clock.now()):
             _log.warning("engine %s: %s", member.engine.engine, fault)

@@ -165,7 +165,7 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
     bound = vocabulary_tokens or UNKNOWN_VOCABULARY_TOKENS
     ids = f"ids lie between 0 and {bound - 1}"
     if not vocabulary_tokens:
-        ids += " (no engine has said its vocabulary yet)"
+        ids += " (no engine has reported its vocabulary yet)"
     rules = (
         (
             0 < len(request.request_id) <= _MAX_ID_CHARS and request.request_id.isprintable(),

@@ -98,8 +98,8 @@ def _table(findings: Findings, *, every: bool) -> Table:
     rows = list(zip(*findings.values(), strict=True))
     shown = [row for row in rows if every or {f.verdict for f in row} != {TableVerdict.PRESENT}]
     table = Table(
-        title="What the adapters rely on, by vLLM version",
-        caption=f"{len(rows) - len(shown)} more names are the same in every version (--every)",
+        title="Upstream names that the adapters use, by vLLM version",
+        caption=f"{len(rows) - len(shown)} more names are equal in every version (--every)",
     )
     table.add_column("use")
     table.add_column("name")

@@ -1,7 +1,7 @@
 """A client of the MPS daemon that `tests/fake_mps.py` plays, as CUDA makes one of a process.
 
 It joins where CUDA_MPS_PIPE_DIRECTORY names a daemon, starts the server as the first, and computes
-until the daemon ends its work. Without a daemon it computes all the same, and says nothing.
+until the daemon ends its work. Without a daemon it computes all the same and reports nothing.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     start N      N blocks of KV, of which none is mapped but the null block's page
     take N       blocks for a request, written and read back on the device
-    cache N      prefixes that nobody uses any more
+    cache N      prefixes without a user
     give         every block of every request
     keep T       the guest's budget in tokens; "all" is no budget
     say          what this process and the device say

@@ -51,7 +51,7 @@ class Engine:
         return use
 
     def settled(self) -> tuple[KvUse, int]:
-        """Its use, and what is free on the device, once kvcached maps nothing more ahead."""
+        """Its use and the device's free memory, once kvcached maps nothing more ahead."""
         clock = MonotonicClock()
         until_s = clock.now() + _SOON_S
         seen, last = self._seen(), None
@@ -130,7 +130,7 @@ def test_half_of_the_budget_takes_cached_prefixes_from_the_device(
     production.child.ask("take", guest.blocks_per_page)
 
 
-def test_what_requests_hold_is_missing_until_they_end(engines: tuple[Engine, Engine]) -> None:
+def test_memory_of_requests_is_missing_until_they_end(engines: tuple[Engine, Engine]) -> None:
     _, guest = engines
     guest.child.ask("take", TAKEN_PAGES * guest.blocks_per_page)
     missing = guest.child.ask("keep", guest.page_tokens)["missing"]

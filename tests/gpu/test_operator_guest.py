@@ -27,7 +27,7 @@ __all__ = ["test_a_guest_that_its_operator_stops_is_no_loss"]
 pytestmark = pytest.mark.timeout(540)
 
 ON_ITS_GPU = "eager: true"
-"""Isolation is what is chosen where nothing is said: time-slicing."""
+"""Isolation is the default: time-slicing."""
 
 
 @pytest.fixture(

@@ -35,7 +35,7 @@ _GATEWAY = (
 
 
 class Served:
-    """A child process that says its address in the last word of its first line."""
+    """A child process whose first line ends with its address."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(

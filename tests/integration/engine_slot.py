@@ -19,12 +19,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec, GpuShare
-from examples.demo.job.model import PolicyShape, write_checkpoint
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Child, Processes
+from examples.grpo.model import PolicyShape, write_checkpoint
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import (
     Grant,
@@ -58,7 +58,7 @@ _TTL_S = 2.0
 
 
 class FakeAgent:
-    """Writes the grant, and the pulse of an absent engine, until told to fall silent."""
+    """Writes the grant, and the pulse of an absent engine, until a test silences it."""
 
     def __init__(self, pages: PageDirectory) -> None:
         self._pages = pages

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId
+from scheduler.rollmux.cluster.runtime_events import (
+    OrderMove,
+)
 from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.socket_control import SocketControl
-from scheduler.rollmux.control.wire import MoveOrder
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
             say(f"{type(error).__name__}: {error}")
 
 
-def told(move: MoveOrder) -> None:
+def told(move: OrderMove) -> None:
     say(f"moves {' '.join((*move.rollout_nodes, *move.training_nodes))}")
 
 

@@ -8,8 +8,8 @@ import torch
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
-from weightsync.adapter import Adapter, Base
 from weightsync.elements.bits import bits_of
+from weightsync.layout.adapter import Adapter, Base
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapter_stores import AdapterStores

@@ -189,7 +189,7 @@ def test_the_grace_of_a_pause_begins_again_with_each_pause_and_step(scene: Scene
     assert scheduler.sleep_s is None
 
 
-def test_without_requests_nobody_needs_to_be_woken(scene: Scene) -> None:
+def test_without_requests_the_waker_is_not_armed(scene: Scene) -> None:
     scene.scheduler.requests.clear()
     scene.grant(mode=GrantMode.CLOSED)
     assert not scene.admits()

@@ -8,12 +8,12 @@ from statistics import mean, stdev
 import pytest
 import torch
 
-from examples.demo.job.environment import Task
-from examples.demo.job.grpo import GrpoSettings, UpdateReport, update
-from examples.demo.job.local_sampler import LocalSampler
-from examples.demo.job.master_weights import AdamSettings, MasterWeights, policy_of
-from examples.demo.job.model import PolicyShape
-from examples.demo.job.warm_up import WarmUp, warm_start
+from examples.grpo.environment import Task
+from examples.grpo.grpo import GrpoSettings, UpdateReport, update
+from examples.grpo.local_sampler import LocalSampler
+from examples.grpo.master_weights import AdamSettings, MasterWeights, policy_of
+from examples.grpo.model import PolicyShape
+from examples.grpo.warm_up import WarmUp, warm_start
 
 STEPS = 9
 WARM_UP = WarmUp(

@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from examples.grpo.gateway_client import GatewayClient
 
-from examples.demo.job.environment import KEY_DIGITS, Line
-from examples.demo.job.gateway_client import GatewayClient
-from examples.demo.job.vocabulary import STOP_ID, digit_of
+from examples.grpo.environment import KEY_DIGITS, Line
+from examples.grpo.vocabulary import STOP_ID, digit_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
@@ -110,7 +110,7 @@ async def started(tmp_path: Path, url: str) -> Process:
     }
     (tmp_path / "job.json").write_text(json.dumps(config))
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "examples.demo.job.trainer"),
+        *(sys.executable, "-m", "examples.grpo.trainer"),
         *("--config", str(tmp_path / "job.json")),
         stdin=PIPE,
         stdout=PIPE,
@@ -131,7 +131,7 @@ async def say(process: Process, line: bytes) -> None:
     await process.stdin.drain()
 
 
-async def test_it_publishes_steps_and_stops_when_told(
+async def test_it_publishes_steps_and_stops_on_request(
     tmp_path: Path, gateway: tuple[PlayingGateway, str]
 ) -> None:
     playing, url = gateway

@@ -57,7 +57,7 @@ async def test_a_turn_whose_engine_is_lost_keeps_its_tokens_and_waits_for_a_larg
         assert choice["token_ids"] == continued(PROMPT, 100, version=0)
 
 
-async def test_a_turn_that_fits_no_engine_is_told_the_limit_at_once() -> None:
+async def test_a_turn_that_fits_no_engine_is_refused_with_the_limit_at_once() -> None:
     large = fake(LARGE)
     async with gateway_on(large, fake(SMALL)) as gateway:
         await serving(gateway, "e0", "e1")

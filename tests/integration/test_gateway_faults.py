@@ -52,7 +52,9 @@ async def test_a_request_that_engines_do_not_take_costs_no_other_turn(
     assert await updates(engines) == 3, "one for each engine, at the publish"
 
 
-async def test_a_request_that_kills_engines_costs_two_and_is_told_why(fake_engine, gateway) -> None:
+async def test_a_request_that_kills_two_engines_is_refused_with_the_reason(
+    fake_engine, gateway
+) -> None:
     engines = [fake_engine(step_s=0.01) for _ in range(4)]
     front = gateway(*engines)
     await front.until("/v1/status", serving(4))
@@ -103,9 +105,7 @@ async def test_a_guests_aborts_are_no_failures_of_the_turn(fake_engine, gateway)
     assert (await engine.get("/_fake"))["calls"] is not None
 
 
-async def test_a_turn_that_nobody_makes_a_token_of_ends_in_time_and_says_why(
-    fake_engine, gateway
-) -> None:
+async def test_a_turn_without_progress_ends_in_time_with_the_reason(fake_engine, gateway) -> None:
     engine = fake_engine()
     front = gateway(engine, timeouts={"stuck_s": 0.5})
     await front.until("/v1/status", serving(1))
@@ -171,7 +171,7 @@ async def test_a_client_that_timed_out_and_asks_again_gets_its_turn(
         ({"token_ids": [1 << 20]}, "token_ids"),
     ],
 )
-async def test_what_would_silently_be_ignored_is_refused_by_name(
+async def test_a_field_that_would_be_ignored_is_refused_by_name(
     fake_engine, gateway, given, said
 ) -> None:
     engine = fake_engine()

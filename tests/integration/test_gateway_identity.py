@@ -106,7 +106,7 @@ async def test_an_engine_replaced_during_its_update_is_updated_again(route, stoc
         assert choice["token_ids"] == continued(PROMPT, 10, version=1)
 
 
-async def test_a_replaced_engine_that_nobody_asks_for_tokens_is_found_and_updated() -> None:
+async def test_a_replaced_idle_engine_is_found_and_updated() -> None:
     async with gateway_on(fake()) as gateway:
         await gateway.publish(1)
         other = fake()
@@ -117,7 +117,7 @@ async def test_a_replaced_engine_that_nobody_asks_for_tokens_is_found_and_update
         await until(gateway, "e0", "serving")
 
 
-async def test_an_engine_that_tells_no_identity_serves_no_version(only_replies_tell) -> None:
+async def test_an_engine_without_identity_serves_no_version(only_replies_tell) -> None:
     mute = fake(stock=True)
     mute.mute = True
     async with gateway_on(mute, timeouts={"publish_s": 0.5}) as gateway:

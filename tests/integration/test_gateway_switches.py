@@ -25,7 +25,7 @@ def _engine(*, epoch: str | None = None) -> FakeEngine:
     return FakeEngine(step_s=0.01, epoch=epoch)
 
 
-async def test_what_a_job_that_died_had_switched_on_goes_off_by_itself(fake_agent: Any) -> None:
+async def test_settings_of_a_dead_job_go_off_by_themselves(fake_agent: Any) -> None:
     dedicated, guest, at_agent = _engine(), _engine(epoch="1"), Site()
     await at_agent.serve(guest.app())
     fake_agent.engine_url = at_agent.url
@@ -50,7 +50,7 @@ async def test_what_a_job_that_died_had_switched_on_goes_off_by_itself(fake_agen
         await asyncio.gather(*turns, return_exceptions=True)
 
 
-async def test_what_is_renewed_stays_on_and_what_is_said_for_good_never_goes_off() -> None:
+async def test_a_renewed_setting_stays_on_and_a_setting_without_end_never_goes_off() -> None:
     engine = _engine()
     async with gateway_on(engine) as gateway:
         for _ in range(4):

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.gpu_hardware import GpuHardware
 from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand, EngineSpec
-from examples.demo.gpu_hardware import GpuHardware
-from examples.demo.job.model import PolicyShape
+from examples.grpo.model import PolicyShape
 
 pytestmark = pytest.mark.engine
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.demo.job.model import write_checkpoint
-from examples.demo.prerequisites import free_ports
+from benchmarks.testbed.prerequisites import free_ports
+from examples.grpo.model import write_checkpoint
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import PageName, Pulse
 from tests.integration.engine_slot import SHAPE

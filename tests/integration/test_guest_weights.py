@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 import torch
 
-from examples.demo.job.model import Policy
+from examples.grpo.model import Policy
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
 from scheduler.gateway.engine_client import EngineClient

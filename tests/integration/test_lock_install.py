@@ -157,7 +157,7 @@ def imports(checkout: Path, *names: str, venv: str = ".venv") -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def test_what_pip_is_configured_with_comes_first(checkout: Path, install: Install) -> None:
+def test_pip_s_configured_index_comes_first(checkout: Path, install: Install) -> None:
     code, said = install("main")
     assert (code, ASKING in said) == (0, False), said
     assert imports(checkout, "torch", "small")
@@ -199,7 +199,7 @@ def test_an_environment_elsewhere_has_a_copy_and_the_checkout_has_none(
     assert not (checkout / ".venv").exists()
 
 
-def test_an_environment_of_somebody_else_is_left_alone(install: Install, tmp_path: Path) -> None:
+def test_a_foreign_environment_is_left_alone(install: Install, tmp_path: Path) -> None:
     (tmp_path / "opt/vllm/bin").mkdir(parents=True)
     theirs = tmp_path / "opt/vllm/bin/python"
     theirs.write_text("")

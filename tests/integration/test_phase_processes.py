@@ -22,7 +22,13 @@ from harvester.contracts.ids import Epoch, JobId
 from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.socket_server import listening_socket
-from scheduler.rollmux.control.wire import Absent, Beat, Ended
+from scheduler.rollmux.control.wire import (
+    Absent,
+    Ended,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
+)
 from tests.integration.line_children import LineChild, LineChildren
 
 LEASE_S = 2.0
@@ -51,7 +57,7 @@ class Machine:
         until_s = clock.now() + 60.0
         while clock.now() < until_s:
             try:
-                transport.call("beat", Beat(job=JobId("nobody"), epoch=Epoch(1)))
+                transport.call(Beat(job=JobId("nobody"), epoch=Epoch(1)))
             except Absent:
                 assert process.poll() is None
                 continue
@@ -149,16 +155,16 @@ def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -
     with pytest.raises(ConfigError, match="another phase control"):
         listening_socket(machine.socket)
     transport = SocketControl(machine.socket)
-    assert isinstance(transport.call("beat", Beat(job=JobId("j"), epoch=Epoch(1))), Ended)
+    assert isinstance(transport.call(Beat(job=JobId("j"), epoch=Epoch(1))), Ended)
     with pytest.raises(PeerProtocolError, match="400"):
-        transport.call("beat", Beat(job=JobId("../j"), epoch=Epoch(1)))
+        transport.call(Beat(job=JobId("../j"), epoch=Epoch(1)))
     control.send_signal(signal.SIGTERM)
     assert control.wait(timeout=30) == 0
     with pytest.raises(Absent):
-        transport.call("beat", Beat(job=JobId("j"), epoch=Epoch(1)))
+        transport.call(Beat(job=JobId("j"), epoch=Epoch(1)))
 
 
-def test_the_command_serves_shows_and_exports_who_holds_what(
+def test_the_command_serves_shows_and_exports_the_holders(
     machine: Machine, free_port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     machine.control("--metrics-port", str(free_port), module=False)

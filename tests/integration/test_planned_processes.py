@@ -17,9 +17,12 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from scheduler.rollmux.control.command import explain, forget, node, submit
 from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
-from scheduler.rollmux.control.wire import JobStatus, PlanStatus
+from scheduler.rollmux.control.wire import (
+    JobStatus,
+    PlanStatus,
+)
 from scheduler.rollmux.permits.job_permit import PermitStage
-from scheduler.sim.command import replay
+from scheduler.sim.simulate_commands import replay
 from tests.integration.line_children import LineChild, LineChildren
 
 REPOSITORY = Path(__file__).parents[2]
@@ -130,7 +133,7 @@ def test_two_processes_share_the_planned_nodes_over_a_killed_control(machine: Ma
         assert plan.iterations == 1
 
 
-def test_the_journal_of_a_killed_control_replays_and_tells_each_job_s_story(
+def test_the_journal_of_a_killed_control_replays_and_explains_each_job(
     machine: Machine, capfd: pytest.CaptureFixture[str]
 ) -> None:
     control = machine.control()
@@ -170,7 +173,7 @@ def explain_to(capfd: pytest.CaptureFixture[str], job: str, **where: Path) -> st
     return capfd.readouterr().out
 
 
-def test_a_job_that_crashes_and_one_that_leaves_make_room_for_who_waits(machine: Machine) -> None:
+def test_a_crashed_and_a_leaving_job_make_room_for_waiting_jobs(machine: Machine) -> None:
     machine.control("gone_s: 2\n")
     crashes, leaves = machine.job("crashes", slo=1.0), machine.job("leaves", slo=1.0)
     for job in (crashes, leaves):

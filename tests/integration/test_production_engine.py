@@ -116,7 +116,7 @@ async def test_a_guest_takes_no_step_while_production_has_no_slack(
     assert len((await turn.ended()).tokens) == 40
 
 
-async def test_of_two_engines_on_a_slot_each_stops_the_guest_though_the_other_is_idle(
+async def test_each_of_two_engines_on_a_slot_stops_the_guest_while_the_other_is_idle(
     engine_slot: EngineSlot,
 ) -> None:
     """The second engine is a page that beats, idle."""

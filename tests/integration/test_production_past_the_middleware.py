@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
-from examples.demo.job.model import write_checkpoint
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Child, Processes
+from examples.grpo.model import write_checkpoint
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.ids import Epoch
 from harvester.contracts.page import GrantMode, Pulse, pulse_page

@@ -16,14 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Child, Processes
 from coserve.guest.guest_slot import GuestSlot
 from coserve.law.gate import Closed
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
-from examples.demo.job.model import write_checkpoint
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Child, Processes
+from examples.grpo.model import write_checkpoint
 from harvester.agent.sense import SlotSensor
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.ids import Epoch
@@ -190,7 +190,7 @@ async def test_each_api_server_has_a_pulse_and_every_request_is_in_one_of_them(
     assert wide.total("samples_total") == sent + 8
 
 
-async def test_both_servers_and_both_ranks_are_heard_and_an_idle_engine_holds_no_kv(
+async def test_both_servers_and_both_ranks_report_and_an_idle_engine_holds_no_kv(
     wide: WideProduction,
 ) -> None:
     for _ in range(10):

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from harvester.contracts.ids import WeightVersion
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 RANK = Path(__file__).with_name("fsdp_rank.py")
 STEPS = 3

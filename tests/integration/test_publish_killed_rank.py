@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from harvester.contracts.ids import WeightVersion
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 RANKS = 3
 RANK = """
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from harvester.contracts.errors import Exhausted
 from weightsync.publisher import Publisher
-from weightsync.sharding import ShardSlice
+from weightsync.publish.intake import ShardSlice
 from weightsync.layout.durable import write_durably
 
 store, rank, ranks, victim = Path(sys.argv[1]), *map(int, sys.argv[2:])

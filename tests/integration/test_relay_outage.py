@@ -14,8 +14,8 @@ from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
 from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot
 
@@ -24,8 +24,8 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.transport.outage.PATIENCE_S", 0.3)
-    monkeypatch.setattr("weightsync.transport.outage._PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr("weightsync.serve.outage.PATIENCE_S", 0.3)
+    monkeypatch.setattr("weightsync.serve.outage._PROBE_EVERY_S", 0.05)
 
 
 def _state(step: int) -> State:
@@ -56,7 +56,7 @@ def _same(held: State, step: int) -> bool:
     return all(torch.equal(held[name], tensor) for name, tensor in _state(step).items())
 
 
-def test_what_is_in_the_cache_is_served_and_the_next_version_follows(tmp_path: Path) -> None:
+def test_a_cached_version_is_served_and_the_next_one_follows(tmp_path: Path) -> None:
     root = tmp_path / "stores"
     with Publisher(root / "job-a") as publisher, ExitStack() as stack:
         publisher.publish(_state(0))

@@ -71,11 +71,11 @@ async def test_a_fake_engine_says_which_one_it_is(fake_engine) -> None:
 def restarted(tmp_path: Path) -> Iterator[Any]:
     """Starts a dedicated engine, in the place of the one before; its weights are random."""
     pytest.importorskip("vllm")
+    from benchmarks.testbed.prerequisites import free_ports
+    from benchmarks.testbed.processes import Processes
     from coserve.vllm import launch
     from coserve.vllm.capabilities import capabilities, installed_vllm_version
-    from examples.demo.job.model import PolicyShape, write_checkpoint
-    from examples.demo.prerequisites import free_ports
-    from examples.demo.processes import Processes
+    from examples.grpo.model import PolicyShape, write_checkpoint
     from tests.integration.engine_slot import wait_for
 
     shape = PolicyShape(
@@ -113,7 +113,7 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
 async def test_no_token_of_a_restarted_engine_is_labelled_with_the_version_before(
     restarted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from examples.demo.job.vocabulary import VOCABULARY_SIZE
+    from examples.grpo.vocabulary import VOCABULARY_SIZE
     from tests.integration.test_guest_weights import first_state
     from weightsync.publisher import Publisher
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from coserve.vllm.environment import ENGINE_VARIABLE, ROLE_VARIABLE, Role
-from examples.demo.job.model import write_checkpoint
+from examples.grpo.model import write_checkpoint
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, Guest, PageDirectory, Pulse
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE
@@ -347,7 +347,7 @@ def test_aborts_pass_a_closed_gate_with_steps_in_the_queue(scene: Scene) -> None
     assert all("a" not in tokens for tokens in workers.launched[DEPTH:])
 
 
-def test_behind_a_closed_gate_vllm_is_told_what_is_unfinished(scene: Scene) -> None:
+def test_behind_a_closed_gate_unfinished_requests_stay_visible_to_vllm(scene: Scene) -> None:
     scene.begin("a", max_tokens=50)
     scene.close_the_gate()
     scheduler = scene.core.scheduler

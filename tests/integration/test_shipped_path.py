@@ -20,14 +20,14 @@ import aiohttp
 import psutil
 import pytest
 
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.processes import Child, Processes
 from coserve.guest import isolation
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
 from deploy.check_expressions import DEPLOY
-from examples.demo.job.model import write_checkpoint
-from examples.demo.prerequisites import free_ports
-from examples.demo.processes import Child, Processes
+from examples.grpo.model import write_checkpoint
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Record

@@ -243,7 +243,7 @@ def scene(root: Path) -> Iterator[Scene]:
     scene.stop()
 
 
-def test_each_user_is_believed_for_its_own_page_and_nobody_else_can_do_anything(
+def test_each_user_writes_its_own_page_alone_and_others_change_nothing(
     scene: Scene,
 ) -> None:
     wait_for(scene.lease)

@@ -14,7 +14,7 @@ import aiohttp
 import psutil
 import pytest
 
-from examples.demo.job.vocabulary import (
+from examples.grpo.vocabulary import (
     BOS_ID,
     PAD_ID,
     STOP_ID,

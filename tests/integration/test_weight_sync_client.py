@@ -46,7 +46,7 @@ async def test_a_trainer_with_vllms_own_classes_publishes_to_every_engine(
     assert {engine["version"] for engine in status["engines"].values()} == {2}
 
 
-async def test_what_a_fleet_cannot_take_is_refused_and_changes_nothing(
+async def test_an_unsupported_call_to_a_fleet_is_refused_and_changes_nothing(
     fake_engine, gateway
 ) -> None:
     engine = fake_engine()

@@ -26,12 +26,12 @@ from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.server import ServingLimits
 from weightsync.transport.access import Access
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.server import ServingLimits
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
 SHARD = f"weight_v000001/{SHARD_FILE}"
@@ -357,7 +357,7 @@ def test_ranges_in_any_order_take_every_byte_once(stores: Path, tmp_path: Path) 
     assert sent < len(raw) + 10_000
 
 
-def test_a_relay_whose_server_is_gone_says_so_in_time(stores: Path, tmp_path: Path) -> None:
+def test_a_relay_reports_a_lost_server_in_time(stores: Path, tmp_path: Path) -> None:
     hasty = Access(connect_s=0.2, retries=RetryLimits(give_up_s=0.3, first_wait_s=0.01))
     with (
         relayed("http://127.0.0.1:9", tmp_path / "cache", access=hasty) as relay,
@@ -444,7 +444,7 @@ def test_a_busy_server_is_waited_for(stores: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [None, b"another token entirely", b""])
-def test_without_the_token_nothing_is_told(stores: Path, sent: bytes | None) -> None:
+def test_a_reader_without_the_token_gets_nothing(stores: Path, sent: bytes | None) -> None:
     with (
         served(stores, token=TOKEN) as url,
         closing(_source(url, Access(token=sent))) as source,

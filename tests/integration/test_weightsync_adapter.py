@@ -29,7 +29,7 @@ def test_an_adapter_that_follows_a_store_samples_as_the_one_that_peft_saved(
     assert seen[f"followed_{version}"]["tokens"] != seen[f"base_{version}"]["tokens"]
 
 
-def test_each_version_differs_and_tells_its_state_and_its_base(seen: dict[str, Any]) -> None:
+def test_each_version_differs_and_reports_its_state_and_its_base(seen: dict[str, Any]) -> None:
     assert seen["followed_1"]["logprobs"] != seen["followed_2"]["logprobs"]
     for version, base in ((1, 1), (2, 1), (3, 2)):
         report = seen[f"report_{version}"]
@@ -55,7 +55,7 @@ def test_an_adapter_brings_its_base_exactly(seen: dict[str, Any]) -> None:
         ("large", "LoRA rank 16 is greater than max_lora_rank 8"),
     ],
 )
-def test_what_adapters_do_not_allow_is_refused_and_changes_nothing(
+def test_an_unsupported_adapter_is_refused_and_changes_nothing(
     seen: dict[str, Any], refusal: str, message: str
 ) -> None:
     assert message in seen["refusals"][refusal]["error"]

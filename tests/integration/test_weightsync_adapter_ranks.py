@@ -30,7 +30,7 @@ def test_ranks_that_follow_adapters_sample_as_those_that_loaded_peft_files(
     assert seen["followed_1"]["logprobs"] != seen["followed_2"]["logprobs"]
 
 
-def test_every_rank_tells_the_adapter_and_the_base_that_it_brought(seen: dict[str, Any]) -> None:
+def test_every_rank_reports_the_adapter_and_the_base_that_it_brought(seen: dict[str, Any]) -> None:
     for version, base in ((1, 1), (2, 1), (3, 2)):
         reports = seen[f"reports_{version}"]
         assert len(reports) == 2

@@ -42,7 +42,7 @@ def test_experts_sample_exactly_as_those_of_a_fresh_engine(seen: dict[str, Any])
     assert seen["version_3"] == seen["first"]
 
 
-def test_what_is_hashed_is_the_published_state_however_the_engine_quantises_it(
+def test_the_hash_is_of_the_published_state_under_any_quantisation(
     seen: dict[str, Any],
 ) -> None:
     for version, state_hash in enumerate(seen["published"], start=1):

@@ -26,7 +26,7 @@ def test_ranks_that_followed_sample_as_ranks_that_loaded(seen: dict[str, Any]) -
     assert seen["version_2"] == seen["fresh"]
 
 
-def test_each_rank_tells_the_published_state(seen: dict[str, Any]) -> None:
+def test_each_rank_reports_the_published_state(seen: dict[str, Any]) -> None:
     for version in (1, 2, 4):
         reports = seen[f"reports_{version}"]
         assert len(reports) == 2
@@ -37,7 +37,7 @@ def test_each_rank_tells_the_published_state(seen: dict[str, Any]) -> None:
     assert not any(report["from_full"] for report in seen["reports_2"])
 
 
-def test_what_is_refused_leaves_every_rank_on_what_it_held(seen: dict[str, Any]) -> None:
+def test_a_refusal_leaves_every_rank_on_its_version(seen: dict[str, Any]) -> None:
     for refusal in seen["refusals"]:
         assert refusal["error"] != "none"
         assert refusal["state_hash"] == seen["published"][1]

@@ -94,7 +94,7 @@ def test_a_switch_to_another_job_and_back_is_exact(seen: dict[str, Any]) -> None
         ("unknown_field", "Invalid update_info"),
     ],
 )
-def test_what_cannot_be_loaded_is_an_error_and_changes_nothing(
+def test_an_unloadable_version_is_an_error_and_changes_nothing(
     seen: dict[str, Any], refusal: str, message: str
 ) -> None:
     assert message in seen["refusals"][refusal]["error"]

@@ -14,7 +14,8 @@ from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.layout.names import Kind, VersionRef
+from weightsync.reading.store import Store
 from weightsync.vllm.trainer import RoseMuxTrainerInitInfo
 
 

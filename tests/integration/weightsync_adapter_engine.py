@@ -72,7 +72,7 @@ def saved_adapter(state: State, config: Mapping[str, Any], directory: Path) -> s
 
 def _publish(stores: Path, bases: list[State]) -> dict[str, list[str]]:
     """Bases, versions 1 to 3 for them and, in a store of its own, an adapter that is too large."""
-    from weightsync.adapter import Adapter, Base
+    from weightsync.layout.adapter import Adapter, Base
     from weightsync.publisher import Publisher
 
     with Publisher(stores / "job-a") as publisher:

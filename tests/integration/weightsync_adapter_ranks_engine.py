@@ -60,7 +60,7 @@ def _config(shapes: Mapping[str, object]) -> dict[str, Any]:
 
 def _publish(stores: Path, bases: list[State]) -> list[str]:
     """The model's versions, those of an adapter, and an adapter that fits in part; the hashes."""
-    from weightsync.adapter import Adapter, Base
+    from weightsync.layout.adapter import Adapter, Base
     from weightsync.publisher import Publisher
 
     with Publisher(stores / "job-a") as publisher:

@@ -123,7 +123,7 @@ def test_an_unknown_policy_is_unsupported(tmp_path: Path) -> None:
 def test_the_command_says_identical_or_shows_both_sides_and_fails(tmp_path: Path) -> None:
     import typer
 
-    from scheduler.sim.command import replay
+    from scheduler.sim.simulate_commands import replay
 
     app = typer.Typer()
     app.command()(replay)

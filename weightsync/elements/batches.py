@@ -3,13 +3,16 @@
 A hand-over is a future, a lock and often a thread to wake; most tensors are done in less time.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from typing import Generic, NamedTuple, TypeVar
 
 BATCH_BYTES = 4 << 20
 _BATCHES = 32
 """Batches that a small state is cut into, so that no thread is left with a long last one."""
+_AT_ONCE = 4
+"""With a limit, one thread's batch takes at most this part of it."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -21,28 +24,49 @@ class Batch(NamedTuple, Generic[_T]):
 
 
 def each(
+    pool: Executor, work: Callable[[_T], _R], items: Sequence[_T], size_bytes: Callable[[_T], int]
+) -> list[_R]:
+    """`work` on every item, results in order; raises what the first failing item raised."""
+    return [*spread(pool, work, items, size_bytes)]
+
+
+def spread(
     pool: Executor,
     work: Callable[[_T], _R],
     items: Sequence[_T],
     size_bytes: Callable[[_T], int],
-) -> list[_R]:
-    """`work` on every item, results in order; raises what the first failing item raised.
+    *,
+    limit_bytes: int | None = None,
+) -> Iterator[_R]:
+    """Yield results in order; at most as many items run at a time as fit, at least one.
 
-    Items behind a failing one may be left undone.
+    An exception ends the iteration, once none of its work runs any more.
     """
 
-    def done(batch: Batch[_T]) -> list[_R]:
-        return [work(item) for item in batch.items]
+    def done(batch: Sequence[_T]) -> list[_R]:
+        return [work(item) for item in batch]
 
-    return [result for results in pool.map(done, batches(items, size_bytes)) for result in results]
+    running: deque[tuple[int, Future[list[_R]]]] = deque()
+    held_bytes = 0
+    at_most = None if limit_bytes is None else limit_bytes // _AT_ONCE
+    try:
+        for batch, size in batches(items, size_bytes, at_most_bytes=at_most):
+            while limit_bytes is not None and running and held_bytes + size > limit_bytes:
+                done_bytes, oldest = running.popleft()
+                yield from oldest.result()
+                held_bytes -= done_bytes
+            running.append((size, pool.submit(done, batch)))
+            held_bytes += size
+        while running:
+            yield from running.popleft()[1].result()
+    finally:
+        wait([future for _, future in running if not future.cancel()])
 
 
 def batches(
     items: Sequence[_T], size_bytes: Callable[[_T], int], *, at_most_bytes: int | None = None
 ) -> Iterator[Batch[_T]]:
-    """Batch neighbouring items until a batch is large enough. An item over `at_most_bytes` is
-    alone.
-    """
+    """Neighbouring items until a batch is large enough; one over `at_most_bytes` is alone."""
     sizes = [size_bytes(item) for item in items]
     total = sum(sizes)
     wanted, limit = min(BATCH_BYTES, total // _BATCHES), at_most_bytes or total

@@ -115,10 +115,7 @@ def bits_of(tensor: torch.Tensor) -> Bits:
 
 
 def bits_from_bytes(data: Bytes, spec: TensorSpec) -> Bits:
-    """Interpret raw little-endian bytes as the bits of a tensor, sharing memory.
-
-    Raises Corrupt if the length does not fit the spec.
-    """
+    """Raw little-endian bytes as the bits of a tensor, in the same memory; raises Corrupt."""
     if data.size != spec.size_bytes:
         raise Corrupt(
             f"{data.size} bytes where {spec.dtype}{list(spec.shape)} needs {spec.size_bytes}"

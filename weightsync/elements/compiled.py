@@ -4,6 +4,7 @@ A container without a writable cache directory (read-only site-packages, no home
 process; so does one with a full disk. `warm_up` in the codec decides when.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, cast
@@ -27,9 +28,29 @@ def inlined(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return cast(Callable[_P, _R], _loop(numba.njit(nogil=True, forceinline=True)(function)))
 
 
-def generated(function: Callable[..., Any]) -> Any:
-    """A few instructions that numba cannot say, given as LLVM's; for compiled code only."""
-    return intrinsic(function)
+def generated(signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """A few instructions that numba cannot say, given as LLVM's; for compiled code only.
+
+    `signature`: numba's, from the types of the arguments. The function takes (context, builder,
+    signature, arguments) and returns the value of the last instruction, or None.
+    """
+
+    def made(build: Callable[..., Any]) -> Any:
+        def typed(_typing: Any, *kinds: Any) -> Any:
+            def generate(context: Any, *given: Any) -> Any:
+                value = build(context, *given)
+                return context.get_dummy_value() if value is None else value
+
+            return signature(*kinds), generate
+
+        # numba asks for the number of arguments.
+        first = inspect.Parameter("_typing", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        arguments = inspect.signature(signature).parameters.values()
+        typed.__signature__ = inspect.Signature([first, *arguments])  # type: ignore[attr-defined]
+        typed.__name__ = build.__name__
+        return intrinsic(typed)
+
+    return made
 
 
 def compiled_forms() -> int:

@@ -73,10 +73,8 @@ def is_proven(device: torch.device) -> bool:
 def kernel_digests(
     data: Sequence[torch.Tensor], *, scratch_bytes: int = SCRATCH_BYTES
 ) -> list[str]:
-    """Digests of flat tensors of bytes by the kernels alone.
-
-    Each has MIN_BYTES, lies on a multiple of 16 and on the same device.
-    """
+    """Digests by the kernels alone, of flat bytes on one device: each MIN_BYTES or more, on a
+    multiple of 16."""
     if not data:
         return []
     sizes = np.array([part.numel() for part in data], dtype=np.int64)
@@ -86,9 +84,9 @@ def kernel_digests(
         states = _states(data, blocks, max(1, scratch_bytes // _SUMS_BYTES))
         starts = np.maximum(0, xxh3.BLOCK_BYTES * blocks - xxh3.STRIPE_BYTES)
         ends = torch.cat([part[start:] for part, start in zip(data, starts.tolist(), strict=True)])
-        lying = np.split(ends.cpu().numpy(), np.cumsum(sizes - starts)[:-1])
+        tails = np.split(ends.cpu().numpy(), np.cumsum(sizes - starts)[:-1])
     digests = []
-    for state, end, taken, size in zip(states, lying, blocks, sizes, strict=True):
+    for state, end, taken, size in zip(states, tails, blocks, sizes, strict=True):
         start = xxh3.STRIPE_BYTES if taken else 0
         high, low = xxh3.finished_by_end(state, end, start, np.uint64(size))
         digests.append(f"{int(high):016x}{int(low):016x}")

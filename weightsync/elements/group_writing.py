@@ -12,7 +12,7 @@ import numpy.typing as npt
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.groups import GROUP, MAX_LOW_BITS, WORD_BYTES
-from weightsync.elements.lanes import byte_plane, byte_sum, lanes_holding, plane_of, put_word
+from weightsync.elements.lanes import byte_sum, lanes_holding, plane_of, put_word
 
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
@@ -29,10 +29,8 @@ class Written(NamedTuple):
 
 @compiled
 def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> Written:
-    """Write groups of the changes of a gap stream (see scan.py), `low_bits` one byte each.
-
-    Needs room for MAX_LOW_BITS planes per group, and `highs_room` bytes of `highs`.
-    """
+    """Write groups of a gap stream's changes (scan.py), `low_bits` one byte each. Needs room for
+    MAX_LOW_BITS planes per group, and `highs_room` bytes of `highs`."""
     group_gaps, group_lows = np.empty(GROUP, dtype=np.uint64), np.zeros(GROUP, dtype=np.uint16)
     gap_byte = low_byte = high_byte = bit = word = _NONE
     for group in range(low_bits.size):
@@ -40,7 +38,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
         if _is_short(gaps, gap_byte, count):
             kept = _low_bits(byte_sum(gaps, gap_byte, _NONE), _WORD)
             for plane in range(np.int64(kept)):
-                put_word(lows, low_byte, byte_plane(gaps, gap_byte, np.uint64(plane)))
+                put_word(lows, low_byte, plane_of(gaps, gap_byte, np.uint64(plane)))
                 low_byte += _WORD_STEP
             for i in range(GROUP):
                 zeros = np.uint64(gaps[gap_byte + np.uint64(i)]) >> kept
@@ -53,7 +51,7 @@ def write_groups(gaps: Bytes, changes: int, low_bits: Bytes, lows: Bytes, highs:
             for i in range(GROUP):
                 group_lows[i] = group_gaps[i] & mask if i < count else _NONE
             for plane in range(np.int64(kept)):
-                put_word(lows, low_byte, plane_of(group_lows, np.uint64(plane)))
+                put_word(lows, low_byte, plane_of(group_lows, _NONE, np.uint64(plane)))
                 low_byte += _WORD_STEP
             for i in range(count):
                 zeros = group_gaps[i] >> kept
@@ -148,7 +146,6 @@ def _low_bits(total: np.uint64, count: np.uint64) -> np.uint64:
 
 @compiled
 def highs_room(changes: int, elements: int) -> int:
-    """Upper bound on the bytes of `highs`: above the low bits a change has at most three zeros on
-    average, except for gaps beyond MAX_LOW_BITS."""
+    """Most bytes of `highs`: up to MAX_LOW_BITS a change has at most three zeros on average."""
     bits = 5 * changes + (elements >> MAX_LOW_BITS)
     return WORD_BYTES * (bits // 64 + 2)

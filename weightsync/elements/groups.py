@@ -16,13 +16,7 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled
-from weightsync.elements.lanes import (
-    LANES,
-    first_lane,
-    join_planes,
-    lane_count,
-    word_at,
-)
+from weightsync.elements.lanes import LANES, first_lane, join_planes, lane_count, word_at
 from weightsync.elements.picked import IS_QUICK, put_group, put_ones
 
 GROUP = LANES
@@ -152,10 +146,7 @@ def read_group(
     room: Lows,
     places: Places,
 ) -> Walk:
-    """Write the positions of the next `changes` changes, and END after them.
-
-    `room` needs ROOM elements, `places` 65.
-    """
+    """Write the places of the next `changes` changes, and END. `room` needs ROOM, `places` 65."""
     if low_bits <= _MOST_PICKED_LOW_BITS:
         return _quickest(changes, low_bits, lows, highs, walk, room, places)
     return count_group(changes, low_bits, lows, highs, walk, room, places)

@@ -1,7 +1,7 @@
 """Changing a state in place, and the loops over all its elements.
 
-Compiled loops that hold no lock of Python's and check no lengths: decoders.py did before, so
-that an apply cannot fail half-way. What gap streams are: see scan.py.
+Compiled loops that hold no lock of Python's and check no lengths: delta.py did before, so that an
+apply cannot fail half-way. What gap streams are: see scan.py.
 """
 
 from typing import NamedTuple
@@ -13,17 +13,32 @@ from weightsync.elements.bits import Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
 from weightsync.elements.lanes import prefetch, width_of
 from weightsync.elements.xxh3 import BLOCK_BYTES, Accumulators, absorb
-from weightsync.elements.zigzag import unzigzag, zigzag
 
+_NONE = np.uint64(0)
+_ONE = np.uint64(1)
 _LINE_BYTES = 64
 APPLIED_BYTES = 2 << 10
 """Changed, then hashed. So little that the memory behind it, which the processor fetches by itself
 while a block is hashed from its start to its end, is there when the next one is changed."""
 _AHEAD_BYTES = 4 << 10
 """Memory is asked for so far ahead as well: no processor fetches across a page by itself."""
-_NONE = np.uint64(0)
-_ONE = np.uint64(1)
 _ESCAPE = np.uint64(255)
+
+
+@compiled
+def zigzag(difference: np.uint64, mask: np.uint64) -> np.uint64:
+    """The code of a difference modulo `mask` + 1: 0, -1, 1, -2 become 0, 1, 2, 3.
+
+    Without branches: signs are random, and a misprediction costs more than the rest.
+    """
+    negative = np.uint64(difference > (mask >> _ONE))
+    return ((difference << _ONE) ^ (_NONE - negative)) & mask
+
+
+@compiled
+def unzigzag(code: np.uint64) -> np.uint64:
+    """The difference modulo 2 to the 64th."""
+    return (code >> _ONE) ^ (_NONE - (code & _ONE))
 
 
 class Cursor(NamedTuple):
@@ -116,10 +131,7 @@ def _apply_far(
 
 @compiled
 def gaps_end(gaps: Bytes) -> tuple[int, int]:
-    """(changes, position after the last change) that a gap stream describes.
-
-    A stream that ends in an escape gives (-1, -1).
-    """
+    """(changes, position after the last) of a gap stream; (-1, -1) if it ends in an escape."""
     if gaps.size and gaps[gaps.size - 1] == 255:
         return -1, -1
     unchanged = 0

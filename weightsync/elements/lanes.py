@@ -13,204 +13,131 @@ from numba.core import cgutils, types
 from weightsync.elements.compiled import generated
 
 LANES = 64
+U64 = types.uint64
 _LINE_BYTES = 64
 
 _MASK = ir.IntType(64)
 
 
-@generated
-def step_masks(_typing: Any, old: Any, new: Any, at: Any) -> Any:
+@generated(lambda old, new, at: types.UniTuple(U64, 3)(old, new, at))  # noqa: PLW0108
+def step_masks(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(changed, by plus one, by minus one) for elements `at` to `at` + 63, modulo their width."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        before = lanes_at(context, builder, signature.args[0], args[0], args[2])
-        after = lanes_at(context, builder, signature.args[1], args[1], args[2])
-        step = builder.sub(after, before)
-        minus_one = (1 << signature.args[0].dtype.bitwidth) - 1
-        changed = builder.not_(_equal(builder, step, 0))
-        masks = [changed, _equal(builder, step, 1), _equal(builder, step, minus_one)]
-        return context.make_tuple(builder, signature.return_type, masks)
-
-    return types.UniTuple(types.uint64, 3)(old, new, at), generate
+    before = lanes_at(context, builder, signature.args[0], args[0], args[2])
+    after = lanes_at(context, builder, signature.args[1], args[1], args[2])
+    step = builder.sub(after, before)
+    minus_one = (1 << signature.args[0].dtype.bitwidth) - 1
+    changed = builder.not_(_equal(builder, step, 0))
+    masks = [changed, _equal(builder, step, 1), _equal(builder, step, minus_one)]
+    return context.make_tuple(builder, signature.return_type, masks)
 
 
-@generated
-def first_lane(_typing: Any, _mask: Any) -> Any:
+@generated(lambda _mask: U64(U64))
+def first_lane(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
     """Number of the lowest set bit; 64 if no bit is set."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.uint64(types.uint64), generate
+    return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
 
-@generated
-def behind_last_lane(_typing: Any, _mask: Any) -> Any:
+@generated(lambda _mask: U64(U64))
+def behind_last_lane(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
     """One more than the number of the highest set bit; 0 if no bit is set."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        above = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
-        return builder.sub(_MASK(LANES), above)
-
-    return types.uint64(types.uint64), generate
+    above = builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+    return builder.sub(_MASK(LANES), above)
 
 
-@generated
-def lane_count(_typing: Any, _mask: Any) -> Any:
+@generated(lambda _mask: U64(U64))
+def lane_count(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
     """How many bits are set."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), generate
+    return builder.ctpop(args[0])
 
 
-@generated
-def lanes_holding(_typing: Any, data: Any, _at: Any, _value: Any) -> Any:
+@generated(lambda data, _at, _value: U64(data, U64, types.uint8))
+def lanes_holding(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(data, at, value): bit k is set where byte `at` + k of 64 is `value`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
-        wanted = each_lane(builder, args[2])
-        return builder.bitcast(builder.icmp_unsigned("==", lanes, wanted), _MASK)
-
-    return types.uint64(data, types.uint64, types.uint8), generate
+    lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
+    wanted = each_lane(builder, args[2])
+    return builder.bitcast(builder.icmp_unsigned("==", lanes, wanted), _MASK)
 
 
-@generated
-def word_at(_typing: Any, data: Any, _at: Any) -> Any:
+@generated(lambda data, _at: U64(data, U64))
+def word_at(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(data, at): the eight bytes from byte `at` on, least significant first."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_word(context, builder, signature.args[0], args), align=1)
-
-    return types.uint64(data, types.uint64), generate
+    return builder.load(_word(context, builder, signature.args[0], args), align=1)
 
 
-@generated
-def put_word(_typing: Any, data: Any, _at: Any, _value: Any) -> Any:
+@generated(lambda data, _at, _value: types.void(data, U64, U64))
+def put_word(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(data, at, value): writes eight bytes from byte `at` on, least significant first."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _word(context, builder, signature.args[0], args), align=1)
-        return context.get_dummy_value()
-
-    return types.void(data, types.uint64, types.uint64), generate
+    builder.store(args[2], _word(context, builder, signature.args[0], args), align=1)
 
 
-@generated
-def plane_of(_typing: Any, _values: Any, _plane: Any) -> Any:
-    """(values, plane): bit `plane` of each of the first 64 values."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = lanes_at(context, builder, signature.args[0], args[0], _MASK(0))
-        half = ir.IntType(16)
-        bit = each_lane(builder, builder.shl(half(1), builder.trunc(args[1], half)))
-        asked = builder.and_(lanes, bit)
-        none = ir.Constant(lanes.type, [0] * LANES)
-        return builder.bitcast(builder.icmp_unsigned("!=", asked, none), _MASK)
-
-    return types.uint64(types.Array(types.uint16, 1, "C"), types.uint64), generate
+@generated(lambda values, _at, _plane: U64(values, U64, U64))
+def plane_of(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """(values, at, plane): bit `plane` of each of the 64 values from `at` on."""
+    lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
+    one = lanes.type.element(1)
+    asked = each_lane(builder, builder.shl(one, builder.trunc(args[2], one.type)))
+    none = ir.Constant(lanes.type, [0] * LANES)
+    return builder.bitcast(builder.icmp_unsigned("!=", builder.and_(lanes, asked), none), _MASK)
 
 
-@generated
-def byte_plane(_typing: Any, data: Any, _at: Any, _plane: Any) -> Any:
-    """(data, at, plane): bit `plane` of each of the 64 bytes from byte `at` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
-        byte = ir.IntType(8)
-        asked = each_lane(builder, builder.shl(byte(1), builder.trunc(args[2], byte)))
-        none = ir.Constant(lanes.type, [0] * LANES)
-        return builder.bitcast(builder.icmp_unsigned("!=", builder.and_(lanes, asked), none), _MASK)
-
-    return types.uint64(data, types.uint64, types.uint64), generate
-
-
-@generated
-def byte_sum(_typing: Any, data: Any, _at: Any, _shift: Any) -> Any:
+@generated(lambda data, _at, _shift: U64(data, U64, U64))
+def byte_sum(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(data, at, shift): the sum of the 64 bytes from byte `at` on, without their lowest bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
-        shift = each_lane(builder, builder.trunc(args[2], ir.IntType(8)))
-        word = ir.VectorType(ir.IntType(16), LANES)
-        name = "llvm.vector.reduce.add.v64i16"
-        kind = ir.FunctionType(word.element, [word])
-        total = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        above = builder.zext(builder.lshr(lanes, shift), word)
-        return builder.zext(builder.call(total, [above]), _MASK)
-
-    return types.uint64(data, types.uint64, types.uint64), generate
+    lanes = lanes_at(context, builder, signature.args[0], args[0], args[1])
+    shift = each_lane(builder, builder.trunc(args[2], ir.IntType(8)))
+    word = ir.VectorType(ir.IntType(16), LANES)
+    name = "llvm.vector.reduce.add.v64i16"
+    kind = ir.FunctionType(word.element, [word])
+    total = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    above = builder.zext(builder.lshr(lanes, shift), word)
+    return builder.zext(builder.call(total, [above]), _MASK)
 
 
-@generated
-def put_signs(_typing: Any, into: Any, _minus: Any) -> Any:
+@generated(lambda into, _minus: types.void(into, U64))
+def put_signs(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, minus): writes 64 bytes, -1 for every lane that `minus` holds and 1 for the others."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = ir.VectorType(ir.IntType(8), LANES)
-        up, down = (ir.Constant(lanes, [n] * LANES) for n in (1, -1))
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        minus = builder.bitcast(args[1], ir.VectorType(ir.IntType(1), LANES))
-        address = builder.bitcast(data, lanes.as_pointer())
-        builder.store(builder.select(minus, down, up), address, align=1)
-        return context.get_dummy_value()
-
-    return types.void(into, types.uint64), generate
+    lanes = ir.VectorType(ir.IntType(8), LANES)
+    up, down = (ir.Constant(lanes, [n] * LANES) for n in (1, -1))
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    minus = builder.bitcast(args[1], ir.VectorType(ir.IntType(1), LANES))
+    address = builder.bitcast(data, lanes.as_pointer())
+    builder.store(builder.select(minus, down, up), address, align=1)
 
 
-@generated
-def join_planes(_typing: Any, data: Any, _at: Any, _planes: Any, _values: Any) -> Any:
-    """(data, at, planes, values): makes the first 64 values of so many planes, one word each from
-    byte `at` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        joined = joined_planes(context, builder, signature.args[0], *args[:3])
-        into = context.make_array(signature.args[3])(context, builder, args[3]).data
-        builder.store(joined, builder.bitcast(into, joined.type.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    values_type = types.Array(types.uint16, 1, "C")
-    return types.void(data, types.uint64, types.uint64, values_type), generate
+@generated(
+    lambda data, _at, _planes, _values: types.void(
+        data, U64, U64, types.Array(types.uint16, 1, "C")
+    )
+)
+def join_planes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """(data, at, planes, values): 64 values of so many planes, a word each from byte `at` on."""
+    joined = joined_planes(context, builder, signature.args[0], *args[:3])
+    into = context.make_array(signature.args[3])(context, builder, args[3]).data
+    builder.store(joined, builder.bitcast(into, joined.type.as_pointer()), align=2)
 
 
-@generated
-def prefetch(_typing: Any, bits: Any, at: Any) -> Any:
+@generated(lambda bits, at: types.void(bits, at))  # noqa: PLW0108 - arguments are counted
+def prefetch(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """Asks for the cache line of element `at`, which may lie behind the end."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        _ask_for(builder, builder.gep(data, [args[1]]), 0)
-        return context.get_dummy_value()
-
-    return types.void(bits, at), generate
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    _ask_for(builder, builder.gep(data, [args[1]]), 0)
 
 
-@generated
-def prefetch_lanes(_typing: Any, bits: Any, _at: Any, _ahead_bytes: Any) -> Any:
+@generated(lambda bits, _at, _ahead_bytes: types.void(bits, types.int64, types.int64))
+def prefetch_lanes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(bits, at, ahead_bytes): asks for what lies so far behind the 64 elements from `at` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = signature.args[0]
-        data = context.make_array(kind)(context, builder, args[0]).data
-        first = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        first = builder.gep(first, [args[2]])
-        for line in range(0, LANES * kind.dtype.bitwidth // 8, _LINE_BYTES):
-            _ask_for(builder, first, line)
-        return context.get_dummy_value()
-
-    return types.void(bits, types.int64, types.int64), generate
+    kind = signature.args[0]
+    data = context.make_array(kind)(context, builder, args[0]).data
+    first = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+    first = builder.gep(first, [args[2]])
+    for line in range(0, LANES * kind.dtype.bitwidth // 8, _LINE_BYTES):
+        _ask_for(builder, first, line)
 
 
-@generated
-def width_of(_typing: Any, bits: Any) -> Any:
+@generated(lambda bits: types.int64(bits))  # noqa: PLW0108 - arguments are counted
+def width_of(_context: Any, _builder: Any, signature: Any, _args: Any) -> Any:
     """Bytes of an element: a constant, where `itemsize` is read and divided by in every turn."""
-
-    def generate(_context: Any, _builder: Any, signature: Any, _args: Any) -> Any:
-        return _MASK(signature.args[0].dtype.bitwidth // 8)
-
-    return types.int64(bits), generate
+    return _MASK(signature.args[0].dtype.bitwidth // 8)
 
 
 def _ask_for(builder: Any, address: Any, offset: int) -> None:

@@ -12,7 +12,7 @@ from numba import config
 from numba.core import cgutils, types
 
 from weightsync.elements.compiled import generated
-from weightsync.elements.lanes import LANES, each_lane, joined_planes
+from weightsync.elements.lanes import LANES, U64, each_lane, joined_planes
 
 IS_KNOWN = binding.llvm_version_info >= (19,)
 """Whether this LLVM has the intrinsic; without it nothing here can be compiled."""
@@ -39,110 +39,81 @@ IS_QUICK = _is_quick()
 """Whether this processor compresses bytes in one instruction that LLVM supports."""
 
 
-@generated
-def put_distances(_typing: Any, into: Any, _at: Any, _mask: Any) -> Any:
+@generated(lambda into, _at, _mask: types.void(into, U64, U64))
+def put_distances(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, at, mask): for every picked lane but the first, the number of lanes between it and the
     previous picked one, from byte `at` + 1 on."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _picked(builder, _NUMBERS, args[2])
-        before = [max(0, lane - 1) for lane in range(LANES)]
-        behind = builder.shuffle_vector(lanes, lanes, ir.Constant(_indices(LANES), before))
-        between = builder.sub(builder.sub(lanes, behind), _each(1))
-        _put(context, builder, signature.args[0], args[0], args[1], between, args[2])
-        return context.get_dummy_value()
-
-    return types.void(into, types.uint64, types.uint64), generate
+    lanes = _picked(builder, _NUMBERS, args[2])
+    before = [max(0, lane - 1) for lane in range(LANES)]
+    behind = builder.shuffle_vector(lanes, lanes, ir.Constant(_indices(LANES), before))
+    between = builder.sub(builder.sub(lanes, behind), _each(1))
+    _put(context, builder, signature.args[0], args[0], args[1], between, args[2])
 
 
-@generated
-def put_flags(_typing: Any, into: Any, _at: Any, _flags: Any, _mask: Any) -> Any:
+@generated(lambda into, _at, _flags, _mask: types.void(into, U64, U64, U64))
+def put_flags(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, at, flags, mask): 1 for every picked lane that is in `flags`, else 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        ones = builder.zext(_lanes_of(builder, args[2]), _BYTES)
-        picked = _picked(builder, ones, args[3])
-        _put(context, builder, signature.args[0], args[0], args[1], picked, args[3])
-        return context.get_dummy_value()
-
-    return types.void(into, types.uint64, types.uint64, types.uint64), generate
+    ones = builder.zext(_lanes_of(builder, args[2]), _BYTES)
+    picked = _picked(builder, ones, args[3])
+    _put(context, builder, signature.args[0], args[0], args[1], picked, args[3])
 
 
-@generated
-def put_places(_typing: Any, into: Any, _at: Any, _mask: Any, _first: Any) -> Any:
+@generated(lambda into, _at, _mask, _first: types.void(into, U64, U64, U64))
+def put_places(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, at, mask, first): the indices of the picked lanes, counted from `first`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = _picked(builder, _NUMBERS, args[2])
-        wide = builder.zext(lanes, ir.VectorType(_PLACE, LANES))
-        places = builder.add(wide, each_lane(builder, builder.trunc(args[3], _PLACE)))
-        _put(context, builder, signature.args[0], args[0], args[1], places, args[2])
-        return context.get_dummy_value()
-
-    return types.void(into, types.uint64, types.uint64, types.uint64), generate
+    lanes = _picked(builder, _NUMBERS, args[2])
+    wide = builder.zext(lanes, ir.VectorType(_PLACE, LANES))
+    places = builder.add(wide, each_lane(builder, builder.trunc(args[3], _PLACE)))
+    _put(context, builder, signature.args[0], args[0], args[1], places, args[2])
 
 
-@generated
-def put_ones(_typing: Any, into: Any, _at: Any, _word: Any, _first: Any) -> Any:
+@generated(lambda into, _at, _word, _first: types.void(into, U64, U64, U64))
+def put_ones(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, at, word, first): the indices of a word's set bits, counted from `first`, then
     undefined values up to 64."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        numbers = builder.zext(_picked(builder, _NUMBERS, args[2]), _HALVES)
-        first = each_lane(builder, builder.trunc(args[3], _HALVES.element))
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), _HALVES.as_pointer())
-        builder.store(builder.add(numbers, first), address, align=2)
-        return context.get_dummy_value()
-
-    return types.void(into, types.uint64, types.uint64, types.uint64), generate
+    numbers = builder.zext(_picked(builder, _NUMBERS, args[2]), _HALVES)
+    first = each_lane(builder, builder.trunc(args[3], _HALVES.element))
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    address = builder.bitcast(builder.gep(data, [args[1]]), _HALVES.as_pointer())
+    builder.store(builder.add(numbers, first), address, align=2)
 
 
-@generated
-def put_group(
-    _typing: Any, lows: Any, _at: Any, _planes: Any, ones: Any, _first: Any, _after: Any, into: Any
-) -> Any:
+@generated(
+    lambda lows, _at, _planes, ones, _first, _after, into: types.void(
+        lows, U64, U64, ones, U64, U64, into
+    )
+)
+def put_group(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(lows, at, planes, ones, first, after, into): the places of a group's 64 changes.
 
     The low bits of the gaps, at most nine, are in planes from byte `at` on; `ones` are the bits
     that end the unary codes above them, the first of which begins at bit `first`; `after` is the
     position after the previous change.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lows_type, ones_type, into_type = signature.args[0], signature.args[3], signature.args[6]
-        unchanged = _sums(builder, joined_planes(context, builder, lows_type, *args[:3]))
-        data = context.make_array(ones_type)(context, builder, args[3]).data
-        ones = builder.load(builder.bitcast(data, _HALVES.as_pointer()), align=2)
-        numbers = ir.Constant(_HALVES, list(range(LANES)))
-        first = each_lane(builder, builder.trunc(args[4], _HALVES.element))
-        zeros = builder.sub(ones, builder.add(numbers, first))
-        places = ir.VectorType(_PLACE, LANES)
-        planes = each_lane(builder, builder.trunc(args[2], _PLACE))
-        above = builder.shl(builder.zext(zeros, places), planes)
-        below = builder.zext(builder.add(unchanged, numbers), places)
-        behind = builder.zext(builder.add(above, below), ir.VectorType(ir.IntType(64), LANES))
-        found = builder.add(behind, each_lane(builder, args[5]))
-        into = context.make_array(into_type)(context, builder, args[6]).data
-        builder.store(found, builder.bitcast(into, found.type.as_pointer()), align=8)
-        return context.get_dummy_value()
-
-    sizes = (types.uint64, types.uint64, ones, types.uint64, types.uint64, into)
-    return types.void(lows, *sizes), generate
+    lows_type, ones_type, into_type = signature.args[0], signature.args[3], signature.args[6]
+    unchanged = _sums(builder, joined_planes(context, builder, lows_type, *args[:3]))
+    data = context.make_array(ones_type)(context, builder, args[3]).data
+    ones = builder.load(builder.bitcast(data, _HALVES.as_pointer()), align=2)
+    numbers = ir.Constant(_HALVES, list(range(LANES)))
+    first = each_lane(builder, builder.trunc(args[4], _HALVES.element))
+    zeros = builder.sub(ones, builder.add(numbers, first))
+    places = ir.VectorType(_PLACE, LANES)
+    planes = each_lane(builder, builder.trunc(args[2], _PLACE))
+    above = builder.shl(builder.zext(zeros, places), planes)
+    below = builder.zext(builder.add(unchanged, numbers), places)
+    behind = builder.zext(builder.add(above, below), ir.VectorType(ir.IntType(64), LANES))
+    found = builder.add(behind, each_lane(builder, args[5]))
+    into = context.make_array(into_type)(context, builder, args[6]).data
+    builder.store(found, builder.bitcast(into, found.type.as_pointer()), align=8)
 
 
-@generated
-def put_escapes(_typing: Any, into: Any, _at: Any) -> Any:
+@generated(lambda into, _at: types.void(into, U64))
+def put_escapes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, at): write sixteen bytes of 255."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        few = ir.VectorType(ir.IntType(8), _FEW)
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        address = builder.bitcast(builder.gep(data, [args[1]]), few.as_pointer())
-        builder.store(ir.Constant(few, [255] * _FEW), address, align=1)
-        return context.get_dummy_value()
-
-    return types.void(into, types.uint64), generate
+    few = ir.VectorType(ir.IntType(8), _FEW)
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    address = builder.bitcast(builder.gep(data, [args[1]]), few.as_pointer())
+    builder.store(ir.Constant(few, [255] * _FEW), address, align=1)
 
 
 def _picked(builder: Any, values: Any, mask: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from weightsync.elements.bits import BLOCK_BYTES, Bits, Bytes
 from weightsync.elements.compiled import compiled, inlined
+from weightsync.elements.kernels import zigzag
 from weightsync.elements.lanes import (
     LANES,
     behind_last_lane,
@@ -24,15 +25,8 @@ from weightsync.elements.lanes import (
     step_masks,
     width_of,
 )
-from weightsync.elements.picked import (
-    IS_QUICK,
-    put_distances,
-    put_escapes,
-    put_flags,
-    put_places,
-)
+from weightsync.elements.picked import IS_QUICK, put_distances, put_escapes, put_flags, put_places
 from weightsync.elements.xxh3 import Accumulators, absorb
-from weightsync.elements.zigzag import zigzag
 
 Places: TypeAlias = npt.NDArray[np.int32]
 """Positions of elements within a block."""
@@ -69,9 +63,7 @@ class Room(NamedTuple):
     """Buffers for further changes, after the present ones."""
 
     small: Places
-    """Small changes of one block; this and all further buffers have two groups of lanes to
-    spare.
-    """
+    """Small changes of one block. Every buffer has two groups of lanes to spare."""
     far: Places
     minus: Bytes
     """One byte per small change, 1 if it is by minus one."""
@@ -229,8 +221,7 @@ def _find_changes(
     likely_small: int,
     likely_far: int,
 ) -> tuple[int, int]:
-    """Find the places of all changes from `start` to `stop`, relative to `start`; returns (small,
-    far)."""
+    """Find all places of changes before `stop`, relative to `start`; returns (small, far)."""
     smalls = fars = _NONE
     # Repeated here so that the compiler unrolls the loop: it needs to know its end.
     likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)

@@ -67,48 +67,42 @@ def started() -> Accumulators:
     return _STARTED.copy()
 
 
-@generated
-def _accumulate(_typing: Any, sums: Any, data: Any, _at: Any, _stripes: Any, _key: Any) -> Any:
+@generated(
+    lambda sums, data, _at, _stripes, _key: types.void(
+        sums, data, types.int64, types.int64, types.int64
+    )
+)
+def _accumulate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(sums, data, at, stripes, key): stripes of 64 bytes from byte `at`, keys from byte `key`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        keys = _secret(context, builder)
-        total = _all_of(context, builder, signature, args)
-        data = context.make_array(signature.args[1])(context, builder, args[1]).data
-        held = cgutils.alloca_once_value(builder, builder.load(total, align=8))
-        swap = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
-        with cgutils.for_range(builder, args[3]) as loop:
-            offset = builder.mul(loop.index, _WORD(STRIPE_BYTES))
-            words = _stripe(builder, data, builder.add(args[2], offset))
-            key_at = builder.add(args[4], builder.mul(loop.index, _WORD(8)))
-            keyed = builder.xor(words, _stripe(builder, keys, key_at))
-            product = builder.mul(
-                builder.and_(keyed, _each(0xFFFFFFFF)), builder.lshr(keyed, _each(32))
-            )
-            swapped = builder.shuffle_vector(words, words, swap)
-            summed = builder.add(builder.load(held), builder.add(product, swapped))
-            builder.store(summed, held)
-        builder.store(builder.load(held), total, align=8)
-        return context.get_dummy_value()
-
-    return types.void(sums, data, types.int64, types.int64, types.int64), generate
+    keys = _secret(context, builder)
+    total = _all_of(context, builder, signature, args)
+    data = context.make_array(signature.args[1])(context, builder, args[1]).data
+    held = cgutils.alloca_once_value(builder, builder.load(total, align=8))
+    swap = ir.Constant(ir.VectorType(ir.IntType(32), 8), [1, 0, 3, 2, 5, 4, 7, 6])
+    with cgutils.for_range(builder, args[3]) as loop:
+        offset = builder.mul(loop.index, _WORD(STRIPE_BYTES))
+        words = _stripe(builder, data, builder.add(args[2], offset))
+        key_at = builder.add(args[4], builder.mul(loop.index, _WORD(8)))
+        keyed = builder.xor(words, _stripe(builder, keys, key_at))
+        product = builder.mul(
+            builder.and_(keyed, _each(0xFFFFFFFF)), builder.lshr(keyed, _each(32))
+        )
+        swapped = builder.shuffle_vector(words, words, swap)
+        summed = builder.add(builder.load(held), builder.add(product, swapped))
+        builder.store(summed, held)
+    builder.store(builder.load(held), total, align=8)
 
 
-@generated
-def _scramble(_typing: Any, sums: Any) -> Any:
+@generated(lambda sums: types.void(sums))  # noqa: PLW0108 - arguments are counted
+def _scramble(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """Mixes all accumulators, as after each block. Together: eight results written one by one are
     not there yet when the next stripe asks for them as one."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        keys = _secret(context, builder)
-        total = _all_of(context, builder, signature, args)
-        held = builder.load(total, align=8)
-        mixed = builder.xor(held, builder.lshr(held, _each(47)))
-        mixed = builder.xor(mixed, _stripe(builder, keys, _WORD(_SCRAMBLE_AT)))
-        builder.store(builder.mul(mixed, _each(int(_PRIME32_1))), total, align=8)
-        return context.get_dummy_value()
-
-    return types.void(sums), generate
+    keys = _secret(context, builder)
+    total = _all_of(context, builder, signature, args)
+    held = builder.load(total, align=8)
+    mixed = builder.xor(held, builder.lshr(held, _each(47)))
+    mixed = builder.xor(mixed, _stripe(builder, keys, _WORD(_SCRAMBLE_AT)))
+    builder.store(builder.mul(mixed, _each(int(_PRIME32_1))), total, align=8)
 
 
 def _secret(context: Any, builder: Any) -> Any:
@@ -133,25 +127,19 @@ def _each(value: int) -> Any:
     return ir.Constant(_STRIPE, [value] * 8)
 
 
-@generated
-def _folded(_typing: Any, _left: Any, _right: Any) -> Any:
+@generated(lambda _left, _right: types.uint64(types.uint64, types.uint64))
+def _folded(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
     """The two halves of the 128-bit product, one xor the other."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        wide = ir.IntType(128)
-        product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
-        high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD)
-        return builder.xor(builder.trunc(product, _WORD), high)
-
-    return types.uint64(types.uint64, types.uint64), generate
+    wide = ir.IntType(128)
+    product = builder.mul(builder.zext(args[0], wide), builder.zext(args[1], wide))
+    high = builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _WORD)
+    return builder.xor(builder.trunc(product, _WORD), high)
 
 
 @inlined
 def absorb(sums: Accumulators, data: Bytes, start: int, stop: int) -> int:
-    """Takes the whole blocks of `data` from byte `start` up to `stop`; returns where it stopped.
-
-    The last block of an input, whole or not, is left to `finished`.
-    """
+    """Takes the whole blocks of `data` from `start` up to `stop`, but for the last of an input,
+    which is left to `finished`; returns where it stopped."""
     stop = min(stop, data.size - 1)
     while start + BLOCK_BYTES <= stop:
         _accumulate(sums, data, start, _STRIPES, 0)
@@ -161,11 +149,9 @@ def absorb(sums: Accumulators, data: Bytes, start: int, stop: int) -> int:
 
 
 @compiled
-def finished(sums: Accumulators, data: Bytes, start: int) -> tuple[np.uint64, np.uint64]:
-    """(high, low) words of the hash of `data`, of which `sums` has taken the first `start` bytes.
-
-    `data` has at least MIN_BYTES bytes.
-    """
+def finished(sums: Accumulators, data: Bytes) -> tuple[np.uint64, np.uint64]:
+    """(high, low) words of the hash of `data`, at least MIN_BYTES, all of which was absorbed."""
+    start = (data.size - 1) // BLOCK_BYTES * BLOCK_BYTES
     return finished_by_end(sums, data, start, np.uint64(data.size))
 
 

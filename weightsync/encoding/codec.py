@@ -3,7 +3,7 @@
 `dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
 index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
 changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
-takes the smallest; payloads are read back in decoders.py.
+takes the smallest; payloads are read back in delta.py.
 
 rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
@@ -22,19 +22,23 @@ from harvester.contracts.errors import Unsupported
 from weightsync.elements import kernels, state_hash
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec, bytes_of
 from weightsync.elements.compiled import forget_cache
-from weightsync.encoding.decoders import (
+from weightsync.encoding.delta import (
+    Delta,
+    checked_apply,
     decode_dense,
     decode_overwrite,
     decode_rosemux,
     decode_xor,
     rosemux_layout,
 )
-from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.encoding.grouped import GROUPS
-from weightsync.encoding.grouped_payload import grouped_payload, is_worth_groups
-from weightsync.encoding.plain import plain_deltas
-from weightsync.encoding.plain_payload import MAX_BYTES as PLAIN_BYTES
-from weightsync.encoding.plain_payload import OVERWRITE_BELOW_CHANGES, PlainPayload, plain_payload
+from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
+from weightsync.encoding.plain import (
+    OVERWRITE_BELOW_CHANGES,
+    PLAIN_BYTES,
+    PlainPayload,
+    plain_deltas,
+    plain_payload,
+)
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
 from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
 from weightsync.encoding.stream import pack_frame, pack_stream, read_stream
@@ -172,10 +176,8 @@ def decode(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
 
 
 def apply_own(encoding: Encoding, payload: memoryview, spec: TensorSpec, bits: Bits) -> None:
-    """Change bits by a payload that this process made, with less memory than its delta would need.
-
-    Raises Corrupt, and then the bits are in doubt.
-    """
+    """Change bits by this process's own payload, in less memory than its delta needs. Raises
+    Corrupt, and then the bits are in doubt."""
     if encoding is Encoding.DENSE:
         read_stream(payload, spec.size_bytes).read_into(bytes_of(bits))
         return
@@ -229,10 +231,10 @@ def _warm_up(width_bytes: int) -> None:
         for hashed in (False, True):
             delta.apply(old.copy(), hashed=hashed)
     small = TensorSpec(dtype, (PLAIN_BYTES // 64,))
-    lying = np.frombuffer(
+    payloads = np.frombuffer(
         plain_payload(old[: small.elements], new[: small.elements]).payload, np.uint8
     )
-    for plain in plain_deltas(lying, [(0, lying.size)], [small]):
+    for plain in plain_deltas(payloads, [(0, payloads.size)], [small]):
         assert plain is not None
         checked_apply(plain, old[: small.elements].copy())
 

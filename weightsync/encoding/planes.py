@@ -13,8 +13,7 @@ import numpy.typing as npt
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import kernels
 from weightsync.elements.bits import Bits
-from weightsync.encoding.large_payload import LargePayload
-from weightsync.encoding.stream import StreamPacker, pack_stream, read_stream
+from weightsync.encoding.stream import LargePayload, StreamPacker, pack_stream, read_stream
 from weightsync.encoding.varint import PayloadReader, varint
 
 PLANES = 1

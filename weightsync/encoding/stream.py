@@ -7,6 +7,7 @@ than the length that the caller expects.
 """
 
 import io
+import mmap
 import threading
 from typing import Any
 
@@ -15,13 +16,48 @@ import zstandard
 
 from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import Bytes
-from weightsync.encoding.large_payload import LargePayload
 
+_FRONT_BYTES = 64
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 LEVEL = 1
 RAW_BELOW_BYTES = 24
 """Shorter streams are stored uncompressed."""
 _ANNOUNCES = 0xE0
 """Bits of a frame's first byte behind the magic; without them no content size follows."""
+
+
+class LargePayload:
+    """Bytes that are appended, up to `room_bytes`; a header may be prepended at the end.
+
+    In pages of its own, which exist once written and return to the system at once. Heap memory
+    would not, since a trainer's own allocations lie in between.
+    """
+
+    def __init__(self, room_bytes: int) -> None:
+        self._pages = memoryview(mmap.mmap(-1, _FRONT_BYTES + room_bytes, flags=_FLAGS))
+        self._start = self._end = _FRONT_BYTES
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    def append(self, piece: Any) -> None:
+        """Append an object with the buffer protocol."""
+        end = self._end + len(piece)
+        self._pages[self._end : end] = piece
+        self._end = end
+
+    def prepend(self, piece: bytes) -> None:
+        """Put bytes in front, up to 64 in all."""
+        start = self._start - len(piece)
+        self._pages[start : self._start] = piece
+        self._start = start
+
+    def clear(self) -> None:
+        self._start = self._end = _FRONT_BYTES
+
+    def view(self) -> memoryview:
+        """The content; the pages are freed with its last view."""
+        return self._pages[self._start : self._end].toreadonly()
 
 
 class _Codecs(threading.local):

@@ -1,8 +1,12 @@
-"""Unsigned LEB128 numbers in payload headers."""
+"""Unsigned LEB128 numbers, seven bits a byte, the lowest first: in Python and in compiled loops."""
+
+import numpy as np
 
 from harvester.contracts.errors import Corrupt
+from weightsync.elements.bits import Bytes
+from weightsync.elements.compiled import compiled
 
-_MAX_BYTES = 9
+MAX_BYTES = 9
 
 
 def varint(value: int) -> bytes:
@@ -38,7 +42,7 @@ class PayloadReader:
     def number(self, *, at_most: int) -> int:
         """A varint that may not exceed `at_most`."""
         payload, at, value = self._payload, self._at, 0
-        for shift in range(0, 7 * _MAX_BYTES, 7):
+        for shift in range(0, 7 * MAX_BYTES, 7):
             if at == len(payload):
                 raise Corrupt(f"payload of {at} bytes ends inside a number")
             byte = payload[at]
@@ -47,7 +51,7 @@ class PayloadReader:
             if byte < 0x80:
                 break
         else:
-            raise Corrupt(f"number longer than {_MAX_BYTES} bytes")
+            raise Corrupt(f"number longer than {MAX_BYTES} bytes")
         self._at = at
         if value > at_most:
             raise Corrupt(f"number {value} where at most {at_most} is possible")
@@ -56,3 +60,28 @@ class PayloadReader:
     def finish(self) -> None:
         if self._at != len(self._payload):
             raise Corrupt(f"{len(self._payload) - self._at} bytes after the end of the payload")
+
+
+@compiled
+def number_at(payload: Bytes, at: int, at_most: int) -> tuple[int, int]:
+    """(varint, end offset); (0, -1) if there is none of at most `at_most`."""
+    value = 0
+    for nth in range(MAX_BYTES):
+        if at < 0 or at + nth >= payload.size:
+            break
+        byte = np.int64(payload[at + nth])
+        value |= int(byte & 0x7F) << (7 * nth)
+        if byte < 0x80:
+            return (value, at + nth + 1) if value <= at_most else (0, -1)
+    return 0, -1
+
+
+@compiled
+def put_number(payload: Bytes, at: int, value: int) -> int:
+    """A varint; returns the byte behind it."""
+    while value >= 0x80:
+        payload[at] = value & 0x7F | 0x80
+        value >>= 7
+        at += 1
+    payload[at] = value
+    return at + 1

@@ -30,21 +30,19 @@ Digests = dict[str, str]
 """xxh3-128 per tensor name."""
 
 
-class Held(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="state",
-    tag="held",
-    forbid_unknown_fields=True,
+class _State(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="state", forbid_unknown_fields=True
 ):
-    """The directory is exactly this version."""
-
     version: WeightVersion
     state_hash: str
     """The published state hash."""
     contents_hash: str
     """Hash of names, dtypes, shapes and digests, to compare the files with."""
+
+
+class Held(_State, frozen=True, kw_only=True, tag="held"):
+    """The directory is exactly this version."""
+
     sequence: int
     """Rises with every record: equal before and after reading the shards means unchanged."""
     digests: Digests
@@ -52,19 +50,9 @@ class Held(
     seal: str = ""
 
 
-class Applying(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    tag_field="state",
-    tag="applying",
-    forbid_unknown_fields=True,
-):
+class Applying(_State, frozen=True, kw_only=True, tag="applying"):
     """The directory is being brought to this version and holds no version until then."""
 
-    version: WeightVersion
-    state_hash: str
-    contents_hash: str
     base_version: WeightVersion | None
     base_state_hash: str | None
     """Version and hash of the state that `before` describes; None without a base."""
@@ -135,9 +123,7 @@ def read_record(directory: Path) -> Record | None:
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """Replace the record. Raises Exhausted if the disk is full; the old record then stays in
-    force.
-    """
+    """Replace the record. Raises Exhausted if the disk is full, and keeps the old one."""
     replace_file(directory / RECORD_FILE, encoded_record(record))
 
 

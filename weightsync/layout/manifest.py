@@ -15,12 +15,9 @@ from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
-from weightsync.layout import names
 from weightsync.layout.chunk_digests import fit
 from weightsync.layout.slices import SliceRecord, Slicing
 
-INDEX_FILE = names.INDEX_FILE
-MAX_INDEX_BYTES = names.MAX_INDEX_BYTES
 BLOCK_FORMAT = 1
 
 
@@ -96,6 +93,16 @@ class Manifest:
     @property
     def shards(self) -> tuple[str, ...]:
         return tuple(sorted(set(self.weight_map.values())))
+
+    @property
+    def state_hash(self) -> str | None:
+        """The published state hash; None for a foreign version."""
+        return self.block.state_hash if self.block else None
+
+    @property
+    def adapter(self) -> AdapterRecord | None:
+        """The base of an adapter; None for whole models."""
+        return self.block.adapter if self.block else None
 
     @property
     def slicing(self) -> Slicing:

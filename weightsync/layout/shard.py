@@ -31,14 +31,6 @@ _entry = msgspec.json.Decoder(_Entry)
 
 
 @dataclass(frozen=True, slots=True)
-class ShardTensor:
-    """A tensor to write: `data` is anything with the buffer protocol."""
-
-    spec: TensorSpec
-    data: Any
-
-
-@dataclass(frozen=True, slots=True)
 class ShardHeader:
     """Tensors of a shard and their offsets, which count from the first byte of the file."""
 
@@ -51,22 +43,26 @@ class ShardHeader:
         return end - begin
 
 
-def shard_chunks(tensors: Mapping[str, ShardTensor], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """The file's bytes, as buffers to write in order."""
-    sizes = {n: (tensor.spec, memoryview(tensor.data).nbytes) for n, tensor in tensors.items()}
-    yield _head(sizes, metadata)
-    yield from _joined(tensor.data for tensor in tensors.values())
+def shard_layouts(layout: Layout, limit_bytes: int) -> Iterator[dict[str, TensorSpec]]:
+    """Tensors of each file, in order: up to the limit, or one that is larger by itself."""
+    shard: dict[str, TensorSpec] = {}
+    left_bytes = limit_bytes
+    for name, spec in layout.items():
+        if shard and spec.size_bytes > left_bytes:
+            yield shard
+            shard, left_bytes = {}, limit_bytes
+        shard[name] = spec
+        left_bytes -= spec.size_bytes
+    if shard:
+        yield shard
 
 
-def dense_chunks(
+def shard_chunks(
     layout: Layout, read: Callable[[str], Any], metadata: Mapping[str, str]
 ) -> Iterator[Any]:
-    """The file's bytes for dense tensors, in the layout's order; each tensor is read in its
-    turn.
-    """
-    yield _head({name: (spec, spec.size_bytes) for name, spec in layout.items()}, metadata)
-    for name in layout:
-        yield read(name)
+    """The file's bytes, as buffers to write in order; each tensor's are `read` in its turn."""
+    yield _head(layout, metadata)
+    yield from _joined(map(read, layout))
 
 
 def _joined(buffers: Iterable[Any]) -> Iterator[Any]:
@@ -87,12 +83,12 @@ def _joined(buffers: Iterable[Any]) -> Iterator[Any]:
         yield b"".join(run)
 
 
-def _head(sizes: Mapping[str, tuple[TensorSpec, int]], metadata: Mapping[str, str]) -> bytes:
+def _head(layout: Layout, metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     at = 0
-    for name, (spec, size_bytes) in sizes.items():
-        header[name] = _Entry(spec.dtype, list(spec.shape), (at, at + size_bytes))
-        at += size_bytes
+    for name, spec in layout.items():
+        header[name] = _Entry(spec.dtype, list(spec.shape), (at, at + spec.size_bytes))
+        at += spec.size_bytes
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded

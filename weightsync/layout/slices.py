@@ -129,28 +129,6 @@ class Slicing:
                 raise Corrupt(f"the {len(records)} slices of {name!r} do not tile {whole[name]}")
         return whole
 
-    def assembled(self, parts: Mapping[str, Bits], layout: Layout) -> dict[str, Bits]:
-        """Whole tensors from entries; entries that are whole tensors share their memory."""
-        full = {name: bits for name, bits in parts.items() if name not in self.records}
-        for entry, record in self.records.items():
-            if record.tensor not in full:
-                full[record.tensor] = np.empty(
-                    layout[record.tensor].elements, dtype=parts[entry].dtype
-                )
-            box = record.box(full[record.tensor])
-            box[...] = parts[entry].reshape(box.shape)
-        return full
-
-    def joined(self, deltas: Mapping[str, Delta]) -> dict[str, tuple[Delta, ...]]:
-        """Deltas of entries as deltas of whole tensors."""
-        joined: dict[str, tuple[Delta, ...]] = {}
-        for entry, delta in deltas.items():
-            record = self.records.get(entry)
-            name = entry if record is None else record.tensor
-            placed = delta if record is None else SlicedDelta(record, delta)
-            joined[name] = (*joined.get(name, ()), placed)
-        return joined
-
     def digests(
         self, layout: Layout, read: Callable[[str], Bits], pool: Executor
     ) -> dict[str, str]:

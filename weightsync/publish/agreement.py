@@ -105,13 +105,13 @@ def common_version(offers: Sequence[Offer]) -> WeightVersion | None:
     return WeightVersion(version) if len(found) == 1 and version else None
 
 
-def told_contents(offers: Sequence[Offer]) -> Contents | None:
+def offered_contents(offers: Sequence[Offer]) -> Contents | None:
     """All entries as the ranks report them; None if a rank reports none, or they form no model."""
-    told = [offer.holding for offer in offers if offer.holding is not None]
-    if len(told) < len(offers):
+    holdings = [offer.holding for offer in offers if offer.holding is not None]
+    if len(holdings) < len(offers):
         return None
     try:
-        return settled(told)[0]
+        return settled(holdings)[0]
     except ConfigError:
         return None
 
@@ -148,10 +148,7 @@ def settled(holdings: Sequence[Holding]) -> tuple[Contents, Settled]:
 
 
 def final_names(written: Sequence[WrittenShare], *, alone: str = "") -> dict[str, str]:
-    """The final name of each written file, ranks in order.
-
-    A single file is named `alone`, if given.
-    """
+    """The final name of each written file, ranks in order; a single one is `alone`, if given."""
     files = [shard.file for part in written for shard in part.shards]
     if alone and len(files) == 1:
         return {files[0]: alone}
@@ -159,18 +156,3 @@ def final_names(written: Sequence[WrittenShare], *, alone: str = "") -> dict[str
         file: f"model-{number:05d}-of-{len(files):05d}.safetensors"
         for number, file in enumerate(files, 1)
     }
-
-
-def odd_encodings(written: Sequence[WrittenShare], usual: Encoding) -> dict[str, Encoding]:
-    """Entries of a delta whose encoding differs from the version's."""
-    return {
-        entry: encoding
-        for part in written
-        for shard in part.shards
-        for entry, encoding in shard.encodings.items()
-        if encoding is not usual
-    }
-
-
-def changed_digests(written: Sequence[WrittenShare]) -> dict[str, str]:
-    return {entry: digest for part in written for entry, digest in part.digests.items()}

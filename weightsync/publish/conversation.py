@@ -1,17 +1,21 @@
-"""The two sides of a conversation between the ranks of one trainer.
+"""The two sides of a conversation between the ranks of one trainer, through small files.
 
-Every rank first says which step of the trainer it is at, under a number drawn for this call; rank 0
-binds those numbers, and every later word carries its listener's, so that nothing of an earlier call
-or an earlier process is taken for an answer. Words alternate: `gather` goes up to rank 0, `tell`
-comes down. Who fails says so in its next word; who says nothing is named when patience ends.
+Every rank first sends the trainer's step, under a number drawn for this call. Rank 0 binds those
+numbers, and every later message carries its reader's, so that no message of an earlier call or
+process is taken for an answer. Messages alternate: `gather` sends to rank 0, `tell` sends back. A
+rank that fails sends its error as the next message; a silent one is named after the timeout.
 """
 
 import secrets
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from harvester.contracts.clock import Clock
 from harvester.contracts.errors import (
     ConfigError,
     Corrupt,
@@ -21,129 +25,196 @@ from harvester.contracts.errors import (
     Stale,
     Unsupported,
 )
-from weightsync.publish.mailbox import RankMessage, WordFiles
+from weightsync.layout.durable import refusals
 
+MAX_MESSAGE_BYTES = 256 << 20
+POLL_S = 0.005
+MAX_POLL_S = 0.25
+_POLL_RATIO = 0.02
+"""Poll interval as a share of the time already waited."""
 _T = TypeVar("_T", bound=msgspec.Struct)
 _ERRORS = {e.__name__: e for e in (ConfigError, Corrupt, Exhausted, Stale, Unsupported)}
 
 
-class First:
+class RankMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file. `error` and `reason` replace the body if the sender failed."""
+
+    call: str
+    step: int
+    body: msgspec.Raw = msgspec.Raw(b"null")
+    error: str = ""
+    reason: str = ""
+
+
+class Mailbox:
+    """`pause` waits between polls; tests replace it."""
+
+    def __init__(
+        self, directory: Path, clock: Clock, pause: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._pause = pause
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def clear(self) -> None:
+        """Delete an earlier process's messages."""
+        for left in (*self._directory.glob("*-*"),):
+            # Another rank may be writing its next message now.
+            if left.suffix != ".tmp":
+                left.unlink(missing_ok=True)
+
+    def post(self, name: str, message: RankMessage) -> None:
+        """Replace a file atomically; raises Exhausted if the disk is full."""
+        temporary = self._directory / f"{name}.{secrets.token_hex(4)}.tmp"
+        with refusals(self._directory):
+            temporary.write_bytes(msgspec.json.encode(message))
+            temporary.rename(self._directory / name)
+
+    def read(self, name: str) -> RankMessage | None:
+        """The message in a file; None if it does not exist yet. Raises PeerProtocolError."""
+        try:
+            with (self._directory / name).open("rb") as file:
+                raw = file.read(MAX_MESSAGE_BYTES + 1)
+            if len(raw) > MAX_MESSAGE_BYTES:
+                raise PeerProtocolError(f"{name}: a message of over {MAX_MESSAGE_BYTES} bytes")
+            return msgspec.json.decode(raw, type=RankMessage)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"{self._directory / name}: {error}") from error
+
+    def discard(self, name: str) -> None:
+        (self._directory / name).unlink(missing_ok=True)
+
+    def polls(self, timeout_s: float) -> Iterator[None]:
+        """Yield repeatedly, with growing pauses, until the timeout."""
+        started = self._clock.now()
+        while True:
+            yield
+            waited_s = self._clock.now() - started
+            if waited_s >= timeout_s:
+                return
+            self._pause(min(MAX_POLL_S, max(POLL_S, _POLL_RATIO * waited_s)))
+
+
+class RankZero:
     """Rank 0's side."""
 
-    def __init__(self, words: WordFiles, step: int, *, ranks: int, timeout_s: float) -> None:
-        self._words = words
+    def __init__(self, mailbox: Mailbox, step: int, *, ranks: int, timeout_s: float) -> None:
+        self._mailbox = mailbox
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._step = step
         self._calls: dict[int, str] = {}
-        """The call that each rank is in, once it said so."""
+        """The call that each rank has reported."""
         self._refused: set[str] = set()
         self._gone: set[int] = set()
         """Ranks that failed and listen no more."""
         self._is_over = False
-        self._turn = 0
+        self._exchange = 0
 
-    def gather(self, word: _T) -> list[_T]:
-        said: dict[int, _T] = {0: word}
-        for _ in self._words.polls(self._timeout_s):
+    def gather(self, message: _T) -> list[_T]:
+        answers: dict[int, _T] = {0: message}
+        for _ in self._mailbox.polls(self._timeout_s):
             for rank in range(1, self._ranks):
-                if rank not in said:
-                    heard = self._opening(rank) if self._turn == 0 else self._answer(rank)
-                    if heard is not None:
-                        if heard.error:
+                if rank not in answers:
+                    received = self._opening(rank) if self._exchange == 0 else self._answer(rank)
+                    if received is not None:
+                        if received.error:
                             self._calls.pop(rank, None)
                             self._gone.add(rank)
-                        said[rank] = _body(heard, type(word), rank)
-            if len(said) == self._ranks:
-                return [said[rank] for rank in range(self._ranks)]
+                        answers[rank] = _body(received, type(message), rank)
+            if len(answers) == self._ranks:
+                return [answers[rank] for rank in range(self._ranks)]
         self._is_over = True
-        silent = ", ".join(str(rank) for rank in range(self._ranks) if rank not in said)
+        silent = ", ".join(str(rank) for rank in range(self._ranks) if rank not in answers)
         raise Exhausted(
             f"step {self._step}: rank {silent} of {self._ranks} said nothing for "
             f"{self._timeout_s:g} s; the version before stays in force"
         )
 
-    def tell(self, word: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
-        told = said(word)
-        self._down(body=msgspec.Raw(msgspec.json.encode(told)))
-        self._turn += 1
-        return told
+    def tell(self, message: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
+        reply = given(message)
+        self._down(body=msgspec.Raw(msgspec.json.encode(reply)))
+        self._exchange += 1
+        return reply
 
     def fail(self, error: Exception) -> Exception | None:
-        """Told also to ranks that have not called yet: they would wait for nothing."""
-        if self._turn == 0 and not self._is_over:
+        """Sent also to ranks that have not called yet: they would wait in vain."""
+        if self._exchange == 0 and not self._is_over:
             with suppress(RoseMuxError):
                 self._wait_for_calls()
         self._down(error=type(error).__name__, reason=str(error))
         return None
 
     def _wait_for_calls(self) -> None:
-        for _ in self._words.polls(self._timeout_s):
+        for _ in self._mailbox.polls(self._timeout_s):
             uncalled = {*range(1, self._ranks)} - self._calls.keys() - self._gone
             if all(self._opening(rank) for rank in uncalled):
                 return
 
-    def _down(self, **said: object) -> None:
+    def _down(self, **content: object) -> None:
         for rank, call in self._calls.items():
-            word = RankMessage(call=call, step=self._step, **said)  # type: ignore[arg-type]
-            self._words.say(_name("down", rank, call, self._turn), word)
+            message = RankMessage(call=call, step=self._step, **content)  # type: ignore[arg-type]
+            self._mailbox.post(_name("down", rank, call, self._exchange), message)
 
     def _opening(self, rank: int) -> RankMessage | None:
-        heard = self._words.heard(f"call-{rank:05d}")
-        if heard is None or heard.call in self._refused:
+        received = self._mailbox.read(f"call-{rank:05d}")
+        if received is None or received.call in self._refused:
             return None
-        if heard.step > self._step:
+        if received.step > self._step:
             self._is_over = True
-            raise Stale(f"rank {rank} is at step {heard.step}, rank 0 at step {self._step}")
-        if heard.step < self._step:
-            reason = f"rank {rank} is at step {heard.step}, the others are at step {self._step}"
-            refusal = RankMessage(call=heard.call, step=self._step, error="Stale", reason=reason)
-            self._words.say(_name("down", rank, heard.call, 0), refusal)
-            self._refused.add(heard.call)
+            raise Stale(f"rank {rank} is at step {received.step}, rank 0 at step {self._step}")
+        if received.step < self._step:
+            reason = f"rank {rank} is at step {received.step}, the others are at step {self._step}"
+            refusal = RankMessage(call=received.call, step=self._step, error="Stale", reason=reason)
+            self._mailbox.post(_name("down", rank, received.call, 0), refusal)
+            self._refused.add(received.call)
             return None
-        self._calls[rank] = heard.call
-        return heard
+        self._calls[rank] = received.call
+        return received
 
     def _answer(self, rank: int) -> RankMessage | None:
-        name = _name("up", rank, self._calls[rank], self._turn)
-        heard = self._words.heard(name)
-        if heard is not None:
-            self._words.forget(name)
-        return heard
+        name = _name("up", rank, self._calls[rank], self._exchange)
+        received = self._mailbox.read(name)
+        if received is not None:
+            self._mailbox.discard(name)
+        return received
 
 
-class Other:
+class OtherRank:
     """Every other rank's side."""
 
-    def __init__(self, words: WordFiles, step: int, *, rank: int, timeout_s: float) -> None:
-        self._words = words
+    def __init__(self, mailbox: Mailbox, step: int, *, rank: int, timeout_s: float) -> None:
+        self._mailbox = mailbox
         self._rank = rank
         self._timeout_s = timeout_s
         self._step = step
         self._call = secrets.token_hex(8)
-        self._turn = 0
+        self._exchange = 0
         self._opening: RankMessage | None = None
         self._is_over = False
 
-    def gather(self, word: _T) -> list[_T]:
-        self._up(body=msgspec.Raw(msgspec.json.encode(word)))
+    def gather(self, message: _T) -> list[_T]:
+        self._up(body=msgspec.Raw(msgspec.json.encode(message)))
         return []
 
-    def tell(self, word: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - rank 0 speaks
-        name = _name("down", self._rank, self._call, self._turn)
-        for _ in self._words.polls(2 * self._timeout_s):
-            heard = self._words.heard(name)
-            if heard is not None:
-                self._words.forget(name)
-                if self._turn == 0:
-                    self._words.forget(f"call-{self._rank:05d}")
-                self._turn += 1
-                self._is_over = bool(heard.error)
-                return _body(heard, kind, 0)
+    def tell(self, message: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - rank 0 speaks
+        name = _name("down", self._rank, self._call, self._exchange)
+        for _ in self._mailbox.polls(2 * self._timeout_s):
+            received = self._mailbox.read(name)
+            if received is not None:
+                self._mailbox.discard(name)
+                if self._exchange == 0:
+                    self._mailbox.discard(f"call-{self._rank:05d}")
+                self._exchange += 1
+                self._is_over = bool(received.error)
+                return _body(received, kind, 0)
             self._call_again()
         self._is_over = True
         raise Exhausted(
-            f"step {self._step}: rank 0, which writes the manifest, said nothing for "
+            f"step {self._step}: rank 0, which writes the manifest, did not report for "
             f"{2 * self._timeout_s:g} s"
         )
 
@@ -154,47 +225,47 @@ class Other:
         """
         if self._is_over:
             return None
-        heard = self._words.heard(_name("down", self._rank, self._call, self._turn))
-        if heard is not None and heard.error:
-            return _raised(heard, 0)
+        received = self._mailbox.read(_name("down", self._rank, self._call, self._exchange))
+        if received is not None and received.error:
+            return _raised(received, 0)
         self._up(error=type(error).__name__, reason=str(error))
         return None
 
-    def _up(self, **said: object) -> None:
-        word = RankMessage(call=self._call, step=self._step, **said)  # type: ignore[arg-type]
-        if self._turn == 0:
-            self._opening = word
-            self._words.say(f"call-{self._rank:05d}", word)
+    def _up(self, **content: object) -> None:
+        message = RankMessage(call=self._call, step=self._step, **content)  # type: ignore[arg-type]
+        if self._exchange == 0:
+            self._opening = message
+            self._mailbox.post(f"call-{self._rank:05d}", message)
         else:
-            self._words.say(_name("up", self._rank, self._call, self._turn), word)
+            self._mailbox.post(_name("up", self._rank, self._call, self._exchange), message)
 
     def _call_again(self) -> None:
         """A rank 0 that starts later than the others clears the directory first."""
-        if self._turn == 0 and self._opening is not None:
+        if self._exchange == 0 and self._opening is not None:
             name = f"call-{self._rank:05d}"
-            if self._words.heard(name) is None:
-                self._words.say(name, self._opening)
+            if self._mailbox.read(name) is None:
+                self._mailbox.post(name, self._opening)
 
 
-def said(word: _T | None) -> _T:
-    if word is None:
-        raise ValueError("rank 0 has to say something")
-    return word
+def given(message: _T | None) -> _T:
+    if message is None:
+        raise ValueError("rank 0 must send a message")
+    return message
 
 
-def _raised(word: RankMessage, rank: int) -> Exception:
-    return _ERRORS.get(word.error, RoseMuxError)(f"rank {rank}: {word.reason}")
+def _raised(message: RankMessage, rank: int) -> Exception:
+    return _ERRORS.get(message.error, RoseMuxError)(f"rank {rank}: {message.reason}")
 
 
-def _name(way: str, rank: int, call: str, turn: int) -> str:
-    return f"{way}-{rank:05d}-{call}-{turn}"
+def _name(way: str, rank: int, call: str, exchange: int) -> str:
+    return f"{way}-{rank:05d}-{call}-{exchange}"
 
 
-def _body(word: RankMessage, kind: type[_T], rank: int) -> _T:
-    """The word's body; raises the speaker's error, naming the rank."""
-    if word.error:
-        raise _raised(word, rank)
+def _body(message: RankMessage, kind: type[_T], rank: int) -> _T:
+    """The message's body; raises the speaker's error, naming the rank."""
+    if message.error:
+        raise _raised(message, rank)
     try:
-        return msgspec.json.decode(word.body, type=kind)
+        return msgspec.json.decode(message.body, type=kind)
     except msgspec.MsgspecError as error:
         raise PeerProtocolError(f"rank {rank}: {error}") from error

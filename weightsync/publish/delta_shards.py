@@ -5,15 +5,15 @@ writes them as one file; a full checkpoint's lengths are known and it is one fil
 a file becomes, never what an entry holds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from weightsync.elements.bits import shared_spec
+from weightsync.elements.bits import Layout, shared_spec
 from weightsync.elements.state_hash import new_digest
 from weightsync.encoding.codec import Encoded, Encoding
 from weightsync.layout.chunk_digests import ChunkDigests, chunk_bytes_for
 from weightsync.layout.manifest import FileRecord
-from weightsync.layout.shard import ShardTensor, shard_chunks
+from weightsync.layout.shard import shard_chunks, shard_layouts
 from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import Draft
 
@@ -44,30 +44,28 @@ class ShardFiles:
         return self._done
 
     def write_full(
-        self, tensors: Mapping[str, ShardTensor], digests: Mapping[str, str]
+        self, layout: Layout, read: Callable[[str], Any], digests: Mapping[str, str]
     ) -> list[Shard]:
         """Files of dense tensors; none where this rank has no entries."""
         contents = {
-            self._name(number): _Content(group, {entry: digests[entry] for entry in group})
-            for number, group in enumerate(_groups(tensors, self._draft.full_file_bytes), 1)
+            self._name(number): _Content(group, read, {entry: digests[entry] for entry in group})
+            for number, group in enumerate(shard_layouts(layout, self._draft.full_file_bytes), 1)
         }
         self._draft.write_all(contents)
         return [
-            Shard(name, content.record, dict.fromkeys(content.tensors, Encoding.DENSE))
+            Shard(name, content.record, dict.fromkeys(content.layout, Encoding.DENSE))
             for name, content in contents.items()
         ]
 
     def _flush(self) -> None:
-        entries = sorted(self._open.items())
-        tensors = {
-            entry: ShardTensor(shared_spec("U8", (len(encoded.payload),)), encoded.payload)
-            for entry, encoded in entries
-        }
-        checksums = {entry: encoded.digest for entry, encoded in entries}
-        encodings = {entry: encoded.encoding for entry, encoded in entries}
+        entries = dict(sorted(self._open.items()))
+        layout = {e: shared_spec("U8", (len(encoded.payload),)) for e, encoded in entries.items()}
+        checksums = {entry: encoded.digest for entry, encoded in entries.items()}
+        encodings = {entry: encoded.encoding for entry, encoded in entries.items()}
         self._open = {}
         self._open_bytes = 0
-        name, content = self._name(len(self._done) + 1), _Content(tensors, checksums)
+        name = self._name(len(self._done) + 1)
+        content = _Content(layout, lambda entry: entries[entry].payload, checksums)
         self._draft.write(name, content)
         self._done.append(Shard(name, content.record, encodings))
 
@@ -78,35 +76,21 @@ class ShardFiles:
 class _Content:
     """A file's bytes, the same in each iteration; `record` is theirs after the first."""
 
-    def __init__(self, tensors: Mapping[str, ShardTensor], checksums: Mapping[str, str]) -> None:
-        self.tensors = tensors
+    def __init__(
+        self, layout: Layout, read: Callable[[str], Any], checksums: Mapping[str, str]
+    ) -> None:
+        self.layout = layout
+        self._read = read
         self.record = FileRecord(0, "")
         self._checksums = checksums
 
     def __iter__(self) -> Iterator[Any]:
         whole, size = new_digest(), 0
-        payloads = sum(memoryview(tensor.data).nbytes for tensor in self.tensors.values())
-        chunk_bytes = chunk_bytes_for(payloads)
+        chunk_bytes = chunk_bytes_for(sum(spec.size_bytes for spec in self.layout.values()))
         chunks = ChunkDigests(chunk_bytes)
-        for buffer in shard_chunks(self.tensors, self._checksums):
+        for buffer in shard_chunks(self.layout, self._read, self._checksums):
             whole.update(buffer)
             chunks.update(buffer)
             size += memoryview(buffer).nbytes
             yield buffer
         self.record = FileRecord(size, whole.hexdigest(), chunk_bytes, chunks.all())
-
-
-def _groups(
-    tensors: Mapping[str, ShardTensor], limit_bytes: int
-) -> Iterator[dict[str, ShardTensor]]:
-    """In order, each up to the limit, or one that is larger by itself."""
-    group: dict[str, ShardTensor] = {}
-    left = limit_bytes
-    for entry, tensor in tensors.items():
-        if group and tensor.spec.size_bytes > left:
-            yield group
-            group, left = {}, limit_bytes
-        group[entry] = tensor
-        left -= tensor.spec.size_bytes
-    if group:
-        yield group

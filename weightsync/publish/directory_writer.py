@@ -23,9 +23,10 @@ from harvester.platform.file_lock import locked
 from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bytes
 from weightsync.layout.durable import refusals, write_durably
+from weightsync.layout.names import LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.publish.agreement import WrittenShare, final_names
-from weightsync.publish.store_writer import FileWriter
-from weightsync.reading.store import LATEST_FILE, READY_FILE, Kind, Store, VersionRef
+from weightsync.publish.store_writer import Draft, FileWriter
+from weightsync.reading.store import Store
 
 _LOCK_FILE = ".publisher-lock"
 _FULL_FILE_BYTES = 1 << 37
@@ -53,7 +54,7 @@ class WritableDirectory:
         return DirectoryDraft(self._root, begun, self._write)
 
 
-class DirectoryDraft:
+class DirectoryDraft(Draft):
     full_file_bytes = _FULL_FILE_BYTES
 
     def __init__(self, root: Path, begun: str, write: FileWriter) -> None:
@@ -68,14 +69,8 @@ class DirectoryDraft:
         for file, chunks in files.items():
             self.write(file, chunks)
 
-    def settle(self) -> None:
-        """Each was durable when it was written."""
-
     def written(self, file: str, published: str) -> Bytes:  # noqa: ARG002 - it was renamed
         return np.memmap(self._root / published, dtype=np.uint8, mode="r")
-
-    def close(self) -> None:
-        """No-op: nothing is held."""
 
 
 class DirectoryWriter:

@@ -5,26 +5,106 @@ used only if every entry hashes to its record and the record is of the store's n
 otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
+import errno
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from harvester.platform.file_lock import locked
 from weightsync.elements.batches import each
-from weightsync.elements.bits import Bits, Bytes, TensorSpec, checked_spec
+from weightsync.elements.bits import (
+    Bits,
+    Bytes,
+    TensorSpec,
+    bits_from_bytes,
+    bytes_of,
+    checked_spec,
+)
 from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
-from weightsync.publish.copy_memory import CopyMemory, MappedFile
 from weightsync.publish.intake import Intake, Piece
 
+_ALIGN_BYTES = 64
 RECORD_FORMAT = 1
+
+
+class MappedFile:
+    """`copy-RANK.bin` and its record `copy-RANK.json` in one directory, under a lock.
+
+    Entries lie in order of arrival, each at a multiple of 64 bytes.
+    """
+
+    def __init__(self, directory: Path, *, rank: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._data = directory / f"copy-{rank:05d}.bin"
+        self._record = self._data.with_suffix(".json")
+        taken = f"{directory} is another publisher's copy_dir"
+        self._lock = locked(self._data.with_suffix(".lock"), taken=taken)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def fill(self, pieces: Iterable[Piece]) -> dict[str, Bits]:
+        """Replace the content. Raises Exhausted if the disk is full: a hole in a mapped file would
+        kill the process."""
+        self.drop()
+        specs: dict[str, TensorSpec] = {}
+        try:
+            with self._data.open("wb") as file:
+                for piece in pieces:
+                    specs[piece.entry] = piece.spec
+                    file.write(bytes_of(piece.bits(own=False)).data)
+                    file.write(bytes(_padding(piece.spec)))
+            return self.mapped(specs)
+        except OSError as error:
+            self.drop()
+            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                raise Exhausted(f"no space left for the copy {self._data}: {error}") from error
+            raise ConfigError(f"cannot write the copy {self._data}: {error}") from error
+
+    def mapped(self, specs: Mapping[str, TensorSpec]) -> dict[str, Bits]:
+        """The entries, mapped from the file; raises OSError, or ValueError if the size differs."""
+        size = sum(spec.size_bytes + _padding(spec) for spec in specs.values())
+        if self._data.stat().st_size != size:
+            raise ValueError(f"{self._data} has not {size} bytes")
+        whole = np.empty(0, dtype=np.uint8)
+        if size:
+            with self._data.open("r+b") as file:
+                whole = np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+        bits: dict[str, Bits] = {}
+        at = 0
+        for entry, spec in specs.items():
+            bits[entry] = bits_from_bytes(whole[at : at + spec.size_bytes], spec)
+            at += spec.size_bytes + _padding(spec)
+        return bits
+
+    def record(self, text: bytes) -> None:
+        temporary = self._record.with_suffix(".tmp")
+        temporary.write_bytes(text)
+        temporary.rename(self._record)
+
+    def recorded(self) -> bytes:
+        """The record; raises OSError if there is none."""
+        return self._record.read_bytes()
+
+    def drop(self) -> None:
+        self._record.unlink(missing_ok=True)
+        self._data.unlink(missing_ok=True)
+
+
+def _padding(spec: TensorSpec) -> int:
+    return -spec.size_bytes % _ALIGN_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +131,13 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LastPublished:
-    """One rank's entries. `version` is None if there is no state to compare with."""
+    """One rank's entries. `version` is None if there is no state to compare with.
 
-    def __init__(self, memory: CopyMemory) -> None:
-        self._memory = memory
+    `file`: a copy that outlives the process; None keeps it in memory.
+    """
+
+    def __init__(self, file: MappedFile | None) -> None:
+        self._file = file
         self._clear()
 
     def _clear(self) -> None:
@@ -71,11 +154,13 @@ class LastPublished:
     def forget(self) -> None:
         """Drop the copy, so that the next version is a full one."""
         self._clear()
-        self._memory.drop()
+        if self._file is not None:
+            self._file.drop()
 
     def close(self) -> None:
         self._clear()
-        self._memory.close()
+        if self._file is not None:
+            self._file.close()
 
     def bits(self, entry: str) -> Bits:
         return self._bits[self.ties.get(entry, entry)]
@@ -113,7 +198,10 @@ class LastPublished:
                     slices[piece.entry] = piece.record
                 yield piece
 
-        self._bits = self._memory.fill(noted())
+        if self._file is None:
+            self._bits = {piece.entry: piece.bits(own=True) for piece in noted()}
+        else:
+            self._bits = self._file.fill(noted())
         self._specs, self.ties = specs, dict(intake.ties)
         digests = digests_of(specs, specs, self.bits, pool)
         digests |= {name: digests[first] for name, first in self.ties.items()}
@@ -175,7 +263,8 @@ class LastPublished:
         """Set the version that the copy now is; `digests` are the changed ones."""
         self.contents.digests.update(digests or {})
         self.version, self.state_hash = version, state_hash
-        self._memory.record(lambda: msgspec.json.encode(self._record(version)))
+        if self._file is not None:
+            self._file.record(msgspec.json.encode(self._record(version)))
 
     def _record(self, version: WeightVersion) -> _Record:
         return _Record(
@@ -189,18 +278,13 @@ class LastPublished:
             skipped=sorted(self.skipped),
         )
 
-    def adopt(
-        self, memory: MappedFile, latest: WeightVersion | None, state_hash: str, pool: Executor
-    ) -> None:
+    def adopt(self, file: MappedFile, latest: int, state_hash: str, pool: Executor) -> None:
         """Take over an earlier process's copy, if it is exactly the store's newest version."""
         try:
-            record = msgspec.json.decode(memory.recorded(), type=_Record)
-            if (record.format, record.version, record.state_hash) == (
-                RECORD_FORMAT,
-                latest,
-                state_hash,
-            ):
-                self._take_over(memory, record)
+            record = msgspec.json.decode(file.recorded(), type=_Record)
+            found = (record.format, record.version, record.state_hash)
+            if found == (RECORD_FORMAT, latest, state_hash):
+                self._take_over(file, record)
                 if self.is_true(pool):
                     self.version, self.state_hash = WeightVersion(record.version), state_hash
                     return
@@ -208,12 +292,12 @@ class LastPublished:
             pass
         self.forget()
 
-    def _take_over(self, memory: MappedFile, record: _Record) -> None:
+    def _take_over(self, file: MappedFile, record: _Record) -> None:
         self._specs = {
             entry: checked_spec(dtype, shape, what=f"copy of {entry!r}")
             for entry, dtype, shape in record.lie
         }
-        self._bits = memory.mapped(self._specs)
+        self._bits = file.mapped(self._specs)
         self.ties, self.skipped = record.ties, set(record.skipped)
         self._know(record.slices, record.digests)
 

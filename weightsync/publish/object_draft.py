@@ -7,8 +7,9 @@ once the version is out. A full checkpoint is uploaded straight from the copy.
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import IO, Any
@@ -46,12 +47,12 @@ class ObjectDraft:
             for chunk in chunks:
                 spool.write(chunk)
             spool.flush()
-        self._start(file, _SpooledBytes(spool.fileno(), self._is_closed))
+        self._start(file, partial(_pieces, spool.fileno()))
         return spool.tell()
 
     def write_all(self, files: Mapping[str, Iterable[Any]]) -> None:
         for file, chunks in files.items():
-            self._start(file, _Interruptible(chunks, self._is_closed))
+            self._start(file, partial(iter, chunks))
         self.settle()
 
     def settle(self) -> None:
@@ -68,8 +69,8 @@ class ObjectDraft:
         for spool in self._spools.values():
             spool.close()
 
-    def _start(self, file: str, chunks: Iterable[Any]) -> None:
-        path = self._prefix + file
+    def _start(self, file: str, read: Callable[[], Iterator[Any]]) -> None:
+        path, chunks = self._prefix + file, _Interruptible(read, self._is_closed)
         self._uploads.append(self._pool.submit(self._objects.upload, path, chunks))
 
     def _raise_early(self) -> None:
@@ -80,33 +81,22 @@ class ObjectDraft:
 
 
 class _Interruptible:
-    """`chunks`, again and again, until the draft is closed."""
+    """What `read` yields, anew in each iteration, until the draft is closed."""
 
-    def __init__(self, chunks: Iterable[Any], stop: Event) -> None:
-        self._chunks = chunks
+    def __init__(self, read: Callable[[], Iterator[Any]], stop: Event) -> None:
+        self._read = read
         self._stop = stop
 
     def __iter__(self) -> Iterator[Any]:
-        for chunk in self._chunks:
-            _go_on(self._stop)
+        for chunk in self._read():
+            if self._stop.is_set():
+                raise Stale("this version was given up")
             yield chunk
 
 
-class _SpooledBytes:
-    """A file's bytes, read anew by each iteration: mapped, they would count as memory in use."""
-
-    def __init__(self, handle: int, stop: Event) -> None:
-        self._handle = handle
-        self._stop = stop
-
-    def __iter__(self) -> Iterator[bytes]:
-        at = 0
-        while piece := os.pread(self._handle, _READ_BYTES, at):
-            _go_on(self._stop)
-            yield piece
-            at += len(piece)
-
-
-def _go_on(stop: Event) -> None:
-    if stop.is_set():
-        raise Stale("this version was given up")
+def _pieces(handle: int) -> Iterator[bytes]:
+    """A file's bytes; mapped, they would count as memory in use."""
+    at = 0
+    while piece := os.pread(handle, _READ_BYTES, at):
+        yield piece
+        at += len(piece)

@@ -21,7 +21,7 @@ from pathlib import Path
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import WeightVersion, checked_name
 from harvester.platform.backoff import RetryLimits
-from weightsync.adapter import FULL_SHARD_FILE
+from weightsync.layout.adapter import FULL_SHARD_FILE
 from weightsync.layout.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -33,6 +33,7 @@ from weightsync.layout.names import (
 )
 from weightsync.publish.agreement import Shard, WrittenShare
 from weightsync.publish.object_draft import ObjectDraft
+from weightsync.publish.store_writer import StoreWriter
 from weightsync.reading.store import Store
 from weightsync.transport.objects import Objects
 
@@ -73,7 +74,7 @@ class WritableObjects:
         return ObjectDraft(self._objects, prefix, streams=self._streams, spool_dir=self._spool_dir)
 
 
-class ObjectWriter:
+class ObjectWriter(StoreWriter):
     """`sweeping` are the same objects, with fewer retries."""
 
     def __init__(self, objects: Objects, sweeping: Objects, store: Store) -> None:
@@ -85,9 +86,6 @@ class ObjectWriter:
         """Unfinished attempts, each with the objects created for it besides its shards."""
         objects.put(OWNER_FILE, self._owner)
         self._sweep_strangers()
-
-    def close(self) -> None:
-        """No-op: nothing is held, and the next publisher takes the store over."""
 
     def refs(self) -> frozenset[VersionRef]:
         return frozenset(_by_version(self._objects.sizes()))

@@ -6,7 +6,7 @@ anyway. Decides nothing about versions.
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -14,47 +14,34 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
-from weightsync.publish.conversation import First, Other, said
-from weightsync.publish.mailbox import WordFiles
+from weightsync.publish.conversation import Mailbox, OtherRank, RankZero, given
 
 RANKS_DIRECTORY = ".ranks"
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Conversation(Protocol):
-    def gather(self, word: _T) -> list[_T]:
+    def gather(self, message: _T) -> list[_T]:
         """On rank 0 the messages of all ranks, in rank order; on other ranks an empty list."""
-        ...
 
-    def tell(self, word: _T | None, kind: type[_T]) -> _T:
+    def tell(self, message: _T | None, kind: type[_T]) -> _T:
         """Rank 0's message; the other ranks pass None."""
-        ...
-
-
-class Ranks(Protocol):
-    rank: int
-
-    def conversation(self, step: int) -> AbstractContextManager[Conversation]:
-        """Context of one publish; an error inside reaches every rank."""
-        ...
 
 
 class Alone:
-    """The single rank of an unsharded trainer."""
+    """The single rank of an unsharded trainer, which talks to itself."""
 
     rank = 0
 
     @contextmanager
     def conversation(self, step: int) -> Iterator[Conversation]:  # noqa: ARG002 - one rank
-        yield _Monologue()
+        yield self
 
+    def gather(self, message: _T) -> list[_T]:
+        return [message]
 
-class _Monologue:
-    def gather(self, word: _T) -> list[_T]:
-        return [word]
-
-    def tell(self, word: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
-        return said(word)
+    def tell(self, message: _T | None, kind: type[_T]) -> _T:  # noqa: ARG002 - nothing is read
+        return given(message)
 
 
 class RanksByFiles:
@@ -73,13 +60,18 @@ class RanksByFiles:
         self.rank = rank
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._words = WordFiles(store_dir / RANKS_DIRECTORY, clock or MonotonicClock(), pause)
+        self._mailbox = Mailbox(store_dir / RANKS_DIRECTORY, clock or MonotonicClock(), pause)
         if rank == 0:
-            self._words.clear()
+            self._mailbox.clear()
 
     @contextmanager
     def conversation(self, step: int) -> Iterator[Conversation]:
-        talk = self._side(step)
+        """Context of one publish; an error inside reaches every rank."""
+        talk = (
+            RankZero(self._mailbox, step, ranks=self._ranks, timeout_s=self._timeout_s)
+            if self.rank == 0
+            else OtherRank(self._mailbox, step, rank=self.rank, timeout_s=self._timeout_s)
+        )
         try:
             yield talk
         except Exception as error:
@@ -89,8 +81,3 @@ class RanksByFiles:
             if cause is not None:
                 raise cause from error
             raise
-
-    def _side(self, step: int) -> First | Other:
-        if self.rank == 0:
-            return First(self._words, step, ranks=self._ranks, timeout_s=self._timeout_s)
-        return Other(self._words, step, rank=self.rank, timeout_s=self._timeout_s)

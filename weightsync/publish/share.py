@@ -2,17 +2,18 @@
 
 Tensors are taken one after another, with a bound on the bytes in flight; the pool compares and
 encodes while finished ones are written. The copy advances only after the store has the version.
-Independent of other ranks.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.bits import Bits, bytes_of
-from weightsync.encoding.codec import Encoding, encode, encode_as
-from weightsync.layout.shard import ShardTensor
+from weightsync.encoding.codec import Encoded, Encoding, encode, encode_as
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import (
     Holding,
     Offer,
@@ -21,12 +22,83 @@ from weightsync.publish.agreement import (
     WrittenShare,
     holding_of,
 )
-from weightsync.publish.comparison import Compared, StateComparison
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.intake import Intake, Piece
 from weightsync.publish.last_published import LastPublished
 from weightsync.publish.store_writer import Draft
-from weightsync.reading.store import Kind, VersionRef
+
+_BATCH_BYTES = 1 << 20
+_SMALL_BYTES = 8 << 10
+"""Mean tensor size of a batch up to which it is compared inline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    entry: str
+    encoded: Encoded | None
+    """None if nothing changed."""
+
+
+class StateComparison:
+    """Compares in batches: a hand-over takes longer than comparing a small tensor.
+
+    Batches of tensors that take longer in Python than in a compiled loop are compared inline, since
+    threads would only wait for each other's interpreter lock. `in_flight_bytes` bounds the bytes
+    held at a time, above one batch per thread.
+    """
+
+    def __init__(
+        self,
+        compare: Callable[[str, Bits], Compared],
+        pool: Executor,
+        *,
+        threads: int,
+        in_flight_bytes: int,
+    ) -> None:
+        self._compare = compare
+        self._pool = pool
+        self._threads = threads
+        self._in_flight_bytes = in_flight_bytes
+        self._batch_bytes = min(_BATCH_BYTES, in_flight_bytes // (2 * threads))
+        self._waiting: deque[tuple[int, Callable[[], list[Compared]]]] = deque()
+        self._held_bytes = 0
+        self._open: list[tuple[str, Bits]] = []
+        self._open_bytes = 0
+
+    def make_room(self, size_bytes: int) -> Iterator[Compared]:
+        """Yield finished results until `size_bytes` more fit."""
+        while (
+            len(self._waiting) >= self._threads
+            and self._held_bytes + size_bytes > self._in_flight_bytes
+        ):
+            done_bytes, done = self._waiting.popleft()
+            yield from done()
+            self._held_bytes -= done_bytes
+
+    def add(self, entry: str, bits: Bits) -> None:
+        self._open.append((entry, bits))
+        self._open_bytes += bits.nbytes
+        self._held_bytes += bits.nbytes
+        if self._open_bytes >= self._batch_bytes:
+            self._hand_over()
+
+    def finish(self) -> Iterator[Compared]:
+        """Yield all remaining results."""
+        self._hand_over()
+        while self._waiting:
+            yield from self._waiting.popleft()[1]()
+
+    def _hand_over(self) -> None:
+        batch, size_bytes = self._open, self._open_bytes
+        self._open, self._open_bytes = [], 0
+        if size_bytes > _SMALL_BYTES * len(batch):
+            self._waiting.append((size_bytes, self._pool.submit(self._compare_all, batch).result))
+            return
+        done = self._compare_all(batch)
+        self._waiting.append((size_bytes, lambda: done))
+
+    def _compare_all(self, batch: list[tuple[str, Bits]]) -> list[Compared]:
+        return [self._compare(entry, bits) for entry, bits in batch]
 
 
 class Share:
@@ -50,14 +122,14 @@ class Share:
         self._threads = threads
         self._in_flight_bytes = in_flight_bytes
         self._shard_bytes = shard_bytes
-        self._has_told = False
+        self._is_reported = False
 
     def offer(self, intake: Intake) -> Offer:
         """The base that a delta of `intake` can build on."""
         if self._copy.version is None or not self._copy.fits(intake):
             return Offer(0, "")
-        told = None if self._has_told else holding_of(self._copy.contents)
-        return Offer(self._copy.version, self._copy.state_hash, told)
+        holding = None if self._is_reported else holding_of(self._copy.contents)
+        return Offer(self._copy.version, self._copy.state_hash, holding)
 
     def take(self, intake: Intake) -> Holding:
         """Copy all tensors, for a full version."""
@@ -67,11 +139,10 @@ class Share:
     def write_full(self, draft: Draft) -> WrittenShare:
         """Write the copy as a full checkpoint."""
         contents = self._copy.contents
-        tensors = {
-            entry: ShardTensor(spec, bytes_of(self._copy.bits(entry)).data)
-            for entry, spec in contents.layout.items()
-        }
-        return WrittenShare(self._files(draft).write_full(tensors, contents.digests), {})
+        shards = self._files(draft).write_full(
+            contents.layout, lambda entry: bytes_of(self._copy.bits(entry)).data, contents.digests
+        )
+        return WrittenShare(shards, {})
 
     def write_anchor(self, draft: Draft) -> WrittenShare:
         """Verify the copy and write it in full. Without this check a wrong copy would go unnoticed
@@ -82,9 +153,7 @@ class Share:
         return self.write_full(draft)
 
     def write_delta(self, draft: Draft, intake: Intake) -> WrittenShare:
-        """Write the differences from the copy; raises ConfigError if an iterable has other
-        entries.
-        """
+        """Write what differs from the copy; raises ConfigError if an iterable has other entries."""
         files = self._files(draft)
         digests: dict[str, str] = {}
         expected = set(self._copy.contents.layout) - set(self._copy.ties)
@@ -115,7 +184,7 @@ class Share:
             shards = (draft.written(file, f"{directory}/{name}") for file, name in names.items())
             self._copy.advance(shards, encodings, self._pool)
         self._copy.hold(version, outcome.state_hash, written.digests)
-        self._has_told = True
+        self._is_reported = True
 
     def _files(self, draft: Draft) -> ShardFiles:
         return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)

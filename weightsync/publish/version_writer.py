@@ -4,23 +4,22 @@ Only rank 0 names a version, so a publish that any rank leaves early has changed
 the ranks' reports; never reads a shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
+from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
 from weightsync.layout.manifest import (
     BLOCK_FORMAT,
-    INDEX_FILE,
-    MAX_INDEX_BYTES,
     Block,
     Manifest,
     encoded_manifest,
     without_chunks,
 )
-from weightsync.layout.names import CONFIG_FILE
+from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
     Holding,
@@ -29,16 +28,12 @@ from weightsync.publish.agreement import (
     PublishResult,
     Settled,
     WrittenShare,
-    changed_digests,
     common_version,
-    odd_encodings,
+    offered_contents,
     settled,
-    told_contents,
 )
 from weightsync.publish.last_published import Contents
-from weightsync.publish.retention import making_room, superseded
 from weightsync.publish.store_writer import StoreWriter
-from weightsync.reading.store import Kind, VersionRef
 
 
 class VersionWriter:
@@ -78,7 +73,7 @@ class VersionWriter:
         if base != self._latest():
             base = None
         if base is not None and self._known is None:
-            self._known = told_contents(offers)
+            self._known = offered_contents(offers)
         version = WeightVersion(self._newest + 1)
         begun = self._writer.begin(VersionRef(Kind.WEIGHT, version))
         if base is None or self._known is None:
@@ -101,15 +96,13 @@ class VersionWriter:
     def commit(self, order: Order, written: Sequence[WrittenShare]) -> PublishResult:
         """Make the version visible and point LATEST to it."""
         version = WeightVersion(order.version)
-        self._next = Contents(
-            layout=self._next.layout,
-            slices=self._next.slices,
-            digests=self._next.digests | changed_digests(written),
-        )
+        changed = {entry: digest for part in written for entry, digest in part.digests.items()}
+        self._next = replace(self._next, digests=self._next.digests | changed)
         state_hash = combined(self._next.digests, self._next.layout)
         names, small = self._complete(order.directory, version, order.base, written, state_hash)
         size = _size_bytes(written, small)
-        anchor_due = bool(order.base) and self._anchor_is_due(version)
+        since_full = version - max(self._full_versions, default=0)
+        anchor_due = bool(order.base) and since_full >= self._anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, whatever fails.
         self._newest = version
@@ -189,6 +182,12 @@ class VersionWriter:
         state_hash: str,
     ) -> Manifest:
         shards = [shard for part in written for shard in part.shards]
+        encodings = {
+            entry: encoding
+            for shard in shards
+            for entry, encoding in shard.encodings.items()
+            if base and encoding is not self._encoding
+        }
         return Manifest(
             version=version,
             base_version=WeightVersion(base) if base else None,
@@ -200,7 +199,7 @@ class VersionWriter:
                 state_hash=state_hash,
                 bytes_dense=self._bytes_dense(),
                 files={names[shard.file]: shard.record for shard in shards},
-                encodings=odd_encodings(written, self._encoding) if base else {},
+                encodings=encodings,
                 slices={} if base else self._next.slices,
                 adapter=self._adapter,
             ),
@@ -233,9 +232,6 @@ class VersionWriter:
             self._writer.remove(ref)
             self._full_versions.discard(ref.version)
 
-    def _anchor_is_due(self, version: WeightVersion) -> bool:
-        return version - max(self._full_versions, default=0) >= self._anchor_every
-
     def _anchor_place(self, version: WeightVersion) -> str:
         try:
             return self._writer.begin(VersionRef(Kind.ANCHOR, version))
@@ -251,3 +247,46 @@ def _size_bytes(written: Sequence[WrittenShare], small: Mapping[str, bytes]) -> 
     """Size of a version: its shards and its small files."""
     shards = sum(shard.record.bytes for part in written for shard in part.shards)
     return shards + sum(len(data) for data in small.values())
+
+
+def superseded(
+    refs: Collection[VersionRef],
+    *,
+    full_versions: Collection[WeightVersion],
+    latest: WeightVersion,
+    keep_versions: int,
+) -> tuple[VersionRef, ...]:
+    """The directories to delete, oldest first. All others stay reachable from a full checkpoint.
+
+    `full_versions` are those with a full checkpoint, as anchor or as the version itself. The newest
+    of them at or below the oldest version to keep becomes the store's new beginning.
+    """
+    oldest_kept = latest - keep_versions + 1
+    beginning = max((v for v in full_versions if v <= oldest_kept), default=0)
+    return _before(refs, beginning)
+
+
+def making_room(
+    sizes: Mapping[VersionRef, int],
+    *,
+    full_versions: Collection[WeightVersion],
+    latest: WeightVersion,
+    needed_bytes: int,
+    max_bytes: int,
+) -> tuple[VersionRef, ...] | None:
+    """The fewest directories to delete, oldest first, so that `needed_bytes` more fit.
+
+    `latest` stays reachable whatever the next version becomes. None where that leaves too little.
+    """
+    beginnings = sorted({0, *(version for version in full_versions if version <= latest)})
+    for beginning in beginnings:
+        doomed = _before(sizes, beginning)
+        kept_bytes = sum(sizes.values()) - sum(sizes[ref] for ref in doomed)
+        if kept_bytes + needed_bytes <= max_bytes:
+            return doomed
+    return None
+
+
+def _before(refs: Collection[VersionRef], beginning: int) -> tuple[VersionRef, ...]:
+    doomed = (ref for ref in refs if ref.version < beginning)
+    return tuple(sorted(doomed, key=lambda ref: (ref.version, ref.kind)))

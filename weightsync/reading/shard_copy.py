@@ -77,10 +77,8 @@ class ShardCopy:
         return parsed_header(self.place.read(raw).tobytes(), file_bytes=size)
 
     def fetch_parts(self, spans: Iterable[ByteSpan]) -> None:
-        """Fetch the chunks that contain these spans, each checked by digest; raises Corrupt.
-
-        No-op after `fetch`, which a shard without chunk digests needs first.
-        """
+        """Fetch and check the chunks that contain these spans; raises Corrupt. No-op after `fetch`,
+        which a shard without chunk digests needs first."""
         if self._is_whole:
             return
         chunk = self._chunk_bytes

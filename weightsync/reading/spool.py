@@ -31,24 +31,20 @@ class StagedFile(Protocol):
 
     def read(self, span: ByteSpan) -> Bytes:
         """The bytes of a span: in memory the place's own, else a copy."""
-        ...
 
     def read_into(self, start: int, into: Bytes) -> None: ...
 
     def buffer(self, span: ByteSpan) -> Bytes:
         """A buffer to fill with the bytes of a span, for `write`."""
-        ...
 
     def write(self, start: int, data: Bytes) -> None: ...
 
     def digest(self, span: ByteSpan) -> str:
         """xxh3-128 of a span, computed in little memory."""
-        ...
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that it takes of the memory room."""
-        ...
 
 
 class Spool:

@@ -31,8 +31,6 @@ from weightsync.reading.spool import Spool
 from weightsync.transport.location import source_at
 from weightsync.transport.source import StoreSource
 
-__all__ = ["LATEST_FILE", "READY_FILE", "Kind", "Store", "VersionRef"]
-
 MAX_SHARD_BYTES = 1 << 38
 """Bound on one shard: no publisher writes 256 GiB into one file."""
 _AT_ONCE = 8
@@ -94,7 +92,7 @@ class Store:
         except FileNotFoundError as error:
             raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
-        if manifest.block is not None and not self._is_ready(ref):
+        if manifest.block is not None and not self._has(ref, READY_FILE):
             raise self._missing(ref, f"{READY_FILE}: its publisher did not finish it")
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
@@ -140,10 +138,7 @@ class Store:
     def shard(
         self, ref: VersionRef, manifest: Manifest, shard: str, spool: Spool, *, lent_bytes: int
     ) -> ShardCopy:
-        """A copy of a shard, not fetched yet; raises Corrupt.
-
-        `lent_bytes` bounds the memory of all its reads together.
-        """
+        """A copy of a shard, not fetched yet; reads take up to `lent_bytes`. Raises Corrupt."""
         size = self._checked_bytes(ref, manifest, shard)
         record = manifest.block.files[shard] if manifest.block else None
         source = self._source
@@ -167,9 +162,6 @@ class Store:
         if ref is None or ref.kind is not Kind.WEIGHT:
             raise Corrupt(f"{self}/{LATEST_FILE} holds {raw!r}")
         return ref.version
-
-    def _is_ready(self, ref: VersionRef) -> bool:
-        return self._has(ref, READY_FILE)
 
     def _has(self, ref: VersionRef, name: str) -> bool:
         try:

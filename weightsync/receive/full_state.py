@@ -1,9 +1,10 @@
-"""The final state of a full checkpoint, in the receiver's own copy; bits are read on demand.
+"""A full checkpoint in the receiver's own copy, brought to the state that later deltas lead to.
 
-Reads staged and checked bytes; never changes them.
+Its tensors are read on demand; staging.py compares the digests.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +18,16 @@ from weightsync.elements.bits import (
     bits_from_bytes,
     bytes_of,
 )
-from weightsync.layout.slices import SliceRecord
+from weightsync.encoding.delta import Delta, apply_all
+from weightsync.layout.slices import CutDelta, SliceRecord
+from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import StagedFile
 from weightsync.receive.held_parts import EntryPart, bounds, element_strides
+from weightsync.receive.stored_delta import delta_bytes
 from weightsync.transport.ranges import ByteSpan
+
+_HASHED_BYTES = 1 << 20
+"""Memory that hashing takes, however large the entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +120,55 @@ class FullState(Mapping[str, Bits]):
         if len(parts) == 1 and first.within.is_whole and first.of.is_whole:
             return self._entries[first.entry]
         return None
+
+
+def advance(
+    stored: Mapping[str, StoredEntry],
+    deltas: Mapping[str, Sequence[Delta]],
+    parts: Mapping[str, EntryPart],
+    pool: Executor,
+    room: MemoryRoom,
+) -> None:
+    """Apply every entry's deltas to the held part of it; raises Corrupt."""
+
+    def size_of(entry: str) -> int:
+        largest = max(delta_bytes(delta) for delta in deltas[entry])
+        return 2 * stored[entry].spec.size_bytes + largest
+
+    def work(entry: str) -> None:
+        _advance(stored[entry], deltas[entry], parts[entry])
+
+    for _ in room.spread(pool, work, list(deltas), size_of):
+        pass
+
+
+def entry_digests(
+    stored: Mapping[str, StoredEntry],
+    parts: Mapping[str, EntryPart],
+    pool: Executor,
+    room: MemoryRoom,
+) -> dict[str, str]:
+    """xxh3-128 of every entry that is held whole."""
+    whole = [entry for entry in sorted(stored) if parts[entry].within.is_whole]
+
+    def digest(entry: str) -> str:
+        return stored[entry].place.digest(stored[entry].whole)
+
+    found = room.spread(
+        pool, digest, whole, lambda entry: min(stored[entry].spec.size_bytes, _HASHED_BYTES)
+    )
+    return dict(zip(whole, found, strict=True))
+
+
+def _advance(stored: StoredEntry, deltas: Sequence[Delta], part: EntryPart) -> None:
+    around = stored.around(part.within)
+    data = stored.place.read(around)
+    if part.within.is_whole:
+        bits = bits_from_bytes(data, stored.spec)
+        apply_all(deltas, bits)
+    else:
+        box = stored.view(data, part.within)
+        bits = box.reshape(-1).copy()
+        apply_all([CutDelta(part.within, delta) for delta in deltas], bits)
+        box[...] = bits.reshape(box.shape)
+    stored.place.write(around.start, data)

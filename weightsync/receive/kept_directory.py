@@ -12,7 +12,6 @@ from pathlib import Path
 from harvester.contracts.errors import Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.file_lock import locked
-from weightsync.checkpoint import Checkpoint, check_ours, sweep, write_checkpoint
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
 from weightsync.layout.apply_journal import (
@@ -24,6 +23,7 @@ from weightsync.layout.apply_journal import (
     write_record,
 )
 from weightsync.layout.durable import refusals
+from weightsync.receive.checkpoint import Checkpoint, check_ours, sweep, write_checkpoint
 
 _LOCK_FILE = ".rosemux-lock"
 

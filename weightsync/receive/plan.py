@@ -5,14 +5,14 @@ version and a full checkpoint with the chain after it; the others lead further b
 that is broken in part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.manifest import Manifest
-from weightsync.reading.store import Kind, VersionRef
+from weightsync.layout.names import Kind, VersionRef
 
 MAX_CHAIN = 1024
 
@@ -44,10 +44,8 @@ class PullPlan:
         return sum(step.size_bytes for step in self.steps)
 
 
-class StepSource(Protocol):
-    def step(self, ref: VersionRef) -> Step | None:
-        """The step for one directory, None if it does not exist; raises Corrupt."""
-        ...
+StepOf: TypeAlias = Callable[[VersionRef], Step | None]
+"""The step for one directory, None if it does not exist; raises Corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class _Link:
 
 
 def plans(
-    source: StepSource,
+    step_of: StepOf,
     *,
     current: WeightVersion | None,
     target: WeightVersion,
@@ -84,7 +82,7 @@ def plans(
     held: tuple[Step, ...] | None = None
     fulls: list[tuple[Step, ...]] = []
     found = False
-    for link in _walk(source, target, faults):
+    for link in _walk(step_of, target, faults):
         if link.version == target:
             goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
         if link.version == current:
@@ -127,10 +125,10 @@ def _ways(
     return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))
 
 
-def _walk(source: StepSource, target: WeightVersion, faults: list[RoseMuxError]) -> Iterator[_Link]:
+def _walk(step_of: StepOf, target: WeightVersion, faults: list[RoseMuxError]) -> Iterator[_Link]:
     def look(kind: Kind, version: WeightVersion) -> Step | None:
         try:
-            return source.step(VersionRef(kind, version))
+            return step_of(VersionRef(kind, version))
         except (Corrupt, Unsupported, Stale) as fault:
             faults.append(fault)
             return None

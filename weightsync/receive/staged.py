@@ -1,20 +1,31 @@
-"""Result of a staging: everything that an apply needs, and the expected final state."""
+"""Result of a staging: everything that an apply needs; written into a target and verified there.
+
+No publisher gives a digest of a part of a tensor. For a holder's parts, the digest is made from a
+copy with the known changes applied, and compared with the bits read back; the copy's base is
+compared with the previously read bits, before the first byte changes.
+"""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
-from harvester.contracts.errors import Corrupt
+import numpy as np
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
-from weightsync.encoding.delta import Delta
-from weightsync.layout.slices import CutDelta, SlicedDelta, Slicing
+from weightsync.elements.state_hash import digest_of, digests_of
+from weightsync.encoding.delta import Delta, apply_all
+from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.receive.full_state import FullState
-from weightsync.receive.held_parts import HeldParts, held_parts
+from weightsync.receive.held_parts import HeldParts, Selection, held_parts
 from weightsync.receive.plan import PullPlan
-from weightsync.receive.stored_delta import StoredDelta
-from weightsync.selection import Selection
+from weightsync.receive.stored_delta import delta_bytes
+from weightsync.receive.target import ApplyTarget
+
+Digests = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +39,19 @@ class Expected:
     slicing: Slicing = field(default_factory=Slicing)
     digests: Mapping[str, str] | None = None
     """For a holder of parts, the digest of each held entry; the state hash covers all entries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A state that was written and verified."""
+
+    version: WeightVersion
+    state_hash: str
+    bytes_read: int
+    tensors_changed: int
+    from_full: bool
+    seconds: float
+    """Duration of the apply alone: writing and verifying."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +78,7 @@ class Staged:
         return tuple(sorted(self.deltas if self.full is None else self.full))
 
     def narrowed(self, selection: Selection) -> "Staged":
-        """A full checkpoint that was staged whole, reduced to a holder's parts. Raises ValueError
-        otherwise."""
+        """A full checkpoint that was staged whole, reduced to a holder's parts; or ValueError."""
         if self.full is None or not self.parts.is_everything:
             raise ValueError("only what was staged whole, from a full checkpoint, can be narrowed")
         parts = held_parts(self.parts.whole, self.parts.slicing, selection)
@@ -65,6 +88,16 @@ class Staged:
             full=self.full.held(parts.layout(), parts.by_tensor()),
             parts=parts,
             expected=expected_of_parts(self.expected.state_hash, parts, self.table),
+        )
+
+    def applied(self, state_hash: str, *, seconds: float) -> Applied:
+        return Applied(
+            version=self.plan.target,
+            state_hash=state_hash,
+            bytes_read=self.bytes_read,
+            tensors_changed=len(self.changed),
+            from_full=self.full is not None,
+            seconds=seconds,
         )
 
     def lent_bytes(self, name: str) -> int:
@@ -78,8 +111,7 @@ class Staged:
 def expected_of_parts(
     state_hash: str | None, parts: HeldParts, table: Mapping[str, str]
 ) -> Expected:
-    """Expected digests of tensors held whole; tensors that are held in part have no published
-    digest."""
+    """Expected digests of tensors held whole; those held in part have no published digest."""
     cut = parts.cut
     digests = {
         part.entry: table[part.entry] for part in parts.parts.values() if part.of.tensor not in cut
@@ -87,16 +119,6 @@ def expected_of_parts(
     return Expected(
         state_hash=state_hash, checksums={}, slicing=parts.uncut_slicing(), digests=digests
     )
-
-
-def delta_bytes(delta: Delta) -> int:
-    """Approximate temporary memory for applying a delta, in bytes."""
-    if isinstance(delta, StoredDelta):
-        return delta.lent_bytes
-    if isinstance(delta, CutDelta):
-        # The whole tensor that the box is copied into; elements of eight bytes are rare.
-        return delta_bytes(delta.delta) + 4 * delta.delta.elements
-    return delta_bytes(delta.delta) if isinstance(delta, SlicedDelta) else 0
 
 
 def check_state(
@@ -121,3 +143,67 @@ def check_foreign(name: str, algorithm: str, checksum: str, bits: Bits) -> None:
     """Check a tensor against the checksum of another system; raises Corrupt."""
     if state_hash.foreign_checksum(algorithm, bits) != checksum:
         raise Corrupt(f"{name}: not the {algorithm} checksum that was published")
+
+
+def write_state(
+    staged: Staged, target: ApplyTarget, pool: Executor, known: Digests
+) -> tuple[str, dict[str, str]]:
+    """Returns the state's hash, and the digest of every tensor that is held in part.
+
+    `known`: those digests of the present state. Raises ConfigError if the target has another layout
+    and Corrupt if parts have changed (nothing is touched), and Corrupt if the state is not the
+    published one (the target is in doubt).
+    """
+    _check_layout(staged.layout, target.layout())
+    cut = staged.parts.cut
+    there = {} if staged.full is not None else digests_of(cut, staged.layout, target.bits, pool)
+    if any(known.get(name) != digest for name, digest in there.items()):
+        raise Corrupt("this holder's parts are not those that were written before")
+
+    def write(name: str) -> str:
+        if name in cut:
+            return _write_part(staged, target, name)
+        _write_whole(staged, target, name)
+        return ""
+
+    found = staged.room.spread(pool, write, staged.changed, staged.lent_bytes)
+    written = dict(zip(staged.changed, found, strict=True))
+    target.finish(staged.changed)
+    digests = {name: written.get(name) or known[name] for name in cut}
+    expected = staged.expected
+    if expected.digests is not None:
+        expected = replace(expected, digests={**expected.digests, **digests})
+    return check_state(expected, staged.layout, target.bits, pool), digests
+
+
+def _write_whole(staged: Staged, target: ApplyTarget, name: str) -> None:
+    if staged.full is None:
+        target.change(name, staged.deltas[name])
+        return
+    bits = target.bits(name)
+    staged.full.copy_into(name, bits)
+    target.commit(name, bits)
+
+
+def _write_part(staged: Staged, target: ApplyTarget, name: str) -> str:
+    """Returns the digest of what should be there now."""
+    if staged.full is None:
+        new: Bits = target.bits(name).copy()
+        apply_all(staged.deltas[name], new)
+    else:
+        new = staged.full[name]
+    bits = target.bits(name)
+    np.copyto(bits, new)
+    target.commit(name, bits)
+    return digest_of(new)
+
+
+def _check_layout(published: Layout, held: Layout) -> None:
+    if published == held:
+        return
+    for name in sorted(published.keys() | held.keys()):
+        if published.get(name) != held.get(name):
+            raise ConfigError(
+                f"the store's checkpoint does not fit this model: {name} is "
+                f"{published.get(name)} there and {held.get(name)} here"
+            )

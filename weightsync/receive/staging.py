@@ -21,8 +21,7 @@ from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
-from weightsync.receive.final_state import advance, entry_digests
-from weightsync.receive.full_state import FullState, StoredEntry
+from weightsync.receive.full_state import FullState, StoredEntry, advance, entry_digests
 from weightsync.receive.held_parts import EntryPart, HeldParts, everything, runs
 from weightsync.receive.plan import PullPlan, Step
 from weightsync.receive.staged import Expected, Staged, check_foreign, expected_of_parts
@@ -35,29 +34,11 @@ _SMALL = 4 * MIN_CHUNK_BYTES
 """A shard up to this size is read whole without a log line."""
 
 
-def stage(
-    store: Store,
-    plan: PullPlan,
-    parts: HeldParts,
-    pool: Executor,
-    *,
-    room: MemoryRoom,
-    spool: Spool,
-    known: Mapping[str, str],
-) -> Staged:
-    """Read a plan; raises Corrupt or Stale.
+class Staging:
+    """The staging of one plan. A foreign store is read whole: it has no digests for parts.
 
-    `known`: for a holder of parts, the digest of every entry of the version that the plan builds
-    on.
+    `known`: for a holder of parts, digests of all entries of the version that the plan builds on.
     """
-    staging = _Staging(store, plan, parts, pool, room, spool, known)
-    for step in plan.steps:
-        staging.take(step)
-    return staging.staged()
-
-
-class _Staging:
-    """The staging of one plan. A foreign store is read whole: it has no digests for parts."""
 
     def __init__(
         self,
@@ -65,6 +46,7 @@ class _Staging:
         plan: PullPlan,
         parts: HeldParts,
         pool: Executor,
+        *,
         room: MemoryRoom,
         spool: Spool,
         known: Mapping[str, str],
@@ -85,7 +67,7 @@ class _Staging:
         self._whole_bytes = 0
         """Size of shards that were read whole."""
 
-    def take(self, step: Step) -> None:
+    def _take(self, step: Step) -> None:
         """Read one version; raises Corrupt."""
         found: set[str] = set()
         self._whole_bytes = 0
@@ -94,23 +76,25 @@ class _Staging:
         for shard in step.manifest.shards:
             copy, header = self._fetched(step, shard)
             found |= set(header.layout)
-            told = {n: c for n, c in header.metadata.items() if n in header.layout}
+            checksums = {n: c for n, c in header.metadata.items() if n in header.layout}
             if step.manifest.block is None:
                 algorithm = step.manifest.checksum_format
-                self._checksums |= {name: (algorithm, checksum) for name, checksum in told.items()}
-            self._table |= told
+                self._checksums |= {name: (algorithm, c) for name, c in checksums.items()}
+            self._table |= checksums
             if step.manifest.is_full:
                 self._take_dense(copy, header)
             else:
                 self._take_changes(step, copy, header)
             self._bytes_read += copy.bytes_read
         if not self._held.is_everything and self._whole_bytes > len(step.manifest.shards) * _SMALL:
-            _logger.info("%s is read whole: nothing vouches for parts of it", step.ref.directory)
+            _logger.info("%s is read whole: it has no digests of its parts", step.ref.directory)
         if found != set(step.manifest.weight_map):
             raise Corrupt(f"{step.ref.directory}: shards and weight map name different tensors")
 
     def staged(self) -> Staged:
-        """Check the final state of a full checkpoint; raises Corrupt."""
+        """Read the plan and check a full checkpoint's final state; raises Corrupt or Stale."""
+        for step in self._plan.steps:
+            self._take(step)
         if self._is_ours and not self._held.is_everything:
             self._check_table()
         full = self._verified() if self._plan.current is None else None
@@ -175,8 +159,7 @@ class _Staging:
             )
 
     def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
-        """Decode every change, so that a broken one is found now; decoded changes that fit are
-        kept."""
+        """Decode every change, so that a broken one is found now; keep those that fit."""
         where = step.ref.directory
         unknown = sorted(set(header.layout) - set(self._read.entries))
         if unknown:
@@ -184,7 +167,7 @@ class _Staging:
         parts = self._parts_in(header)
         # Changes on top of a full checkpoint are applied once, and soon.
         is_kept = self._plan.current is not None
-        lying = self._plain(step, copy, header, parts) if is_kept else {}
+        plain = self._plain(step, copy, header, parts) if is_kept else {}
         waiting = {
             part.entry: StoredDelta(
                 place=copy.place,
@@ -194,13 +177,13 @@ class _Staging:
                 what=f"{where}, {part.entry}",
             )
             for part in parts
-            if part.entry not in lying
+            if part.entry not in plain
         }
-        kept = lying | (self._decoded(waiting) if is_kept else {})
+        kept = plain | (self._decoded(waiting) if is_kept else {})
         for part in parts:
             delta = kept.get(part.entry) or waiting[part.entry]
             self._deltas.setdefault(part.entry, []).append(delta)
-        if len(kept) == len(parts) and not lying:
+        if len(kept) == len(parts) and not plain:
             self._room.give_back(copy.place.kept_bytes)
 
     def _plain(
@@ -254,7 +237,7 @@ class _Staging:
         return FullState(self._held.layout(), self._held.by_tensor(), self._stored)
 
     def _check_everything(self, digests: Mapping[str, str]) -> None:
-        published = self._published()
+        published = self._plan.manifest.state_hash
         found = state_hash.combined(digests, self._read.entries)
         if published is not None and found != published:
             raise Corrupt(f"state {found} where {published} was published")
@@ -264,25 +247,20 @@ class _Staging:
             check_foreign(name, algorithm, checksum, bits)
 
     def _check_table(self) -> None:
-        """Check that the digests of all entries, as the shards tell them, hash to the published
-        state."""
-        published = self._published()
-        told = self._table.keys() == self._read.entries.keys()
-        if not told or state_hash.combined(self._table, self._read.entries) != published:
+        """Check that the digests that the shards tell hash to the published state."""
+        published = self._plan.manifest.state_hash
+        is_complete = self._table.keys() == self._read.entries.keys()
+        if not is_complete or state_hash.combined(self._table, self._read.entries) != published:
             raise Corrupt(f"the digests of version {self._plan.target} do not lead to {published}")
 
     def _expected(self) -> Expected:
         if self._held.is_everything:
             return Expected(
-                state_hash=self._published(),
+                state_hash=self._plan.manifest.state_hash,
                 checksums=self._foreign_checksums(),
                 slicing=self._held.slicing,
             )
-        return expected_of_parts(self._published(), self._held, self._table)
-
-    def _published(self) -> str | None:
-        block = self._plan.manifest.block
-        return block.state_hash if block else None
+        return expected_of_parts(self._plan.manifest.state_hash, self._held, self._table)
 
     def _foreign_checksums(self) -> dict[str, tuple[str, str]]:
         return {} if self._plan.manifest.block else self._checksums

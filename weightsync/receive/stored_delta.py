@@ -12,6 +12,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import Bits, TensorSpec
 from weightsync.encoding.codec import Encoding, decode
 from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.layout.slices import CutDelta, SlicedDelta
 from weightsync.reading.spool import StagedFile
 from weightsync.transport.ranges import ByteSpan
 
@@ -35,10 +36,7 @@ class StoredDelta:
         return self.span.size_bytes + self.spec.size_bytes
 
     def decoded(self, *, alone: bool = False) -> Delta:
-        """The checked delta; with `alone` it shares no memory with the place.
-
-        Raises Corrupt.
-        """
+        """The checked delta; with `alone` it shares no memory with the place. Raises Corrupt."""
         payload = self.place.read(self.span)
         if alone and self.place.kept_bytes:
             payload = payload.copy()
@@ -55,3 +53,13 @@ def decoded_bytes(delta: Delta) -> int:
     """Memory of a decoded delta, in bytes."""
     values = (getattr(delta, name) for name in getattr(delta, "__dataclass_fields__", ()))
     return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
+
+def delta_bytes(delta: Delta) -> int:
+    """Approximate temporary memory for applying a delta, in bytes."""
+    if isinstance(delta, StoredDelta):
+        return delta.lent_bytes
+    if isinstance(delta, CutDelta):
+        # The whole tensor that the box is copied into; elements of eight bytes are rare.
+        return delta_bytes(delta.delta) + 4 * delta.delta.elements
+    return delta_bytes(delta.delta) if isinstance(delta, SlicedDelta) else 0

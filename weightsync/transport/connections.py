@@ -4,13 +4,7 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.client import (
-    HTTPConnection,
-    HTTPException,
-    HTTPResponse,
-    HTTPSConnection,
-    IncompleteRead,
-)
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
 from io import BufferedIOBase
 from threading import Lock
 from urllib.parse import SplitResult

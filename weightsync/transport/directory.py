@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt
-from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
-from weightsync.transport.source import watched
+from weightsync.transport.source import StoreSource, watched
 
 _POLL_S = 0.1
 
 
-class DirectorySource:
+class DirectorySource(StoreSource):
     """Reads files in place; one stream, because the kernel reads ahead by itself."""
 
-    announces = False
     streams = 1
     range_bytes = 64 << 20
 
@@ -25,7 +22,6 @@ class DirectorySource:
         if not root.is_dir():
             raise ConfigError(f"no weight store at {root}: publish a version there first")
         self._root = root
-        self._clock = MonotonicClock()
 
     def __str__(self) -> str:
         return str(self._root)
@@ -35,7 +31,7 @@ class DirectorySource:
             return frozenset(path.name for path in self._root.iterdir())
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        return watched(self._latest, known, wait_s=wait_s, poll_s=_POLL_S, clock=self._clock)
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         full = self._root / path
@@ -60,18 +56,6 @@ class DirectorySource:
                 at += got
         if at < len(into):
             raise Corrupt(f"{full} ends at byte {start + at} of {start + len(into)}")
-
-    def doubt(self, path: str) -> None:
-        """No-op: there is no copy, and the next read is of the file itself."""
-
-    def close(self) -> None:
-        """No-op: nothing is held open."""
-
-    def _latest(self) -> bytes | None:
-        try:
-            return self.read_small(LATEST_FILE, MAX_LATEST_BYTES)
-        except FileNotFoundError:
-            return None
 
 
 def _plain(path: str, flags: int) -> int:

@@ -15,19 +15,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError
 from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.ranges import ByteSpan, answered_span, range_header
-from weightsync.transport.wire import (
-    MAX_LISTING_BYTES,
-    StoreList,
-    StoreListing,
-    latest_etag,
-)
+from weightsync.transport.wire import MAX_LISTING_BYTES, StoreList, StoreListing, latest_etag
 
 T = TypeVar("T")
 _RECEIVE_BYTES = 256 << 10
@@ -44,9 +39,7 @@ _POLL_S = 0.2
 class HttpSource:
     """One store at `url`, `http(s)://HOST:PORT/stores/NAME`."""
 
-    def __init__(
-        self, url: str, access: Access | None = None, *, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, url: str, access: Access | None = None) -> None:
         address = urlsplit(url.rstrip("/"))
         if address.scheme not in {"http", "https"} or not address.hostname or address.query:
             raise ConfigError(f"{url}: use http(s)://HOST:PORT/stores/NAME")
@@ -56,7 +49,7 @@ class HttpSource:
         self._url = address.geturl()
         self._path = address.path
         self._connections = Connections(address, self._access)
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._random = Random()
         self._holds_back = True
         self._lock = Lock()
@@ -157,14 +150,10 @@ class HttpSource:
 
     def _listed(self, kind: type[T]) -> T:
         try:
-            raw = self._persist(lambda _: self._whole("", MAX_LISTING_BYTES))
+            raw = self._persist(lambda _: self._small("", MAX_LISTING_BYTES))
             return msgspec.json.decode(raw, type=kind)
         except msgspec.DecodeError as error:
             raise PeerProtocolError(f"{self._url} is no weight server: {error}") from error
-
-    def _whole(self, path: str, limit_bytes: int) -> bytes:
-        with self._answer("GET", path, {}) as answer:
-            return self._body(answer, limit_bytes, what=path)
 
     def _small(self, path: str, limit_bytes: int) -> bytes:
         """A whole file, or the one that is remembered where the server says that it is the same."""

@@ -12,10 +12,7 @@ _SCHEME = "://"
 
 
 def source_at(location: Path | str, access: Access | None = None) -> StoreSource:
-    """One store; raises ConfigError where there can be none.
-
-    Without `access` a store behind a network is reached as the environment says.
-    """
+    """One store, reached without `access` as the environment says; raises ConfigError."""
     if isinstance(location, Path) or _SCHEME not in location:
         return DirectorySource(Path(location))
     access = access or Access.from_environment()
@@ -23,7 +20,7 @@ def source_at(location: Path | str, access: Access | None = None) -> StoreSource
         from weightsync.transport.http_source import HttpSource
 
         return HttpSource(location, access)
-    from weightsync.transport.object_store import ObjectStoreSource
+    from weightsync.transport.objects import ObjectStoreSource
 
     return ObjectStoreSource(location, streams=access.streams, retries=access.retries)
 

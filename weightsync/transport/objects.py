@@ -1,7 +1,8 @@
-"""One prefix of an object store: reads and puts objects by name below it, with retries.
+"""One prefix of an object store: reads and puts objects by name; and a weight store there.
 
-Every call is repeated while its fault may pass. Decides the meaning of an implementation's
-exceptions, not of an object's content.
+Every call is repeated while its fault may pass. A directory cannot be renamed in one piece there,
+so files of an unfinished version may be seen: its index is put after them and LATEST after the
+index, and readers go by these alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,9 +11,11 @@ from contextlib import suppress
 from random import Random
 from typing import Any, TypeVar
 
-from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError
 from harvester.platform.backoff import Backoff, Interrupted, RetryLimits
+from weightsync.transport.ranges import ByteSpan
+from weightsync.transport.source import StoreSource, watched
 
 T = TypeVar("T")
 
@@ -21,6 +24,8 @@ PART_BYTES = 16 << 20
 _PIECE_BYTES = 4 << 20
 """Bytes handed over at a time, so that a part's buffer never holds much more than a part."""
 _DELETES_AT_ONCE = 8
+_POLL_S = 1.0
+"""Object stores charge by request."""
 
 
 class Objects:
@@ -30,13 +35,11 @@ class Objects:
     the store did not answer for too long.
     """
 
-    def __init__(
-        self, url: str, *, retries: RetryLimits | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, url: str, *, retries: RetryLimits | None = None) -> None:
         self._fs, self._root = _opened(url)
         self._url = url.rstrip("/")
         self._retries = retries or RetryLimits()
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._random = Random()
 
     def __str__(self) -> str:
@@ -70,10 +73,7 @@ class Objects:
         self._ask(lambda _: self._fs.pipe_file(self._full(path), data), writes=True)
 
     def create(self, path: str, data: bytes) -> None:
-        """`put`; raises FileExistsError if an object with other bytes exists.
-
-        A conditional put if the store supports it, else a check before the put.
-        """
+        """`put`, conditional or after a check; raises FileExistsError if there are other bytes."""
 
         def attempt(_: Backoff) -> None:
             try:
@@ -189,3 +189,40 @@ def _opened(url: str) -> tuple[Any, str]:
             "a URL that fsspec knows"
         ) from error
     return fs, str(root).rstrip("/")
+
+
+class ObjectStoreSource(StoreSource):
+    """Reads by ranges."""
+
+    streams = 4
+    range_bytes = 8 << 20
+
+    def __init__(self, url: str, *, streams: int = 4, retries: RetryLimits | None = None) -> None:
+        self._objects = Objects(url, retries=retries)
+        self.streams = streams
+
+    def __str__(self) -> str:
+        return str(self._objects)
+
+    def directories(self) -> frozenset[str]:
+        return self._objects.names()
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        if self.size_bytes(path) > limit_bytes:
+            raise Corrupt(f"{self}/{path} is over the limit of {limit_bytes} bytes")
+        return self._objects.read(path, 0, limit_bytes)
+
+    def size_bytes(self, path: str) -> int:
+        return self._objects.size_bytes(path)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        at = 0
+        for piece in ByteSpan(start, start + len(into)).pieces(self.range_bytes):
+            raw = self._objects.read(path, piece.start, piece.stop)
+            if len(raw) != piece.size_bytes:
+                raise Corrupt(f"{self}/{path} ends before byte {piece.stop}")
+            into[at : at + len(raw)] = raw
+            at += len(raw)

@@ -1,7 +1,7 @@
 """The source of a store's bytes, whatever it is kept in.
 
     directory.py      a local or shared file system
-    object_store.py   any file system that fsspec opens
+    objects.py        any file system that fsspec opens
     http_source.py    a RoseMux server or relay
 
 A source returns unverified bytes: `Store` checks sizes, digests and READY. Paths consist of a
@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from harvester.contracts.clock import Clock
+from harvester.contracts.clock import MonotonicClock
+from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.ranges import ByteSpan
 
 
@@ -28,44 +29,37 @@ class StoreSource(Protocol):
     @property
     def streams(self) -> int:
         """Number of ranges worth reading in parallel."""
-        ...
 
     @property
     def range_bytes(self) -> int:
         """Bytes worth requesting at once."""
-        ...
 
     @property
     def announces(self) -> bool:
         """Whether a waiting `latest` is notified of a change instead of polling."""
-        ...
+        return False
 
     def directories(self) -> frozenset[str]:
         """Names in the store."""
-        ...
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
-        """The LATEST file; None if there is none yet.
-
-        Waits up to `wait_s` for it to differ from `known`.
-        """
-        ...
+        """The LATEST file, None without one; waits up to `wait_s` for another than `known`."""
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         """A whole file; raises Corrupt if it is over the limit."""
-        ...
 
     def size_bytes(self, path: str) -> int: ...
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         """Fill `into` with the file's bytes from `start` on."""
-        ...
 
-    def doubt(self, path: str) -> None:
+    def doubt(self, path: str) -> None:  # noqa: ARG002 - most sources have no copies
         """Report that this file's bytes were wrong, so that no cached copy of it is used."""
-        ...
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release what is held open."""
+        return
 
 
 def each_span(
@@ -86,15 +80,18 @@ def each_span(
 
 
 def watched(
-    read: Callable[[], bytes | None],
-    known: bytes | None,
-    *,
-    wait_s: float,
-    poll_s: float,
-    clock: Clock,
+    source: StoreSource, known: bytes | None, *, wait_s: float, poll_s: float
 ) -> bytes | None:
     """`latest` of a source without notifications: reads again every `poll_s`."""
+    clock = MonotonicClock()
     until_s = clock.now() + wait_s
-    while (found := read()) == known and (left_s := until_s - clock.now()) > 0:
+    while (found := _latest(source)) == known and (left_s := until_s - clock.now()) > 0:
         time.sleep(min(poll_s, left_s))
     return found
+
+
+def _latest(source: StoreSource) -> bytes | None:
+    try:
+        return source.read_small(LATEST_FILE, MAX_LATEST_BYTES)
+    except FileNotFoundError:
+        return None

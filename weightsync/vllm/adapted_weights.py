@@ -12,10 +12,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.layout.manifest import AdapterRecord
-from weightsync.receiver import Applied
+from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
 from weightsync.vllm.engine_weights import EngineWeights, Wanted
 from weightsync.vllm.paced_pool import Pace
@@ -26,22 +26,13 @@ class Slots(Protocol):
     """An engine's storage for adapters. A form is its representation of PEFT's files."""
 
     def read(self, directory: Path) -> Any:
-        """The form of the files in a directory; raises Unsupported for an unsuitable adapter.
-
-        Called from another thread than the other methods.
-        """
-        ...
+        """The form of the files in a directory; raises Unsupported. Called from another thread."""
 
     def check(self, form: Any) -> None:
         """Raises ConfigError if the form does not fit the model; changes nothing."""
-        ...
 
     def put(self, name: str, form: Any) -> None:
-        """Put a form in force under a name, in place of the previous one.
-
-        Raises ConfigError if it does not fit; the previous one then stays.
-        """
-        ...
+        """Put a form in force under a name; raises ConfigError, and keeps the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +65,10 @@ class AdaptedWeights:
         record = self._record(wanted)
         if record is None:
             return self._base.stage(wanted)
-        told = self._stager.begin(_key(wanted), self._preparing(wanted))
-        if told.state is StageState.READY and not self._is_on(record):
+        status = self._stager.begin(wanted.key, self._preparing(wanted))
+        if status.state is StageState.READY and not self._is_on(record):
             return self._base.stage(_base_of(record))
-        return told
+        return status
 
     def load(self, wanted: Wanted) -> Applied:
         """Bring the engine to a version of a base or of an adapter; see EngineWeights.
@@ -112,7 +103,7 @@ class AdaptedWeights:
         """The base's report, with each adapter in force under `adapters`."""
         if not self.is_loaded:
             return {}
-        return self._base.report() | {"adapters": {n: _told(c) for n, c in self._held.items()}}
+        return self._base.report() | {"adapters": {n: _shown(c) for n, c in self._held.items()}}
 
     def close(self) -> None:
         self._stager.clear()
@@ -120,15 +111,11 @@ class AdaptedWeights:
         self._stores.close()
 
     def _load_adapter(self, name: str, wanted: Wanted, record: AdapterRecord) -> Applied:
-        coming = self._stager.take(_key(wanted), self._preparing(wanted))
+        coming = self._stager.take(wanted.key, self._preparing(wanted))
         if coming.held is not self._of_store(wanted.store):
-            coming = self._stager.take(_key(wanted), self._preparing(wanted))
+            coming = self._stager.take(wanted.key, self._preparing(wanted))
         applied = coming.copy.applied
-        if wanted.state_hash not in (None, applied.state_hash):
-            raise Corrupt(
-                f"{wanted.store} version {wanted.version} is state {applied.state_hash}, the "
-                f"caller expects {wanted.state_hash}: it means another store"
-            )
+        wanted.check(applied.state_hash)
         if not self._is_on(record):
             self._move_base(name, record, coming.form)
         self._slots.put(name, coming.form)
@@ -150,7 +137,7 @@ class AdaptedWeights:
         if not self._held:
             return
         manifest = self._stores.manifest(wanted.store, wanted.version)
-        published = manifest.block.state_hash if manifest and manifest.block else None
+        published = manifest.state_hash if manifest else None
         for name, copy in self._held.items():
             if copy.record.base_state_hash != published:
                 raise ConfigError(
@@ -161,7 +148,7 @@ class AdaptedWeights:
 
     def _record(self, wanted: Wanted) -> AdapterRecord | None:
         manifest = self._stores.manifest(wanted.store, wanted.version)
-        return manifest.block.adapter if manifest and manifest.block else None
+        return manifest.adapter if manifest else None
 
     def _is_on(self, record: AdapterRecord) -> bool:
         """Whether the engine is known to hold the adapter's base."""
@@ -190,10 +177,6 @@ def _base_of(record: AdapterRecord) -> Wanted:
     )
 
 
-def _told(copy: AdapterCopy) -> dict[str, Any]:
+def _shown(copy: AdapterCopy) -> dict[str, Any]:
     base = {"base_store": copy.record.base_store, "base_version": copy.record.base_version}
     return {"store": copy.store, **base, **asdict(copy.applied)}
-
-
-def _key(wanted: Wanted) -> tuple[str, WeightVersion]:
-    return wanted.store, wanted.version

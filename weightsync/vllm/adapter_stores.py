@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
 from weightsync.elements.bits import Bits, Layout, bytes_of
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import apply_all
+from weightsync.layout.adapter import FULL_SHARD_FILE, MAX_CONFIG_BYTES, Base, checked_config
 from weightsync.layout.manifest import AdapterRecord, Manifest
-from weightsync.layout.names import CONFIG_FILE
-from weightsync.layout.shard import ShardTensor, shard_chunks
-from weightsync.reading.store import Kind, Store, VersionRef
-from weightsync.receive.staged import Staged, check_state
-from weightsync.receiver import Applied, Receiver
+from weightsync.layout.names import CONFIG_FILE, Kind, VersionRef
+from weightsync.layout.shard import shard_chunks
+from weightsync.reading.store import Store
+from weightsync.receive.staged import Applied, Staged, check_state
+from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.paced_pool import Pace, PacedPool
 
@@ -45,19 +45,19 @@ class AdapterCopy:
     def write_to(self, directory: Path) -> None:
         """Writes what PEFT's `save_pretrained` would."""
         names = sorted(self.layout, key=lambda name: (-self.layout[name].width_bytes, name))
-        tensors = {n: ShardTensor(self.layout[n], bytes_of(self.bits[n]).data) for n in names}
+        layout = {name: self.layout[name] for name in names}
+        chunks = shard_chunks(layout, lambda n: bytes_of(self.bits[n]).data, {"format": "pt"})
         with (directory / FULL_SHARD_FILE).open("wb") as file:
-            for chunk in shard_chunks(tensors, {"format": "pt"}):
-                file.write(chunk)
+            file.writelines(chunks)
         (directory / CONFIG_FILE).write_bytes(msgspec.json.encode(dict(self.config)))
 
 
 class AdapterStores:
     """Reads adapters of all stores under a root. `manifest` and `copied` may run in two threads."""
 
-    def __init__(self, root: StoreRoot, *, clock: Clock | None = None) -> None:
+    def __init__(self, root: StoreRoot) -> None:
         self._root = root
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         self._pool = PacedPool(THREADS)
         self._stores: dict[str, Store] = {}
         self._receivers: dict[str, Receiver] = {}
@@ -68,11 +68,7 @@ class AdapterStores:
         self._pool.pace = pace
 
     def manifest(self, store: str, version: WeightVersion) -> Manifest | None:
-        """The index of a version; None if it cannot be read, in which case the load reports the
-        reason.
-
-        Cached, because versions never change.
-        """
+        """The index of a version, cached; None if it cannot be read, which the load reports."""
         key = (store, version)
         if key not in self._manifests:
             try:
@@ -85,13 +81,11 @@ class AdapterStores:
         return self._manifests[key]
 
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
-        """A version, by deltas from `held` where that is cheaper.
-
-        Raises what Receiver raises, and ConfigError where the version is no adapter.
-        """
+        """A version, by deltas from `held` where that is cheaper. Raises what Receiver raises, and
+        ConfigError for whole models."""
         receiver = self._receiver(store)
         manifest = self._read_manifest(store, version)
-        record = manifest.block.adapter if manifest.block else None
+        record = manifest.adapter
         if record is None:
             raise ConfigError(f"version {version} of {store} is no adapter but a whole model")
         receiver.base = Base(
@@ -108,18 +102,13 @@ class AdapterStores:
                 raise
             staged = receiver.prepare(None, version)
             bits, found = self._advanced(None, staged)
-        applied = Applied(
-            version=version,
-            state_hash=found,
-            bytes_read=staged.plan.size_bytes,
-            tensors_changed=len(staged.changed),
-            from_full=staged.full is not None,
-            seconds=self._clock.now() - started,
-        )
+        applied = staged.applied(found, seconds=self._clock.now() - started)
+        ref = self._ref(store, version)
+        raw = self._store(store).small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
         return AdapterCopy(
             store=store,
             record=record,
-            config=self._config(store, manifest),
+            config=checked_config(raw, record, where=f"{store}/{ref.directory}"),
             layout=staged.layout,
             bits=bits,
             applied=applied,
@@ -141,13 +130,10 @@ class AdapterStores:
         elif held is None or held.layout != staged.layout:
             raise Corrupt(f"version {staged.plan.target} has other tensors than its base")
         else:
-            bits = {n: _changed(b, staged.deltas.get(n, ())) for n, b in held.bits.items()}
+            bits = {n: b.copy() if n in staged.deltas else b for n, b in held.bits.items()}
+            for name, deltas in staged.deltas.items():
+                apply_all(deltas, bits[name])
         return bits, check_state(staged.expected, staged.layout, bits.__getitem__, self._pool)
-
-    def _config(self, store: str, manifest: Manifest) -> dict[str, Any]:
-        ref = self._ref(store, manifest.version)
-        raw = self._store(store).small_file(ref, CONFIG_FILE, MAX_CONFIG_BYTES)
-        return checked_config(raw, manifest, where=f"{store}/{ref.directory}")
 
     def _read_manifest(self, store: str, version: WeightVersion) -> Manifest:
         return self._store(store).manifest(self._ref(store, version))
@@ -170,12 +156,3 @@ class AdapterStores:
         if store not in self._receivers:
             self._receivers[store] = Receiver(self._root.store(store), work_pool=self._pool)
         return self._receivers[store]
-
-
-def _changed(bits: Bits, deltas: tuple[Delta, ...]) -> Bits:
-    if not deltas:
-        return bits
-    changed = bits.copy()
-    for delta in deltas:
-        checked_apply(delta, changed)
-    return changed

@@ -29,10 +29,7 @@ PackedForm: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | Non
 
 
 def install(backend: str) -> None:
-    """Replace vLLM's packing function. Idempotent.
-
-    Engines whose `weight_transfer_config` names another backend, or none, are left unchanged.
-    """
+    """Replace vLLM's packing function, for engines with our backend only. Idempotent."""
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
@@ -100,10 +97,7 @@ def put_in_force(forms: Mapping[Any, PackedForm]) -> list[PackedForm]:
 
 
 def repack(layers: Iterable[Any], touched: Collection[int], pool: Executor) -> int:
-    """Repack the layers whose weights changed; returns their number.
-
-    `touched`: storage addresses of the changed weights.
-    """
+    """Repack the layers whose weights' storages are `touched`; returns their number."""
     stale = [layer for layer in layers if _address(layer) in touched]
     list(pool.map(lambda layer: _original()(layer, False), stale))
     return len(stale)

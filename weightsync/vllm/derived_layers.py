@@ -48,10 +48,7 @@ class DerivedLayers:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Context in which the layers take weights as at start; the loaded weights are kept.
-
-        Raises whatever vLLM's layerwise reload raises.
-        """
+        """Context in which the layers take weights as at start, and keep them as loaded."""
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,

@@ -26,8 +26,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from harvester.contracts.errors import Unsupported
 from weightsync.vllm.paced_pool import Pace
-from weightsync.vllm.update_info import InitInfo, UpdateInfo
-from weightsync.vllm.worker_weights import WorkerWeights, add_worker_methods
+from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, add_worker_methods
 
 
 class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):

@@ -17,19 +17,17 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.reading.memory_room import STAGING_BYTES
-from weightsync.receive.staged import Staged
-from weightsync.receiver import Applied, Receiver
+from weightsync.receive.staged import Applied, Staged
+from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
-from weightsync.vllm.in_place import applied_in_place, is_hashed_whole
+from weightsync.vllm.host_targets import ShadowTarget, SliceTarget, traced_slices
+from weightsync.vllm.in_place import applied_in_place, is_hashed_whole, rehearsed
 from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
-from weightsync.vllm.rehearsal import rehearsed
-from weightsync.vllm.shadow_target import ShadowTarget
-from weightsync.vllm.slice_target import SliceTarget, traced_slices
 from weightsync.vllm.stager import Stager, StageStatus
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
@@ -48,6 +46,18 @@ class Wanted:
     """The state hash that the caller expects; None accepts the published one."""
     adapter: str | None = None
     """For a store of LoRA adapters: the name by which requests select it."""
+
+    @property
+    def key(self) -> tuple[str, WeightVersion]:
+        return self.store, self.version
+
+    def check(self, published: str | None) -> None:
+        """Raises Corrupt if the version is not the state that the caller expects."""
+        if self.state_hash not in (None, published):
+            raise Corrupt(
+                f"{self.store} version {self.version} is state {published}, the caller expects "
+                f"{self.state_hash}: it means another store"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,7 @@ class EngineWeights:
 
     def stage(self, wanted: Wanted) -> StageStatus:
         """Prepare a version in the background; repeated calls return its progress."""
-        return self._stager.begin(_key(wanted), self._preparing(wanted))
+        return self._stager.begin(wanted.key, self._preparing(wanted))
 
     def load(self, wanted: Wanted) -> Applied:
         """Bring the model to a version, prepared or not; raises if the model does not hold it.
@@ -123,11 +133,11 @@ class EngineWeights:
                 f"{wanted.store} holds whole models, or this engine takes no adapters: give "
                 "`adapter` for a store of LoRA adapters only, to an engine with --enable-lora"
             )
-        prepared = self._stager.take(_key(wanted), self._preparing(wanted))
+        prepared = self._stager.take(wanted.key, self._preparing(wanted))
         if prepared.base != self._base_for(wanted.store):
-            prepared = self._stager.take(_key(wanted), self._preparing(wanted))
+            prepared = self._stager.take(wanted.key, self._preparing(wanted))
         staged = prepared.staged
-        _check_expected(staged, wanted)
+        wanted.check(staged.expected.state_hash)
         self._loaded = None
         target = prepared.base.target or self._new_target(staged.layout)
         if prepared.base.target is None and isinstance(target, SliceTarget):
@@ -210,7 +220,9 @@ class EngineWeights:
             except ConfigError:
                 raise
             except Exception as error:
-                _logger.warning("the update tore, taking a full checkpoint: %r", error)
+                _logger.warning(
+                    "the update failed half-applied, taking a full checkpoint: %r", error
+                )
                 self._mended += 1
                 staged = receiver.prepare(None, staged.plan.target)
         return receiver.settle(staged, target)
@@ -258,16 +270,3 @@ class EngineWeights:
                 source, staging_bytes=self._staging_bytes, work_pool=self._receive_pool
             )
         return self._receivers[store]
-
-
-def _key(wanted: Wanted) -> tuple[str, WeightVersion]:
-    return wanted.store, wanted.version
-
-
-def _check_expected(staged: Staged, wanted: Wanted) -> None:
-    published = staged.expected.state_hash
-    if wanted.state_hash is not None and published != wanted.state_hash:
-        raise Corrupt(
-            f"{wanted.store} version {wanted.version} is state {published}, the caller expects "
-            f"{wanted.state_hash}: it means another store"
-        )

@@ -1,9 +1,9 @@
 """Keeps the ranks of an engine in step after a call that one of them refused.
 
-vLLM's executor of several processes stops reading at the first rank that failed. What the ranks
-after it said stays in their queues and is taken for the answer to the call that follows: a report
+vLLM's executor of several processes stops reading at the first rank that failed. The replies of the
+ranks after it stay in their queues and are taken for the answer to the call that follows: a report
 of another time or, from the last rank of a pipeline, the output of a step, which ends the engine.
-A refused update is such a call. Here all ranks are heard before the failure is passed on.
+A refused update is such a call. Here all replies are read before the failure is passed on.
 """
 
 from contextlib import suppress
@@ -16,13 +16,13 @@ _FOR_ALL = 4
 
 
 def install(backend: str) -> None:
-    """Has engines with our backend hear all their ranks; a second call changes nothing."""
+    """Makes engines with our backend read the replies of all their ranks. Idempotent."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    hear_all(MultiprocExecutor, backend)
+    read_all_replies(MultiprocExecutor, backend)
 
 
-def hear_all(executor_class: Any, backend: str) -> None:
+def read_all_replies(executor_class: Any, backend: str) -> None:
     """See `install`; `executor_class` is one with vLLM's `collective_rpc` and `response_mqs`."""
     original: Any = executor_class.collective_rpc
     if hasattr(original, _ORIGINAL):
@@ -34,27 +34,27 @@ def hear_all(executor_class: Any, backend: str) -> None:
         if one_answers or len(given) > _FOR_ALL or transfer is None or transfer.backend != backend:
             return original(executor, *given, **named)
         queues = getattr(executor, _QUEUES)
-        heard = [_Heard(queue) for queue in queues]
-        setattr(executor, _QUEUES, heard)
+        replies = [_ReplyQueue(queue) for queue in queues]
+        setattr(executor, _QUEUES, replies)
         try:
             return original(executor, *given, **named)
         except TimeoutError:
             raise
         except Exception:
             # Where no rank answered the call was never made.
-            if any(queue.answered for queue in heard):
-                _hear_rest(heard)
+            if any(queue.answered for queue in replies):
+                _read_rest(replies)
             raise
         finally:
             # One that has ended meanwhile has none.
-            if getattr(executor, _QUEUES) is heard:
+            if getattr(executor, _QUEUES) is replies:
                 setattr(executor, _QUEUES, queues)
 
     setattr(collective_rpc, _ORIGINAL, original)
     executor_class.collective_rpc = collective_rpc
 
 
-class _Heard:
+class _ReplyQueue:
     """A rank's queue of answers that knows whether it was read."""
 
     def __init__(self, queue: Any) -> None:
@@ -70,9 +70,9 @@ class _Heard:
         return answer
 
 
-def _hear_rest(heard: list[_Heard]) -> None:
+def _read_rest(replies: list[_ReplyQueue]) -> None:
     # An executor that ends meanwhile says so here; the failure that is passed on came first.
     with suppress(RuntimeError):
-        for queue in heard:
+        for queue in replies:
             if not queue.answered:
                 queue.dequeue()

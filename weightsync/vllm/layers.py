@@ -45,8 +45,7 @@ def check_layers(model: torch.nn.Module) -> None:
 
 
 def check_experts_beside_adapters(model: torch.nn.Module, *, has_triton: bool) -> None:
-    """For engines that take LoRA adapters; raises Unsupported for experts that cannot be updated
-    there.
+    """Raises Unsupported for experts that engines with LoRA adapters cannot update.
 
     `has_triton`: whether this vLLM has Triton's kernels.
     """
@@ -72,10 +71,7 @@ def derived_layers(model: torch.nn.Module) -> list[Any]:
 
 
 def own_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The model's layers by name, without vLLM's LoRA wrappers.
-
-    A wrapper forwards its layer's attributes, so that each layer would appear twice.
-    """
+    """Layers by name, without vLLM's LoRA wrappers, which forward their layer's attributes."""
     for name, layer in model.named_modules():
         if _WRAPPED not in dict(layer.named_children()):
             yield name, layer

@@ -1,7 +1,7 @@
 """The weight-transfer engine for vLLM 0.24, where a worker does most of an update itself.
 
 There an engine is made without its worker's settings, `start_weight_update` takes the model apart
-unless told otherwise, and `update_weights` waits for an accelerator that a CPU does not have. So
+by default, and `update_weights` waits for an accelerator that a CPU does not have. So
 the three calls of a worker go to our engine, where it is ours, and leave the model as it is; to
 whoever calls them they are as in engine.py.
 """
@@ -16,8 +16,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.vllm.layers import check_layers
 from weightsync.vllm.paced_pool import Pace
-from weightsync.vllm.update_info import InitInfo, UpdateInfo
-from weightsync.vllm.worker_weights import WorkerWeights, add_worker_methods
+from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, add_worker_methods
 
 _REDIRECTED = "rosemux_redirected"
 

@@ -20,10 +20,17 @@ import numpy as np
 import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, TensorSpec, bits_of
+from weightsync.elements.bits import (
+    TORCH_DTYPES,
+    Bits,
+    Layout,
+    TensorSpec,
+    bits_of,
+    tensor_from_bits,
+)
 from weightsync.elements.device_hash import digests_on_device, is_proven
 from weightsync.encoding.delta import Delta
-from weightsync.target import HostTarget
+from weightsync.receive.target import HostTarget
 from weightsync.vllm.device_delta import apply_on_device
 from weightsync.vllm.layers import unwrapped
 
@@ -91,9 +98,6 @@ class LoaderMap(HostTarget):
             name: bits_of(held) for name, held in whole.items() if name not in self._on_device
         }
 
-    def layout(self) -> Layout:
-        return self._layout
-
     def bits(self, name: str) -> Bits:
         if name in self._flat:
             return self._flat[name]
@@ -106,8 +110,7 @@ class LoaderMap(HostTarget):
     def commit(self, name: str, bits: Bits) -> None:
         if name in self._flat:
             return
-        spec = self._layout[name]
-        changed = torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+        changed = tensor_from_bits(bits, self._layout[name])
         for segment in self._segments[name]:
             segment.destination.copy_(segment.of(changed))
 
@@ -233,10 +236,8 @@ def check_twins(names: Collection[str], layout: Layout, read: Callable[[str], Bi
 
 
 def _beside(layout: Layout, name: str) -> Segment:
-    """Separate memory for a matrix that may equal another one.
-
-    Raises Unsupported for any other shape: vectors of ones equal others by chance.
-    """
+    """Separate memory for a matrix that may equal another one; raises Unsupported for any other
+    shape: vectors of ones equal others by chance."""
     spec = layout[name]
     if len(spec.shape) < 2 or sum(other == spec for other in layout.values()) < 2:
         raise Unsupported(f"the loader does not copy {name} as it is")

@@ -69,8 +69,7 @@ class LoraSlots:
         self._forms[name] = form
 
     def in_force(self, name: str, number: int) -> Any:
-        """The adapter in force under a name, as vLLM adapter `number`; raises ConfigError without
-        one."""
+        """The adapter in force under a name, as vLLM's `number`; raises ConfigError without one."""
         if name not in self._forms:
             raise ConfigError(f"no version of adapter {name} is in force: load one first")
         self._ids[name].add(number)

@@ -18,16 +18,13 @@ class Pace(Protocol):
 
     def piece(self) -> AbstractContextManager[None]:
         """Waits until a piece of work may run; measures it."""
-        ...
 
     def hurry(self) -> AbstractContextManager[None]:
         """No piece waits within it."""
-        ...
 
 
 class PacedPool(Executor):
-    """Every call is a piece: the callers hand over batches of megabytes (see batches.py), or one
-    tensor."""
+    """Every call is a piece: a batch of megabytes (see batches.py), or one tensor."""
 
     def __init__(self, threads: int, *, settle: Callable[[], None] | None = None) -> None:
         """`settle` waits for what a piece has left to an accelerator; None where that is nothing"""

@@ -19,7 +19,7 @@ ENGINES = {
     "vllm_config": ("weightsync.vllm.engine", "RoseMuxWeightTransferEngine"),
     "parallel_config": ("weightsync.vllm.loader_engine", "LoaderShapedEngine"),
 }
-"""Module and class by what only that shape is told when it is made; the second is vLLM 0.24's."""
+"""Module and class by the arguments that only that shape takes; the second is vLLM 0.24's."""
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 _registered = False
@@ -41,8 +41,8 @@ def _register() -> None:
     except ImportError:
         _logger.warning("this vLLM has no weight transfer: backend %r is off", BACKEND)
         return
-    told = inspect.signature(WeightTransferEngine.__init__).parameters
-    shape = next((name for name in ENGINES if name in told), None)
+    parameters = inspect.signature(WeightTransferEngine.__init__).parameters
+    shape = next((name for name in ENGINES if name in parameters), None)
     if shape is None:
         _logger.warning("this vLLM's weight engines have a shape of their own: %r is off", BACKEND)
         return

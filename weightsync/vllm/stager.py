@@ -37,10 +37,8 @@ class Stager(Generic[T]):
         self._work: Future[T] | None = None
 
     def begin(self, key: Hashable, work: Callable[[], T]) -> StageStatus:
-        """Starts `work` unless that of the same key runs or is ready; asked again, tells how it is.
-
-        A failure is told once: the call after that starts anew.
-        """
+        """Starts `work` unless that of the same key runs or is ready; returns its status. After a
+        failure was returned, the next call starts anew."""
         held = self._held(key)
         if held is None:
             self._key, self._work = key, self._thread.submit(work)
@@ -54,9 +52,7 @@ class Stager(Generic[T]):
         return StageStatus(state=StageState.FAILED, message=f"{type(error).__name__}: {error}")
 
     def take(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Take the result for `key`. Waits for running work; runs it now if none was begun or it
-        failed, and raises its error.
-        """
+        """The result for `key`: waits for running work, or works now if none runs or it failed."""
         held, self._work = self._held(key), None
         if held is not None and held.exception() is None:
             return held.result()

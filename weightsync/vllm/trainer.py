@@ -22,16 +22,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name
-from weightsync.publish.writable_store import store_name
+from weightsync.publish.store_writer import store_name
 from weightsync.publisher import Publisher
 from weightsync.vllm.plugin import BACKEND
 
 
 @dataclass
 class RoseMuxTrainerInitInfo(TrainerInitInfo):
-    """`store_dir`: where rank 0 publishes, a directory or an object store; its last part is the
-    name that engines know it by.
-    """
+    """`store_dir`: a directory or an object store, whose last part is its name for engines."""
 
     backend: ClassVar[str] = BACKEND
 
@@ -61,10 +59,8 @@ class RoseMuxTrainer(TrainerWeightTransferEngine[RoseMuxTrainerInitInfo]):
         return made
 
     def send_weights(self) -> None:
-        """Publishes what the source yields; returns when the engines hold it.
-
-        Every rank iterates the source, because materialising a shard is a collective.
-        """
+        """Publishes what the source yields; returns when the engines hold it. Every rank iterates
+        the source, because materialising a shard is a collective."""
         state: dict[str, torch.Tensor] = {}
         for name, tensor in self.source:
             if self._publisher is not None:

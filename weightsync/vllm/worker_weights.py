@@ -1,28 +1,30 @@
-"""The weights of one vLLM worker, independent of its vLLM's weight-transfer interface.
+"""The weights of one vLLM worker, and the arguments of the calls that update them.
 
 Decides which objects a worker's model and settings need, and the allowed order of calls.
 """
 
 import os
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.ids import checked_name
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights
+from weightsync.vllm.engine_weights import EngineWeights, Wanted
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.rank_parts import is_partial
-from weightsync.vllm.update_info import UpdateInfo
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
@@ -30,6 +32,32 @@ PACKED_AHEAD_BYTES = 2 << 30
 STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
 REPORT_METHOD = "rosemux_weights"
 STAGE_METHOD = "rosemux_stage"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Empty: each update names its store."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """Store and version to load."""
+
+    store: str
+    version: int
+    state_hash: str | None = None
+    adapter: str | None = None
+    """For a store of LoRA adapters: the name that requests give as their model."""
+
+    def __post_init__(self) -> None:
+        checked_name(self.store, what="store")
+        if self.adapter is not None:
+            checked_name(self.adapter, what="adapter")
+        if type(self.version) is not int or self.version < 1:
+            raise PeerProtocolError(f"version {self.version!r}: a number from 1")
+
+    def wanted(self) -> Wanted:
+        return Wanted(**asdict(self))
 
 
 class WorkerWeights:
@@ -77,9 +105,7 @@ class WorkerWeights:
                 self._weights.rest()
 
     def paced_by(self, pace: Pace) -> None:
-        """Make each piece of weight work ask from now on, because production is beside this
-        engine.
-        """
+        """Make each piece of weight work ask from now on: production is beside this engine."""
         self._pace = pace
         self._weights.paced_by(pace)
 
@@ -116,18 +142,16 @@ def add_worker_methods(worker_class: Any) -> None:
         return report
 
     def rosemux_stage(worker: Any, store: str, version: int) -> dict[str, str]:
-        told: dict[str, str] = worker.weight_transfer_engine.stage(UpdateInfo(store, version))
-        return told
+        status: dict[str, str] = worker.weight_transfer_engine.stage(UpdateInfo(store, version))
+        return status
 
     setattr(worker_class, REPORT_METHOD, rosemux_weights)
     setattr(worker_class, STAGE_METHOD, rosemux_stage)
 
 
 def _await_stream(device: torch.device) -> None:
-    """Wait for a thread's work on its own stream; the engine's steps have another.
-
-    The device is explicit: a pool's thread defaults to the first one, whatever its engine uses.
-    """
+    """Wait for a thread's work on its own stream, which engine steps do not use. The device is
+    explicit: a pool's thread defaults to the first one."""
     torch.accelerator.current_stream(device).synchronize()
 
 

@@ -42,7 +42,7 @@ class EngineChild:
     async def serve(self, load: Sequence[Request], *, seconds: float) -> ProductionLog:
         """Raises ConfigError where the engine fails."""
         self._orders += 1
-        reply = await self._asked(
+        reply = await self._request(
             Serve(number=self._orders, load=tuple(load), seconds=seconds), seconds
         )
         assert isinstance(reply, Served)
@@ -51,13 +51,13 @@ class EngineChild:
     async def roll(self, *, seconds: float, mixed: bool = False, seed: int = 0) -> GuestLog:
         """Raises ConfigError where the engine fails."""
         self._orders += 1
-        reply = await self._asked(
+        reply = await self._request(
             Roll(number=self._orders, seconds=seconds, mixed=mixed, seed=seed), seconds
         )
         assert isinstance(reply, Rolled)
         return reply.log
 
-    async def _asked(self, order: Serve | Roll, seconds: float) -> Reply:
+    async def _request(self, order: Serve | Roll, seconds: float) -> Reply:
         assert self.process.stdin is not None
         answer = asyncio.get_running_loop().create_future()
         self._replies[order.number] = answer

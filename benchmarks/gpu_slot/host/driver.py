@@ -81,7 +81,7 @@ def nvml_device() -> dict[str, Any]:
 
 
 def _of_first(library: Any) -> dict[str, Any]:
-    def said(call: Callable[..., Any], *arguments: Any) -> Any:
+    def value_of(call: Callable[..., Any], *arguments: Any) -> Any:
         """The answer, or the library's error as text: not every GPU knows every question."""
         try:
             return call(*arguments)
@@ -92,7 +92,7 @@ def _of_first(library: Any) -> dict[str, Any]:
     handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     uuids = [library.nvmlDeviceGetUUID(handle) for handle in handles]
     first, bare = handles[0], uuids[0].removeprefix("GPU-")
-    mode = said(library.nvmlDeviceGetComputeMode, first)
+    mode = value_of(library.nvmlDeviceGetComputeMode, first)
     return {
         "bindings": library.__name__,
         "uuids": uuids,
@@ -100,11 +100,11 @@ def _of_first(library: Any) -> dict[str, Any]:
         "uuid_without_prefix_taken": _taken(library, bare),
         "compute_mode_number": mode,
         "compute_mode": _NVML_MODES.get(mode, "not known"),
-        "persistence_mode": said(library.nvmlDeviceGetPersistenceMode, first),
-        "pcie_generation": said(library.nvmlDeviceGetCurrPcieLinkGeneration, first),
-        "pcie_width": said(library.nvmlDeviceGetCurrPcieLinkWidth, first),
-        "sm_clock_mhz": said(library.nvmlDeviceGetClockInfo, first, library.NVML_CLOCK_SM),
-        "memory_clock_mhz": said(library.nvmlDeviceGetClockInfo, first, library.NVML_CLOCK_MEM),
+        "persistence_mode": value_of(library.nvmlDeviceGetPersistenceMode, first),
+        "pcie_generation": value_of(library.nvmlDeviceGetCurrPcieLinkGeneration, first),
+        "pcie_width": value_of(library.nvmlDeviceGetCurrPcieLinkWidth, first),
+        "sm_clock_mhz": value_of(library.nvmlDeviceGetClockInfo, first, library.NVML_CLOCK_SM),
+        "memory_clock_mhz": value_of(library.nvmlDeviceGetClockInfo, first, library.NVML_CLOCK_MEM),
         "processes": len(library.nvmlDeviceGetComputeRunningProcesses(first)),
     }
 
@@ -123,20 +123,20 @@ def agreement(kind: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     `found` has the reports of `nvidia_smi` and `nvml_device`. Raises Unsupported if a source is
     missing on a machine with a GPU.
     """
-    said, by_nvml = found["nvidia_smi_without_context"], found["nvml"]
+    nvidia_smi, by_nvml = found["nvidia_smi_without_context"], found["nvml"]
     if kind != "cuda":
         return {"not_here": "no GPU"}
-    if not said.get("gpus") or not by_nvml.get("uuids"):
+    if not nvidia_smi.get("gpus") or not by_nvml.get("uuids"):
         raise Unsupported("nvidia-smi or NVML names no GPU, where torch has one")
-    first = said["gpus"][0]
+    first = nvidia_smi["gpus"][0]
     by_torch = str(torch.cuda.get_device_properties(0).uuid)
-    full: dict[str, list[str]] = said["full"]
+    full: dict[str, list[str]] = nvidia_smi["full"]
     return {
         "torch_uuid": by_torch,
         "uuid_as_nvml": first["uuid"] == by_nvml["uuids"][0],
         "uuid_as_torch": first["uuid"] == f"GPU-{by_torch.removeprefix('GPU-')}",
         "uuid_as_full_text": [first["uuid"]] == full.get("GPU UUID", [])[:1],
-        "uuid_in_list": first["uuid"] in said["list"],
+        "uuid_in_list": first["uuid"] in nvidia_smi["list"],
         "compute_mode_as_nvml": first["compute_mode"] == by_nvml["compute_mode"],
         "compute_mode_as_full_text": [first["compute_mode"]] == full.get("Compute Mode", [])[:1],
     }

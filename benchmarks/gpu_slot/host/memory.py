@@ -159,18 +159,18 @@ def _own_process_bytes() -> int | None:
 
 def _device_used_bytes() -> int | None:
     """NVML's figure, which makes no context. None where it cannot be asked."""
-    used = _asked(lambda library, gpu: library.nvmlDeviceGetMemoryInfo(gpu).used)
+    used = _queried(lambda library, gpu: library.nvmlDeviceGetMemoryInfo(gpu).used)
     return None if used is None else int(used)
 
 
 def _pids() -> Any:
     """Pids that NVML sees on the GPU: with pid namespaces not those seen here."""
-    return _asked(
+    return _queried(
         lambda library, gpu: [one.pid for one in library.nvmlDeviceGetComputeRunningProcesses(gpu)]
     )
 
 
-def _asked(question: Any) -> Any:
+def _queried(question: Any) -> Any:
     library = nvml()
     if library is None:
         return None

@@ -17,10 +17,10 @@ from typing import Any
 import aiohttp
 import yaml
 
-from benchmarks.coserve.rollouts import Lease
 from benchmarks.gpu_slot.ended_process import ended
-from examples.demo.prerequisites import free_ports
-from examples.demo.slot import SLOT
+from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.prerequisites import free_ports
+from benchmarks.testbed.slot import SLOT
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.platform.parent import end_with
@@ -55,7 +55,7 @@ class AgentArm:
             try:
                 async with aiohttp.ClientSession() as session:
                     await _answers(session, url, process)
-                    async with Lease(AgentClient(session, url, timeout_s=5.0)).holding():
+                    async with HeldLease(AgentClient(session, url, timeout_s=5.0)).holding():
                         yield
             finally:
                 await ended(process, process.terminate)

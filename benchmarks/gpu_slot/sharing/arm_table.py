@@ -36,9 +36,9 @@ class ArmTable:
         arm.production.append(production)
         arm.guest.append(guest)
 
-    def granted(self, name: str, said: dict[str, Any]) -> None:
+    def granted(self, name: str, grant: dict[str, Any]) -> None:
         """Keeps the agent's grant of a slice."""
-        self._arms.setdefault(name, _Arm()).granted.append(said)
+        self._arms.setdefault(name, _Arm()).granted.append(grant)
 
     def failed(self, name: str, why: str) -> None:
         """A slice that was not measured; the arm goes on with the next one."""

@@ -70,13 +70,13 @@ def overlaps(
     found: list[Overlap] = []
     met: set[int] = set()
     for step in production:
-        place = bisect_right(starts, step.start_ns) - 1
-        if place < 0 or guest[place].end_ns <= step.start_ns or place in met:
+        index = bisect_right(starts, step.start_ns) - 1
+        if index < 0 or guest[index].end_ns <= step.start_ns or index in met:
             continue
-        met.add(place)
-        running = guest[place]
+        met.add(index)
+        running = guest[index]
         own_s, whole_s = production_alone_s.get(step.form), guest_alone_s.get(running.form)
-        after = guest[place + 1] if place + 1 < len(guest) else None
+        after = guest[index + 1] if index + 1 < len(guest) else None
         if own_s is None or whole_s is None or (after and after.start_ns < step.end_ns):
             continue
         found.append(

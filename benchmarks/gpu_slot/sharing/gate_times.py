@@ -14,9 +14,9 @@ from benchmarks.gpu_slot.engines.step_log import ServedRequest, Step
 def grant_to_step_s(opened_ns: Sequence[int], guest: Sequence[Step]) -> list[float]:
     """Seconds from each opening to the launch of the first step after it."""
     starts = [step.start_ns for step in guest]
-    places = [bisect_left(starts, at_ns) for at_ns in opened_ns]
-    pairs = zip(opened_ns, places, strict=True)
-    return [(starts[place] - at_ns) * 1e-9 for at_ns, place in pairs if place < len(starts)]
+    indices = [bisect_left(starts, at_ns) for at_ns in opened_ns]
+    pairs = zip(opened_ns, indices, strict=True)
+    return [(starts[index] - at_ns) * 1e-9 for at_ns, index in pairs if index < len(starts)]
 
 
 def closing_to_silence_s(

@@ -14,7 +14,7 @@ from benchmarks.gpu_slot.engines.children import engine
 from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put, under
 from benchmarks.gpu_slot.sharing.pair import REHEARSED, SHORT, Sharing
-from examples.demo.slot import SLOT
+from benchmarks.testbed.slot import SLOT
 from harvester.contracts.page import PageDirectory
 
 GUEST_RATIOS = (0.25,)

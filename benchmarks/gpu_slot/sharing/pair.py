@@ -36,7 +36,7 @@ from benchmarks.gpu_slot.sharing.gate_times import (
     summary_ms,
 )
 from benchmarks.gpu_slot.sharing.grant_writer import GrantWriter
-from benchmarks.rotation import rotated
+from benchmarks.testbed.rotation import rotated
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, ProductionModel, pulse_page
@@ -213,11 +213,11 @@ class Sharing:
         """The arms in turn, with the same requests in each of a round."""
         names = (ALONE, UNGATED, *arms, ALONE_AGAIN)
         table = ArmTable(self.sizes.slice_s)
-        for turn in range(self.sizes.rounds):
-            order = [name for name, _ in rotated(names, turn + 1)][-len(names) :]
+        for number in range(self.sizes.rounds):
+            order = [name for name, _ in rotated(names, number + 1)][-len(names) :]
             # Backwards every other time: no arm always follows the same one.
-            for name in order if turn % 2 == 0 else reversed(order):
-                load = self._load(seed=100 + turn)
+            for name in order if number % 2 == 0 else reversed(order):
+                load = self._load(seed=100 + number)
                 try:
                     await self._arm(name, arms.get(name), load, table)
                 except ConfigError as error:
@@ -249,8 +249,8 @@ class Sharing:
             reader.close()
         if reading.record is None:
             return {"fault": str(reading.fault)}
-        said: dict[str, Any] = msgspec.to_builtins(reading.record)
-        return {name: said[name] for name in _GRANT_FIELDS}
+        fields: dict[str, Any] = msgspec.to_builtins(reading.record)
+        return {name: fields[name] for name in _GRANT_FIELDS}
 
     async def _beside(self, load: Sequence[Request]) -> tuple[ProductionLog, GuestLog]:
         """Both logs up to the end of the slice: afterwards production drains without a guest."""

@@ -14,9 +14,9 @@ from benchmarks.gpu_slot.engines.orders import EngineSetting
 from benchmarks.gpu_slot.results import Put
 from benchmarks.gpu_slot.sharing.agent_arm import AgentArm
 from benchmarks.gpu_slot.sharing.pair import FULL, REHEARSED, Sharing, Sizes
+from benchmarks.testbed.slot import SLOT
 from coserve.guest.gpus import gpus
 from coserve.guest.isolation import Isolation, IsolationBackend, choose
-from examples.demo.slot import SLOT
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.records import Law
 

@@ -86,10 +86,10 @@ class CudaVirtualMemory:
         while self._sizes:
             self._call("cuMemAddressFree", *self._sizes.popitem())
 
-    def _creates(self, asked: Any) -> bool:
+    def _creates(self, properties: Any) -> bool:
         """Whether the driver gives memory of this kind: some machines announce RDMA and refuse
         it."""
-        code, handle = self._driver.cuMemCreate(self._granularity_bytes, asked, 0)
+        code, handle = self._driver.cuMemCreate(self._granularity_bytes, properties, 0)
         if code != self._driver.CUresult.CUDA_SUCCESS:
             return False
         self._checked("cuMemRelease", handle)
@@ -114,19 +114,19 @@ class CudaVirtualMemory:
 
 def properties(library: Any, *, rdma: bool) -> Any:
     """Plain memory of the first GPU, as vLLM's cumem allocator asks for it."""
-    asked = library.CUmemAllocationProp()
-    asked.type = library.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    asked.location.type = library.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    asked.location.id = 0
-    asked.allocFlags.compressionType = 0
-    asked.allocFlags.gpuDirectRDMACapable = int(rdma)
-    return asked
+    properties = library.CUmemAllocationProp()
+    properties.type = library.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = library.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 0
+    properties.allocFlags.compressionType = 0
+    properties.allocFlags.gpuDirectRDMACapable = int(rdma)
+    return properties
 
 
 def access(library: Any) -> Any:
     """Read and write by the first GPU."""
-    asked = library.CUmemAccessDesc()
-    asked.location.type = library.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    asked.location.id = 0
-    asked.flags = library.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    return asked
+    properties = library.CUmemAccessDesc()
+    properties.location.type = library.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = 0
+    properties.flags = library.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return properties

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting import report
+from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.faults import measure
 from harvester.contracts.clock import MonotonicClock
 
@@ -23,11 +23,11 @@ def main() -> None:
     clock = MonotonicClock()
     started_s = clock.now()
 
-    def told(message: str) -> None:
+    def on_progress(message: str) -> None:
         print(f"{clock.now() - started_s:6.0f} s  {message}", file=sys.stderr, flush=True)
 
     def measured() -> dict[str, Any]:
-        result = measure(given.seed, given.count, told=told)
+        result = measure(given.seed, given.count, on_progress=on_progress)
         return result | {"seconds": round(clock.now() - started_s, 1)}
 
     result = report("weightsync.faults", measured, given.json, engines=False)

@@ -9,8 +9,7 @@ from benchmarks.weightsync.faults.fault import Fault, damaging
 from benchmarks.weightsync.faults.manifests import DEEP
 from benchmarks.weightsync.faults.payloads import forge
 from benchmarks.weightsync.faults.world import NEWEST, World
-from weightsync.layout.manifest import INDEX_FILE
-from weightsync.reading.store import Kind
+from weightsync.layout.names import INDEX_FILE, Kind
 
 
 def _tensor_names(world: World) -> None:

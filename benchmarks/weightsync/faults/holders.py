@@ -16,10 +16,10 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import bits_of
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.apply_journal import Held, read_record
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 from weightsync.transport.source import StoreSource
 
 Source = Callable[[], Path | StoreSource]
@@ -56,13 +56,13 @@ class DirectoryHolder:
         self._source = source
         self._clock = clock
         self._receiver: Receiver | None = None
-        self._follower: CheckpointFollower | None = None
+        self._follower: Follower | None = None
 
     def attempt(self) -> None:
         if self._receiver is None:
             self._receiver = Receiver(self._source(), clock=self._clock)
         if self._follower is None:
-            self._follower = CheckpointFollower(self._receiver, self.directory, clock=self._clock)
+            self._follower = Follower(self._receiver, self.directory, clock=self._clock)
         self._follower.pull()
 
     def claims(self) -> Iterator[Claim]:

@@ -19,11 +19,11 @@ from benchmarks.weightsync.faults.states import states
 from benchmarks.weightsync.faults.world import ANCHOR_EVERY, HELD_VERSION, World
 from harvester.contracts.errors import Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.checkpoint import reading
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.apply_journal import RECORD_FILE
 from weightsync.layout.durable import write_durably
 from weightsync.publisher import Publisher
+from weightsync.receive.checkpoint import reading
 from weightsync.receiver import Receiver
 
 _JUMPS_S = (-1e9, -3600.0, -1.0, 0.0, 1e-9, 3600.0, 1e9)
@@ -212,7 +212,7 @@ def _wrong_base(world: World) -> Mend:
     shutil.rmtree(holder.directory)
     version = WeightVersion(world.rng.randrange(1, HELD_VERSION))
     receiver = Receiver(world.store)
-    with CheckpointFollower(receiver, holder.directory) as follows:
+    with Follower(receiver, holder.directory) as follows:
         follows.pull(version)
     receiver.close()
     (holder.directory / RECORD_FILE).write_bytes(record)
@@ -238,7 +238,7 @@ def _read_while_applied(world: World) -> Mend:
 
     def pulls() -> None:
         receiver = Receiver(world.store)
-        with CheckpointFollower(receiver, holder.directory) as follows:
+        with Follower(receiver, holder.directory) as follows:
             for version in (6, 5, 3, 6, 1, world.newest):
                 follows.pull(WeightVersion(version))
         receiver.close()

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
 from benchmarks.weightsync.faults.payloads import BENDS
 from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, World
-from weightsync.reading.store import Kind
+from weightsync.layout.names import Kind
 
 DEEP = 200_000
 _HOSTILE_NAMES = (

@@ -11,8 +11,7 @@ import xxhash
 from benchmarks.weightsync.faults.fault import Fault, damaging
 from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, World
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.manifest import INDEX_FILE
-from weightsync.reading.store import Kind
+from weightsync.layout.names import INDEX_FILE, Kind
 
 Bend = Callable[[bytes, Random], bytes]
 
@@ -162,14 +161,13 @@ def _random_frames(world: World) -> None:
 
 def _replace_payloads(world: World, payload: bytes) -> None:
     from weightsync.elements.bits import TensorSpec
-    from weightsync.layout.shard import ShardTensor, shard_chunks, shard_header
+    from weightsync.layout.shard import shard_chunks, shard_header
 
     shard = world.shard(world.newest)
     header = shard_header(np.frombuffer(shard.read_bytes(), dtype=np.uint8))
-    tensors = {
-        name: ShardTensor(TensorSpec("U8", (len(payload),)), payload) for name in header.layout
-    }
-    shard.write_bytes(b"".join(bytes(chunk) for chunk in shard_chunks(tensors, header.metadata)))
+    layout = dict.fromkeys(header.layout, TensorSpec("U8", (len(payload),)))
+    chunks = shard_chunks(layout, lambda _: payload, header.metadata)
+    shard.write_bytes(b"".join(bytes(chunk) for chunk in chunks))
     forge(world.index(world.newest))
 
 

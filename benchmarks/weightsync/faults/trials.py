@@ -134,7 +134,7 @@ def classes(directory: Path) -> tuple[Fault, ...]:
 
 
 def measure(
-    seed: int = 1, count: int = 500, *, told: Callable[[str], None] = lambda _: None
+    seed: int = 1, count: int = 500, *, on_progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """`count` faults, every class as often as every other, in an order that the seed gives."""
     trials = Trials(seed)
@@ -145,7 +145,9 @@ def measure(
             for number, fault in enumerate(_order(seed, count, classes(root))):
                 trials.run(template, (victims, server, relay), fault, number)
                 if (number + 1) % 50 == 0:
-                    told(f"{number + 1} of {count} faults, {trials.total.recovered} recovered")
+                    on_progress(
+                        f"{number + 1} of {count} faults, {trials.total.recovered} recovered"
+                    )
     finally:
         shutil.rmtree(root, ignore_errors=True)
     return {

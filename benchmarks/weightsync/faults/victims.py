@@ -27,21 +27,21 @@ from benchmarks.weightsync.faults.states import states, tensors
 from benchmarks.weightsync.faults.tasks import Death, Ended, Task
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
-from weightsync.checkpoint import Checkpoint
 from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoding
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.apply_journal import Applying, Record, write_record
 from weightsync.publisher import Publisher
 from weightsync.receive import kept_directory
+from weightsync.receive.checkpoint import Checkpoint
 from weightsync.receiver import Receiver
-from weightsync.transport.listener import Listening, listen
+from weightsync.serve.listener import Listening, listen
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.object_cache import ObjectCache
+from weightsync.serve.relay import RelayShelf
+from weightsync.serve.server import ServingLimits
+from weightsync.serve.shelf import Shelf, SourceShelf
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.metrics import TransferMetrics
-from weightsync.transport.object_cache import ObjectCache
-from weightsync.transport.relay import RelayShelf
-from weightsync.transport.server import ServingLimits
-from weightsync.transport.shelf import Shelf, SourceShelf
 
 HANGS_AFTER_S = 60.0
 _FILES_MAX = 256
@@ -186,7 +186,7 @@ def pull(task: Task, meter: Meter) -> None:
     ):
         if task.phase == "run":
             meter.begin()
-        with CheckpointFollower(WatchedReceiver(task.store), task.target) as follows:
+        with Follower(WatchedReceiver(task.store), task.target) as follows:
             follows.pull()
 
 
@@ -276,7 +276,7 @@ def _warm(directory: Path) -> None:
             for state in states(0)[:2]:
                 publisher.publish(tensors(state))
         receiver = Receiver(store)
-        with CheckpointFollower(receiver, directory / f"{encoding}.held") as follows:
+        with Follower(receiver, directory / f"{encoding}.held") as follows:
             follows.pull(WeightVersion(1))
             follows.pull()
         receiver.close()

@@ -30,10 +30,9 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.follower import CheckpointFollower
-from weightsync.layout.manifest import INDEX_FILE
+from weightsync.follower import Follower
+from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.publisher import Publisher
-from weightsync.reading.store import LATEST_FILE, READY_FILE, Kind, VersionRef
 from weightsync.receiver import Receiver
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
@@ -58,7 +57,7 @@ class Template:
             self._publish(self.root / encoding, self.seed, encoding)
         self._publish(self.other, self.seed + 1_000_003, Encoding.ROSEMUX)
         receiver = Receiver(self.root / Encoding.ROSEMUX)
-        with CheckpointFollower(receiver, self.held) as follows:
+        with Follower(receiver, self.held) as follows:
             follows.pull(WeightVersion(HELD_VERSION))
         receiver.close()
 

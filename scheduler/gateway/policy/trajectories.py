@@ -216,7 +216,7 @@ class Turn:
         self.end(_FINISHED.get(reported, FinishReason.STOP))
 
     def lose(self, attempt: Attempt) -> None:
-        """The attempt's engine is gone or has been told to stop.
+        """The attempt's engine is gone or has been asked to stop.
 
         A turn whose last token already ended it counts as ended, though no engine reported it.
         """

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final, NamedTuple
 
-from scheduler.model import JobSpec
-
 PRIOR_MEAN_RATIO: Final = 0.75
 PRIOR_SPREAD_RATIO: Final = 0.145
 """Mean and standard deviation of a mean that lies anywhere from half the maximum to all of it."""
@@ -148,13 +146,6 @@ class Belief(NamedTuple):
     def doubts(self) -> tuple[float, ...]:
         """Mean, doubt and variation of rollout, then of training."""
         return self[:6]
-
-
-def worst_case(job: JobSpec) -> Belief:
-    """The paper's planning: every response at its token limit, no doubt about it."""
-    rollout, training, *sync = job.phases
-    sync_s = sum(phase.max_s for phase in sync)
-    return Belief(rollout.max_s, 0.0, 0.0, training.max_s, 0.0, 0.0, sync_s)
 
 
 def learned(

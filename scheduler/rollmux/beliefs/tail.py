@@ -53,18 +53,6 @@ def tail_accelerators(threshold: float, accelerators: int) -> int:
     return min(max(1, wanted), accelerators)
 
 
-def shape_at(
-    threshold: float, curve: Sequence[Completion], *, accelerators: int
-) -> TailShape | None:
-    """The tail that begins when `threshold` is complete; None where nothing would be freed."""
-    points = ((0.0, 0.0), *curve, (1.0, 1.0))
-    time_ratio = float(np.interp(threshold, [one[1] for one in points], [one[0] for one in points]))
-    wanted = tail_accelerators(threshold, accelerators)
-    if wanted >= accelerators or time_ratio >= 1.0:
-        return None
-    return TailShape(bulk_ratio=time_ratio, share=wanted / accelerators)
-
-
 def best_shape(curve: Sequence[Completion], *, accelerators: int) -> TailShape:
     """The shape that needs the least node time; `curve` rises in both and may be empty."""
     return best_tail(curve, accelerators=accelerators)[1]

@@ -7,51 +7,34 @@ replaced by a free one; only a phase that ran on it ends. Reads the permit state
 returns events of the permit policy. No I/O, no clock.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import PhaseKind, Placement, Pool
+from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
 from scheduler.rollmux.cluster.node_fleet import NodeFleet
-from scheduler.rollmux.cluster.plan_events import (
+from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
-    ClusterEffect,
-    ClusterEvent,
-    ClusterResumed,
-    JobGone,
-    JobSubmitted,
-    NodeBack,
-    NodeLost,
-    PhaseAsked,
-    PhaseBegan,
-    PhaseDone,
-    PhaseLost,
-    PlacementDecision,
+    OrderMove,
+    PlanEffect,
     PlanJob,
-    PlanReviewed,
     QueueJob,
     SettleJob,
-    TellMove,
 )
 from scheduler.rollmux.cluster.submission import KINDS, Submission, nodes_of, submission_fault
-from scheduler.rollmux.permits.events import JobLeft, JobPlaced
+from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
-from scheduler.rollmux.planner.group_events import (
+from scheduler.rollmux.planner.group_effects import (
     AddNode,
+    AssignPlace,
     GroupEffect,
-    JobEnded,
-    JobMoved,
-    MoveJob,
-    NodeFailed,
-    PhaseMeasured,
-    PlaceJob,
+    PlacementDecision,
     ReleaseNode,
-    RestartJob,
-    ReviewDue,
 )
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.residency import Residency
@@ -62,6 +45,18 @@ _QUEUE_TRIES = 16
 
 class Permits(Protocol):
     def permit(self, job: JobId) -> JobPermit | None: ...
+
+
+class Removal(NamedTuple):
+    """Take the job's permit and its place in lines."""
+
+    job: JobId
+    for_good: bool
+    """False: the job gets other nodes, and the knowledge about it stays."""
+
+
+ClusterEffect = PlanEffect | JobTerms | Removal
+"""Terms are to be in force from now on."""
 
 
 class ClusterPolicy:
@@ -105,63 +100,8 @@ class ClusterPolicy:
                 fault = f"{given.host_bytes} bytes do not fit on a {pool} node of {host_bytes}"
         return fault
 
-    def observe(self, event: ClusterEvent, *, now: float) -> tuple[ClusterEffect, ...]:
-        self._effects, self._removed, self._arrived = [], set(), set()
-        match event:
-            case JobSubmitted(submission=given):
-                self._submit(given, now)
-            case PhaseAsked(job=job, kind=kind):
-                self._asked(job, kind is KINDS[0], now)
-            case PhaseBegan(job=job) if job in self.placements and not self.placements[job].started:
-                self.placements[job].started = True
-                self.unsaved.add(job)
-            case PhaseDone() if event.job in self.planner.facts:
-                self._learn(event, now)
-            case PhaseLost(job=job) if job in self.planner.facts:
-                facts = self.planner.facts[job]
-                if event.overran is not None:
-                    facts.observe_cut(event.overran, event.at_least_s)
-                    facts.belief()
-                facts.lose_iteration()
-                self.unsaved.add(job)
-            case JobGone(job=job) if job in self.placements:
-                self._end(job, now)
-            case NodeLost(node=node) if self.fleet.has_up(node):
-                self._lose(node, now)
-            case NodeBack(node=node) if node in self.fleet.failed:
-                self.fleet.repair(node)
-                self.layout_changed = True
-                self._let_in(now)
-            case PlanReviewed():
-                self.planner.book.supply = self._supply()
-                self._apply(self.planner.observe(ReviewDue(), now=now), now)
-                self._let_in(now)
-            case ClusterResumed():
-                self._resume(now)
-            case _:
-                return ()
-        self._settle()
-        return tuple(sorted(self._effects, key=self._rank))
-
-    def machines(self, placement: Placement | None) -> tuple[tuple[NodeId, ...], ...]:
-        """Rollout and training nodes by their own names; none of a pool where one is missing."""
-        if placement is None:
-            return (), ()
-        named = self.fleet.named
-        return named(placement.rollout_nodes), named(placement.training_nodes)
-
-    def wanted_terms(self, placed: JobPlacement) -> JobTerms | None:
-        """The permit terms of the job on its current nodes; None without nodes."""
-        rollout, training = self.machines(placed.at)
-        return placed.submission.terms(
-            rollout,
-            training,
-            accelerators=self.config.rollout.type.accelerators,
-            tail_ratio=self.config.tail_ratio,
-            leases=self.config.harvesting,
-        )
-
-    def _submit(self, given: Submission, now: float) -> None:
+    def submit(self, given: Submission, *, now: float) -> None:
+        """Also of a known job, when its process restarts or has left its old nodes."""
         placed = self.placements.get(given.job)
         if placed is None:
             self.arrivals += 1
@@ -177,7 +117,8 @@ class ClusterPolicy:
             # Told at its iteration's end, or a new process is told with the answer.
             self._leave_old(placed, now)
 
-    def _asked(self, job: JobId, begins: bool, now: float) -> None:
+    def request_phase(self, job: JobId, kind: PhaseKind, *, now: float) -> None:
+        """A worker requests a permit. A job notified of a move has left its old nodes by then."""
         placed = self.placements.get(job)
         if placed is not None and placed.arrived_s is not None:
             self.unsaved.add(job)
@@ -188,47 +129,55 @@ class ClusterPolicy:
         permit = self._permits.permit(job)
         if permit is not None and permit.holding:
             return
-        if placed is not None and begins and placed.told and placed.stage is PlacementStage.MOVING:
+        leaves = placed is not None and placed.told and placed.stage is PlacementStage.MOVING
+        if placed is not None and leaves and kind is KINDS[0]:
             self._leave_old(placed, now)
 
-    def _learn(self, event: PhaseDone, now: float) -> None:
-        placed, facts = self.placements[event.job], self.planner.facts[event.job]
-        ended = PhaseMeasured(
-            job=event.job, phase=event.kind, solo_s=event.solo_s, measured=event.measured
-        )
-        self._apply(self.planner.observe(ended, now=now), now)
+    def begin_phase(self, job: JobId) -> None:
+        placed = self.placements.get(job)
+        if placed is not None and not placed.started:
+            placed.started = True
+            self.unsaved.add(job)
+
+    def complete_phase(self, end: EndPermit, curve: tuple[Completion, ...], *, now: float) -> None:
+        """`curve` is of the job's phases of this kind; empty: not enough of them were seen."""
+        job = end.job
+        if job not in self.planner.facts:
+            return
+        placed, facts = self.placements[job], self.planner.facts[job]
+        self.planner.observe_phase(job, end.kind, end.solo_s, measured=end.measured, now=now)
         # A rollout may have moved its tail, too.
-        loaded = event.kind is PhaseKind.TRAINING and event.loading_s > 0.0
-        if loaded and self.warm_start_s.observe(event.loading_s):
+        loaded = end.kind is PhaseKind.TRAINING and end.loading_s > 0.0
+        if loaded and self.warm_start_s.observe(end.loading_s):
             self.layout_changed = True
             self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
-        if event.curve:
-            facts.learn_tail(event.curve, accelerators=self._accelerators(placed))
+        if curve:
+            per_node = self.config.rollout.type.accelerators
+            facts.learn_tail(curve, accelerators=per_node * placed.submission.phases[0].nodes)
         facts.belief()
-        if event.kind is placed.submission.phases[-1].kind:
+        if end.kind is placed.submission.phases[-1].kind:
             placed.iterations += 1
-            self._tell_move(placed)
-        self.unsaved.add(event.job)
+            placed.told = all(self.machines(placed.to))
+            if placed.told:
+                self._effects.append(self.order_move(placed))
+        self.unsaved.add(job)
 
-    def _accelerators(self, placed: JobPlacement) -> int:
-        """Accelerators of all the job's rollout nodes."""
-        return placed.submission.phases[0].nodes * self.config.rollout.type.accelerators
+    def lose_phase(self, end: EndPermit) -> None:
+        """A permit ended and its phase is not done: the job goes back to its last checkpoint."""
+        if end.job not in self.planner.facts:
+            return
+        facts = self.planner.facts[end.job]
+        if end.ended is PermitEndReason.OVERRAN:
+            facts.observe_cut(end.kind, end.solo_s)
+            facts.belief()
+        facts.lose_iteration()
+        self.unsaved.add(end.job)
 
-    def _tell_move(self, placed: JobPlacement) -> None:
-        rollout, training = self.machines(placed.to)
-        placed.told = placed.to is not None and bool(rollout) and bool(training)
-        if placed.told:
-            self._effects.append(
-                TellMove(
-                    job=placed.job,
-                    rollout_nodes=rollout,
-                    training_nodes=training,
-                    reason=placed.reason,
-                )
-            )
-
-    def _end(self, job: JobId, now: float) -> None:
-        placed = self.placements.pop(job)
+    def end_job(self, job: JobId, *, now: float) -> None:
+        """The job is done, was given up, or its process was silent for too long."""
+        placed = self.placements.pop(job, None)
+        if placed is None:
+            return
         self.unsaved.add(job)
         self.layout_changed = True
         if placed.stage is PlacementStage.QUEUED:
@@ -248,8 +197,58 @@ class ClusterPolicy:
                     moves=placed.moves,
                 )
             )
-        self._apply(self.planner.observe(JobEnded(job=job), now=now), now)
+        self._apply(self.planner.end_job(job, now=now), now)
         self._let_in(now)
+
+    def report_node(self, node: NodeId, *, failed: bool, now: float) -> None:
+        if failed and self.fleet.has_up(node):
+            self._lose(node, now)
+        elif not failed and node in self.fleet.failed:
+            self.fleet.repair(node)
+            self.layout_changed = True
+            self._let_in(now)
+
+    def review(self, *, now: float) -> None:
+        """Looks for endangered SLOs, nodes to release and room for waiting jobs."""
+        self.planner.book.supply = self._supply()
+        self._apply(self.planner.review(now=now), now)
+        self._let_in(now)
+
+    def resume(self, *, now: float) -> None:
+        """The control restarted: permits are brought to the plan where they differ."""
+        self._touched.update(self.placements)
+        self._let_in(now)
+
+    def take_effects(self) -> tuple[ClusterEffect, ...]:
+        """Effects since the last call, in the order in which they are to be carried out."""
+        self._settle()
+        found = tuple(sorted(self._effects, key=self._rank))
+        self._effects, self._removed, self._arrived = [], set(), set()
+        return found
+
+    def machines(self, placement: Placement | None) -> tuple[tuple[NodeId, ...], ...]:
+        """Rollout and training nodes by their own names; none of a pool where one is missing."""
+        if placement is None:
+            return (), ()
+        named = self.fleet.named
+        return named(placement.rollout_nodes), named(placement.training_nodes)
+
+    def wanted_terms(self, placed: JobPlacement) -> JobTerms | None:
+        """The permit terms of the job on its current nodes; None without nodes."""
+        rollout, training = self.machines(placed.at)
+        return placed.submission.terms(
+            rollout,
+            training,
+            accelerators=self.config.rollout.type.accelerators,
+            tail_ratio=self.config.tail_ratio,
+            leases=self.config.harvesting,
+        )
+
+    def order_move(self, placed: JobPlacement) -> OrderMove:
+        rollout, training = self.machines(placed.to)
+        return OrderMove(
+            job=placed.job, rollout_nodes=rollout, training_nodes=training, reason=placed.reason
+        )
 
     def _lose(self, node: NodeId, now: float) -> None:
         name = self.fleet.fail(node)
@@ -257,17 +256,12 @@ class ClusterPolicy:
         if name is not None:
             why = f"node {node} failed; it is replaced"
             self.planner.book.supply = self._supply()
-            self._apply(self.planner.observe(NodeFailed(node=name), now=now), now, why=why)
+            self._apply(self.planner.fail_node(name, now=now), now, why=why)
         for job in self.placements:
             permit = self._permits.permit(job)
             if permit is not None and permit.holding and node in permit.nodes:
                 self._remove(job)
                 self._touched.add(job)
-        self._let_in(now)
-
-    def _resume(self, now: float) -> None:
-        for placed in self.placements.values():
-            self._touched.add(placed.job)
         self._let_in(now)
 
     def _apply(self, effects: tuple[GroupEffect, ...], now: float, *, why: str = "") -> None:
@@ -280,65 +274,49 @@ class ClusterPolicy:
                     self.fleet.bind(node.node, node.pool)
                 case ReleaseNode(node=name):
                     self.fleet.release(name)
-                case PlaceJob(group=group, placement=placement, reason=reason):
+                case AssignPlace(placement=placement):
                     placed = self.placements[placement.job]
-                    placed.placed_s, placed.reason = now, reason
-                    self.planner.facts[placed.job].belief()
-                    self._direct(placed, group, placement)
-                    self._decided(PlacementDecision.PLACED, placed, placement)
-                    self._enter_if_room(placed, now)
-                case MoveJob(group=group, placement=placement, reason=reason):
-                    self._move(self.placements[placement.job], group, placement, why or reason, now)
-                case RestartJob(group=group, placement=placement, reason=reason):
-                    self._restart(
-                        self.placements[placement.job], group, placement, why or reason, now
-                    )
+                    self._assign(placed, effect, why or effect.reason, now)
 
-    def _decided(
-        self, decision: PlacementDecision, placed: JobPlacement, placement: Placement
-    ) -> None:
-        rollout, training = self.machines(placement)
+    def _assign(self, placed: JobPlacement, to: AssignPlace, reason: str, now: float) -> None:
+        placed.reason = reason
+        placed.to, placed.to_group, placed.told = to.placement, to.group, False
+        self.unsaved.add(placed.job)
+        if to.decision is PlacementDecision.PLACED:
+            placed.placed_s = now
+            self.planner.facts[placed.job].belief()
+        rollout, training = self.machines(to.placement)
         self._effects.append(
             PlanJob(
-                decision=decision,
+                decision=to.decision,
                 job=placed.job,
-                group=placed.to_group or GroupId(""),
+                group=to.group,
                 rollout_nodes=rollout,
                 training_nodes=training,
-                beside=self._beside(placed, placement),
-                reason=placed.reason,
+                beside=self._beside(to),
+                reason=reason,
             )
         )
+        match to.decision:
+            case PlacementDecision.PLACED:
+                self._enter_if_room(placed, now)
+            case PlacementDecision.MOVED:
+                if not placed.started or placed.at is None:
+                    placed.changed = True
+                    # Nothing of it is on the nodes that it would have to leave.
+                    self._leave_old(placed, now)
+            case PlacementDecision.RESTARTED:
+                self._restart(placed, to.placement, now)
 
-    def _beside(self, placed: JobPlacement, placement: Placement) -> tuple[JobId, ...]:
-        cell = self.planner.book.cells.get(placed.to_group or GroupId(""))
-        others = {} if cell is None else cell.pinned
-        nodes = set(nodes_of(placement))
+    def _beside(self, to: AssignPlace) -> tuple[JobId, ...]:
+        group = self.planner.book.cells.get(to.group)
+        others = {} if group is None else group.pinned
+        nodes = set(nodes_of(to.placement))
         found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
-        return tuple(sorted(job for job in found if job != placed.job))
+        return tuple(sorted(job for job in found if job != to.placement.job))
 
-    def _direct(self, placed: JobPlacement, group: GroupId, placement: Placement) -> None:
-        placed.to, placed.to_group, placed.told = placement, group, False
-        self.unsaved.add(placed.job)
-
-    def _move(
-        self, placed: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
-    ) -> None:
-        placed.reason = reason
-        self._direct(placed, group, placement)
-        self._decided(PlacementDecision.MOVED, placed, placement)
-        if not placed.started or placed.at is None:
-            placed.changed = True
-            # Nothing of it is on the nodes that it would have to leave.
-            self._leave_old(placed, now)
-
-    def _restart(
-        self, placed: JobPlacement, group: GroupId, placement: Placement, reason: str, now: float
-    ) -> None:
+    def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
         """A phase on nodes that the job keeps runs to its end; any other is over now."""
-        placed.reason = reason
-        self._direct(placed, group, placement)
-        self._decided(PlacementDecision.RESTARTED, placed, placement)
         self._hold(placed, self.residency.kept(placed.job, placement))
         permit = self._permits.permit(placed.job)
         own = {node for nodes in self.machines(placement) for node in nodes}
@@ -354,7 +332,7 @@ class ClusterPolicy:
         self._touched.add(placed.job)
         self.unsaved.add(placed.job)
         self.layout_changed = True
-        self._apply(self.planner.observe(JobMoved(job=placed.job), now=now), now)
+        self._apply(self.planner.complete_move(placed.job, now=now), now)
         self._let_in(now)
 
     def _hold(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
@@ -392,7 +370,13 @@ class ClusterPolicy:
         waiting = [one for one in self.placements.values() if one.stage is PlacementStage.QUEUED]
         for placed in waiting[:_QUEUE_TRIES]:
             try:
-                effects = self.planner.observe(placed.arrival, now=now)
+                effects = self.planner.place_job(
+                    placed.submission.as_job,
+                    measured=placed.submission.measured,
+                    curve=placed.submission.phases[0].curve,
+                    submitted_s=placed.submitted_s,
+                    now=now,
+                )
             except Exhausted as error:
                 book.supply = dict.fromkeys(Pool, 0)
                 if placed.reason != str(error):
@@ -412,7 +396,7 @@ class ClusterPolicy:
         known = permit is not None and (for_good or permit.stage is not PermitStage.APART)
         if known and job not in self._removed:
             self._removed.add(job)
-            self._effects.append(JobLeft(job=job, for_good=for_good))
+            self._effects.append(Removal(job, for_good))
 
     def _is_apart(self, placed: JobPlacement) -> bool:
         permit = self._permits.permit(placed.job)
@@ -422,10 +406,10 @@ class ClusterPolicy:
         """New terms before a holder leaves: a job that waits for a freed node must not be on a lost
         one, nor about to leave itself."""
         match effect:
-            case JobLeft(job=job):
+            case Removal(job=job):
                 permit = self._permits.permit(job)
                 return int(permit is not None and permit.holding)
-            case JobPlaced(terms=terms) if terms.job in self._removed:
+            case JobTerms(job=job) if job in self._removed:
                 return 2
         return 0
 
@@ -440,17 +424,15 @@ class ClusterPolicy:
             if wanted is None:
                 self._remove(job)
             elif wanted != there or job in self._arrived:
-                self._effects += [JobPlaced(terms=wanted), self._settled(placed)]
+                rollout, training = self.machines(placed.at)
+                settled = SettleJob(
+                    job=placed.job,
+                    group=placed.group or GroupId(""),
+                    rollout_nodes=rollout,
+                    training_nodes=training,
+                )
+                self._effects += [wanted, settled]
         self._touched = set()
-
-    def _settled(self, placed: JobPlacement) -> SettleJob:
-        rollout, training = self.machines(placed.at)
-        return SettleJob(
-            job=placed.job,
-            group=placed.group or GroupId(""),
-            rollout_nodes=rollout,
-            training_nodes=training,
-        )
 
 
 def _is_on(placed: JobPlacement, name: NodeId) -> bool:

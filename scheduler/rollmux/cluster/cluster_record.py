@@ -66,7 +66,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, facts=facts)
 
 
-class CellRecord(msgspec.Struct, frozen=True, kw_only=True):
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     group: GroupId
     rollout: tuple[NodeId, ...]
     training: tuple[NodeId, ...]
@@ -77,7 +77,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of all jobs; groups and jobs in the planner's order, which its choices
     follow."""
 
-    cells: tuple[CellRecord, ...] = ()
+    groups: tuple[GroupRecord, ...] = msgspec.field(name="cells", default=())
     machines: dict[NodeId, NodeId] = {}
     awaited: dict[NodeId, Pool] = {}
     failed: tuple[NodeId, ...] = ()
@@ -122,14 +122,14 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
 
 def layout(policy: ClusterPolicy) -> Layout:
     return Layout(
-        cells=tuple(
-            CellRecord(
-                group=cell.group,
-                rollout=tuple(cell.rollout),
-                training=tuple(cell.training),
-                pinned=tuple(cell.pinned.values()),
+        groups=tuple(
+            GroupRecord(
+                group=each.group,
+                rollout=tuple(each.rollout),
+                training=tuple(each.training),
+                pinned=tuple(each.pinned.values()),
             )
-            for cell in policy.planner.book.cells.values()
+            for each in policy.planner.book.cells.values()
         ),
         machines=policy.fleet.machines,
         awaited=policy.fleet.awaited,
@@ -164,7 +164,7 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
     policy.planner.set_move_s(policy.move_s.in_force_s)
     policy.planner.set_warm_start_s(policy.warm_start_s.in_force_s)
     policy.fleet.restore(where.machines, where.awaited, where.failed)
-    _restore_book(policy, memory.layout.cells, records)
+    _restore_groups(policy, memory.layout.groups, records)
 
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
@@ -193,43 +193,43 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     policy.planner.facts[placed.job] = facts
 
 
-def _restore_book(
-    policy: ClusterPolicy, records: Iterable[CellRecord], jobs: Iterable[JobRecord]
+def _restore_groups(
+    policy: ClusterPolicy, records: Iterable[GroupRecord], jobs: Iterable[JobRecord]
 ) -> None:
     book, packer = policy.planner.book, policy.planner.packer
-    cells = {one.group: GroupState(one.group, [*one.rollout], [*one.training]) for one in records}
-    book.cells.update(cells)
+    groups = {one.group: GroupState(one.group, [*one.rollout], [*one.training]) for one in records}
+    book.cells.update(groups)
     for record in jobs:
         placed = record.placed
         if record.facts is not None and record.facts.leaving:
-            if placed.at is None or placed.group not in cells:
+            if placed.at is None or placed.group not in groups:
                 raise ValueError(f"job {placed.job} leaves nodes that no group has")
             size = placed.submission.host_bytes
-            book.pin(placed.at, cells[placed.group], size)
+            book.pin(placed.at, groups[placed.group], size)
             book.unpin(placed.job, size, stays_resident=True)
     for one in records:
         for placement in one.pinned:
             book.pin(
                 placement,
-                cells[one.group],
+                groups[one.group],
                 policy.placements[placement.job].submission.host_bytes,
             )
-    for cell in cells.values():
-        packer.refresh(cell)
-    _skip_names(policy, cells.values())
+    for group in groups.values():
+        packer.refresh(group)
+    _skip_names(policy, groups.values())
 
 
-def _skip_names(policy: ClusterPolicy, cells: Iterable[GroupState]) -> None:
+def _skip_names(policy: ClusterPolicy, groups: Iterable[GroupState]) -> None:
     """Advances the planner's counter past all names in force, so that none is given twice."""
-    last = max((_number(name) for cell in cells for name in _names(cell)), default=0)
+    last = max((_number(name) for group in groups for name in _names(group)), default=0)
     while last > 0:
         step = min(last, _NAMES_AT_ONCE)
         policy.planner.book.fresh_nodes(Pool.ROLLOUT, step)
         last -= step
 
 
-def _names(cell: GroupState) -> tuple[str, ...]:
-    return (cell.group, *cell.rollout, *cell.training)
+def _names(group: GroupState) -> tuple[str, ...]:
+    return (group.group, *group.rollout, *group.training)
 
 
 def _number(name: str) -> int:
@@ -242,8 +242,8 @@ def strangers(policy: ClusterPolicy) -> tuple[NodeId, ...]:
     fleet = policy.fleet
     sides = (
         (pool, name)
-        for cell in policy.planner.book.cells.values()
-        for pool, names in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
+        for group in policy.planner.book.cells.values()
+        for pool, names in ((Pool.ROLLOUT, group.rollout), (Pool.TRAINING, group.training))
         for name in names
     )
     found = ((pool, fleet.machines[name]) for pool, name in sides if name in fleet.machines)

@@ -5,7 +5,7 @@ import msgspec
 from harvester.contracts.ids import NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.beliefs.slo import ChanceConstraint
-from scheduler.rollmux.forecast.judge import OUR_RULES, Distributional
+from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.planner import PlannerConfig
@@ -59,8 +59,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         return OUR_RULES._replace(warm_s=self.warm_start_s, migrate_s=self.migrate_s)
 
     @property
-    def judge(self) -> Distributional:
-        return Distributional(rules=self.rules, constraint=ChanceConstraint(risk=self.risk))
+    def judge(self) -> Judge:
+        return Judge(rules=self.rules, constraint=ChanceConstraint(risk=self.risk))
 
     @property
     def planner(self) -> PlannerConfig:

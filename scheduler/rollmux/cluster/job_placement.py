@@ -7,7 +7,6 @@ import msgspec
 from harvester.contracts.ids import GroupId, JobId
 from scheduler.model import Placement
 from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.planner.group_events import JobArrived
 
 
 class PlacementStage(StrEnum):
@@ -33,9 +32,9 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     to: Placement | None = None
     to_group: GroupId | None = None
     told: bool = False
-    """The job was told that it moves: it has left when it next requests its first phase."""
+    """The job was notified of its move: it has left when it next requests its first phase."""
     changed: bool = False
-    """Its nodes differ from those its process knows: it is told before its next phase."""
+    """Its nodes differ from those its process knows: it is notified before its next phase."""
     arrived_s: float | None = None
     """Time of its arrival on other nodes, until it requests a phase there."""
     started: bool = False
@@ -48,11 +47,6 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     @property
     def job(self) -> JobId:
         return self.submission.job
-
-    @property
-    def arrival(self) -> JobArrived:
-        """The arrival event of this job for the planner."""
-        return msgspec.structs.replace(self.submission.arrival, submitted_s=self.submitted_s)
 
     @property
     def stage(self) -> PlacementStage:

@@ -1,8 +1,8 @@
 """The phases of all jobs as one state machine: which nodes each job is on, and which phase runs.
 
-What jobs and operators say goes to the permits or to the plan; what becomes of permits teaches the
-plan, and what the plan says is done with the permits in the same decision. A service, a Ray actor
-and a simulator are shells around it: they bring events and times, and do what the effects say.
+Calls of jobs and operators go to the permits or to the plan. Granted and ended permits teach the
+plan, and its effects on permits are applied in the same decision. A service, a Ray actor and a
+simulator are shells around it: they bring events and times, and do what the effects say.
 """
 
 from typing import Any, ClassVar
@@ -12,44 +12,35 @@ import msgspec
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import Completion
-from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.cluster import ClusterPolicy, Removal
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.plan_events import (
-    ClusterEvent,
-    ClusterResumed,
-    JobGone,
-    JobSubmitted,
-    NodeBack,
-    NodeLost,
-    PhaseAsked,
-    PhaseBegan,
-    PhaseDone,
-    PhaseLost,
-    PlanReviewed,
+from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.cluster.runtime_events import (
+    NodeReport,
+    RuntimeEffect,
+    RuntimeEvent,
+    Submit,
 )
 from scheduler.rollmux.permits.completion import SEEN_MIN
 from scheduler.rollmux.permits.events import (
+    Beat,
     ControlResumed,
     EndPermit,
+    Enter,
+    Forget,
     GrantPermit,
-    HolderHeard,
-    JobLeft,
-    JobPlaced,
+    Leave,
+    PermitEffect,
     PermitEndReason,
-    PermitEvent,
-    PhaseEnded,
-    PhaseNarrowed,
-    PhaseRequested,
-    PhaseWithdrawn,
+    Place,
     Refuse,
     TimeElapsed,
+    Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from scheduler.rollmux.planner.planner import GroupPlanner
 
 
@@ -104,9 +95,6 @@ class PhaseRuntime:
         """All submitted jobs."""
         return tuple(self.cluster.placements)
 
-    def knows(self, job: JobId) -> bool:
-        return job in self.cluster.placements
-
     def permit(self, job: JobId) -> JobPermit | None:
         """The job's record; read-only for callers."""
         return self.permits.permit(job)
@@ -127,21 +115,25 @@ class PhaseRuntime:
             self._reviewed_s = now
         self._hear(event, now)
         match event:
-            case JobSubmitted() | NodeLost() | NodeBack():
-                self._plan(event, now)
-            case JobLeft(job=job) if job in self.cluster.placements:
-                self._plan(JobGone(job=job), now)
-            case JobPlaced(terms=terms):
-                self._refuse(terms.job, "this control plans: submit the job, and it is placed")
-            case PhaseRequested():
+            case Submit():
+                self.cluster.submit(event.submission, now=now)
+            case NodeReport():
+                self.cluster.report_node(event.node, failed=event.failed, now=now)
+            case Forget(job=job) if job in self.cluster.placements:
+                self.cluster.end_job(job, now=now)
+            case Place(terms=terms):
+                reason = "this control plans: submit the job, and it is placed"
+                self._effects.append(Refuse(job=terms.job, reason=reason))
+            case Enter():
                 self._request(event, now)
             case TimeElapsed():
                 self._pass_time(event, now)
             case ControlResumed():
-                self._permit(event, now)
-                self._plan(ClusterResumed(), now)
+                self._follow(self.permits.observe(event, now=now), now)
+                self.cluster.resume(now=now)
             case _:
-                self._permit(event, now)
+                self._follow(self.permits.observe(event, now=now), now)
+        self._carry_out(now)
         return tuple(self._effects)
 
     def held_up(self, job: JobId, kind: PhaseKind) -> str:
@@ -163,61 +155,54 @@ class PhaseRuntime:
             return f"{placed.reason}, and none is free yet"
         return "it waits for room on its new nodes"
 
-    def _request(self, event: PhaseRequested, now: float) -> None:
+    def _request(self, event: Enter, now: float) -> None:
         placed = self.cluster.placements.get(event.job)
         if placed is not None and (placed.told or placed.arrived_s is not None):
-            self._plan(PhaseAsked(job=event.job, kind=event.kind), now)
+            self.cluster.request_phase(event.job, event.kind, now=now)
+            self._carry_out(now)
         reason = self.held_up(event.job, event.kind)
         if reason:
             changed = placed is not None and placed.changed
             self._effects.append(Refuse(job=event.job, reason=reason, unknown=changed))
         else:
-            self._permit(event, now)
+            self._follow(self.permits.observe(event, now=now), now)
 
     def _pass_time(self, event: TimeElapsed, now: float) -> None:
-        self._permit(event, now)
+        self._follow(self.permits.observe(event, now=now), now)
         if now - (self._reviewed_s or 0.0) >= self.config.cluster.review_s:
             self._reviewed_s = now
-            self._plan(PlanReviewed(), now)
+            self.cluster.review(now=now)
+            self._carry_out(now)
             for job in self._silent(now):
-                self._plan(JobGone(job=job), now)
+                self.cluster.end_job(job, now=now)
+                self._carry_out(now)
 
-    def _permit(self, event: PermitEvent, now: float) -> None:
-        effects = self.permits.observe(event, now=now)
+    def _follow(self, effects: tuple[PermitEffect, ...], now: float) -> None:
+        """Teaches the plan the granted and ended permits."""
         self._effects += effects
         for effect in effects:
             match effect:
                 case GrantPermit(job=job):
-                    placed = self.cluster.placements.get(job)
-                    if placed is not None and not placed.started:
-                        self._plan(PhaseBegan(job=job), now)
+                    self.cluster.begin_phase(job)
                 case EndPermit(ended=PermitEndReason.DONE):
-                    curve = self._curve(effect)
-                    done = PhaseDone(
-                        job=effect.job,
-                        kind=effect.kind,
-                        solo_s=effect.solo_s,
-                        measured=effect.measured,
-                        loading_s=effect.loading_s,
-                        curve=curve,
-                    )
-                    self._plan(done, now)
-                case EndPermit(ended=PermitEndReason.OVERRAN):
-                    lost = PhaseLost(job=effect.job, overran=effect.kind, at_least_s=effect.solo_s)
-                    self._plan(lost, now)
+                    self.cluster.complete_phase(effect, self._curve(effect), now=now)
                 case EndPermit():
-                    self._plan(PhaseLost(job=effect.job), now)
+                    self.cluster.lose_phase(effect)
                 case _:
-                    pass
+                    continue
+            self._carry_out(now)
 
-    def _plan(self, event: ClusterEvent, now: float) -> None:
-        effects = self.cluster.observe(event, now=now)
+    def _carry_out(self, now: float) -> None:
+        """Applies the plan's effects to the permits."""
         self.permits.close(self.cluster.fleet.failed)
-        for effect in effects:
-            if isinstance(effect, JobPlaced | JobLeft):
-                self._permit(effect, now)
-            else:
-                self._effects.append(effect)
+        for effect in self.cluster.take_effects():
+            match effect:
+                case JobTerms():
+                    self._follow(self.permits.place(effect, now=now), now)
+                case Removal(job=job, for_good=for_good):
+                    self._follow(self.permits.remove(job, for_good=for_good, now=now), now)
+                case _:
+                    self._effects.append(effect)
 
     def _curve(self, end: EndPermit) -> tuple[Completion, ...]:
         """Completion curve of the job's rollouts, once enough of them were seen."""
@@ -225,16 +210,11 @@ class PhaseRuntime:
         curve = None if permit is None else permit.curves.get(end.kind)
         return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
 
-    def _refuse(self, job: JobId, reason: str) -> None:
-        self._effects.append(Refuse(job=job, reason=reason))
-
     def _hear(self, event: RuntimeEvent, now: float) -> None:
         match event:
-            case JobSubmitted(submission=given):
+            case Submit(submission=given):
                 self._heard_s[given.job] = now
-            case (
-                PhaseRequested() | PhaseWithdrawn() | HolderHeard() | PhaseNarrowed() | PhaseEnded()
-            ) if event.job in self.cluster.placements:
+            case Enter() | Withdraw() | Beat() | Leave() if event.job in self.cluster.placements:
                 self._heard_s[event.job] = now
             case ControlResumed():
                 self._heard_s = dict.fromkeys(self.cluster.placements, now)
@@ -243,10 +223,7 @@ class PhaseRuntime:
 
     def _silent(self, now: float) -> list[JobId]:
         """Placed jobs that have been silent longer than `gone_s`; waiting jobs may be silent."""
-        on_nodes = [job for job, placed in self.cluster.placements.items() if _is_placed(placed)]
+        placements = self.cluster.placements
+        on_nodes = [job for job in placements if placements[job].stage is not PlacementStage.QUEUED]
         self._heard_s = {job: self._heard_s.get(job, now) for job in on_nodes}
         return [job for job in on_nodes if now - self._heard_s[job] > self.config.cluster.gone_s]
-
-
-def _is_placed(placed: JobPlacement) -> bool:
-    return placed.stage is not PlacementStage.QUEUED

@@ -10,7 +10,6 @@ from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Placement
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.tail import Completion, best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
-from scheduler.rollmux.planner.group_events import JobArrived
 
 NODES_MAX: Final = 8
 """Nodes of one pool per job; the limit of `rosemux plan` too."""
@@ -76,17 +75,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         )
 
     @property
-    def arrival(self) -> JobArrived:
-        """The arrival event for the planner."""
-        return JobArrived(
-            job=self.as_job,
-            measured={
-                one.kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
-                for one in self.phases
-                if one.mean_s is not None
-            },
-            curve=self.phases[0].curve,
-        )
+    def measured(self) -> dict[PhaseKind, Measured]:
+        """Earlier measurements of its phases."""
+        return {
+            one.kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
+            for one in self.phases
+            if one.mean_s is not None
+        }
 
     def terms(
         self,

@@ -9,7 +9,8 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from scheduler.rollmux.control.phase_service import TICK_S, PhaseService
-from scheduler.rollmux.control.wire import WAIT_MAX_S, Enter, Reply, Waiting, decoded_call
+from scheduler.rollmux.control.wire import WAIT_MAX_S, Reply, Waiting, decoded_call
+from scheduler.rollmux.permits.events import Enter
 
 
 class AsyncPhaseApi:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 phases = typer.Typer(add_completion=False, no_args_is_help=True)
 _Socket = Annotated[Path, typer.Option(help="The control's Unix socket.")]
-_Seconds = Annotated[float, typer.Option(help="See the settings in docs/phases.md.")]
+_Seconds = Annotated[float, typer.Option(help="Setting of this name in docs/phases.md.")]
 
 
 @phases.callback()
@@ -23,21 +23,22 @@ def _phases() -> None:
 def serve(
     socket: _Socket,
     state: Annotated[
-        Path | None, typer.Option(help="SQLite file; without it a restart forgets.")
+        Path | None,
+        typer.Option(help="SQLite file of the state; without it a restart begins anew."),
     ] = None,
     nodes: Annotated[
         Path | None,
-        typer.Option(help="YAML file of machines: with it the control plans which job is where."),
+        typer.Option(help="YAML file of nodes; with it the control places the jobs."),
     ] = None,
     journal: Annotated[
         Path | None, typer.Option(help="Directory for the journal of decisions.")
     ] = None,
     journal_mib: Annotated[
-        int, typer.Option(min=1, max=1 << 16, help="Size that the journal is bounded by.")
+        int, typer.Option(min=1, max=1 << 16, help="Largest size of the journal in MiB.")
     ] = 64,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Loopback port for Prometheus; none opens none."),
+        typer.Option(min=1, max=65535, help="Loopback port of the metrics; none by default."),
     ] = None,
     lease_s: _Seconds = 10.0,
     patience_s: _Seconds = 0.25,
@@ -85,13 +86,14 @@ def submit(
     socket: _Socket,
 ) -> None:
     """Ask a control that plans for places; a job that is known hears where it is."""
-    from scheduler.rollmux.control.jobs import read_submissions
+    from scheduler.rollmux.cluster.runtime_events import Submit
+    from scheduler.rollmux.control.nodes_file import read_submissions
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 
     transport, refused = SocketControl(socket), False
     for given in read_submissions(jobs):
-        reply = transport.call("submit", given)
+        reply = transport.call(Submit(submission=given))
         refused |= isinstance(reply, CallRefused)
         typer.echo(f"{given.job}: {_answer(reply)}")
     if refused:
@@ -106,9 +108,9 @@ def forget(
     """Give up a job's place for good; its phase, if one runs, loses its permit."""
     from harvester.contracts.ids import JobId
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import Forget
+    from scheduler.rollmux.permits.events import Forget
 
-    SocketControl(socket).call("forget", Forget(job=JobId(job)))
+    SocketControl(socket).call(Forget(job=JobId(job)))
 
 
 @phases.command()
@@ -116,16 +118,17 @@ def node(
     name: Annotated[str, typer.Argument(help="The node's name in the file of nodes.")],
     socket: _Socket,
     failed: Annotated[
-        bool, typer.Option("--failed/--back", help="It has failed, or is there again.")
+        bool, typer.Option("--failed/--back", help="Whether it has failed or is available again.")
     ],
 ) -> None:
     """Report a failed or repaired node to a planning control."""
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import NodeId
+    from scheduler.rollmux.cluster.runtime_events import NodeReport
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import CallRefused, NodeReport
+    from scheduler.rollmux.control.wire import CallRefused
 
-    reply = SocketControl(socket).call("node", NodeReport(node=NodeId(name), failed=failed))
+    reply = SocketControl(socket).call(NodeReport(node=NodeId(name), failed=failed))
     if isinstance(reply, CallRefused):
         raise ConfigError(reply.reason)
 
@@ -133,7 +136,7 @@ def node(
 @phases.command()
 def status(
     socket: _Socket,
-    as_json: Annotated[bool, typer.Option("--json", help="As the control says it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
 ) -> None:
     """Show every job: its phase, its stage, the nodes it holds and those it waits for."""
     from rich.console import Console
@@ -158,16 +161,16 @@ def explain(
         Path | None, typer.Option(help="Directory of the control's journal.")
     ] = None,
     socket: Annotated[
-        Path | None, typer.Option(help="The control's Unix socket: it says where its journal is.")
+        Path | None, typer.Option(help="The control's Unix socket, instead of --journal.")
     ] = None,
-    last: Annotated[str, typer.Option(help="Only so long ago and later: 90s, 30m, 24h, 7d.")] = "",
+    last: Annotated[str, typer.Option(help="Only events of the last 90s, 30m, 24h or 7d.")] = "",
     since: Annotated[
-        str, typer.Option(help="Only from this moment on, as 2026-01-31T12:00 (UTC).")
+        str, typer.Option(help="Only events from this time on, as 2026-01-31T12:00 (UTC).")
     ] = "",
     permits: Annotated[
-        bool, typer.Option("--permits", help="Every permit by itself, not only their summary.")
+        bool, typer.Option("--permits", help="List every permit instead of a summary.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Tell a job's story: its placements, its moves with their reasons, and the jobs it waited
     for."""
@@ -188,13 +191,13 @@ def explain(
 
 
 def _answer(reply: "Reply") -> str:
-    from scheduler.rollmux.control.wire import CallRefused, Placed, Queued
+    from scheduler.rollmux.control.wire import CallRefused, Placed, Waiting
 
     match reply:
         case Placed():
             nodes = f"{' '.join(reply.rollout_nodes)} | {' '.join(reply.training_nodes)}"
             return f"{reply.group} on {nodes}: {reply.reason}"
-        case Queued():
+        case Waiting():
             return f"waits behind {reply.ahead}: {reply.reason}"
         case CallRefused():
             return f"refused: {reply.reason}"

@@ -28,6 +28,7 @@ from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.platform.backoff import Backoff, RetryLimits
 from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.runtime_events import OrderMove, Submit
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.harvesting import Harvesting
 from scheduler.rollmux.control.leased_rollout import LeasedRollout
@@ -35,21 +36,16 @@ from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase import Phase
 from scheduler.rollmux.control.wire import (
-    Admitted,
+    Accepted,
     CallRefused,
     Ended,
-    Enter,
-    Forget,
     Granted,
-    Leave,
-    Left,
-    MoveOrder,
     Placed,
     Reply,
     Transport,
     Waiting,
-    Withdraw,
 )
+from scheduler.rollmux.permits.events import Enter, Forget, Leave, Place, Withdraw
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
@@ -57,7 +53,7 @@ from scheduler.rollmux.permits.terms import JobTerms, leased_tail
 Resume = Callable[[bool], None]
 """Called with whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
-OnMove = Callable[[MoveOrder], None]
+OnMove = Callable[[OrderMove], None]
 OnArrive = Callable[[Placed], None]
 
 
@@ -97,7 +93,7 @@ class PhaseControl:
         """`terms` name the job's nodes; a planning control takes a `Submission` and names them.
 
         `timeout_s` bounds the wait for a place, for a permit and for an absent control.
-        A job that moves is told between two iterations: `on_move` frees what it holds on its old
+        A job's move comes between two iterations: `on_move` frees what it holds on its old
         nodes, and once its new ones have room `on_arrive` brings its state there.
         With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
 
@@ -150,7 +146,7 @@ class PhaseControl:
     def forget(self) -> None:
         """The job is over: give up its place for good."""
         self._loaded.release()
-        self._transport.call("forget", Forget(job=self.job))
+        self._transport.call(Forget(job=self.job))
 
     def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit:
         """`cancelled`, set by another thread, ends the wait for the permit.
@@ -234,7 +230,7 @@ class PhaseControl:
     def _withdraw(self) -> None:
         """Withdraws the request; if the control does not hear it, the lease expires."""
         with suppress(Exhausted, PeerProtocolError):
-            self._transport.call("withdraw", Withdraw(job=self.job, holder=self._holder))
+            self._transport.call(Withdraw(job=self.job, holder=self._holder))
 
     def _place(self) -> None:
         pauses = self._backoff(self._timeout_s)
@@ -244,7 +240,7 @@ class PhaseControl:
             except Exhausted as error:
                 pauses.pause(error)
                 continue
-            if isinstance(reply, Admitted):
+            if isinstance(reply, Accepted):
                 return
             if isinstance(reply, Placed):
                 self.placement = reply
@@ -255,8 +251,8 @@ class PhaseControl:
 
     def _said_terms(self) -> Reply:
         if isinstance(self._terms, Submission):
-            return self._transport.call("submit", self._terms)
-        return self._transport.call("place", self._terms)
+            return self._transport.call(Submit(submission=self._terms))
+        return self._transport.call(Place(terms=self._terms))
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
         pauses = self._backoff(self._timeout_s)
@@ -264,7 +260,7 @@ class PhaseControl:
         while not cancelled.is_set():
             entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
             try:
-                reply = self._transport.call("enter", entry)
+                reply = self._transport.call(entry)
             except Exhausted as error:
                 pauses.pause(error)
                 continue
@@ -302,7 +298,7 @@ class PhaseControl:
             self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
 
     def _told(self, left: Reply) -> None:
-        if not isinstance(left, Left):
+        if not isinstance(left, Accepted):
             return
         if left.unload:
             self._loaded.release(left.unload)
@@ -329,7 +325,7 @@ class PhaseControl:
         pauses = self._backoff(timeout_s)
         while True:
             try:
-                reply = self._transport.call("leave", leave)
+                reply = self._transport.call(leave)
             except Exhausted as error:
                 pauses.pause(error)
                 continue

@@ -6,18 +6,12 @@ from types import TracebackType
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import TICK_S
 from scheduler.rollmux.control.status import statuses
-from scheduler.rollmux.control.wire import (
-    WAIT_MAX_S,
-    Call,
-    Enter,
-    JobStatus,
-    Reply,
-    Waiting,
-    checked,
-)
+from scheduler.rollmux.control.wire import WAIT_MAX_S, JobStatus, Reply, Waiting, checked
+from scheduler.rollmux.permits.events import Enter
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 
@@ -46,7 +40,7 @@ class EmbeddedControl:
         self._ticking = threading.Thread(target=self._tick, name="phase-control", daemon=True)
         self._ticking.start()
 
-    def call(self, name: str, message: Call) -> Reply:  # noqa: ARG002 - the message says it all
+    def call(self, message: Call) -> Reply:
         with self._changed:
             reply = self._service.call(checked(message))
             if not isinstance(message, Enter):

@@ -11,32 +11,25 @@ from typing import Any, Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.plan_events import (
+from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
-    JobSubmitted,
-    NodeLost,
-    PlacementDecision,
+    NodeReport,
+    OrderMove,
     PlanJob,
     QueueJob,
+    RuntimeEffect,
+    RuntimeEvent,
     SettleJob,
-    TellMove,
+    Submit,
 )
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
 from scheduler.rollmux.control.permit_story import PermitStory
 from scheduler.rollmux.control.story_entry import Entry, Told, seconds
-from scheduler.rollmux.permits.events import (
-    ControlResumed,
-    JobLeft,
-    JobPlaced,
-    PhaseRequested,
-    RemoveJob,
-)
+from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Place
+from scheduler.rollmux.planner.group_effects import PlacementDecision
 
-_CAUSES: Final = frozenset(
-    {"job_submitted", "job_placed", "job_left", "node_lost", "control_resumed", "phase_requested"}
-)
+_CAUSES: Final = frozenset({"submit", "place", "forget", "node", "control_resumed", "enter"})
 """Samples that a story needs beside what follows from them."""
 
 
@@ -101,10 +94,10 @@ class JobStory:
 
     def _caused(self, event: RuntimeEvent | None, now: Moment) -> Iterator[Entry]:
         match event:
-            case JobSubmitted(submission=given) if given.job == self._job and not self.is_known:
+            case Submit(submission=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
                 yield Entry(at=now.at, told=Told.SUBMITTED, text=_submitted(given))
-            case JobPlaced(terms=terms) if terms.job == self._job and not self.is_known:
+            case Place(terms=terms) if terms.job == self._job and not self.is_known:
                 self.is_known = True
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
                 yield Entry(at=now.at, told=Told.PLACED, text=f"placed by hand on {nodes}")
@@ -113,7 +106,7 @@ class JobStory:
                 yield Entry(
                     at=now.at, told=Told.CONTROL, text=f"{words}: holders have a whole lease again"
                 )
-            case PhaseRequested(job=job, kind=kind) if job == self._job:
+            case Enter(job=job, kind=kind) if job == self._job:
                 self.permits.asked(kind, now)
             case _:
                 pass
@@ -128,7 +121,7 @@ class JobStory:
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
                     yield Entry(at=now.at, told=Told.QUEUED, text=f"waits for a place: {reason}")
-                case TellMove():
+                case OrderMove():
                     words = f"its iteration is over: told to go on on {_nodes(effect)}"
                     yield Entry(at=now.at, told=Told.MOVE_TOLD, text=words)
                 case SettleJob() if asked is None or _nodes(asked) != _nodes(effect):
@@ -140,23 +133,27 @@ class JobStory:
     def _cause(self, event: RuntimeEvent | None) -> str:
         """The cause of a permit's loss, if the effect does not name it; else empty."""
         match event:
-            case NodeLost(node=node):
+            case NodeReport(node=node, failed=True):
                 return f"node {node} failed"
-            case JobLeft(job=job) if job == self._job:
+            case Forget(job=job) if job == self._job:
                 return "the job was forgotten"
         return ""
 
     def _closed(
         self, event: RuntimeEvent | None, effects: list[RuntimeEffect], now: Moment
     ) -> Iterator[Entry]:
-        forgotten = isinstance(event, JobLeft) and event.job == self._job
+        forgotten = isinstance(event, Forget) and event.job == self._job
         own = [effect for effect in effects if effect.job == self._job]
         close = next((one for one in own if isinstance(one, CloseJob)), None)
-        gone = forgotten or close is not None or any(isinstance(one, RemoveJob) for one in own)
+        gone = (
+            forgotten
+            or close is not None
+            or any(isinstance(one, DropPlace) and one.forgotten for one in own)
+        )
         if not (gone and self.is_known):
             return
         self.is_known = False
-        why = "it was forgotten" if forgotten else "nothing was heard of it for too long"
+        why = "it was forgotten" if forgotten else "it was silent for too long"
         fared = "" if close is None else f"; {_fared(close)}"
         yield Entry(at=now.at, told=Told.CLOSED, text=f"closed: {why}{fared}")
 
@@ -201,7 +198,7 @@ def _asked(plan: PlanJob, now: Moment) -> Entry:
     return Entry(at=now.at, told=told, text=words)
 
 
-def _nodes(of: PlanJob | SettleJob | TellMove) -> str:
+def _nodes(of: PlanJob | SettleJob | OrderMove) -> str:
     return f"{_or_none(of.rollout_nodes)} | {_or_none(of.training_nodes)}"
 
 

@@ -16,7 +16,8 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.wire import Absent, Ended, Left, Transport, Unloaded
+from scheduler.rollmux.control.wire import Absent, Accepted, Ended, Transport
+from scheduler.rollmux.permits.events import Unloaded
 
 _ASKS_PER_LEASE = 5
 _ASK_MAX_S = 0.5
@@ -109,7 +110,7 @@ class LoadedStates:
                     self._asking = None
                     return
             reply = self._say(())
-            if isinstance(reply, Left) and reply.unload:
+            if isinstance(reply, Accepted) and reply.unload:
                 self.release(reply.unload)
             elif isinstance(reply, Ended):
                 self.release()
@@ -122,7 +123,7 @@ class LoadedStates:
         asked_s = self._clock.now()
         said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:
-            reply = self._transport.call("unloaded", said)
+            reply = self._transport.call(said)
         except Absent:
             self._answered_s = asked_s
             return None

@@ -1,11 +1,15 @@
-"""Chooses a control's service: one that is told every job's nodes, or one that plans them."""
+"""Chooses a control's service: one that plans every job's nodes, or one that is given them."""
 
 from pathlib import Path
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.planner.planner import GroupPlanner
 
 
 def make_service(
@@ -22,9 +26,6 @@ def make_service(
         return PhaseService(
             config, clock, state=state, journal=journal, journal_bytes=journal_bytes
         )
-    # A control without a plan needs no compiler.
-    from scheduler.rollmux.control.planning import PlanningService
-
     return PlanningService(
         config, cluster, clock, state=state, journal=journal, journal_bytes=journal_bytes
     )
@@ -36,7 +37,11 @@ def compile_for(cluster: ClusterConfig | None) -> None:
     A client of a present but silent control gives its permit up in the end; a client of an absent
     control goes on.
     """
-    if cluster is not None:
-        from scheduler.rollmux.cluster.compile_ahead import compile_forecasts
-
-        compile_forecasts(cluster)
+    if cluster is None:
+        return
+    planner = GroupPlanner(cluster.judge, cluster.types, cluster.planner)
+    for name in ("first", "second"):
+        phases = tuple(DeclaredPhase(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)
+        given = Submission(job=JobId(name), phases=phases, slo=100.0, host_bytes=0)
+        planner.place_job(given.as_job, measured=given.measured, now=0.0)
+    planner.review(now=0.0)

@@ -1,8 +1,8 @@
 """Prometheus metrics of the phase control: waiting jobs, holders and faults.
 
-Fed with every decision of the phase service, and brought up to date at a scrape. Labels are phase
-and reason only: thousands of jobs and nodes may share one control; their names are in its status
-and in its journal.
+Fed with every decision of the phase service, and brought up to date at a scrape. No label is a job
+or a node: thousands of them may share one control; their names are in its status and in its
+journal.
 """
 
 from collections import Counter as Tally
@@ -18,24 +18,28 @@ from prometheus_client import (
 )
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import PhaseKind
-from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect
-from scheduler.rollmux.cluster.plan_events import CloseJob, PlanJob
-from scheduler.rollmux.control.plan_metrics import PlanMetrics
+from scheduler.model import PhaseKind, Pool
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.cluster.runtime_events import CloseJob, PhasePolicy, PlanJob, RuntimeEffect
 from scheduler.rollmux.permits.events import (
+    DropPlace,
     EndPermit,
     FreeNodes,
     GrantPermit,
     PermitEndReason,
-    RemoveJob,
     RevokePermit,
     WarnHolder,
     WidenPermit,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
+from scheduler.rollmux.planner.group_effects import PlacementDecision
 
 _BUCKETS_S = (0.01, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 4 * 3600)
+_DECISION_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0)
 _UNKNOWN = "unknown"
+_NODE_STATES = ("used", "free", "failed", "missing")
+_KEPT, _OWED, _BROKEN = "kept", "owed", "broken"
 _NODES_REMEMBERED = 1 << 16
 """Last jobs of nodes; forgotten together when there are too many."""
 
@@ -49,15 +53,15 @@ class PhaseMetrics:
         self._waiting = self._gauge("permits_waiting", "Workers that wait for a permit.", phase)
         self._held = self._gauge("permits_held", "Permits in force.", phase)
         self._longest = self._gauge(
-            "longest_wait_seconds", "How long the first of those who wait has waited.", phase
+            "longest_wait_seconds", "Longest wait of a worker that waits now.", phase
         )
-        self._nodes = self._gauge("nodes_held", "Nodes that somebody's permit covers.", phase)
+        self._nodes = self._gauge("nodes_held", "Nodes covered by a permit.", phase)
         self._starts = self._counter(
             "starts_total", "Permits granted; cold: the first of this phase in its process.",
             ["phase", "start"],
         )  # fmt: skip
         self._switches = self._counter(
-            "switches_total", "Nodes that went from one job to another.", phase
+            "switches_total", "Changes of a node from one job to another.", phase
         )
         self._ended = self._counter(
             "permits_ended_total", "Permits ended, by reason; silent is a lost lease.",
@@ -71,10 +75,10 @@ class PhaseMetrics:
             phase,
         )  # fmt: skip
         self._tails = self._counter(
-            "tails_moved_total", "Tails that left nodes to those who waited.", phase
+            "tails_moved_total", "Tails that left nodes to waiting jobs.", phase
         )
-        self._wait_s = self._histogram("wait_seconds", "From a place in the line to the permit.")
-        self._hold_s = self._histogram("hold_seconds", "From a permit to its end.")
+        self._wait_s = self._histogram("wait_seconds", "Time from the request to the permit.")
+        self._hold_s = self._histogram("hold_seconds", "Time from a permit to its end.")
         self.plan = PlanMetrics(self.registry)
         self._last_job: dict[NodeId, JobId] = {}
         self._processes: dict[JobId, tuple[str, set[PhaseKind]]] = {}
@@ -83,7 +87,7 @@ class PhaseMetrics:
 
     def resume(self, policy: PhasePolicy) -> None:
         """After a restart: processes and nodes that were known before do not count as new."""
-        for permit in _standings(policy):
+        for permit in _permits(policy):
             self._last_job |= dict.fromkeys(permit.nodes, permit.job)
             if permit.holder:
                 kinds = {phase.kind for phase in permit.terms.phases}
@@ -105,7 +109,7 @@ class PhaseMetrics:
                     self._revocations.labels(_kind(policy, effect.job)).inc()
                 case EndPermit():
                     self._end(effect, policy.permit(effect.job), now)
-                case RemoveJob():
+                case DropPlace(forgotten=True):
                     self._processes.pop(effect.job, None)
                 case PlanJob() | CloseJob():
                     self.plan.decided(effect)
@@ -114,7 +118,7 @@ class PhaseMetrics:
 
     def render(self, policy: PhasePolicy, *, now: float) -> bytes:
         """Bring the gauges up to date and render everything."""
-        job_permits = tuple(_standings(policy))
+        job_permits = tuple(_permits(policy))
         stages = Tally(each.stage for each in job_permits)
         for stage in PermitStage:
             self._jobs.labels(stage).set(stages[stage])
@@ -173,7 +177,83 @@ class PhaseMetrics:
         )
 
 
-def _standings(policy: PhasePolicy) -> Iterable[JobPermit]:
+class PlanMetrics:
+    """Placed jobs, their cost and endangered SLOs under a planning control."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"scheduler_phase_plan_{name}", text, labels, registry=registry)
+
+        self._jobs = gauge("jobs", "Submitted jobs, by state.", ("stage",))
+        self._nodes = gauge(
+            "nodes", "Nodes, by use; missing: failed and not replaced yet.", ("pool", "state")
+        )
+        self._groups = gauge("groups", "Groups of jobs that share nodes.")
+        self._price = gauge("price_per_hour", "Dollars an hour for the nodes in use.")
+        self._slowdown = gauge(
+            "worst_slowdown_ratio", "Largest slow-down of a placed job, over its SLO."
+        )
+        self._promises = gauge(
+            "promises", "Placed jobs within their SLO, and beyond it.", ("state",)
+        )
+        self._longest = gauge("longest_wait_seconds", "Longest wait of a job without nodes.")
+        self._credit = gauge(
+            "least_credit_seconds", "Smallest delay that a placed job can still absorb."
+        )
+        self._decisions = Counter(
+            "scheduler_phase_plan_decisions_total",
+            "Decisions of the planner, by kind.",
+            ("decision",),
+            registry=registry,
+        )
+        self._ended = Counter(
+            "scheduler_phase_plan_promises_ended_total",
+            "Jobs that ended after an iteration, by whether their SLO was kept.",
+            ("promise",),
+            registry=registry,
+        )
+        self.decision_s = Histogram(
+            "scheduler_phase_plan_decision_seconds",
+            "Time of the planner for an event; the control does not reply meanwhile.",
+            registry=registry,
+            buckets=_DECISION_BUCKETS_S,
+        )
+        for decision in PlacementDecision:
+            self._decisions.labels(decision)
+        for promise in (_KEPT, _BROKEN):
+            self._ended.labels(promise)
+
+    def decided(self, effect: PlanJob | CloseJob) -> None:
+        if isinstance(effect, PlanJob):
+            self._decisions.labels(effect.decision).inc()
+        else:
+            self._ended.labels(_KEPT if effect.kept else _BROKEN).inc()
+
+    def show(self, cluster: ClusterPolicy, *, now: float) -> None:
+        stages = Tally(placed.stage for placed in cluster.placements.values())
+        for stage in PlacementStage:
+            self._jobs.labels(stage).set(stages[stage])
+        for pool in (Pool.ROLLOUT, Pool.TRAINING):
+            counts = cluster.fleet.counts(pool)
+            for state in _NODE_STATES:
+                self._nodes.labels(pool, state).set(counts[state])
+        groups = cluster.planner.book
+        self._groups.set(sum(bool(group.pinned) for group in groups.cells.values()))
+        self._price.set(groups.price_per_hour())
+        facts = cluster.planner.facts.values()
+        credits_s = [one.settled_credit_s(now) for one in facts]
+        owed = sum(credit_s < 0 for credit_s in credits_s)
+        self._slowdown.set(
+            max((one.settled_slowdown(now) / one.account.slo for one in facts), default=0.0)
+        )
+        self._credit.set(min(credits_s, default=0.0))
+        self._promises.labels(_KEPT).set(len(credits_s) - owed)
+        self._promises.labels(_OWED).set(owed)
+        queued = [one for one in cluster.placements.values() if one.stage is PlacementStage.QUEUED]
+        self._longest.set(max((now - one.submitted_s for one in queued), default=0.0))
+
+
+def _permits(policy: PhasePolicy) -> Iterable[JobPermit]:
     found = (policy.permit(job) for job in policy.jobs)
     return (each for each in found if each is not None)
 

@@ -1,4 +1,4 @@
-"""`nodes.yaml`: the machines of a planning control, and its assumptions about them.
+"""Files of a planning control: `nodes.yaml` with its machines and assumptions, and jobs to submit.
 
 Checked whole before anything is started; every mistake is named by its field and its line.
 """
@@ -13,6 +13,8 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, NodeId
 from harvester.platform.yaml_file import Where, explained, named, parse_fields, read_text
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.cluster.submission import Submission, submission_fault
+from scheduler.rollmux.plan.jobs_file import JOBS_MAX, PlannedJobSettings, PoolSettings
 from scheduler.rollmux.planner.group_table import NodeType
 
 GB: Final = 10**9
@@ -31,7 +33,7 @@ class NamedNodes(_Settings):
 
     type: Name
     names: tuple[Name, ...] = Field(min_length=1, max_length=NODES_MAX)
-    """Names that jobs are told; a node is the unit that one job holds whole at a time."""
+    """Names that jobs see; a node is the unit that one job holds whole at a time."""
     accelerators: int = Field(default=8, ge=1, le=1024)
     price_per_hour: float = Field(ge=0, le=1e6, allow_inf_nan=False)
     """Price of the whole node."""
@@ -84,16 +86,7 @@ class ClusterSettings(_Settings):
         return ClusterConfig(
             rollout=self.nodes.rollout.as_pool,
             training=self.nodes.training.as_pool,
-            risk=self.risk,
-            slo_counts_queueing=self.slo_counts_queueing,
-            cold_start_s=self.cold_start_s,
-            warm_start_s=self.warm_start_s,
-            move_s=self.move_s,
-            migrate_s=self.migrate_s,
-            tail_ratio=self.tail_ratio,
-            review_s=self.review_s,
-            gone_s=self.gone_s,
-            harvesting=self.harvesting,
+            **self.model_dump(exclude={"nodes"}),
         )
 
 
@@ -120,3 +113,27 @@ def _faults(nodes: NamedPools) -> Iterator[tuple[Where, str]]:
             place = f"nodes.{pool}.names.{at}"
             if first.setdefault(name, place) != place:
                 yield ("nodes", pool, "names", at), f"{name} is the name of {first[name]} too"
+
+
+class JobsFile(_Settings):
+    """A file of `rosemux plan`, whose other settings are not read: the control has its own."""
+
+    jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
+    nodes: PoolSettings | None = None
+    risk: float | None = None
+    slo_counts_queueing: bool | None = None
+
+
+def read_submissions(path: Path) -> tuple[Submission, ...]:
+    """In the order of the file. Raises ConfigError that names each wrong field with its line."""
+    text = read_text(path)
+    try:
+        settings = JobsFile.model_validate(parse_fields(text, path))
+    except ValidationError as error:
+        raise ConfigError(explained(error, text, path)) from error
+    found = tuple(job.as_submission for job in settings.jobs)
+    for given in found:
+        fault = submission_fault(given)
+        if fault:
+            raise ConfigError(f"{path}: job {given.job}: {fault}")
+    return found

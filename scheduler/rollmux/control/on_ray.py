@@ -16,11 +16,13 @@ import msgspec
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.socket_server import exposition
 from scheduler.rollmux.control.status import statuses
-from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
+from scheduler.rollmux.control.wire import Absent, JobStatus, Reply, call_name, decoded_reply
+from scheduler.rollmux.permits.events import Enter
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 _LOG = logging.getLogger(__name__)
@@ -148,9 +150,10 @@ class RayControl:
         text: bytes = self._asked("metrics")
         return text
 
-    def call(self, name: str, message: Call) -> Reply:
+    def call(self, message: Call) -> Reply:
         """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
         timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
+        name = call_name(message)
         body, fault = self._asked("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
         if fault:
             raise PeerProtocolError(f"{name}: {fault}")

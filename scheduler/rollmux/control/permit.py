@@ -11,8 +11,8 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.wire import Absent, Beat, Ended, Granted, Orders, Transport
-from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.control.wire import Absent, Ended, Granted, Orders, Transport
+from scheduler.rollmux.permits.events import Beat, Recall
 from scheduler.rollmux.permits.job_permit import PermitStage
 
 _BEATS_PER_LEASE = 3
@@ -152,7 +152,7 @@ class Permit:
         )
         asked_s = self._clock.now()
         try:
-            reply = self._transport.call("beat", beat)
+            reply = self._transport.call(beat)
         except Absent:
             self._answered_s = asked_s
             return

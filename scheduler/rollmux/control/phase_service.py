@@ -15,54 +15,45 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.ids import Epoch, JobId
+from harvester.contracts.ids import JobId
 from scheduler.decision_log import DecisionLog
-from scheduler.rollmux.cluster.phase_policy import PhasePolicy, RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+    NodeReport,
+    PhasePolicy,
+    RuntimeEffect,
+    RuntimeEvent,
+    Submit,
+)
 from scheduler.rollmux.control.metrics import PhaseMetrics
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
-    Admitted,
-    Beat,
-    BeatReply,
-    Call,
+    Accepted,
     CallRefused,
     Ended,
-    Enter,
     EnterReply,
-    Forget,
     Granted,
-    Leave,
-    LeaveReply,
-    Left,
-    NodeReport,
     Orders,
-    PlaceReply,
     PlanStatus,
     Reply,
-    Unloaded,
     Waiting,
-    Withdraw,
 )
 from scheduler.rollmux.permits.events import (
+    Beat,
     ControlResumed,
-    HolderHeard,
-    JobLeft,
-    JobPlaced,
-    NodesUnloaded,
+    Enter,
+    Forget,
+    Leave,
     PermitEndReason,
-    PermitEvent,
-    PhaseEnded,
-    PhaseNarrowed,
-    PhaseRequested,
-    PhaseWithdrawn,
+    Place,
     Refuse,
-    TailRecalled,
     TimeElapsed,
+    Unloaded,
+    Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.terms import PermitsConfig
 
 JOBS_MAX = 4096
 TICK_S = 0.1
@@ -118,43 +109,40 @@ class PhaseService:
     def call(self, message: Call) -> Reply:
         """Raises Exhausted where its decision could not be kept: ask again."""
         match message:
-            case JobTerms():
+            case Place():
                 return self.place(message)
             case Enter():
                 return self.enter(message)
-            case Withdraw():
-                self._observe(PhaseWithdrawn(job=message.job, holder=message.holder))
-                return Left()
             case Beat():
                 return self.beat(message)
             case Leave():
                 return self.leave(message)
             case Unloaded():
                 return self.unloaded(message)
-            case Forget():
-                self._observe(JobLeft(job=message.job))
-                return Left()
-            case Submission() | NodeReport():
+            case Withdraw() | Forget():
+                self._observe(message)
+                return Accepted()
+            case Submit() | NodeReport():
                 return CallRefused(
                     reason="this control does not plan: it was started without nodes"
                 )
 
-    def place(self, terms: JobTerms) -> PlaceReply:
+    def place(self, given: Place) -> Accepted | CallRefused:
+        terms = given.terms
         known = self._policy.permit(terms.job)
         if known is None and len(self._policy.jobs) >= JOBS_MAX:
             return CallRefused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
         if known is None or known.terms != terms:
-            refusal = _refusal(self._observe(JobPlaced(terms=terms)))
+            refusal = _refusal(self._observe(given))
             if refusal:
                 return CallRefused(reason=refusal)
-        return Admitted(lease_s=self.config.lease_s)
+        return Accepted()
 
     def enter(self, entry: Enter) -> EnterReply:
         permit = self._policy.permit(entry.job)
-        if permit is None and not self._policy.knows(entry.job):
+        if permit is None and entry.job not in self._policy.jobs:
             return CallRefused(reason=f"job {entry.job} is not placed", unknown=True)
-        event = PhaseRequested(job=entry.job, kind=entry.kind, holder=entry.holder)
-        effects = self._observe(event)
+        effects = self._observe(entry)
         refusal = _refusal(effects)
         if refusal:
             unknown = any(isinstance(each, Refuse) and each.unknown for each in effects)
@@ -179,66 +167,42 @@ class PhaseService:
             )
         return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
 
-    def beat(self, beat: Beat) -> BeatReply:
-        event: PermitEvent = HolderHeard(
-            job=beat.job,
-            epoch=beat.epoch,
-            complete_ratio=beat.complete_ratio,
-            tokens=beat.tokens,
-        )
-        refusal = _refusal(self._observe(event))
-        if beat.narrowed and not refusal:
-            event = PhaseNarrowed(job=beat.job, epoch=beat.epoch)
-            refusal = _refusal(self._observe(event))
-        if beat.recall is not None and not refusal:
-            event = TailRecalled(job=beat.job, epoch=beat.epoch, recall=beat.recall)
-            refusal = _refusal(self._observe(event))
+    def beat(self, beat: Beat) -> Orders | Ended:
+        refusal = _refusal(self._observe(beat))
         permit = self._policy.permit(beat.job)
         if refusal or permit is None:
             return Ended(reason=refusal or "the job has left")
         return self._orders(permit)
 
-    def leave(self, leave: Leave) -> LeaveReply:
+    def leave(self, leave: Leave) -> Accepted | Ended:
         self._loaded_heard_s[leave.job] = self._clock.now()
-        event = PhaseEnded(
-            job=leave.job,
-            epoch=Epoch(leave.epoch),
-            failed=leave.failed,
-            loading_s=leave.loading_s,
-            leased_s=leave.leased_s,
-            stays_loaded=leave.stays_loaded,
-        )
-        refusal = _refusal(self._observe(event))
+        refusal = _refusal(self._observe(leave))
         permit = self._policy.permit(leave.job)
-        if not refusal or permit is None:
-            unload = () if permit is None else permit.unload
-            return Ended(reason=refusal) if refusal else Left(unload=unload)
+        ended = None if permit is None or permit.epoch != leave.epoch else permit.ended
         # A leave whose reply was lost is repeated.
-        was_done = permit.epoch == leave.epoch and permit.ended is PermitEndReason.DONE
-        return Left(unload=permit.unload) if was_done else Ended(reason=refusal)
+        if refusal and ended is not PermitEndReason.DONE:
+            return Ended(reason=refusal)
+        return Accepted(unload=() if permit is None else permit.unload)
 
-    def unloaded(self, said: Unloaded) -> LeaveReply:
+    def unloaded(self, said: Unloaded) -> Accepted | Ended:
         permit = self._policy.permit(said.job)
         if permit is None:
             return Ended(reason=f"job {said.job} is not placed")
         if permit.loaded_by != said.holder:
-            return Left()
+            return Accepted()
         self._loaded_heard_s[said.job] = self._clock.now()
         if said.nodes:
-            self._observe(NodesUnloaded(job=said.job, nodes=said.nodes))
-        return Left(unload=permit.unload)
+            self._observe(said)
+        return Accepted(unload=permit.unload)
 
     def _unload_silent(self, now: float) -> None:
         """A process that was asked and is not heard for a lease is gone, and its state with it."""
-        for job in self._asked_to_unload():
-            heard_s = self._loaded_heard_s.setdefault(job, now)
+        for job in self._policy.jobs:
             permit = self._policy.permit(job)
-            if permit is not None and now - heard_s > self.config.lease_s:
-                self._observe(NodesUnloaded(job=job, nodes=permit.unload))
-
-    def _asked_to_unload(self) -> list[JobId]:
-        found = ((job, self._policy.permit(job)) for job in self._policy.jobs)
-        return [job for job, permit in found if permit is not None and permit.unload]
+            if permit is None or not permit.unload:
+                continue
+            if now - self._loaded_heard_s.setdefault(job, now) > self.config.lease_s:
+                self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.unload))
 
     def tick(self) -> None:
         """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""

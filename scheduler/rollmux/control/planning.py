@@ -1,56 +1,74 @@
 """The phase service of a control that plans: jobs are submitted, and their permits follow the plan.
 
 Decides nothing itself: the runtime does. The service keeps permits and plan in one
-transaction, so that a phase is learned from once, whenever the control ends.
+transaction, so that a phase is learned from once, whenever the control ends: one record per job,
+one for the layout, one for the clock of all kept times.
 """
 
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from harvester.contracts.clock import Clock, monotonic_origin
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
-from scheduler.rollmux.cluster.cluster_record import strangers
+from scheduler.rollmux.cluster.cluster_record import (
+    ClusterRecord,
+    JobRecord,
+    Layout,
+    job_record,
+    layout,
+    strangers,
+)
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import PlacementStage
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.plan_events import JobSubmitted, NodeBack, NodeLost, PlanEffect
 from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
-from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.control.kept_plan import (
-    KeptClock,
-    changed_records,
-    kept_jobs,
-    kept_memory,
-    shift_s,
-    shifted,
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+    NodeReport,
+    PlanEffect,
+    RuntimeEffect,
+    RuntimeEvent,
+    Submit,
 )
 from scheduler.rollmux.control.phase_service import JOBS_MAX, JOURNAL_BYTES, PhaseService
-from scheduler.rollmux.control.plan_status import plan_status
+from scheduler.rollmux.control.status import plan_status
 from scheduler.rollmux.control.wire import (
-    Call,
+    Accepted,
     CallRefused,
-    Enter,
+    Ended,
     EnterReply,
-    Kept,
-    Leave,
-    LeaveReply,
-    Left,
-    MoveOrder,
-    NodeReport,
     Placed,
-    PlaceReply,
     PlanStatus,
-    Queued,
     Reply,
-    ReportReply,
-    SubmitReply,
+    Waiting,
 )
-from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.events import Enter, Leave, Place
+from scheduler.rollmux.permits.terms import PermitsConfig
 
 _RETRY_S: Final = 0.5
+_LAYOUT: Final = "layout"
+_CLOCK: Final = "clock"
+_JOB: Final = "job/"
+_TIMES: Final = (
+    "enqueued_s",
+    "heard_s",
+    "started_s",
+    "worked_at_s",
+    "warned_s",
+    "revoked_s",
+)
+"""Time fields of a job's permit record."""
 _PLANS: Final = "this control plans: submit the job, and it is placed"
+
+
+class KeptClock(msgspec.Struct, frozen=True, kw_only=True):
+    """The clock of all kept times, and its last reading."""
+
+    origin: str
+    now_s: float
 
 
 class PlanningService(PhaseService):
@@ -69,9 +87,9 @@ class PlanningService(PhaseService):
         self._settings = RuntimeConfig(permits=config, cluster=cluster)
         super().__init__(config, clock, state=state, journal=journal, journal_bytes=journal_bytes)
         for machine in strangers(self.cluster):
-            self._observe(NodeLost(node=machine))
+            self._observe(NodeReport(node=machine, failed=True))
             if self.cluster.fleet.pool_of(machine) is not None:
-                self._observe(NodeBack(node=machine))
+                self._observe(NodeReport(node=machine, failed=False))
 
     @property
     def runtime(self) -> PhaseRuntime:
@@ -86,28 +104,29 @@ class PlanningService(PhaseService):
 
     def call(self, message: Call) -> Reply:
         match message:
-            case Submission():
+            case Submit():
                 return self.submit(message)
             case NodeReport():
                 return self.report(message)
             case _:
                 return super().call(message)
 
-    def place(self, terms: JobTerms) -> PlaceReply:
-        return CallRefused(reason=f"job {terms.job}: {_PLANS}")
+    def place(self, given: Place) -> CallRefused:
+        return CallRefused(reason=f"job {given.terms.job}: {_PLANS}")
 
-    def submit(self, given: Submission) -> SubmitReply:
+    def submit(self, message: Submit) -> Placed | Waiting | CallRefused:
         """The same submission may be repeated, also to learn the job's present place.
 
-        A job that was told to move repeats it when it has left its old nodes.
+        A job notified of a move sends this again when it has left its old nodes.
         """
+        given = message.submission
         known = self.cluster.placements.get(given.job)
         refusal = self.cluster.refusal(given)
         if refusal:
             return CallRefused(reason=refusal)
         if known is None and len(self.cluster.placements) >= JOBS_MAX:
             return CallRefused(reason=f"{JOBS_MAX} jobs are known", retry_after_s=_RETRY_S)
-        self._observe(JobSubmitted(submission=given))
+        self._observe(message)
         placed = self.cluster.placements[given.job]
         if placed.stage is PlacementStage.QUEUED:
             waiting = [
@@ -116,25 +135,24 @@ class PlanningService(PhaseService):
                 if one.stage is PlacementStage.QUEUED
             ]
             ahead = sum(one.number < placed.number for one in waiting)
-            return Queued(reason=placed.reason or "others wait longer", ahead=ahead)
+            return Waiting(reason=placed.reason or "others wait longer", ahead=ahead)
         if placed.at is None:
-            return Queued(reason="it waits for room on its new nodes", ahead=0)
+            return Waiting(reason="it waits for room on its new nodes", ahead=0)
         rollout, training = self.cluster.machines(placed.at)
         return Placed(
             group=placed.group or "",
             rollout_nodes=rollout,
             training_nodes=training,
             reason=placed.reason,
-            lease_s=self.config.lease_s,
             harvesting=given.harvesting and self._settings.cluster.harvesting,
         )
 
-    def report(self, given: NodeReport) -> ReportReply:
+    def report(self, given: NodeReport) -> Accepted | CallRefused:
         fleet = self.cluster.fleet
         if fleet.pool_of(given.node) is None and not fleet.has_up(given.node):
             return CallRefused(reason=f"no node {given.node}")
-        self._observe(NodeLost(node=given.node) if given.failed else NodeBack(node=given.node))
-        return Kept()
+        self._observe(given)
+        return Accepted()
 
     def look(self, entry: Enter) -> EnterReply:
         held_up = self.runtime.held_up(entry.job, entry.kind)
@@ -143,17 +161,11 @@ class PlanningService(PhaseService):
         changed = self.cluster.placements[entry.job].changed
         return CallRefused(reason=held_up, retry_after_s=_RETRY_S, unknown=changed)
 
-    def leave(self, leave: Leave) -> LeaveReply:
+    def leave(self, leave: Leave) -> Accepted | Ended:
         reply = super().leave(leave)
         placed = self.cluster.placements.get(leave.job)
-        if isinstance(reply, Left) and placed is not None and placed.told and not leave.failed:
-            rollout, training = self.cluster.machines(placed.to)
-            return Left(
-                move=MoveOrder(
-                    rollout_nodes=rollout, training_nodes=training, reason=placed.reason
-                ),
-                unload=reply.unload,
-            )
+        if isinstance(reply, Accepted) and placed is not None and placed.told and not leave.failed:
+            return Accepted(move=self.cluster.order_move(placed), unload=reply.unload)
         return reply
 
     def metrics(self) -> bytes:
@@ -183,14 +195,14 @@ class PlanningService(PhaseService):
         if permits is None and not plan:
             return None
         permits = permits or {"epoch": 0, "ticket": 0, "jobs": []}
-        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - kept_jobs(plan))
+        unknown = sorted({one["terms"]["job"] for one in permits["jobs"]} - _kept_jobs(plan))
         if unknown:
             raise ConfigError(
                 f"jobs of the state file were placed by hand, {unknown[0]} among them: "
                 "start without nodes, or with another state file"
             )
-        by_s = shift_s(plan, self._kept_clock())
-        return {"permits": shifted(permits, by_s), "plan": kept_memory(plan, by_s=by_s)}
+        by_s = _shift_s(plan, self._kept_clock())
+        return {"permits": _shifted(permits, by_s), "plan": _kept_memory(plan, by_s=by_s)}
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
         before = self.cluster
@@ -199,7 +211,7 @@ class PlanningService(PhaseService):
         self.cluster.layout_changed |= before.layout_changed
 
     def _plan_records(self) -> dict[str, bytes | None]:
-        return changed_records(self.cluster, self._kept_clock())
+        return _changed_records(self.cluster, self._kept_clock())
 
     def _plan_kept(self) -> None:
         self.cluster.unsaved.clear()
@@ -207,3 +219,53 @@ class PlanningService(PhaseService):
 
     def _kept_clock(self) -> KeptClock:
         return KeptClock(origin=monotonic_origin(), now_s=self._clock.now())
+
+
+def _changed_records(policy: ClusterPolicy, clock: KeptClock) -> dict[str, bytes | None]:
+    """Records to write, None for removed ones; empty if nothing has changed."""
+    if not policy.unsaved and not policy.layout_changed:
+        return {}
+    records: dict[str, bytes | None] = {_CLOCK: msgspec.json.encode(clock)}
+    for job in sorted(policy.unsaved):
+        record = job_record(policy, job)
+        records[_JOB + job] = None if record is None else msgspec.json.encode(record)
+    if policy.layout_changed:
+        records[_LAYOUT] = msgspec.json.encode(layout(policy))
+    return records
+
+
+def _shift_s(kept: dict[str, bytes], clock: KeptClock) -> float:
+    """Seconds to add to kept times; after a reboot, the time in between does not count."""
+    if _CLOCK not in kept:
+        return 0.0
+    before = msgspec.json.decode(kept[_CLOCK], type=KeptClock)
+    same = before.origin == clock.origin and clock.now_s >= before.now_s
+    return 0.0 if same else clock.now_s - before.now_s
+
+
+def _shifted(snapshot: dict[str, Any], by_s: float) -> dict[str, Any]:
+    """The permit policy's snapshot with its times shifted by `by_s`."""
+    jobs = [
+        {
+            name: value + by_s if name in _TIMES and value is not None else value
+            for name, value in job.items()
+        }
+        for job in snapshot["jobs"]
+    ]
+    return {**snapshot, "jobs": jobs}
+
+
+def _kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
+    """The plan's snapshot with its times shifted by `by_s`."""
+    jobs = tuple(
+        msgspec.json.decode(record, type=JobRecord).shifted(by_s)
+        for name, record in kept.items()
+        if name.startswith(_JOB)
+    )
+    where = msgspec.json.decode(kept[_LAYOUT], type=Layout) if _LAYOUT in kept else Layout()
+    memory: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=where, jobs=jobs))
+    return memory
+
+
+def _kept_jobs(kept: dict[str, bytes]) -> frozenset[JobId]:
+    return frozenset(JobId(name.removeprefix(_JOB)) for name in kept if name.startswith(_JOB))

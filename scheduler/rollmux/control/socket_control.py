@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
-from scheduler.rollmux.control.wire import Absent, Call, Enter, JobStatus, Reply, decoded_reply
+from scheduler.rollmux.cluster.runtime_events import Call
+from scheduler.rollmux.control.wire import Absent, JobStatus, Reply, call_name, decoded_reply
+from scheduler.rollmux.permits.events import Enter
 
 MAX_REPLY_BYTES = 1 << 20
 MAX_STATUS_BYTES = 64 << 20
@@ -24,12 +26,12 @@ class SocketControl:
         self._path = path
         self._answer_s = answer_s
 
-    def call(self, name: str, message: Call) -> Reply:
+    def call(self, message: Call) -> Reply:
         """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
         timeout_s = self._answer_s + (message.wait_s if isinstance(message, Enter) else 0.0)
         body = self._answer(
             "POST",
-            f"/v1/phases/{name}",
+            f"/v1/phases/{call_name(message)}",
             msgspec.json.encode(message),
             timeout_s=timeout_s,
             most_bytes=MAX_REPLY_BYTES,

@@ -1,9 +1,14 @@
-"""Status of jobs and nodes, for people and dashboards."""
+"""Status of jobs, for people and dashboards."""
+
+from typing import Final
 
 from harvester.contracts.ids import JobId
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.control.phase_service import PhaseService
-from scheduler.rollmux.control.wire import JobStatus
-from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
+from scheduler.rollmux.control.wire import JobStatus, PlanStatus
+from scheduler.rollmux.permits.job_permit import PermitStage
+
+_LEAST_S: Final = 1e-3
 
 
 def statuses(service: PhaseService) -> tuple[JobStatus, ...]:
@@ -14,19 +19,7 @@ def _status(service: PhaseService, job: JobId) -> JobStatus:
     permit, plan = service.policy.permit(job), service.plan_of(job)
     if permit is None:
         # Submitted, and without a place or on its way to one.
-        return JobStatus(
-            job=job,
-            stage=PermitStage.APART,
-            kind=None,
-            epoch=NO_EPOCH,
-            nodes=(),
-            awaits=(),
-            complete_ratio=0.0,
-            tokens=0,
-            warned=False,
-            failures=0,
-            plan=plan,
-        )
+        return JobStatus(job=job, stage=PermitStage.APART, plan=plan)
     return JobStatus(
         job=job,
         stage=permit.stage,
@@ -41,4 +34,32 @@ def _status(service: PhaseService, job: JobId) -> JobStatus:
         loaded=permit.loaded,
         unload=permit.unload,
         plan=plan,
+    )
+
+
+def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus | None:
+    """Status of a submitted job; None if unknown."""
+    placed, facts = cluster.placements.get(job), cluster.planner.facts.get(job)
+    if placed is None:
+        return None
+    rollout, training = cluster.machines(placed.at)
+    slowdown = credit_s = None
+    if facts is not None:
+        slowdown = (now - facts.account.began_s) / max(facts.account.solo_s, _LEAST_S)
+        credit_s = facts.account.credit_s(now)
+    return PlanStatus(
+        stage=placed.stage,
+        group=placed.group or placed.to_group or "",
+        rollout_nodes=rollout,
+        training_nodes=training,
+        moves_to=tuple(node for side in cluster.machines(placed.to) for node in side),
+        reason=placed.reason,
+        slo=placed.submission.slo,
+        slowdown=slowdown,
+        credit_s=credit_s,
+        iterations=placed.iterations,
+        moves=placed.moves,
+        waits_s=max(
+            0.0, (now if placed.placed_s is None else placed.placed_s) - placed.submitted_s
+        ),
     )

@@ -45,7 +45,7 @@ SUMMARISED = frozenset(
         Told.DONE,
     }
 )
-"""Routine entries about permits: too many to be told one by one."""
+"""Routine entries about permits: too many to be listed one by one."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):

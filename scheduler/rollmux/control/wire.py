@@ -1,21 +1,22 @@
-"""Messages between a job's process and the phase control. Every call may be repeated.
+"""Calls between a job's process and the phase control, and the replies. Each may be repeated.
 
-    place    JobTerms -> Admitted | Refused
-    enter    Enter    -> Granted | Waiting | Refused      held open while it has to wait
-    withdraw Withdraw -> Left
-    beat     Beat     -> Orders | Ended
-    leave    Leave    -> Left | Ended
-    unloaded Unloaded -> Left | Ended
-    forget   Forget   -> Left
-    submit   Submission -> Placed | Queued | Refused      where the control plans: instead of place
-    node     NodeReport -> Kept | Refused                 by an operator or a health check
+    Place      -> Accepted | CallRefused
+    Enter      -> Granted | Waiting | CallRefused      held open while it has to wait
+    Withdraw   -> Accepted
+    Beat       -> Orders | Ended
+    Leave      -> Accepted | Ended
+    Unloaded   -> Accepted | Ended
+    Forget     -> Accepted
+    Submit     -> Placed | Waiting | CallRefused       where the control plans: instead of Place
+    NodeReport -> Accepted | CallRefused               by an operator or a health check
 
-The same records travel in one process, over a Unix socket and through a Ray actor; on the latter
-two as JSON bytes. Durations are each side's own monotonic seconds. The epoch fences: a message
-with an older one changes nothing and is answered `Ended`.
+A call is the event that the control's policy takes. The same records travel in one process, over a
+Unix socket and through a Ray actor; on the latter two as JSON bytes. Durations are each side's own
+monotonic seconds. The epoch fences: a call with an older one changes nothing and is answered
+`Ended`.
 """
 
-from typing import Protocol
+from typing import Final, Protocol, get_args
 
 import msgspec
 
@@ -23,12 +24,11 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.job_placement import PlacementStage
-from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.permits.events import Recall
-from scheduler.rollmux.permits.job_permit import PermitStage
-from scheduler.rollmux.permits.terms import JobTerms
+from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, OrderMove, Submit
+from scheduler.rollmux.permits.events import Enter, Place, Unloaded, Withdraw
+from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 
-WAIT_MAX_S = 30.0
+WAIT_MAX_S: Final = 30.0
 """Longest time for which a call is held open."""
 
 
@@ -37,60 +37,13 @@ class Absent(Exhausted):
     it."""
 
 
-class Enter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    job: JobId
-    kind: PhaseKind
-    holder: str
-    wait_s: float = 0.0
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted", omit_defaults=True):
+    """The call is in force."""
 
-
-class Withdraw(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    job: JobId
-    holder: str
-
-
-class Beat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    job: JobId
-    epoch: Epoch
-    complete_ratio: float = 0.0
-    tokens: int = 0
-    narrowed: bool = False
-    """The tail runs on the nodes it was asked to keep."""
-    recall: Recall | None = None
-    """The tail asks for the nodes that it left."""
-
-
-class Leave(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    job: JobId
-    epoch: Epoch
-    failed: str = ""
-    loading_s: float = 0.0
-    """Time of the phase spent on loading, offloading and in line, in s; no part of its solo
-    time."""
-    leased_s: float = 0.0
-    """Time that leases saved, in s: the solo duration is longer by it."""
-    stays_loaded: bool = False
-    """The state is still on the accelerators; the control asks for them when another job starts."""
-
-
-class Unloaded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The job's state has left these nodes' accelerators.
-
-    A process that has left a state loaded also says it of no node, several times in a lease: so it
-    hears where it is to unload, and is known to live.
-    """
-
-    job: JobId
-    holder: str
-    nodes: tuple[NodeId, ...] = ()
-
-
-class Forget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    job: JobId
-
-
-class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag="admitted"):
-    lease_s: float
+    move: OrderMove | None = None
+    """The iteration is over, and the job goes on elsewhere."""
+    unload: tuple[NodeId, ...] = ()
+    """Nodes that the job's state has to leave now: another job is to start there."""
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_defaults=True):
@@ -103,8 +56,12 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+    """For a permit, or for a place on nodes: it gets one by itself; ask again to hear of it."""
+
     ahead: int
     """Jobs that come before."""
+    reason: str = ""
+    """Why there is no place on nodes for now."""
 
 
 class CallRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -136,17 +93,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     reason: str
 
 
-class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left", omit_defaults=True):
-    move: "MoveOrder | None" = None
-    """The iteration is over, and the job goes on elsewhere."""
-    unload: tuple[NodeId, ...] = ()
-    """Nodes that the job's state has to leave now: another job is to start there."""
-
-
-class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
-    """The report about a node was accepted."""
-
-
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A submitted job's place and progress."""
 
@@ -173,35 +119,20 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     job: JobId
     stage: PermitStage
-    kind: PhaseKind | None
-    epoch: Epoch
-    nodes: tuple[NodeId, ...]
-    awaits: tuple[NodeId, ...]
-    complete_ratio: float
-    tokens: int
-    warned: bool
-    failures: int
+    kind: PhaseKind | None = None
+    epoch: Epoch = NO_EPOCH
+    nodes: tuple[NodeId, ...] = ()
+    awaits: tuple[NodeId, ...] = ()
+    complete_ratio: float = 0.0
+    tokens: int = 0
+    warned: bool = False
+    failures: int = 0
     loaded: tuple[NodeId, ...] = ()
     """Nodes with its state on their accelerators, without a permit."""
     unload: tuple[NodeId, ...] = ()
     """Nodes in `loaded` that it was asked to clear, for another job to start there."""
-    plan: "PlanStatus | None" = None
+    plan: PlanStatus | None = None
     """Set by a planning control."""
-
-
-class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node has failed, or is there again."""
-
-    node: NodeId
-    failed: bool
-
-
-class MoveOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The job's next place. When it requests its next phase, its old nodes are free of it."""
-
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
-    reason: str
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
@@ -210,51 +141,14 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
     """Empty while a failed one has no replacement; the same of the others."""
     training_nodes: tuple[NodeId, ...]
     reason: str
-    lease_s: float
     harvesting: bool = False
     """Its rollouts may use leases."""
 
 
-class Queued(msgspec.Struct, frozen=True, kw_only=True, tag="queued"):
-    """Known, and without a place for now: it gets one by itself; ask again to hear of it."""
-
-    reason: str
-    ahead: int
-    """Jobs that wait longer."""
-
-
 EnterReply = Granted | Waiting | CallRefused
-BeatReply = Orders | Ended
-LeaveReply = Left | Ended
-PlaceReply = Admitted | CallRefused
-SubmitReply = Placed | Queued | CallRefused
-ReportReply = Kept | CallRefused
-Call = JobTerms | Enter | Withdraw | Beat | Leave | Unloaded | Forget | Submission | NodeReport
-Reply = Admitted | Granted | Waiting | CallRefused | Orders | Ended | Left | Kept | Placed | Queued
-
-CallKind = (
-    type[JobTerms]
-    | type[Enter]
-    | type[Withdraw]
-    | type[Beat]
-    | type[Leave]
-    | type[Unloaded]
-    | type[Forget]
-    | type[Submission]
-    | type[NodeReport]
-)
-CALLS: dict[str, CallKind] = {
-    "place": JobTerms,
-    "enter": Enter,
-    "withdraw": Withdraw,
-    "beat": Beat,
-    "leave": Leave,
-    "unloaded": Unloaded,
-    "forget": Forget,
-    "submit": Submission,
-    "node": NodeReport,
-}
-_REPLY: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+Reply = Accepted | Granted | Waiting | CallRefused | Orders | Ended | Placed
+CALLS: Final[dict[str, type[Call]]] = {kind.__struct_config__.tag: kind for kind in get_args(Call)}
+_REPLY: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
 
 
 class Transport(Protocol):
@@ -263,11 +157,15 @@ class Transport(Protocol):
     Raises Absent without a control, Exhausted without an answer in time.
     """
 
-    def call(self, name: str, message: Call) -> Reply: ...
+    def call(self, message: Call) -> Reply: ...
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Status of every job."""
         ...
+
+
+def call_name(message: Call) -> str:
+    return str(message.__struct_config__.tag)
 
 
 def decoded_call(name: str, body: bytes) -> Call:
@@ -277,26 +175,30 @@ def decoded_call(name: str, body: bytes) -> Call:
     if kind is None:
         raise PeerProtocolError(f"no call {name[:80]!r}; there are {', '.join(CALLS)}")
     try:
-        call: Call = msgspec.json.decode(body, type=kind)
+        return checked(msgspec.json.decode(body, type=kind))
     except msgspec.MsgspecError as error:
         raise PeerProtocolError(f"{name}: {error}") from error
-    return checked(call)
 
 
 def checked(call: Call) -> Call:
     """Checks that every name is valid; returns the call. Raises PeerProtocolError otherwise."""
-    if isinstance(call, NodeReport):
-        checked_name(call.node, what="node")
-        return call
-    checked_name(call.job, what="job")
-    if isinstance(call, Submission):
-        checked_name(call.tenant, what="tenant")
+    nodes: tuple[NodeId, ...] = ()
+    match call:
+        case NodeReport():
+            checked_name(call.node, what="node")
+            return call
+        case Place(terms=terms):
+            job = terms.job
+            nodes = tuple(node for phase in terms.phases for node in phase.nodes)
+        case Submit(submission=given):
+            job = given.job
+            checked_name(given.tenant, what="tenant")
+        case _:
+            job = call.job
+    checked_name(job, what="job")
     if isinstance(call, Enter | Withdraw | Unloaded):
         checked_name(call.holder, what="holder")
-    nodes = call.nodes if isinstance(call, Unloaded) else ()
-    if isinstance(call, JobTerms):
-        nodes = tuple(node for phase in call.phases for node in phase.nodes)
-    for node in nodes:
+    for node in call.nodes if isinstance(call, Unloaded) else nodes:
         checked_name(node, what="node")
     return call
 

@@ -1,15 +1,16 @@
-"""A group's execution in virtual time, phase by phase.
+"""A group's execution in virtual time, phase by phase, with the durations that a planner expects.
 
-Planners run it with the durations that they expect, and get the starts from `order`. A rollout's
-bulk runs at the speed of the share of its nodes that no other tail occupies; a tail runs at its own
-speed anywhere. If a job waits only for nodes held by a tail, that tail is moved. A weight sync
-follows a training on no node. A state stays on accelerators until another job starts there; a phase
-that starts after another job's pays a warm start. The compiled model of `cluster.runtime`: a test
-runs both on the same draws.
+A job waits from the end of its phase before on. Its next phase starts once all of its nodes are
+free and no job that waits longer waits for one of them, so a job of several nodes is never
+overtaken on one; permits follow the same rule with tickets. A rollout's bulk runs at the speed of
+the share of its nodes that no other tail occupies; a tail runs at its own speed anywhere. If a job
+waits only for nodes held by a tail, that tail is moved; a rollout that is not divisible waits until
+the tail has ended. A weight sync follows a training on no node. A state stays on accelerators until
+another job starts there; a phase that starts after another job's pays a warm start. The compiled
+model of `cluster.runtime`: a test runs both on the same draws.
 """
 
 from scheduler.rollmux.forecast.compiled import Records, compiled
-from scheduler.rollmux.forecast.order import movable_tail, next_start
 from scheduler.rollmux.forecast.stages import (
     BULK,
     BUSY,
@@ -32,10 +33,63 @@ from scheduler.rollmux.forecast.stages import (
 
 
 @compiled
-def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int, solo_s: float) -> int:
+def movable_tail(jobs: Records, permits: Records, k: int, rules: Rules) -> bool:
+    """Whether job k holds whole nodes for a tail that is worth moving; a node takes one tail."""
+    return (
+        rules.migrate
+        and jobs["stage"][k] == TAIL_HELD
+        and jobs["left_s"][k] > rules.migrate_s
+        and (permits[TAILS] & jobs["rollout_nodes"][k]) == 0
+    )
+
+
+@compiled
+def awaited_nodes(jobs: Records, j: int) -> int:
+    """Nodes of the phase that job j waits for; 0: it waits for none."""
+    if jobs["stage"][j] == WAITS_ROLLOUT:
+        return int(jobs["rollout_nodes"][j])
+    return int(jobs["training_nodes"][j]) if jobs["stage"][j] == WAITS_TRAINING else 0
+
+
+@compiled
+def _taken_nodes(jobs: Records, permits: Records, j: int, rules: Rules) -> int:
+    """Mask of the nodes that job j awaits and others hold, without nodes of movable tails."""
+    awaited = awaited_nodes(jobs, j)
+    taken = awaited & permits[BUSY]
+    if jobs["stage"][j] == WAITS_ROLLOUT:
+        if not jobs["divisible"][j]:
+            return int(taken | (awaited & permits[TAILS]))
+        for k in range(jobs.size):
+            if taken & jobs["rollout_nodes"][k] and movable_tail(jobs, permits, k, rules):
+                taken &= ~jobs["rollout_nodes"][k]
+    return int(taken)
+
+
+@compiled
+def next_start(jobs: Records, permits: Records, rules: Rules) -> int:
+    """Index of the waiting job whose phase should start now, or -1."""
+    asked, awaited = 0, 0
+    while True:
+        first = -1
+        for k in range(jobs.size):
+            if asked & (1 << k) or not awaited_nodes(jobs, k):
+                continue
+            if first < 0 or jobs["waits_since_s"][k] < jobs["waits_since_s"][first]:
+                first = k
+        if first < 0:
+            return -1
+        nodes = awaited_nodes(jobs, first)
+        if not nodes & awaited and not _taken_nodes(jobs, permits, first, rules):
+            return first
+        asked |= 1 << first
+        awaited |= nodes
+
+
+@compiled
+def note(log: Records, at: int, t_s: float, kind: int, job: int, nodes: int) -> int:
     if at < log.size:
         log["t_s"][at], log["kind"][at] = t_s, kind
-        log["job"][at], log["nodes"][at], log["solo_s"][at] = job, nodes, solo_s
+        log["job"][at], log["nodes"][at] = job, nodes
         return at + 1
     return at
 
@@ -103,7 +157,7 @@ def _move_tails(
         for bit in range(NODES_MAX):
             if (jobs["rollout_nodes"][k] >> bit) & 1:
                 nodes["left_at_s"][bit] = now_s + rules.migrate_s
-        at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k], 0.0)
+        at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k])
     return at
 
 
@@ -147,7 +201,7 @@ def start(
     permits[BUSY] |= wanted
     loaded_s = _load(nodes, wanted, jobs["id"][j], rules.warm_s)
     jobs["overhead_s"][j] = _left_s(nodes, wanted, now_s) + loaded_s
-    return note(log, at, now_s, kind, jobs["id"][j], wanted, 0.0)
+    return note(log, at, now_s, kind, jobs["id"][j], wanted)
 
 
 @compiled
@@ -170,21 +224,20 @@ def finish(
         return at
     jobs["solo_s"][k] += jobs["worked_s"][k]
     jobs["waits_since_s"][k] = now_s
-    worked_s = jobs["worked_s"][k]
     jobs["worked_s"][k] = 0.0
     if stage not in (TRAINING, SYNCING):
         released = TAILS if stage == TAIL_MOVED else BUSY
         permits[released] &= ~jobs["rollout_nodes"][k]
         jobs["stage"][k] = WAITS_TRAINING
-        return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k], worked_s)
+        return note(log, at, now_s, ROLLOUT_ENDED, job, jobs["rollout_nodes"][k])
     if stage == TRAINING:
         permits[BUSY] &= ~jobs["training_nodes"][k]
-        at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k], worked_s)
+        at = note(log, at, now_s, TRAINING_ENDED, job, jobs["training_nodes"][k])
         if jobs["sync_s"][k] > 0.0:
             jobs["stage"][k], jobs["left_s"][k] = SYNCING, jobs["sync_s"][k]
             return at
     else:
-        at = note(log, at, now_s, SYNC_ENDED, job, 0, worked_s)
+        at = note(log, at, now_s, SYNC_ENDED, job, 0)
     jobs["done"][k] += 1
     jobs["stage"][k] = WAITS_ROLLOUT
     return at

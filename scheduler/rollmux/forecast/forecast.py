@@ -4,15 +4,18 @@ This module composes the question: the jobs of the group, their nodes, their bel
 length of the run. `scenarios` runs it.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from scheduler.model import Pool
 from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records, compiled
-from scheduler.rollmux.forecast.scenarios import SCENARIOS, keeps, slowdown_table
+from scheduler.rollmux.forecast.scenarios import Glance, Horizon, keeps, slowdown_table
 from scheduler.rollmux.forecast.stages import EVENT, JOB, WAITS_ROLLOUT, Rules, empty_nodes
 
 
@@ -39,28 +42,6 @@ _OF_OCCUPANTS = (
 )
 _NODES = empty_nodes()
 _NO_LOG = np.zeros(0, dtype=EVENT)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Horizon:
-    """Length of a forecast, in iterations of the group's longest job."""
-
-    scenarios: int = SCENARIOS
-    warm_up: float = 2.0
-    cycles: float = 8.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glance:
-    """A short forecast of the means, which rules out most of what will not do."""
-
-    warm_up: float = 1.0
-    cycles: float = 5.0
-    margin: float = 0.04
-    """Amount by which an SLO may be missed before the forecast stops."""
-
-
-NO_GLANCE = Glance(warm_up=0.0, cycles=0.0, margin=float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,29 +95,32 @@ def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
 
     One scenario is the mean itself, without any variation.
     """
-    return slowdown_table(
-        roster.jobs,
-        _NODES,
-        roster.beliefs,
-        horizon.scenarios,
-        (horizon.warm_up, horizon.cycles),
-        rules,
-        _NO_LOG,
-    )
+    return slowdown_table(roster.jobs, _NODES, roster.beliefs, horizon, rules, _NO_LOG)
 
 
 def keeps_all(
     roster: Roster, *, rules: Rules, horizon: Horizon, glance: Glance, quantile: float
 ) -> bool:
     """Whether `upper_bound` of each slow-down over the horizon is within its SLO."""
-    return keeps(
-        roster.jobs,
-        _NODES,
-        roster.beliefs,
-        (glance.warm_up, glance.cycles, glance.margin),
-        horizon.scenarios,
-        (horizon.warm_up, horizon.cycles),
-        quantile,
-        rules,
-        _NO_LOG,
-    )
+    return keeps(roster.jobs, _NODES, roster.beliefs, glance, horizon, quantile, rules, _NO_LOG)
+
+
+def group_load(occupants: Sequence[Occupant], *, tails_move: bool = False) -> tuple[float, float]:
+    """The longest solo iteration and the work on the busiest node, in s, where every job rolls out
+    and trains once and takes its believed means.
+
+    With `tails_move` a rollout's tail counts for the share of its nodes that it needs.
+    """
+    loads: defaultdict[tuple[Pool, int], float] = defaultdict(float)
+    for one in occupants:
+        tail = TailShape(bulk_ratio=one.bulk_ratio, share=one.tail_share)
+        rollout_s = one.belief.rollout_s * (tail.node_ratio if tails_move else 1.0)
+        for pool, nodes, phase_s in (
+            (Pool.ROLLOUT, one.rollout_nodes, rollout_s),
+            (Pool.TRAINING, one.training_nodes, one.belief.training_s),
+        ):
+            for bit in range(nodes.bit_length()):
+                if nodes >> bit & 1:
+                    loads[pool, bit] += phase_s
+    cycle_s = max((one.belief.iteration_s for one in occupants), default=0.0)
+    return cycle_s, max(loads.values(), default=0.0)

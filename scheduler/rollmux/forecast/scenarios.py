@@ -8,7 +8,7 @@ rules that will run them.
 """
 
 from statistics import NormalDist
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,23 @@ ROUNDING: Final = 1e-9
 """A slow-down that exceeds an SLO by less does not."""
 _SURELY: Final = 1e-6
 """Above any rounding: nothing is refused early that would be admitted."""
+
+
+class Horizon(NamedTuple):
+    """Length of a forecast, in iterations of the group's longest job."""
+
+    scenarios: int = SCENARIOS
+    warm_up: float = 2.0
+    cycles: float = 8.0
+
+
+class Glance(NamedTuple):
+    """A short forecast of the means, which rules out most of what will not do."""
+
+    warm_up: float = 1.0
+    cycles: float = 5.0
+    margin: float = 0.04
+    """Amount by which an SLO may be missed before the forecast stops."""
 
 
 def _draws() -> tuple[Records, Records]:
@@ -105,16 +122,16 @@ def slowdown_table(
     template: Records,
     nodes: Records,
     beliefs: Records,
-    scenarios: int,
-    spans: tuple[float, float],
+    horizon: Horizon,
     rules: Rules,
     log: Records,
 ) -> Records:
     """Elapsed over solo time of every job, `[scenario, job]`."""
-    found = np.zeros((scenarios, template.size))
-    doubt = 0.0 if scenarios == 1 else 1.0
-    for at in range(scenarios):
-        _live(template, nodes, beliefs, doubt, at, spans[0], spans[1], rules, log, found[at])
+    found = np.zeros((horizon.scenarios, template.size))
+    doubt = 0.0 if horizon.scenarios == 1 else 1.0
+    warm_up, cycles = horizon.warm_up, horizon.cycles
+    for at in range(horizon.scenarios):
+        _live(template, nodes, beliefs, doubt, at, warm_up, cycles, rules, log, found[at])
     return found
 
 
@@ -153,31 +170,30 @@ def keeps(
     template: Records,
     nodes: Records,
     beliefs: Records,
-    glance: tuple[float, float, float],
-    scenarios: int,
-    spans: tuple[float, float],
+    glance: Glance,
+    horizon: Horizon,
     quantile: float,
     rules: Rules,
     log: Records,
 ) -> bool:
     """Whether every job's bound is within its SLO; stops as soon as the answer is certain.
 
-    `glance` is a short run of the means: warm-up, cycles, and the allowed miss of an SLO. A job
-    with an SLO below 1 may share no node, and keeps it then.
+    A job with an SLO below 1 may share no node, and keeps it then.
     """
-    count = template.size
+    count, scenarios = template.size, horizon.scenarios
     slos = np.maximum(template["slo"], 1.0)
     for k in range(count):
         if template["slo"][k] < 1.0 and _shares(template, k):
             return False
     found = np.zeros((scenarios, count))
-    _live(template, nodes, beliefs, 0.0, 0, glance[0], glance[1], rules, log, found[0])
+    _live(template, nodes, beliefs, 0.0, 0, glance.warm_up, glance.cycles, rules, log, found[0])
     for k in range(count):
-        if found[0, k] > slos[k] + glance[2]:
+        if found[0, k] > slos[k] + glance.margin:
             return False
     doubt = 0.0 if scenarios == 1 else 1.0
+    warm_up, cycles = horizon.warm_up, horizon.cycles
     for at in range(scenarios):
-        _live(template, nodes, beliefs, doubt, at, spans[0], spans[1], rules, log, found[at])
+        _live(template, nodes, beliefs, doubt, at, warm_up, cycles, rules, log, found[at])
         for k in range(count):
             if quantile >= 0.0 and at + 1 < scenarios:
                 least = least_bound(found[: at + 1, k], scenarios, quantile)

@@ -64,9 +64,7 @@ takes `sync_s` after every training, 0 without one."""
 NODE: Final = np.dtype([("loaded", "i8"), ("left_at_s", "f8")])
 """`left_at_s` is when the last tail that was moved has left all but its share."""
 
-EVENT: Final = np.dtype(
-    [("t_s", "f8"), ("kind", "i8"), ("job", "i8"), ("nodes", "i8"), ("solo_s", "f8")]
-)
+EVENT: Final = np.dtype([("t_s", "f8"), ("kind", "i8"), ("job", "i8"), ("nodes", "i8")])
 
 
 class Rules(NamedTuple):

@@ -112,7 +112,7 @@ def _run(
     while now_s < until_s:
         log = np.zeros(_LOG_SIZE, dtype=EVENT)
         now_s, logged, _ = advance(jobs, nodes, permits, lengths_s, rules, now_s, until_s, log)
-        events += [(t_s, kind, job, mask) for t_s, kind, job, mask, _ in log[:logged].tolist()]
+        events += log[:logged].tolist()
     return events
 
 

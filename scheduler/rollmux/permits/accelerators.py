@@ -12,8 +12,6 @@ from scheduler.rollmux.permits.completion import tail_of
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import PhaseTerms
 
-Parts = dict[NodeId, tuple[int, ...]]
-
 
 def spread(nodes: Sequence[NodeId], accelerators: int, *, per_node: int) -> dict[NodeId, int]:
     """Distributes `accelerators` evenly over the nodes, the remainder to the first ones."""
@@ -47,7 +45,7 @@ def speed(permit: JobPermit) -> float:
     """Seconds that the phase would have taken alone, in one second as its permit is now."""
     if (not permit.accelerators and not permit.awaits) or permit.stage is PermitStage.TAILING:
         return 1.0
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+    phase = permit.phase
     if phase is None:
         return 1.0
     return 1.0 if in_tail(permit, phase) else held(permit, phase) / phase.all_accelerators

@@ -1,61 +1,59 @@
 """Jobs and workers that come and go."""
 
+from harvester.contracts.ids import JobId
 from scheduler.rollmux.permits.endings import end
 from scheduler.rollmux.permits.events import (
     AdmitJob,
     DropPlace,
-    JobLeft,
-    JobPlaced,
+    Enter,
     PermitEffect,
     PermitEndReason,
-    PhaseRequested,
-    PhaseWithdrawn,
     Refuse,
-    RemoveJob,
+    Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.places import enqueue, join
-from scheduler.rollmux.permits.serving import grant
-from scheduler.rollmux.permits.terms import terms_fault
+from scheduler.rollmux.permits.serving import enqueue, grant, join
+from scheduler.rollmux.permits.terms import JobTerms, terms_fault
 
 Effects = list[PermitEffect]
 
 
-def place(book: PermitTable, event: JobPlaced) -> Effects:
-    job, fault = event.terms.job, terms_fault(event.terms)
+def place(table: PermitTable, terms: JobTerms) -> Effects:
+    job, fault = terms.job, terms_fault(terms)
     if fault:
         return [Refuse(job=job, reason=fault)]
-    permit = book.admit(event.terms)
-    book.leave_lines(permit)
+    permit = table.admit(terms)
+    table.leave_lines(permit)
     effects: Effects = [AdmitJob(job=job)]
     if permit.stage is PermitStage.WAITING and permit.kind is not None:
-        phase = event.terms.phase(permit.kind)
+        phase = terms.phase(permit.kind)
         if phase is None:
             permit.move(PermitTrigger.ENDED)
         else:
-            effects.append(join(book, permit, phase, permit.ticket))
+            effects.append(join(table, permit, phase, permit.ticket))
     return effects
 
 
-def remove(book: PermitTable, event: JobLeft, *, now: float) -> Effects:
-    permit = book.jobs.get(event.job)
+def remove(table: PermitTable, job: JobId, *, now: float, for_good: bool) -> Effects:
+    """Takes a job off its nodes and out of all lines; unless `for_good` it stays known."""
+    permit = table.jobs.get(job)
     if permit is None:
         return []
     effects: Effects = []
     if permit.holding:
-        effects.append(end(book, permit, PermitEndReason.LEFT, "the job left", now=now))
-    book.leave_lines(permit)
-    if event.for_good:
-        book.unload(permit, permit.loaded)
-        book.remove(event.job)
-        return [*effects, RemoveJob(job=event.job)]
-    permit.move(PermitTrigger.ENDED)
-    return [*effects, DropPlace(job=event.job)]
+        effects.append(end(table, permit, PermitEndReason.LEFT, "the job left", now=now))
+    table.leave_lines(permit)
+    if for_good:
+        table.unload(permit, permit.loaded)
+        table.remove(job)
+    else:
+        permit.move(PermitTrigger.ENDED)
+    return [*effects, DropPlace(job=job, forgotten=for_good)]
 
 
-def request(book: PermitTable, event: PhaseRequested, *, now: float) -> Effects:
-    permit = book.jobs.get(event.job)
+def request(table: PermitTable, event: Enter, *, now: float) -> Effects:
+    permit = table.jobs.get(event.job)
     phase = permit.terms.phase(event.kind) if permit else None
     if permit is None or phase is None:
         return [Refuse(job=event.job, reason=f"no {event.kind} phase of such a job")]
@@ -65,25 +63,25 @@ def request(book: PermitTable, event: PhaseRequested, *, now: float) -> Effects:
             return [Refuse(job=event.job, reason=reason)]
         permit.heard_s = now
         return []
-    if permit.holder != event.holder and book.waits(permit, now):
+    if permit.holder != event.holder and table.waits(permit, now):
         return [Refuse(job=event.job, reason="another process of the job waits")]
     effects: Effects = []
     if (permit.stage, permit.kind) != (PermitStage.WAITING, event.kind):
-        book.leave_lines(permit)
-        effects.append(enqueue(book, permit, phase, now=now))
+        table.leave_lines(permit)
+        effects.append(enqueue(table, permit, phase, now=now))
     permit.holder, permit.heard_s = event.holder, now
-    book.touch(permit.awaits)
+    table.touch(permit.awaits)
     if not phase.nodes:
-        effects.append(grant(book, permit, phase, (), now=now))
+        effects.append(grant(table, permit, phase, (), now=now))
     return effects
 
 
-def withdraw(book: PermitTable, event: PhaseWithdrawn, *, now: float) -> Effects:
-    permit = book.jobs.get(event.job)
+def withdraw(table: PermitTable, event: Withdraw, *, now: float) -> Effects:
+    permit = table.jobs.get(event.job)
     if permit is None or permit.holder != event.holder:
         return []
     if permit.holding:
-        words = "nobody waited for it any more"
-        return [end(book, permit, PermitEndReason.WITHDRAWN, words, now=now)]
-    book.leave_lines(permit)
+        words = "its worker stopped waiting"
+        return [end(table, permit, PermitEndReason.WITHDRAWN, words, now=now)]
+    table.leave_lines(permit)
     return [DropPlace(job=event.job)] if permit.move(PermitTrigger.ENDED) else []

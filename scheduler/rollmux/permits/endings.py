@@ -9,39 +9,38 @@ from scheduler.rollmux.permits.completion import CompletionCurve
 from scheduler.rollmux.permits.events import (
     EndPermit,
     EnqueuePhase,
-    FailJob,
+    Leave,
     PermitEndReason,
-    PhaseEnded,
     Refuse,
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.places import enqueue
+from scheduler.rollmux.permits.serving import enqueue
 
 _LEAST_S: Final = 1e-3
 """Least duration of a phase, in s: estimates need a positive one."""
 _LEASED_MAX_RATIO: Final = 9.0
 """Cap on a phase's time saved by leases, over its duration."""
 
-Ending = list[EndPermit | EnqueuePhase | FailJob | Refuse]
 
-
-def ended(book: PermitTable, event: PhaseEnded, *, now: float) -> Ending:
+def ended(
+    table: PermitTable, event: Leave, *, now: float
+) -> list[EndPermit | EnqueuePhase | Refuse]:
     """Ends the permit by its holder's report; the next phase gets its place before its worker
     asks."""
-    permit = book.holder(event.job, event.epoch)
+    permit = table.holder(event.job, event.epoch)
     if permit is None or permit.kind is None:
         return [stale(event.job, event.epoch)]
     if event.failed:
         told = permit.stage is PermitStage.REVOKED
         reason = PermitEndReason.OVERRAN if told else PermitEndReason.FAILED
-        return fail(book, permit, reason, event.failed, now=now)
+        return [fail(table, permit, reason, event.failed, now=now)]
     work_until(permit, now=now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)
     _learn(permit, permit.kind, loading_s=event.loading_s, leased_s=leased_s)
     done = end(
-        book,
+        table,
         permit,
         PermitEndReason.DONE,
         "",
@@ -50,11 +49,10 @@ def ended(book: PermitTable, event: PhaseEnded, *, now: float) -> Ending:
         leased_s=leased_s,
         stays_loaded=event.stays_loaded,
     )
-    effects: Ending = [done]
     # Terms may have changed while it ran, and no longer know this phase.
     if permit.terms.phase(permit.kind) is None:
-        return effects
-    return [*effects, enqueue(book, permit, permit.terms.after(permit.kind), now=now)]
+        return [done]
+    return [done, enqueue(table, permit, permit.terms.after(permit.kind), now=now)]
 
 
 def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: float) -> None:
@@ -70,7 +68,7 @@ def _learn(permit: JobPermit, kind: PhaseKind, *, loading_s: float, leased_s: fl
 
 
 def end(
-    book: PermitTable,
+    table: PermitTable,
     permit: JobPermit,
     reason: PermitEndReason,
     words: str,
@@ -83,11 +81,11 @@ def end(
     assert permit.kind is not None
     work_until(permit, now=now)
     if stays_loaded:
-        book.leave_loaded(permit)
+        table.leave_loaded(permit)
     if reason is PermitEndReason.SILENT and permit.loaded_by == permit.holder:
-        book.unload(permit, permit.loaded)
-    book.free(permit, permit.nodes)
-    book.leave_lines(permit)
+        table.unload(permit, permit.loaded)
+    table.free(permit, permit.nodes)
+    table.leave_lines(permit)
     permit.move(PermitTrigger.ENDED)
     permit.ended = reason
     return EndPermit(
@@ -108,15 +106,15 @@ def _solo_s(permit: JobPermit, loading_s: float, leased_s: float) -> float:
 
 
 def fail(
-    book: PermitTable, permit: JobPermit, reason: PermitEndReason, words: str, *, now: float
-) -> Ending:
+    table: PermitTable, permit: JobPermit, reason: PermitEndReason, words: str, *, now: float
+) -> EndPermit:
+    """The job has lost its place; it comes again from its last checkpoint, as if it were new."""
     if reason is PermitEndReason.OVERRAN and permit.kind is not None:
         longest = permit.longest_runs.get(permit.kind, LongestRun())
         work_until(permit, now=now)
         permit.longest_runs[permit.kind] = longest.cut(permit.worked_s)
-    ending = end(book, permit, reason, words, now=now)
     permit.failures += 1
-    return [ending, FailJob(job=permit.job, reason=words)]
+    return end(table, permit, reason, words, now=now)
 
 
 def stale(job: JobId, epoch: Epoch) -> Refuse:

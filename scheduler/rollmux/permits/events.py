@@ -1,4 +1,7 @@
-"""Events and effects of the permit policy."""
+"""Calls of jobs' processes, which are the events of the permit policy, and its effects.
+
+A call may be repeated, and its epoch fences: an older one changes nothing.
+"""
 
 from enum import StrEnum
 
@@ -9,48 +12,32 @@ from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.terms import JobTerms
 
 
-class JobPlaced(msgspec.Struct, frozen=True, kw_only=True, tag="job_placed"):
+class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of a job's process or an operator; its tag names it on the wire and in the journal."""
+
+
+class Place(StrictStruct, frozen=True, kw_only=True, tag="place"):
     """A new job and its terms, or new terms of a known job; a permit in use outlives them."""
 
     terms: JobTerms
 
 
-class JobLeft(msgspec.Struct, frozen=True, kw_only=True, tag="job_left"):
-    job: JobId
-    for_good: bool = True
-    """False: the job gets other nodes, and the knowledge about it stays."""
-
-
-class PhaseRequested(msgspec.Struct, frozen=True, kw_only=True, tag="phase_requested"):
+class Enter(StrictStruct, frozen=True, kw_only=True, tag="enter"):
     """A worker waits for its job's permit; repeated for as long as it waits."""
 
     job: JobId
     kind: PhaseKind
     holder: str
     """Process of the job; differs after a restart."""
+    wait_s: float = 0.0
+    """Time for which the call may be held open, in s."""
 
 
-class PhaseWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="phase_withdrawn"):
+class Withdraw(StrictStruct, frozen=True, kw_only=True, tag="withdraw"):
     """The worker that asked waits no more; a permit that it has not heard of ends too."""
 
     job: JobId
     holder: str
-
-
-class HolderHeard(msgspec.Struct, frozen=True, kw_only=True, tag="holder_heard"):
-    """A holder lives, and how far its phase is."""
-
-    job: JobId
-    epoch: Epoch
-    complete_ratio: float = 0.0
-    tokens: int = 0
-
-
-class PhaseNarrowed(msgspec.Struct, frozen=True, kw_only=True, tag="phase_narrowed"):
-    """The tail runs on the kept nodes; the rest is empty."""
-
-    job: JobId
-    epoch: Epoch
 
 
 class Recall(StrEnum):
@@ -62,58 +49,63 @@ class Recall(StrEnum):
     """In its turn, from the end of the line."""
 
 
-class TailRecalled(msgspec.Struct, frozen=True, kw_only=True, tag="tail_recalled"):
-    """The tail shall end on the job's own nodes; repeated until it may."""
+class Beat(StrictStruct, frozen=True, kw_only=True, tag="beat"):
+    """The holder lives, and how far its phase is."""
 
     job: JobId
     epoch: Epoch
-    recall: Recall
+    complete_ratio: float = 0.0
+    tokens: int = 0
+    narrowed: bool = False
+    """The tail runs on the nodes it was asked to keep; the rest is empty."""
+    recall: Recall | None = None
+    """The tail asks for the nodes that it left; repeated until it has them."""
 
 
-class PhaseEnded(msgspec.Struct, frozen=True, kw_only=True, tag="phase_ended"):
-    """The phase is done and its state is out of the nodes."""
+class Leave(StrictStruct, frozen=True, kw_only=True, tag="leave"):
+    """The phase is over and its state is out of the nodes, or stays loaded."""
 
     job: JobId
     epoch: Epoch
     failed: str = ""
     """Why it did not complete; empty if it did."""
     loading_s: float = 0.0
-    """Time spent on loading, offloading and moving its tail, in s; not part of its solo
+    """Time spent on loading, offloading, moving its tail and in line, in s; no part of its solo
     duration."""
     leased_s: float = 0.0
-    """Time that leases have saved, in s."""
+    """Time that leases saved, in s: the solo duration is longer by it."""
     stays_loaded: bool = False
-    """Its state is still on the nodes' accelerators, until another job is to start there."""
+    """The state is still on the accelerators; the control asks for them when another job starts."""
 
 
-class NodesUnloaded(msgspec.Struct, frozen=True, kw_only=True, tag="nodes_unloaded"):
-    """The job's state has left these nodes' accelerators."""
+class Unloaded(StrictStruct, frozen=True, kw_only=True, tag="unloaded"):
+    """The job's state has left these nodes' accelerators.
+
+    A process that has left a state loaded also says it of no node, several times in a lease: so it
+    hears where it is to unload, and is known to live.
+    """
 
     job: JobId
-    nodes: tuple[NodeId, ...]
+    holder: str
+    nodes: tuple[NodeId, ...] = ()
+
+
+class Forget(StrictStruct, frozen=True, kw_only=True, tag="forget"):
+    """The job is over, and gives up its place for good."""
+
+    job: JobId
 
 
 class ControlResumed(msgspec.Struct, frozen=True, kw_only=True, tag="control_resumed"):
     """No worker could be heard until now: a restart, or a pause of the control itself."""
 
 
-class TimeElapsed(msgspec.Struct, frozen=True, kw_only=True, tag="time_passed"):
+class TimeElapsed(msgspec.Struct, frozen=True, kw_only=True, tag="time_elapsed"):
     pass
 
 
-PermitEvent = (
-    JobPlaced
-    | JobLeft
-    | PhaseRequested
-    | PhaseWithdrawn
-    | HolderHeard
-    | PhaseNarrowed
-    | TailRecalled
-    | PhaseEnded
-    | NodesUnloaded
-    | ControlResumed
-    | TimeElapsed
-)
+PermitCall = Place | Enter | Withdraw | Beat | Leave | Unloaded | Forget
+PermitEvent = PermitCall | ControlResumed | TimeElapsed
 
 
 class PermitEndReason(StrEnum):
@@ -123,7 +115,7 @@ class PermitEndReason(StrEnum):
     SILENT = "silent"
     """The holder was not heard for a lease."""
     OVERRAN = "overran"
-    """Told to end for its length, and not completed since."""
+    """Asked to end for its length, and not completed since."""
     LEFT = "left"
     WITHDRAWN = "withdrawn"
 
@@ -147,6 +139,8 @@ class DropPlace(msgspec.Struct, frozen=True, kw_only=True, tag="drop_place"):
     """The job stands in no line any more; when it asks again, it is last."""
 
     job: JobId
+    forgotten: bool = False
+    """Nothing is known of the job any more."""
 
 
 class GrantPermit(msgspec.Struct, frozen=True, kw_only=True, tag="grant_permit"):
@@ -223,17 +217,6 @@ class EndPermit(msgspec.Struct, frozen=True, kw_only=True, tag="end_permit"):
     """Loading time beside it, in s, as the holder reported."""
 
 
-class FailJob(msgspec.Struct, frozen=True, kw_only=True, tag="fail_job"):
-    """The job has lost its place; it comes again from its last checkpoint, as if it were new."""
-
-    job: JobId
-    reason: str
-
-
-class RemoveJob(msgspec.Struct, frozen=True, kw_only=True, tag="remove_job"):
-    job: JobId
-
-
 class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     """The event changed nothing."""
 
@@ -255,7 +238,5 @@ PermitEffect = (
     | WarnHolder
     | RevokePermit
     | EndPermit
-    | FailJob
-    | RemoveJob
     | Refuse
 )

@@ -1,4 +1,4 @@
-"""Standing of one job: waiting, with a permit or neither; and a permit's life as a table."""
+"""State of one job: waiting, with a permit or neither; and a permit's life as a table."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.completion import CompletionCurve, Course
 from scheduler.rollmux.permits.events import PermitEndReason
 from scheduler.rollmux.permits.longest_run import LongestRun
-from scheduler.rollmux.permits.terms import JobTerms
+from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 NO_EPOCH = Epoch(0)
 
@@ -24,7 +24,7 @@ class PermitStage(StrEnum):
     TAILING = "tailing"
     """Runs on the kept part; other jobs use the rest."""
     REVOKED = "revoked"
-    """Was told to end; the grace period runs."""
+    """Was asked to end; the grace period runs."""
 
 
 class PermitTrigger(StrEnum):
@@ -115,6 +115,11 @@ class JobPermit(msgspec.Struct, kw_only=True):
     @property
     def job(self) -> JobId:
         return self.terms.job
+
+    @property
+    def phase(self) -> PhaseTerms | None:
+        """Terms of the phase that it waits for or runs; None where its terms have it no more."""
+        return None if self.kind is None else self.terms.phase(self.kind)
 
     @property
     def holding(self) -> bool:

@@ -33,7 +33,7 @@ LEASED_MOST_RATIO: Final = 0.9
 class TailPlace(StrEnum):
     HOME = "home"
     LEAVING = "leaving"
-    """The gateway was told that the own engines are off, and has not confirmed it."""
+    """The gateway has the order that the own engines are off, and has not confirmed it."""
     AWAY = "away"
     IN_LINE = "in_line"
     """On leases as far as any are left, and in line for the nodes."""

@@ -1,8 +1,12 @@
 """Jobs, the lines that they stand in and the nodes that they hold, kept consistent.
 
-Answers which job is first in line and which jobs block it. Decides nothing and emits nothing.
+A job enters the lines of all of its nodes at once and under one ticket, so all lines agree on which
+job came first: the oldest ticket waits for holders only, never for another that waits. A node has
+one holder, and beside it at most one tail, which keeps the first accelerators. Answers which job is
+first in line and which jobs block it. Decides nothing and emits nothing.
 """
 
+from bisect import insort
 from collections.abc import Iterable, Set
 from typing import Any
 
@@ -10,8 +14,12 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
-from scheduler.rollmux.permits.lines import NodeLines, Tail
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+
+Position = tuple[int, JobId]
+"""A ticket and its job."""
+KeptTail = tuple[JobId, int]
+"""A job, and how many of the node's accelerators its tail keeps."""
 
 
 class PermitTable:
@@ -22,7 +30,9 @@ class PermitTable:
         """Last epoch and last ticket; neither is ever given again."""
         self.closed: Set[NodeId] = frozenset()
         """Nodes that have failed: no phase starts there."""
-        self._lines = NodeLines()
+        self._lines: dict[NodeId, list[Position]] = {}
+        self._on: dict[NodeId, JobId] = {}
+        self._tails: dict[NodeId, KeptTail] = {}
         self._touched: set[NodeId] = set()
         self._loaded: dict[NodeId, JobId] = {}
         """Per node, the job whose state was left on its accelerators without a permit."""
@@ -34,14 +44,14 @@ class PermitTable:
         """Raises ValueError where two jobs hold the same accelerators."""
         jobs = msgspec.convert(snapshot, list[JobPermit])
         self.jobs = {permit.job: permit for permit in jobs}
-        self._lines = NodeLines()
+        self._lines, self._on, self._tails, self._loaded = {}, {}, {}, {}
         for permit in jobs:
             tails = {node: each for node, each in permit.accelerators.items() if 0 in each}
             whole = tuple(node for node in permit.nodes if node not in tails)
-            self._lines.occupy(permit.job, whole)
+            self._occupy(permit.job, whole)
             for node, kept in tails.items():
-                self._lines.keep_tail(permit.job, node, len(kept))
-            self._lines.join(permit.ticket, permit.job, permit.awaits)
+                self._keep_tail(permit.job, node, len(kept))
+            self._join(permit)
             self._loaded |= dict.fromkeys(permit.loaded, permit.job)
 
     def next_epoch(self) -> Epoch:
@@ -99,7 +109,7 @@ class PermitTable:
 
     def touch_lines(self, nodes: Iterable[NodeId]) -> None:
         """Marks changed nodes, except those without a waiting job."""
-        self._touched.update(node for node in nodes if self._lines.line(node))
+        self._touched.update(node for node in nodes if self._lines.get(node, ()))
 
     def settle(self) -> tuple[NodeId, ...]:
         """Nodes marked since the last call, sorted."""
@@ -110,31 +120,32 @@ class PermitTable:
 
     def join(self, permit: JobPermit, ticket: int, nodes: tuple[NodeId, ...]) -> None:
         permit.ticket, permit.awaits = ticket, nodes
-        self._lines.join(ticket, permit.job, nodes)
+        self._join(permit)
         self.touch(nodes)
 
     def leave_lines(self, permit: JobPermit) -> None:
-        self._lines.leave(permit.ticket, permit.job, permit.awaits)
+        self._leave(permit, permit.awaits)
         self.touch(permit.awaits)
         permit.awaits = ()
 
     def take(self, permit: JobPermit, nodes: tuple[NodeId, ...], *, per_node: int) -> None:
         """Moves the job from the lines onto the nodes; a tail may keep the first accelerators of
         some."""
-        self._lines.occupy(permit.job, nodes)
-        self._lines.leave(permit.ticket, permit.job, nodes)
+        self._occupy(permit.job, nodes)
+        self._leave(permit, nodes)
         permit.nodes += nodes
         if permit.loaded:
             self._forget_loaded(permit, nodes)
             for node in nodes:
                 self._loaded.pop(node, None)
         permit.awaits = tuple(node for node in permit.awaits if node not in nodes)
-        parts = {node: tuple(range(tail[1], per_node)) for node, tail in self._tails(nodes)}
+        tails = ((node, self._tails[node]) for node in nodes if node in self._tails)
+        parts = {node: tuple(range(kept, per_node)) for node, (_, kept) in tails}
         if parts:
             permit.accelerators = permit.accelerators | parts
 
     def free(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
-        self._lines.free(permit.job, nodes)
+        self._vacate(permit.job, nodes)
         permit.nodes = tuple(node for node in permit.nodes if node not in nodes)
         if permit.accelerators:
             parts = permit.accelerators
@@ -147,7 +158,7 @@ class PermitTable:
         freed = tuple(node for node in permit.nodes if node not in permit.keep)
         self.free(permit, freed)
         for node, kept in parts.items():
-            self._lines.keep_tail(permit.job, node, len(kept))
+            self._keep_tail(permit.job, node, len(kept))
         permit.accelerators = dict(parts)
         permit.was_away |= not permit.nodes
         self.touch(parts)
@@ -156,36 +167,32 @@ class PermitTable:
     def widen(self, permit: JobPermit) -> tuple[NodeId, ...]:
         """Gives the job what other jobs' tails have freed of its nodes; returns those now whole."""
         parts = permit.accelerators
-        whole = tuple(node for node in parts if self._lines.tail_on(node) is None)
+        whole = tuple(node for node in parts if node not in self._tails)
         if whole:
             permit.accelerators = {node: parts[node] for node in parts if node not in whole}
         return whole
 
     def on(self, node: NodeId) -> JobId | None:
-        return self._lines.on(node)
+        return self._on.get(node)
 
     def free_accelerators(self, node: NodeId, *, per_node: int) -> int:
         """Free accelerators of a node: all if it is unused, or those beside a tail."""
-        if self._lines.on(node) is not None or node in self.closed:
+        if node in self._on or node in self.closed:
             return 0
-        tail = self._lines.tail_on(node)
+        tail = self._tails.get(node)
         return per_node if tail is None else max(0, per_node - tail[1])
 
     def has_tail(self, node: NodeId) -> bool:
-        return self._lines.tail_on(node) is not None
+        return node in self._tails
 
     def holders(self, nodes: Iterable[NodeId]) -> tuple[JobPermit, ...]:
-        found = {job for node in nodes if (job := self._lines.on(node)) is not None}
+        found = {job for node in nodes if (job := self._on.get(node)) is not None}
         return tuple(self.jobs[job] for job in sorted(found))
 
     def in_line(self, nodes: Iterable[NodeId]) -> tuple[JobPermit, ...]:
         """Jobs that stand before these nodes, first come first."""
-        places = {place for node in nodes for place in self._lines.line(node)}
+        places = {place for node in nodes for place in self._lines.get(node, ())}
         return tuple(self.jobs[job] for _, job in sorted(places)) if places else ()
-
-    def _tails(self, nodes: Iterable[NodeId]) -> Iterable[tuple[NodeId, Tail]]:
-        found = ((node, self._lines.tail_on(node)) for node in nodes)
-        return ((node, tail) for node, tail in found if tail is not None)
 
     def asks(self, permit: JobPermit, now: float) -> bool:
         """Whether its place in a line blocks the jobs behind it."""
@@ -203,7 +210,7 @@ class PermitTable:
         return claimed and self.asks(permit, now)
 
     def waiting_at(self, node: NodeId, now: float) -> tuple[JobId, ...]:
-        line = (job for _, job in self._lines.line(node))
+        line = (job for _, job in self._lines.get(node, ()))
         return tuple(job for job in line if self.waits(self.jobs[job], now))
 
     def wanted(self, permit: JobPermit, now: float) -> bool:
@@ -214,15 +221,15 @@ class PermitTable:
         before = {
             other
             for node in permit.awaits
-            for other in self._lines.ahead(permit.ticket, node)
+            for other in self._jobs_before(permit.ticket, node)
             if self.asks(self.jobs[other], now)
         }
-        on = (self._lines.on(node) for node in permit.awaits)
+        on = (self._on.get(node) for node in permit.awaits)
         return frozenset(before | {job for job in on if job is not None})
 
     def is_first(self, permit: JobPermit, node: NodeId, now: float) -> bool:
         """Whether no job before it blocks the node."""
-        ahead = self._lines.ahead(permit.ticket, node)
+        ahead = self._jobs_before(permit.ticket, node)
         return not any(self.asks(self.jobs[job], now) for job in ahead)
 
     def open_to(self, permit: JobPermit, now: float) -> tuple[NodeId, ...]:
@@ -231,7 +238,7 @@ class PermitTable:
         return tuple(
             node
             for node in permit.awaits
-            if self._lines.on(node) is None
+            if node not in self._on
             and node not in self.closed
             and self.loaded_by_other(permit, node) is None
             and self.is_first(permit, node, now)
@@ -239,5 +246,43 @@ class PermitTable:
 
     def under_tail(self, node: NodeId) -> bool:
         """Whether a tail holds the whole node."""
-        job = self._lines.on(node)
+        job = self._on.get(node)
         return job is not None and self.jobs[job].stage is PermitStage.TAILING
+
+    def _jobs_before(self, ticket: int, node: NodeId) -> list[JobId]:
+        return [job for place, job in self._lines.get(node, ()) if place < ticket]
+
+    def _join(self, permit: JobPermit) -> None:
+        for node in permit.awaits:
+            insort(self._lines.setdefault(node, []), (permit.ticket, permit.job))
+
+    def _leave(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:
+        """Leaves the lines of `nodes`, where it stands in them."""
+        own = (permit.ticket, permit.job)
+        for node in nodes:
+            line = self._lines.get(node, [])
+            if own in line:
+                line.remove(own)
+            if not line:
+                self._lines.pop(node, None)
+
+    def _occupy(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
+        """Raises ValueError where another is on one of them: a permit is never held twice."""
+        taken = [node for node in nodes if node in self._on]
+        if taken:
+            raise ValueError(f"{job} on {taken}: held by {[self._on[node] for node in taken]}")
+        self._on |= dict.fromkeys(nodes, job)
+
+    def _keep_tail(self, job: JobId, node: NodeId, accelerators: int) -> None:
+        """Raises ValueError where another tail is there."""
+        if node in self._tails:
+            raise ValueError(f"{job} on {node}: the tail of {self._tails[node][0]} is there")
+        self._vacate(job, (node,))
+        self._tails[node] = (job, accelerators)
+
+    def _vacate(self, job: JobId, nodes: tuple[NodeId, ...]) -> None:
+        for node in nodes:
+            if self._on.get(node) == job:
+                del self._on[node]
+            elif (tail := self._tails.get(node)) is not None and tail[0] == job:
+                del self._tails[node]

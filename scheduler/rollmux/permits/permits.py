@@ -15,31 +15,33 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, work_until
 from scheduler.rollmux.permits.admission import place, remove, request, withdraw
-from scheduler.rollmux.permits.endings import ended, stale
+from scheduler.rollmux.permits.endings import ended, fail, stale
 from scheduler.rollmux.permits.events import (
+    Beat,
     ControlResumed,
+    EndPermit,
+    EnqueuePhase,
+    Enter,
+    Forget,
     FreeNodes,
-    HolderHeard,
-    JobLeft,
-    JobPlaced,
-    NodesUnloaded,
+    Leave,
     PermitEffect,
+    PermitEndReason,
     PermitEvent,
-    PhaseEnded,
-    PhaseNarrowed,
-    PhaseRequested,
-    PhaseWithdrawn,
-    TailRecalled,
+    Place,
+    Recall,
+    RevokePermit,
     TimeElapsed,
+    Unloaded,
+    WarnHolder,
+    Withdraw,
 )
-from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
+from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
-from scheduler.rollmux.permits.recall import recall
-from scheduler.rollmux.permits.room import make_room
+from scheduler.rollmux.permits.room import make_room, revoke
 from scheduler.rollmux.permits.serving import serve
-from scheduler.rollmux.permits.tending import resume, tend
-from scheduler.rollmux.permits.terms import PermitsConfig
-from scheduler.rollmux.permits.watchdog import deadlines_s
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from scheduler.rollmux.permits.watchdog import WatchdogVerdict, bound_s, deadlines_s, verdict
 
 Effects = list[PermitEffect]
 
@@ -51,7 +53,7 @@ class PermitPolicy:
 
     def __init__(self, config: PermitsConfig) -> None:
         self.config = config
-        self._book = PermitTable(config)
+        self._table = PermitTable(config)
         self._tended_s = float("-inf")
 
     @classmethod
@@ -59,93 +61,94 @@ class PermitPolicy:
         return cls(msgspec.convert(config, PermitsConfig))
 
     def snapshot(self) -> dict[str, Any]:
-        epoch, ticket = self._book.counters
-        return {"epoch": epoch, "ticket": ticket, "jobs": self._book.snapshot()}
+        epoch, ticket = self._table.counters
+        return {"epoch": epoch, "ticket": ticket, "jobs": self._table.snapshot()}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Raises ValueError where two jobs hold one node."""
-        self._book.counters = (snapshot["epoch"], snapshot["ticket"])
-        self._book.restore(snapshot["jobs"])
+        self._table.counters = (snapshot["epoch"], snapshot["ticket"])
+        self._table.restore(snapshot["jobs"])
 
     @property
     def counters(self) -> tuple[int, int]:
         """Last epoch and last ticket; neither is ever given again."""
-        return self._book.counters
+        return self._table.counters
 
     @property
     def jobs(self) -> tuple[JobId, ...]:
-        return tuple(sorted(self._book.jobs))
+        return tuple(sorted(self._table.jobs))
 
     def close(self, nodes: Set[NodeId]) -> None:
         """Sets the failed nodes, exactly these: no phase starts there."""
-        self._book.closed = nodes
-
-    def knows(self, job: JobId) -> bool:
-        return job in self._book.jobs
+        self._table.closed = nodes
 
     def permit(self, job: JobId) -> JobPermit | None:
         """The job's record; read-only for callers."""
-        return self._book.jobs.get(job)
+        return self._table.jobs.get(job)
 
     def on(self, node: NodeId) -> JobId | None:
-        return self._book.on(node)
+        return self._table.on(node)
 
     def ahead(self, job: JobId, *, now: float) -> int:
         """Jobs that come before this one on its nodes, with a permit or asking for one."""
-        permit = self._book.jobs.get(job)
-        return 0 if permit is None else len(self._book.ahead(permit, now))
+        permit = self._table.jobs.get(job)
+        return 0 if permit is None else len(self._table.ahead(permit, now))
 
     def due_s(self) -> float:
         """Time at which `TimeElapsed` will next change something; infinite if nothing is due."""
-        jobs = self._book.jobs.values()
+        jobs = self._table.jobs.values()
         due = (at for each in jobs for at in deadlines_s(each, self.config) if at > self._tended_s)
         return min(due, default=float("inf"))
 
     def observe(self, event: PermitEvent, *, now: float) -> tuple[PermitEffect, ...]:
-        effects = self._heard(event, now)
-        touched = self._book.settle()
+        return self._served(self._heard(event, now), now)
+
+    def place(self, terms: JobTerms, *, now: float) -> tuple[PermitEffect, ...]:
+        return self._served(place(self._table, terms), now)
+
+    def remove(self, job: JobId, *, now: float, for_good: bool) -> tuple[PermitEffect, ...]:
+        """Takes a job off its nodes; unless `for_good`, the knowledge about it stays."""
+        return self._served(remove(self._table, job, now=now, for_good=for_good), now)
+
+    def _served(self, effects: Effects, now: float) -> tuple[PermitEffect, ...]:
+        touched = self._table.settle()
         if not touched:
             return tuple(effects)
-        effects += serve(self._book, touched, now=now)
+        effects += serve(self._table, touched, now=now)
         # A holder that has its nodes whole again may make room on all of them.
-        touched += self._book.settle()
-        effects += make_room(self._book, self.config, touched, now=now)
+        touched += self._table.settle()
+        effects += make_room(self._table, self.config, touched, now=now)
         # A job that is asked to make room leaves its lines, where others may stand behind it.
-        return (*effects, *serve(self._book, self._book.settle(), now=now))
+        return (*effects, *serve(self._table, self._table.settle(), now=now))
 
     def _heard(self, event: PermitEvent, now: float) -> Effects:
-        book = self._book
+        table = self._table
         match event:
-            case JobPlaced():
-                return place(book, event)
-            case JobLeft():
-                return remove(book, event, now=now)
-            case PhaseRequested():
-                return request(book, event, now=now)
-            case PhaseWithdrawn():
-                return withdraw(book, event, now=now)
-            case HolderHeard():
-                return self._beaten(event, now)
-            case PhaseNarrowed():
-                return self._narrowed(event, now)
-            case TailRecalled():
-                return [*recall(book, event, now=now)]
-            case PhaseEnded():
-                return [*ended(book, event, now=now)]
-            case NodesUnloaded():
-                unloaded = book.jobs.get(event.job)
-                if unloaded is not None:
-                    book.unload(unloaded, event.nodes)
+            case Place():
+                return place(table, event.terms)
+            case Forget():
+                return remove(table, event.job, now=now, for_good=True)
+            case Enter():
+                return request(table, event, now=now)
+            case Withdraw():
+                return withdraw(table, event, now=now)
+            case Beat():
+                return self._beat(event, now)
+            case Leave():
+                return [*ended(table, event, now=now)]
+            case Unloaded():
+                if (unloaded := table.jobs.get(event.job)) is not None:
+                    table.unload(unloaded, event.nodes)
                 return []
             case ControlResumed():
-                resume(book, now=now)
+                self._resume(now)
                 return []
             case TimeElapsed():
                 self._tended_s = now
-                return tend(book, now=now)
+                return self._tend(now)
 
-    def _beaten(self, event: HolderHeard, now: float) -> Effects:
-        permit = self._book.holder(event.job, event.epoch)
+    def _beat(self, event: Beat, now: float) -> Effects:
+        permit = self._table.holder(event.job, event.epoch)
         if permit is None:
             return [stale(event.job, event.epoch)]
         permit.heard_s = now
@@ -154,19 +157,74 @@ class PermitPolicy:
         permit.complete_ratio = max(permit.complete_ratio, event.complete_ratio)
         if permit.course is not None:
             permit.course = permit.course.heard(event.complete_ratio, at_s=permit.worked_s)
-        phase = None if permit.kind is None else permit.terms.phase(permit.kind)
-        if phase is not None and in_tail(permit, phase):
+        if event.narrowed and permit.move(PermitTrigger.NARROWED):
+            freed = self._table.narrow(permit)
+            return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
+        if permit.phase is not None and in_tail(permit, permit.phase):
             # Waiting jobs may start on what the tail leaves.
-            self._book.touch_lines(permit.nodes)
-        return []
+            self._table.touch_lines(permit.nodes)
+        return [] if event.recall is None else [*self._recall(permit, event.recall, now)]
 
-    def _narrowed(self, event: PhaseNarrowed, now: float) -> Effects:
-        permit = self._book.holder(event.job, event.epoch)
-        if permit is None:
-            return [stale(event.job, event.epoch)]
-        permit.heard_s = now
-        work_until(permit, now=now)
-        if not permit.move(PermitTrigger.NARROWED):
+    def _recall(self, permit: JobPermit, recall: Recall, now: float) -> list[EnqueuePhase]:
+        """A tail that has left its nodes requests them again, under the permit that it holds.
+
+        Its phase continues where it is: it counts as one phase, with its whole duration.
+        """
+        table, phase = self._table, permit.phase
+        if phase is None or permit.stage is not PermitStage.TAILING or permit.awaits:
             return []
-        freed = self._book.narrow(permit)
-        return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
+        missing = tuple(node for node in phase.nodes if node not in permit.nodes)
+        held = any(table.on(node) is not None for node in missing)
+        asked_for = any(table.asks(other, now) for other in table.in_line(missing))
+        if not missing or (recall is Recall.WHEN_FREE and (held or asked_for)):
+            return []
+        table.join(permit, table.next_ticket(), missing)
+        return [
+            EnqueuePhase(job=permit.job, kind=phase.kind, ticket=permit.ticket, nodes=permit.awaits)
+        ]
+
+    def _tend(self, now: float) -> Effects:
+        """Effects of time alone: silent holders, overruns, grace periods."""
+        effects: Effects = []
+        for _, permit in sorted(self._table.jobs.items()):
+            if permit.holding:
+                effects += self._watch(permit, now)
+            elif not self._table.asks(permit, now):
+                self._table.touch(permit.awaits)
+        return effects
+
+    def _watch(self, permit: JobPermit, now: float) -> list[EndPermit | WarnHolder | RevokePermit]:
+        table, config = self._table, self.config
+        wanted = permit.warned_s is not None and table.wanted(permit, now)
+        lasted_s = now - permit.started_s
+        match verdict(permit, config, wanted=wanted, now=now):
+            case WatchdogVerdict.WELL:
+                return []
+            case WatchdogVerdict.SILENT:
+                reason = f"not heard for {config.lease_s:g} s"
+                return [fail(table, permit, PermitEndReason.SILENT, reason, now=now)]
+            case WatchdogVerdict.OUT_OF_GRACE:
+                reason = f"ran for {lasted_s:.1f} s and did not end on request"
+                return [fail(table, permit, PermitEndReason.OVERRAN, reason, now=now)]
+            case WatchdogVerdict.LATE:
+                permit.warned_s = now
+                bound = f"longer than its bound of {bound_s(permit):.1f} s"
+                reason = f"runs for {lasted_s:.1f} s, {bound}"
+                return [WarnHolder(job=permit.job, epoch=permit.epoch, reason=reason)]
+            case WatchdogVerdict.OBSTRUCTS:
+                return [revoke(table, config, permit, now=now)]
+
+    def _resume(self, now: float) -> None:
+        """Counts no silence before now: no holder could be heard until now."""
+        for permit in self._table.jobs.values():
+            # A record of before a reboot lies in this clock's future.
+            permit.started_s = min(permit.started_s, now)
+            permit.worked_at_s = min(permit.worked_at_s, now)
+            permit.enqueued_s = min(permit.enqueued_s, now)
+            if permit.warned_s is not None:
+                permit.warned_s = min(permit.warned_s, now)
+            if permit.revoked_s is not None:
+                permit.revoked_s = min(permit.revoked_s, now)
+            if permit.holding or permit.heard_s is not None:
+                permit.heard_s = now
+            permit.course = None

@@ -34,31 +34,31 @@ NOTHING: Final = Obstacles([], {})
 
 
 def make_room(
-    book: PermitTable, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
+    table: PermitTable, config: PermitsConfig, touched: tuple[NodeId, ...], *, now: float
 ) -> list[NarrowPhase | RevokePermit | UnloadNodes]:
     """Makes room on the nodes that have changed."""
     asked: list[NarrowPhase | RevokePermit | UnloadNodes] = []
-    waiting = [each for each in book.in_line(touched) if book.waits(each, now)]
+    waiting = [each for each in table.in_line(touched) if table.waits(each, now)]
     if not waiting:
         return asked
-    for permit in book.holders(touched):
-        if permit.warned_s is None or not book.wanted(permit, now):
+    for permit in table.holders(touched):
+        if permit.warned_s is None or not table.wanted(permit, now):
             continue
         if verdict(permit, config, wanted=True, now=now) is WatchdogVerdict.OBSTRUCTS:
-            asked.append(revoke(book, config, permit, now=now))
+            asked.append(revoke(table, config, permit, now=now))
     for permit in waiting:
-        tails, loaded = _obstacles(book, permit, now)
-        asked += [_narrow(book, tail, now) for tail in tails]
-        asked += [_unload(book.jobs[job], nodes) for job, nodes in loaded.items()]
+        tails, loaded = _obstacles(table, permit, now)
+        asked += [_narrow(table, tail, now) for tail in tails]
+        asked += [_unload(table.jobs[job], nodes) for job, nodes in loaded.items()]
     return asked
 
 
 def revoke(
-    book: PermitTable, config: PermitsConfig, permit: JobPermit, *, now: float
+    table: PermitTable, config: PermitsConfig, permit: JobPermit, *, now: float
 ) -> RevokePermit:
     permit.move(PermitTrigger.REVOKED)
     permit.revoked_s = now
-    book.leave_lines(permit)
+    table.leave_lines(permit)
     return RevokePermit(
         job=permit.job,
         epoch=permit.epoch,
@@ -67,22 +67,22 @@ def revoke(
     )
 
 
-def _obstacles(book: PermitTable, waiter: JobPermit, now: float) -> Obstacles:
+def _obstacles(table: PermitTable, waiter: JobPermit, now: float) -> Obstacles:
     """The obstacles, if they alone keep a waiting job from its start; else nothing."""
-    phase = None if waiter.kind is None else waiter.terms.phase(waiter.kind)
-    if phase is None or not all(book.is_first(waiter, node, now) for node in waiter.awaits):
+    phase = waiter.phase
+    if phase is None or not all(table.is_first(waiter, node, now) for node in waiter.awaits):
         return NOTHING
     tails: dict[JobId, MovableTail] = {}
     loaded: dict[JobId, tuple[NodeId, ...]] = {}
     found = 0
     for node in waiter.awaits:
-        job = book.on(node)
+        job = table.on(node)
         if job is None:
-            found += book.free_accelerators(node, per_node=phase.accelerators)
-            if (other := book.loaded_by_other(waiter, node)) is not None:
+            found += table.free_accelerators(node, per_node=phase.accelerators)
+            if (other := table.loaded_by_other(waiter, node)) is not None:
                 loaded[other.job] = (*loaded.get(other.job, ()), node)
-        elif not book.under_tail(node):
-            tail = tails.get(job) or _movable_tail(book, book.jobs[job], now)
+        elif not table.under_tail(node):
+            tail = tails.get(job) or _movable_tail(table, table.jobs[job], now)
             if tail is None:
                 return NOTHING
             tails[job] = tail
@@ -96,25 +96,25 @@ def _unload(other: JobPermit, nodes: tuple[NodeId, ...]) -> UnloadNodes:
     return UnloadNodes(job=other.job, nodes=nodes)
 
 
-def _movable_tail(book: PermitTable, holder: JobPermit, now: float) -> MovableTail | None:
+def _movable_tail(table: PermitTable, holder: JobPermit, now: float) -> MovableTail | None:
     """The tail that may leave; None if the phase is in no tail, or beside another job's tail."""
-    phase = None if holder.kind is None else holder.terms.phase(holder.kind)
+    phase = holder.phase
     if phase is None or holder.stage is not PermitStage.RUNNING or not in_tail(holder, phase):
         return None
     _, count = tail_of(phase, holder.curves.get(phase.kind))
-    alone = not holder.accelerators and not any(map(book.has_tail, holder.nodes))
+    alone = not holder.accelerators and not any(map(table.has_tail, holder.nodes))
     if not alone or count >= len(holder.nodes) * phase.accelerators:
         return None
     # Most is kept of the nodes that the fewest wait for.
-    order = sorted(holder.nodes, key=lambda node: (len(book.waiting_at(node, now)), node))
+    order = sorted(holder.nodes, key=lambda node: (len(table.waiting_at(node, now)), node))
     return MovableTail(holder, phase, spread(order, count, per_node=phase.accelerators))
 
 
-def _narrow(book: PermitTable, tail: MovableTail, now: float) -> NarrowPhase:
+def _narrow(table: PermitTable, tail: MovableTail, now: float) -> NarrowPhase:
     holder, phase, keeps = tail
     work_until(holder, now=now)
     holder.move(PermitTrigger.ASKED_TO_NARROW)
-    book.leave_lines(holder)
+    table.leave_lines(holder)
     holder.keep = tuple(node for node in holder.nodes if node in keeps)
     holder.keep_accelerators = {
         node: tuple(range(keeps[node])) for node in holder.keep if keeps[node] < phase.accelerators

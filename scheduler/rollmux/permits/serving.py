@@ -1,4 +1,6 @@
-"""Gives free nodes to the job that comes first and may have all that it needs.
+"""Places in the lines of nodes, and free nodes for the job that comes first and may have all.
+
+A place is taken at the end of the lines of all nodes of a phase, under one ticket.
 
 A node beside a tail counts for the accelerators that the tail leaves, where the phase may begin on
 a part.
@@ -7,7 +9,7 @@ a part.
 from harvester.contracts.ids import NodeId
 from scheduler.rollmux.permits.accelerators import work_until
 from scheduler.rollmux.permits.completion import Course
-from scheduler.rollmux.permits.events import GrantPermit, WidenPermit
+from scheduler.rollmux.permits.events import EnqueuePhase, GrantPermit, WidenPermit
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.terms import PhaseTerms
@@ -15,29 +17,45 @@ from scheduler.rollmux.permits.terms import PhaseTerms
 Served = list[GrantPermit | WidenPermit]
 
 
-def serve(book: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Served:
+def enqueue(
+    table: PermitTable, permit: JobPermit, phase: PhaseTerms, *, now: float
+) -> EnqueuePhase:
+    """Takes a new place at the end of the lines; no worker has claimed it yet."""
+    permit.enqueued_s, permit.heard_s = now, None
+    return join(table, permit, phase, table.next_ticket())
+
+
+def join(table: PermitTable, permit: JobPermit, phase: PhaseTerms, ticket: int) -> EnqueuePhase:
+    """Enters the lines of the phase's nodes under a ticket, kept or new."""
+    permit.move(PermitTrigger.ENQUEUED)
+    permit.kind = phase.kind
+    table.join(permit, ticket, phase.nodes)
+    return EnqueuePhase(job=permit.job, kind=phase.kind, ticket=permit.ticket, nodes=permit.awaits)
+
+
+def serve(table: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Served:
     """Starts jobs on the nodes that have changed."""
     effects: Served = []
-    for permit in book.holders(touched):
+    for permit in table.holders(touched):
         if permit.accelerators:
-            effects += _widen_nodes(book, permit, now)
-    for permit in book.in_line(touched):
+            effects += _widen_nodes(table, permit, now)
+    for permit in table.in_line(touched):
         if permit.holding:
-            effects += _widen(book, permit, now)
-        elif book.waits(permit, now):
-            effects += _start(book, permit, now)
+            effects += _widen(table, permit, now)
+        elif table.waits(permit, now):
+            effects += _start(table, permit, now)
     return effects
 
 
 def grant(
-    book: PermitTable,
+    table: PermitTable,
     permit: JobPermit,
     phase: PhaseTerms,
     nodes: tuple[NodeId, ...],
     *,
     now: float,
 ) -> GrantPermit:
-    epoch = book.next_epoch()
+    epoch = table.next_epoch()
     permit.move(PermitTrigger.GRANTED)
     permit.epoch, permit.started_s, permit.heard_s = epoch, now, now
     permit.warned_s = permit.revoked_s = permit.ended = None
@@ -45,7 +63,7 @@ def grant(
     permit.keep, permit.keep_accelerators, permit.accelerators = (), {}, {}
     permit.worked_s, permit.worked_at_s, permit.was_away = 0.0, now, False
     permit.course = Course()
-    book.take(permit, nodes, per_node=phase.accelerators)
+    table.take(permit, nodes, per_node=phase.accelerators)
     return GrantPermit(
         job=permit.job,
         kind=phase.kind,
@@ -57,33 +75,33 @@ def grant(
     )
 
 
-def _start(book: PermitTable, permit: JobPermit, now: float) -> Served:
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+def _start(table: PermitTable, permit: JobPermit, now: float) -> Served:
+    phase = permit.phase
     if phase is None:
         return []
-    nodes = book.open_to(permit, now)
+    nodes = table.open_to(permit, now)
     rest = [node for node in permit.awaits if node not in nodes]
-    found = sum(book.free_accelerators(node, per_node=phase.accelerators) for node in nodes)
+    found = sum(table.free_accelerators(node, per_node=phase.accelerators) for node in nodes)
     whole = not rest and found == phase.all_accelerators
-    enough = found >= phase.least_accelerators > 0 and all(map(book.under_tail, rest))
-    return [grant(book, permit, phase, nodes, now=now)] if whole or enough else []
+    enough = found >= phase.least_accelerators > 0 and all(map(table.under_tail, rest))
+    return [grant(table, permit, phase, nodes, now=now)] if whole or enough else []
 
 
-def _widen(book: PermitTable, permit: JobPermit, now: float) -> list[WidenPermit]:
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
-    nodes = book.open_to(permit, now)
+def _widen(table: PermitTable, permit: JobPermit, now: float) -> list[WidenPermit]:
+    phase = permit.phase
+    nodes = table.open_to(permit, now)
     if phase is None or not nodes:
         return []
     work_until(permit, now=now)
-    book.take(permit, nodes, per_node=phase.accelerators)
+    table.take(permit, nodes, per_node=phase.accelerators)
     if not permit.awaits and permit.move(PermitTrigger.RECALLED):
         permit.keep, permit.keep_accelerators = (), {}
     return [WidenPermit(job=permit.job, epoch=permit.epoch, nodes=nodes)]
 
 
-def _widen_nodes(book: PermitTable, permit: JobPermit, now: float) -> list[WidenPermit]:
+def _widen_nodes(table: PermitTable, permit: JobPermit, now: float) -> list[WidenPermit]:
     work_until(permit, now=now)
-    nodes = book.widen(permit)
+    nodes = table.widen(permit)
     if nodes:
-        book.touch_lines(permit.nodes)
+        table.touch_lines(permit.nodes)
     return [WidenPermit(job=permit.job, epoch=permit.epoch, nodes=nodes)] if nodes else []

@@ -1,4 +1,4 @@
-"""Detects permits in danger: a silent holder, or a phase longer than its known runs.
+"""Detects permits that may be lost: a silent holder, or a phase longer than its known runs.
 
 An overrun is warned of at once, and costs the permit only when another job waits for its nodes:
 ending a phase that blocks no job would gain nothing. Pure; the policy acts on the verdict.
@@ -48,7 +48,7 @@ def late_s(permit: JobPermit) -> float:
 
 def bound_s(permit: JobPermit) -> float:
     """Longest expected duration of the phase alone: as declared, or as its runs have shown."""
-    phase = None if permit.kind is None else permit.terms.phase(permit.kind)
+    phase = permit.phase
     if phase is None or phase.max_s is None:
         return float("inf")
     return permit.longest_runs.get(phase.kind, LongestRun()).bound_s(phase.max_s)

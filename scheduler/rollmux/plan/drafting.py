@@ -5,8 +5,7 @@ from collections import Counter
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Pool
-from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.forecast.load import group_load
+from scheduler.rollmux.forecast.forecast import Roster, group_load
 from scheduler.rollmux.forecast.timeline import meta_iteration
 from scheduler.rollmux.plan.document import (
     GroupLoadRow,
@@ -32,38 +31,34 @@ def draft(settings: PlanSettings) -> PlanDocument:
         except Exhausted as error:
             unplaced.append(Unplaced(job=JobId(job.id), reason=str(error)))
     planner.settle()
-    cells = [cell for cell in planner.book.cells.values() if cell.pinned]
-    names = _names(planner, cells)
-    placed = (planner.facts[job].job for cell in cells for job in cell.pinned)
-    prices = {pool: kind.price_per_hour for pool, kind in planner.book.types.items()}
+    groups = [group for group in planner.book.cells.values() if group.pinned]
+    names = _names(planner, groups)
+    placed = (planner.facts[job] for group in groups for job in group.pinned)
     return PlanDocument(
         risk=settings.risk,
         price_per_hour=planner.book.committed_per_hour,
         dedicated_per_hour=sum(
-            job.phases[0].nodes * prices[Pool.ROLLOUT] + job.phases[1].nodes * prices[Pool.TRAINING]
-            for job in placed
+            planner.book.price_of(one.rollout_nodes, one.training_nodes) for one in placed
         ),
         nodes={
-            kind.type: sum(
-                len(cell.rollout if pool is Pool.ROLLOUT else cell.training) for cell in cells
-            )
+            kind.type: sum(len(dict(group.by_pool)[pool]) for group in groups)
             for pool, kind in planner.book.types.items()
         },
         groups=tuple(
-            _group(planner, cell, GroupId(f"group-{number}"), names)
-            for number, cell in enumerate(cells, start=1)
+            _group(planner, group, GroupId(f"group-{number}"), names)
+            for number, group in enumerate(groups, start=1)
         ),
         unplaced=tuple(unplaced),
         slo_counts_queueing=settings.slo_counts_queueing,
     )
 
 
-def _names(planner: KnownJobsPlanner, cells: list[GroupState]) -> dict[NodeId, NodeId]:
+def _names(planner: KnownJobsPlanner, groups: list[GroupState]) -> dict[NodeId, NodeId]:
     """Nodes numbered from 1: the planner's own numbers also count rejected candidates."""
     counted: Counter[Pool] = Counter()
     names: dict[NodeId, NodeId] = {}
-    for cell in cells:
-        for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+    for group in groups:
+        for pool, nodes in group.by_pool:
             for node in nodes:
                 counted[pool] += 1
                 names[node] = NodeId(f"{planner.book.types[pool].type}-{counted[pool]}")
@@ -72,23 +67,24 @@ def _names(planner: KnownJobsPlanner, cells: list[GroupState]) -> dict[NodeId, N
 
 def _group(
     planner: KnownJobsPlanner,
-    cell: GroupState,
-    group: GroupId,
+    group: GroupState,
+    name: GroupId,
     names: dict[NodeId, NodeId],
 ) -> PlannedGroup:
-    kept = promises(planner, cell)
-    occupants = planner.packer.occupants(cell)
+    kept = promises(planner, group)
+    occupants = planner.packer.occupants(group)
+    cycle_s, busiest_s = group_load(occupants)
     picture = meta_iteration(Roster.of(occupants), rules=planner.rules)
-    own, jobs = (*cell.rollout, *cell.training), tuple(cell.pinned)
+    own, jobs = (*group.rollout, *group.training), tuple(group.pinned)
     return PlannedGroup(
-        group=group,
-        price_per_hour=planner.book.cell_price_per_hour(cell),
-        nodes=_residents(planner, cell, names),
+        group=name,
+        price_per_hour=planner.book.cell_price_per_hour(group),
+        nodes=_residents(planner, group, names),
         jobs=tuple(
             PlannedJob(
                 job=one.job,
-                rollout_nodes=tuple(names[node] for node in cell.pinned[one.job].rollout_nodes),
-                training_nodes=tuple(names[node] for node in cell.pinned[one.job].training_nodes),
+                rollout_nodes=tuple(names[node] for node in group.pinned[one.job].rollout_nodes),
+                training_nodes=tuple(names[node] for node in group.pinned[one.job].training_nodes),
                 reason=planner.reasons[one.job],
                 sync_s=planner.facts[one.job].belief().sync_s,
                 promise=one,
@@ -111,25 +107,16 @@ def _group(
             for bit, node in enumerate(own)
             if one.nodes >> bit & 1
         ),
-        load=_load(planner, cell),
-    )
-
-
-def _load(planner: KnownJobsPlanner, cell: GroupState) -> GroupLoadRow:
-    found = group_load(planner.packer.occupants(cell))
-    return GroupLoadRow(
-        cycle_s=found.cycle_s,
-        busiest_s=found.busiest_s,
-        share=found.busiest_s / found.cycle_s,
+        load=GroupLoadRow(cycle_s=cycle_s, busiest_s=busiest_s, share=busiest_s / cycle_s),
     )
 
 
 def _residents(
-    planner: KnownJobsPlanner, cell: GroupState, names: dict[NodeId, NodeId]
+    planner: KnownJobsPlanner, group: GroupState, names: dict[NodeId, NodeId]
 ) -> tuple[Resident, ...]:
     ledger, types = planner.book.planned, planner.book.types
     residents = []
-    for pool, nodes in ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training)):
+    for pool, nodes in group.by_pool:
         for node in nodes:
             used_bytes = types[pool].host_bytes - ledger.free_bytes(node, pool)
             residents.append(

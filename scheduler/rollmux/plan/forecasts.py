@@ -5,9 +5,8 @@ from statistics import NormalDist
 from typing import Final
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Placement, Pool
+from scheduler.model import Placement
 from scheduler.rollmux.forecast.forecast import Roster, slowdowns
-from scheduler.rollmux.forecast.judge import Distributional
 from scheduler.rollmux.forecast.scenarios import upper_bound
 from scheduler.rollmux.plan.document import Alternative, Promise
 from scheduler.rollmux.planner.group_table import GroupState
@@ -17,24 +16,23 @@ from scheduler.rollmux.planner.planner import GroupPlanner
 _ALTERNATIVES_MAX: Final = 24
 
 
-def promises(planner: GroupPlanner, cell: GroupState) -> tuple[Promise, ...]:
+def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
     """One promise per job of the group, in the order of the group's jobs."""
     judge = planner.packer.judge
-    assert isinstance(judge, Distributional)
-    roster = Roster.of(planner.packer.occupants(cell))
+    roster = Roster.of(planner.packer.occupants(group))
     found = slowdowns(roster, rules=judge.rules, horizon=judge.horizon)
     bounds = upper_bound(found, judge.constraint.quantile).tolist()
     means, spreads = found.mean(axis=0).tolist(), found.std(axis=0, ddof=1).tolist()
     return tuple(
         Promise(job=job, slo=slo, mean=mean, bound=bound, risk=_risk(slo, mean, spread))
         for job, slo, mean, bound, spread in zip(
-            cell.pinned, roster.slos.tolist(), means, bounds, spreads, strict=True
+            group.pinned, roster.slos.tolist(), means, bounds, spreads, strict=True
         )
     )
 
 
 def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
-    """Every other group and nodes of its own, the cheapest first; the book stays as it is."""
+    """Every other group and nodes of its own, the cheapest first; the table stays as it is."""
     book, packer = planner.book, planner.packer
     home = book.cells[book.home[job]]
     host_bytes = planner.facts[job].job.host_bytes_per_node
@@ -57,10 +55,10 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     return tuple(found[:_ALTERNATIVES_MAX])
 
 
-def _company(cell: GroupState, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
+def _company(group: GroupState, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
     """Jobs on the placement's rollout nodes and on its training nodes; equal sets mean equal
     places."""
-    others = [one for one in cell.pinned.values() if one.job != placement.job]
+    others = [one for one in group.pinned.values() if one.job != placement.job]
     rollout, training = set(placement.rollout_nodes), set(placement.training_nodes)
     return (
         frozenset(one.job for one in others if rollout & set(one.rollout_nodes)),
@@ -70,10 +68,10 @@ def _company(cell: GroupState, placement: Placement) -> tuple[frozenset[JobId], 
 
 def _elsewhere(planner: GroupPlanner, job: JobId) -> Iterator[Opening]:
     """The first opening of every kind in every group: others differ by nodes alone."""
-    for cell in planner.book.cells.values():
+    for group in planner.book.cells.values():
         for kind in OpeningKind:
             if kind is not OpeningKind.NEW_GROUP:
-                first = next(planner.packer.unjudged(cell, job, kind), None)
+                first = next(planner.packer.unjudged(group, job, kind), None)
                 if first is not None:
                     yield first
 
@@ -91,14 +89,7 @@ def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> 
 
 def _objection(planner: GroupPlanner, opening: Opening) -> str:
     """The reason against the opening: the job whose SLO would not hold."""
-    cell, placement = opening.cell, opening.placement
-    widened = GroupState(
-        cell.group,
-        [*dict.fromkeys((*cell.rollout, *placement.rollout_nodes))],
-        [*dict.fromkeys((*cell.training, *placement.training_nodes))],
-        {**cell.pinned, placement.job: placement},
-    )
-    broken = [one for one in promises(planner, widened) if one.bound > one.slo]
+    broken = [one for one in promises(planner, opening.widened) if one.bound > one.slo]
     if not broken:
         return "too little room: a short forecast of the means already refuses it"
     worst = min(broken, key=lambda one: one.slack)
@@ -118,30 +109,29 @@ def _alone(change_per_hour: float) -> Alternative:
 def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Alternative]:
     """Groups with nodes that cannot take the job at all."""
     facts, limits = planner.facts[job], planner.packer.limits
-    for cell in planner.book.cells.values():
-        direct = planner.packer.unjudged(cell, job, OpeningKind.DIRECT)
-        if not cell.pinned or next(direct, None) is not None:
+    for group in planner.book.cells.values():
+        direct = planner.packer.unjudged(group, job, OpeningKind.DIRECT)
+        if not group.pinned or next(direct, None) is not None:
             continue
-        if len(cell.pinned) >= limits.group_jobs:
+        if len(group.pinned) >= limits.group_jobs:
             reason = f"the group has {limits.group_jobs} jobs, which is the most"
-        elif _short(planner, cell, facts.job.host_bytes_per_node):
+        elif _short(planner, group, facts.job.host_bytes_per_node):
             reason = "host memory: no node has room for its state"
         else:
             reason = "the group has fewer nodes than it needs"
         yield Alternative(
             kind=OpeningKind.DIRECT.value,
-            beside=tuple(sorted(cell.pinned)),
+            beside=tuple(sorted(group.pinned)),
             change_per_hour=-spared,
             admitted=False,
             reason=reason,
         )
 
 
-def _short(planner: GroupPlanner, cell: GroupState, host_bytes: int) -> bool:
-    sides = ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
+def _short(planner: GroupPlanner, group: GroupState, host_bytes: int) -> bool:
     return any(
         max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes
-        for pool, nodes in sides
+        for pool, nodes in group.by_pool
     )
 
 

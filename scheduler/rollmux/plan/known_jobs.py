@@ -7,10 +7,10 @@ left.
 from dataclasses import replace
 from typing import Final
 
-from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import Placement, Pool
+from harvester.contracts.ids import JobId
+from scheduler.model import Pool
 from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
-from scheduler.rollmux.planner.group_events import JobMoved, PlaceJob
+from scheduler.rollmux.planner.group_effects import AssignPlace
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
 
@@ -31,8 +31,12 @@ class KnownJobsPlanner(GroupPlanner):
 
     def place(self, job: PlannedJobSettings) -> None:
         """Places a job. Raises Exhausted if the supply of nodes does not suffice."""
-        for effect in self.observe(job.as_submission.arrival, now=0.0):
-            if isinstance(effect, PlaceJob):
+        given = job.as_submission
+        effects = self.place_job(
+            given.as_job, measured=given.measured, curve=given.phases[0].curve, now=0.0
+        )
+        for effect in effects:
+            if isinstance(effect, AssignPlace):
                 self.reasons[effect.placement.job] = effect.reason
 
     def settle(self) -> None:
@@ -46,7 +50,7 @@ class KnownJobsPlanner(GroupPlanner):
                 break
             for move in moves:
                 self.reasons[move.job] = "hosted together these jobs need fewer nodes"
-                self.observe(JobMoved(job=move.job), now=0.0)
+                self.complete_move(move.job, now=0.0)
             if not moves and not self.regroup.unseen(now=0.0):
                 break
         self.book.supply = there
@@ -54,11 +58,7 @@ class KnownJobsPlanner(GroupPlanner):
     def _used(self, pool: Pool) -> int:
         """Number of nodes in use once every job has moved."""
         sides = (
-            {node for one in cell.pinned.values() for node in _nodes(one, pool)}
+            {node for one in cell.pinned.values() for node in dict(one.by_pool)[pool]}
             for cell in self.book.cells.values()
         )
         return sum(map(len, sides))
-
-
-def _nodes(placement: Placement, pool: Pool) -> tuple[NodeId, ...]:
-    return placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes

@@ -1,13 +1,11 @@
 """A plan in sentences, the same in the terminal and on the page."""
 
-from scheduler.pictures.gantt import Stint
 from scheduler.rollmux.plan.document import (
     Alternative,
     GroupLoadRow,
     PlanDocument,
     PlannedGroup,
     PlannedJob,
-    TimelineBar,
 )
 
 
@@ -52,17 +50,6 @@ def alternative(one: Alternative) -> str:
     where = f"beside {', '.join(one.beside)}" if one.beside else "alone"
     against = "" if one.admitted else f": refused, {one.reason}"
     return f"{one.kind} {where}, {one.change_per_hour:+.2f} $/h{against}"
-
-
-def stint(bar: TimelineBar) -> Stint:
-    return Stint(
-        row=bar.node,
-        actor=bar.job,
-        start_s=bar.start_s,
-        end_s=bar.end_s,
-        partial=bar.tail,
-        words=f"{bar.phase}{', tail' if bar.tail else ''}",
-    )
 
 
 def _counted(count: int, noun: str) -> str:

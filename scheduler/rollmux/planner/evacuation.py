@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.rollmux.planner.group_events import (
+from scheduler.rollmux.planner.group_effects import (
     AddNode,
+    AssignPlace,
     GroupEffect,
-    MoveJob,
+    PlacementDecision,
     ReleaseNode,
-    RestartJob,
 )
 from scheduler.rollmux.planner.packing import Opening, Packer
 
@@ -34,7 +34,7 @@ class Evacuation:
         down = [gone for job in torn for gone in self._left(job)]
         effects: list[GroupEffect] = []
         if pinned:
-            effects.append(AddNode(node=self._book.replace(node), group=cell.group))
+            effects.append(AddNode(node=self._book.replace(node)))
             down.append(node)
         self._packer.refresh(cell)
         why = f"node {node} failed; it is replaced"
@@ -54,22 +54,22 @@ class Evacuation:
             opening = self._anywhere(job)
             up = self._book.pin(opening.placement, opening.cell, self._bytes(job))
             self._packer.refresh(opening.cell)
-            effects += [AddNode(node=one, group=opening.cell.group) for one in up]
+            effects += [AddNode(node=one) for one in up]
         why = f"node {node} failed; arrives anew"
         effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 
-    def _again(self, job: JobId, why: str, *, lost: bool) -> RestartJob | MoveJob:
+    def _again(self, job: JobId, why: str, *, lost: bool) -> AssignPlace:
         """The job's new place; takes effect at once unless the job still runs on nodes it is
         leaving."""
         facts = self._packer.facts[job]
         group = self._book.home[job]
+        decision = PlacementDecision.MOVED
+        if lost or not facts.moving:
+            decision, facts.moving = PlacementDecision.RESTARTED, False
+            facts.lose_iteration()
         placement = self._book.cells[group].pinned[job]
-        if facts.moving and not lost:
-            return MoveJob(group=group, placement=placement, reason=why)
-        facts.moving = False
-        facts.lose_iteration()
-        return RestartJob(group=group, placement=placement, reason=why)
+        return AssignPlace(decision=decision, group=group, placement=placement, reason=why)
 
     def _anywhere(self, job: JobId) -> Opening:
         """A place for a job that has run already; without free nodes, new ones that it awaits."""

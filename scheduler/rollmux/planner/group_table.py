@@ -1,4 +1,4 @@
-"""The book of groups: nodes of each group, jobs pinned to them, and resident jobs per node.
+"""The table of groups: nodes of each group, jobs pinned to them, and resident jobs per node.
 
 It keeps the invariants (disjoint groups, residency as a hard limit) and decides nothing. Nodes
 exist as long as a job is pinned to them. A job that moves stays resident on its old nodes until
@@ -6,7 +6,7 @@ it has left; arrivals count it there, and other movers wait for its room.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
@@ -24,6 +24,16 @@ class NodeType:
     """Price of the whole node."""
     host_bytes: int
 
+    def node(self, name: NodeId, pool: Pool) -> Node:
+        return Node(
+            node=name,
+            pool=pool,
+            type=self.type,
+            accelerators=self.accelerators,
+            price_per_hour=self.price_per_hour,
+            host_bytes=self.host_bytes,
+        )
+
 
 @dataclass(slots=True)
 class GroupState:
@@ -33,6 +43,10 @@ class GroupState:
     rollout: list[NodeId] = field(default_factory=list)
     training: list[NodeId] = field(default_factory=list)
     pinned: dict[JobId, Placement] = field(default_factory=dict)
+
+    @property
+    def by_pool(self) -> tuple[tuple[Pool, list[NodeId]], ...]:
+        return (Pool.ROLLOUT, self.rollout), (Pool.TRAINING, self.training)
 
     def masks(self, placement: Placement) -> tuple[int, int]:
         """Bits of a placement's nodes: rollout from 0, training after them."""
@@ -77,7 +91,7 @@ class GroupTable:
         self._named = 0
 
     def fresh_group(self) -> GroupState:
-        """A cell with a new name; it enters the book with its first pinned job."""
+        """A group with a new name; it enters the table with its first pinned job."""
         self._named += 1
         return GroupState(GroupId(f"group-{self._named}"))
 
@@ -90,7 +104,7 @@ class GroupTable:
             for number in range(last - count + 1, last + 1)
         )
 
-    def pin(self, placement: Placement, cell: GroupState, host_bytes: int) -> tuple[Node, ...]:
+    def pin(self, placement: Placement, group: GroupState, host_bytes: int) -> tuple[Node, ...]:
         """Pins a job, and returns the nodes that this brings up.
 
         Raises ValueError for what no planner may do: a node of another group, or host memory short.
@@ -98,21 +112,17 @@ class GroupTable:
         if not self.planned.has_room(placement, host_bytes):
             raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
         up: list[Node] = []
-        self.cells.setdefault(cell.group, cell)
-        sides = (
-            (Pool.ROLLOUT, placement.rollout_nodes, cell.rollout),
-            (Pool.TRAINING, placement.training_nodes, cell.training),
-        )
-        for pool, wanted, owned in sides:
+        self.cells.setdefault(group.group, group)
+        for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in wanted:
-                if self.nodes.setdefault(node, cell.group) != cell.group:
+                if self.nodes.setdefault(node, group.group) != group.group:
                     raise ValueError(f"node {node} belongs to {self.nodes[node]}")
                 if node not in owned:
                     owned.append(node)
-                    up.append(self._node(node, pool))
+                    up.append(self.types[pool].node(node, pool))
                 self.up[pool] += node not in self._pins
                 self._pins[node] = self._pins.get(node, 0) + 1
-        self._settle(placement, cell, host_bytes)
+        self._settle(placement, group, host_bytes)
         return tuple(up)
 
     def unpin(
@@ -122,13 +132,13 @@ class GroupTable:
 
         `stays_resident` keeps its memory held until `left`: it still runs there.
         """
-        cell = self.cells[self.home.pop(job)]
-        placement = cell.pinned.pop(job)
+        group = self.cells[self.home.pop(job)]
+        placement = group.pinned.pop(job)
         self._count(placement, -1)
         if stays_resident:
             self._leaving.setdefault(job, []).append(placement)
         self._count_memory(job, host_bytes)
-        return () if stays_resident else self._release(placement, cell)
+        return () if stays_resident else self._release(placement, group)
 
     def placed(self, job: JobId, host_bytes: int) -> None:
         """Takes back the last `unpin` of a job that was to stay resident."""
@@ -140,23 +150,23 @@ class GroupTable:
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
         """The moved or ended job has left every old place; returns the nodes that go down."""
         down: list[NodeId] = []
-        cells = self.leaving_cells(job)
-        for cell, placement in zip(cells, self._leaving.pop(job, ()), strict=True):
-            down += self._release(placement, cell)
+        groups = self.leaving_cells(job)
+        for group, placement in zip(groups, self._leaving.pop(job, ()), strict=True):
+            down += self._release(placement, group)
         self._count_memory(job, host_bytes)
         return tuple(down)
 
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs pinned to the node, whether there already or still on the way."""
-        cell = self.cells[self.nodes[node]]
-        return tuple(job for job, placement in cell.pinned.items() if _uses(placement, node))
+        group = self.cells[self.nodes[node]]
+        return tuple(job for job, placement in group.pinned.items() if node in placement.nodes)
 
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs still resident on the node but pinned elsewhere."""
         return tuple(
             job
             for job, placements in self._leaving.items()
-            if any(_uses(placement, node) for placement in placements)
+            if any(node in placement.nodes for placement in placements)
         )
 
     def replace(self, lost: NodeId) -> Node:
@@ -164,19 +174,18 @@ class GroupTable:
 
         `left` must be called before for each job that was leaving it.
         """
-        cell = self.cells[self.nodes.pop(lost)]
-        pool = Pool.ROLLOUT if lost in cell.rollout else Pool.TRAINING
+        group = self.cells[self.nodes.pop(lost)]
+        pool, owned = next(side for side in group.by_pool if lost in side[1])
         (fresh,) = self.fresh_nodes(pool, 1)
-        owned = cell.rollout if pool is Pool.ROLLOUT else cell.training
         owned[owned.index(lost)] = fresh
-        self.nodes[fresh] = cell.group
-        for job, placement in cell.pinned.items():
-            cell.pinned[job] = _exchanged(placement, lost, fresh)
+        self.nodes[fresh] = group.group
+        for job, placement in group.pinned.items():
+            group.pinned[job] = _exchanged(placement, lost, fresh)
         for by_node in (self._pins, self._staying):
             by_node[fresh] = by_node.pop(lost)
         self.resident.replace(lost, fresh)
         self.planned.replace(lost, fresh)
-        return self._node(fresh, pool)
+        return self.types[pool].node(fresh, pool)
 
     def leaving_cells(self, job: JobId) -> list[GroupState]:
         """Groups in which the job is still resident, though pinned elsewhere."""
@@ -199,9 +208,8 @@ class GroupTable:
         """Nodes the placement would bring up, per pool whose free nodes are fewer; else empty."""
         if not self.supply:
             return {}
-        sides = ((Pool.ROLLOUT, placement.rollout_nodes), (Pool.TRAINING, placement.training_nodes))
         short = {}
-        for pool, nodes in sides:
+        for pool, nodes in placement.by_pool:
             wanted = sum(node not in self.nodes for node in nodes)
             free = self.free_nodes(pool)
             if free is not None and wanted > free:
@@ -210,33 +218,32 @@ class GroupTable:
 
     def price_per_hour(self) -> float:
         """Price of all nodes that are up."""
-        return sum(self.cell_price_per_hour(cell) for cell in self.cells.values())
+        return sum(self.cell_price_per_hour(group) for group in self.cells.values())
 
-    def cell_price_per_hour(self, cell: GroupState) -> float:
-        rollout, training = self.types[Pool.ROLLOUT], self.types[Pool.TRAINING]
-        return (
-            len(cell.rollout) * rollout.price_per_hour
-            + len(cell.training) * training.price_per_hour
-        )
+    def cell_price_per_hour(self, group: GroupState) -> float:
+        return self.price_of(len(group.rollout), len(group.training))
+
+    def price_of(self, rollout: float, training: float) -> float:
+        """Dollars per hour of that many nodes of each pool."""
+        prices = [self.types[pool].price_per_hour for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        return rollout * prices[0] + training * prices[1]
 
     def _count_memory(self, job: JobId, host_bytes: int) -> None:
         home = self.home.get(job)
         pinned = [] if home is None else [self.cells[home].pinned[job]]
-        self.planned.hold(job, _nodes_of(pinned), host_bytes)
-        leaving = self._leaving.get(job, ())
-        self.resident.hold(job, _nodes_of([*pinned, *leaving]), host_bytes)
+        planned = [node for placement in pinned for node in placement.nodes]
+        leaving = [node for placement in self._leaving.get(job, ()) for node in placement.nodes]
+        self.planned.hold(job, planned, host_bytes)
+        self.resident.hold(job, [*planned, *leaving], host_bytes)
 
-    def _settle(self, placement: Placement, cell: GroupState, host_bytes: int) -> None:
-        cell.pinned[placement.job] = placement
-        self.home[placement.job] = cell.group
+    def _settle(self, placement: Placement, group: GroupState, host_bytes: int) -> None:
+        group.pinned[placement.job] = placement
+        self.home[placement.job] = group.group
         self._count_memory(placement.job, host_bytes)
         self._count(placement, 1)
 
     def _count(self, placement: Placement, change: int) -> None:
-        for pool, nodes in (
-            (Pool.ROLLOUT, placement.rollout_nodes),
-            (Pool.TRAINING, placement.training_nodes),
-        ):
+        for pool, nodes in placement.by_pool:
             for node in nodes:
                 before = self._staying.get(node, 0)
                 self._staying[node] = before + change
@@ -245,23 +252,9 @@ class GroupTable:
                 if before + change == 0:
                     del self._staying[node]
 
-    def _node(self, node: NodeId, pool: Pool) -> Node:
-        kind = self.types[pool]
-        return Node(
-            node=node,
-            pool=pool,
-            type=kind.type,
-            accelerators=kind.accelerators,
-            price_per_hour=kind.price_per_hour,
-            host_bytes=kind.host_bytes,
-        )
-
-    def _release(self, placement: Placement, cell: GroupState) -> tuple[NodeId, ...]:
+    def _release(self, placement: Placement, group: GroupState) -> tuple[NodeId, ...]:
         down: list[NodeId] = []
-        for pool, owned, wanted in (
-            (Pool.ROLLOUT, cell.rollout, placement.rollout_nodes),
-            (Pool.TRAINING, cell.training, placement.training_nodes),
-        ):
+        for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in wanted:
                 self._pins[node] -= 1
                 if self._pins[node] == 0:
@@ -269,17 +262,9 @@ class GroupTable:
                     self.up[pool] -= 1
                     del self._pins[node], self.nodes[node]
                     down.append(node)
-        if not cell.rollout and not cell.training:
-            del self.cells[cell.group]
+        if not group.rollout and not group.training:
+            del self.cells[group.group]
         return tuple(down)
-
-
-def _nodes_of(placements: Iterable[Placement]) -> list[NodeId]:
-    return [node for one in placements for node in (*one.rollout_nodes, *one.training_nodes)]
-
-
-def _uses(placement: Placement, node: NodeId) -> bool:
-    return node in placement.rollout_nodes or node in placement.training_nodes
 
 
 def _exchanged(placement: Placement, lost: NodeId, fresh: NodeId) -> Placement:

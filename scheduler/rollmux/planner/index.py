@@ -4,7 +4,6 @@ A row is a necessary condition only: memory may still refuse a job node by node,
 the forecast. Rows are brought up to date when their group changes, not when a belief does.
 """
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -18,15 +17,6 @@ SHARE_MAX: Final = 1.03
 """Above 1: shares are of learned means, and the forecast decides."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """A job's demand on any one node."""
-
-    rollout_share: float
-    training_share: float
-    host_bytes: int
-
-
 class GroupIndex:
     def __init__(self, *, group_jobs: int) -> None:
         self._group_jobs = group_jobs
@@ -38,38 +28,43 @@ class GroupIndex:
         self._load = np.zeros(0)
         self._bytes = np.zeros((0, 2), dtype=np.int64)
 
-    def refresh(self, cell: GroupState, book: GroupTable, shares: dict[NodeId, float]) -> None:
+    def refresh(self, group: GroupState, table: GroupTable, shares: dict[NodeId, float]) -> None:
         """Brings the group's row up to date; `shares` of each of its nodes' time are taken."""
-        if cell.group not in book.cells or not cell.pinned:
-            self._drop(cell)
+        if group.group not in table.cells or not group.pinned:
+            self._drop(group)
             return
-        row = self._row.get(cell.group)
+        row = self._row.get(group.group)
         if row is None:
-            row = self._row[cell.group] = self._new_row()
-        self._cells[row] = cell
-        self._jobs[row] = len(cell.pinned)
+            row = self._row[group.group] = self._new_row()
+        self._cells[row] = group
+        self._jobs[row] = len(group.pinned)
         load = 0.0
-        for side, (pool, nodes) in enumerate(
-            ((Pool.ROLLOUT, cell.rollout), (Pool.TRAINING, cell.training))
-        ):
+        for side, (pool, nodes) in enumerate(group.by_pool):
             self._shares[row, side] = min(shares[node] for node in nodes)
-            self._bytes[row, side] = max(book.resident.free_bytes(node, pool) for node in nodes)
-            load += sum(shares[node] for node in nodes) * book.types[pool].price_per_hour
-        self._load[row] = load / book.cell_price_per_hour(cell)
+            self._bytes[row, side] = max(table.resident.free_bytes(node, pool) for node in nodes)
+            load += sum(shares[node] for node in nodes) * table.types[pool].price_per_hour
+        self._load[row] = load / table.cell_price_per_hour(group)
 
     def candidates(
-        self, wish: Wish, *, pools: tuple[Pool, ...], most: int | None
+        self,
+        shares: tuple[float, float],
+        host_bytes: int,
+        *,
+        pools: tuple[Pool, ...],
+        most: int | None,
     ) -> list[GroupState]:
-        """Groups with room in those of their pools, the fullest first; all where `most` is None."""
+        """Groups with room in those of their pools, the fullest first; all where `most` is None.
+
+        The job takes `shares` of the time of one rollout and one training node.
+        """
         fits = (self._jobs > 0) & (self._jobs < self._group_jobs)
         for pool in pools:
             side = 0 if pool is Pool.ROLLOUT else 1
-            share = wish.rollout_share if side == 0 else wish.training_share
-            fits &= self._shares[:, side] + share <= SHARE_MAX
-            fits &= self._bytes[:, side] >= wish.host_bytes
+            fits &= self._shares[:, side] + shares[side] <= SHARE_MAX
+            fits &= self._bytes[:, side] >= host_bytes
         rows = np.flatnonzero(fits)
         order = rows[np.lexsort((rows, -self._load[rows]))][:most]
-        return [cell for row in order if (cell := self._cells[row]) is not None]
+        return [group for row in order if (group := self._cells[row]) is not None]
 
     def _new_row(self) -> int:
         if self._free:
@@ -83,8 +78,8 @@ class GroupIndex:
             self._load = _grown(self._load, size)
         return len(self._cells) - 1
 
-    def _drop(self, cell: GroupState) -> None:
-        row = self._row.pop(cell.group, None)
+    def _drop(self, group: GroupState) -> None:
+        row = self._row.pop(group.group, None)
         if row is not None:
             self._jobs[row] = 0
             self._cells[row] = None

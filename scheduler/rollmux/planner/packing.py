@@ -5,10 +5,10 @@ scaling (ours) adds training nodes, and a new isolated group is always possible.
 hard limit. Among equal prices the fullest group is tried first, so that the emptier ones can end.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Placement, Pool
@@ -16,7 +16,7 @@ from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.forecast.forecast import Occupant, Roster
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable
-from scheduler.rollmux.planner.index import SHARE_MAX, GroupIndex, Wish
+from scheduler.rollmux.planner.index import SHARE_MAX, GroupIndex
 
 
 class OpeningKind(StrEnum):
@@ -33,6 +33,17 @@ class Opening:
     placement: Placement
     delta_per_hour: float
     """Price of the nodes that it brings up, or keeps up."""
+
+    @property
+    def widened(self) -> GroupState:
+        """The group with the opening taken."""
+        group, placement = self.cell, self.placement
+        return GroupState(
+            group.group,
+            [*dict.fromkeys((*group.rollout, *placement.rollout_nodes))],
+            [*dict.fromkeys((*group.training, *placement.training_nodes))],
+            {**group.pinned, placement.job: placement},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,29 +80,31 @@ class Packer:
         self.now_s = 0.0
         """Time of the present question; credit depends on it."""
 
-    def refresh(self, cell: GroupState) -> None:
+    def refresh(self, group: GroupState) -> None:
         """Updates the group's row; call it whenever the group changed."""
-        self.index.refresh(cell, self.book, self.node_shares(cell))
+        self.index.refresh(group, self.book, self.node_shares(group))
 
     def occupant(
-        self, cell: GroupState, placement: Placement, *, slo_of: SloOf = stated_slo
+        self, job: JobId, rollout: int, training: int, *, slo_of: SloOf = stated_slo
     ) -> Occupant:
-        """A pinned job for a forecast; `slo_of` gives the SLO it has to keep."""
-        facts = self.facts[placement.job]
-        tail = self.judge.tail(facts)
-        rollout, training = cell.masks(placement)
-        return Occupant(
-            rollout,
-            training,
-            slo_of(facts),
-            self.judge.belief(facts),
-            tail.bulk_ratio,
-            tail.share,
-            facts.divisible,
-        )
+        """A job on the nodes of its masks for a forecast; `slo_of` gives the SLO it has to keep."""
+        facts = self.facts[job]
+        tail, belief = self.judge.tail(facts), self.judge.belief(facts)
+        shape = tail.bulk_ratio, tail.share, facts.divisible
+        return Occupant(rollout, training, slo_of(facts), belief, *shape)
 
-    def occupants(self, cell: GroupState, *, slo_of: SloOf = stated_slo) -> list[Occupant]:
-        return [self.occupant(cell, placement, slo_of=slo_of) for placement in cell.pinned.values()]
+    def occupants(
+        self,
+        group: GroupState,
+        *,
+        slo_of: SloOf = stated_slo,
+        without: Sequence[JobId] = (),
+    ) -> list[Occupant]:
+        return [
+            self.occupant(job, *group.masks(placement), slo_of=slo_of)
+            for job, placement in group.pinned.items()
+            if job not in without
+        ]
 
     def owed_slo(self, facts: JobFacts) -> float:
         """Slow-down that others must leave the job now."""
@@ -101,10 +114,10 @@ class Packer:
         """The SLO that others must leave the job, with its spare credit spent."""
         return facts.slo_ahead(self.now_s)
 
-    def node_shares(self, cell: GroupState) -> dict[NodeId, float]:
+    def node_shares(self, group: GroupState) -> dict[NodeId, float]:
         """The least share of each node's time that its jobs need to keep their SLOs."""
-        shares = dict.fromkeys((*cell.rollout, *cell.training), 0.0)
-        for placement in cell.pinned.values():
+        shares = dict.fromkeys((*group.rollout, *group.training), 0.0)
+        for placement in group.pinned.values():
             rollout, training = self.shares(self.facts[placement.job])
             for node in placement.rollout_nodes:
                 shares[node] += rollout
@@ -119,63 +132,39 @@ class Packer:
         node_s = belief.rollout_s * self.judge.tail(facts).node_ratio
         return node_s / slowest_s, belief.training_s / slowest_s
 
-    def best(
-        self,
-        job: JobId,
-        *,
-        without: Iterable[GroupState] = (),
-        below_per_hour: float = float("inf"),
-        new_group: bool = True,
-    ) -> Opening | None:
-        """The cheapest admissible opening under `below_per_hour`, in no cell of `without`.
+    def best(self, job: JobId, *, without: Iterable[GroupState] = ()) -> Opening | None:
+        """The cheapest admissible opening, in no group of `without`.
 
         Looks at the `tries` fullest groups of each kind, regardless of the supply of nodes.
         """
-        return self._best(job, without, below_per_hour, new_group=new_group, within_supply=False)
+        return self._best(job, without, within_supply=False)
 
     def best_within_supply(
-        self,
-        job: JobId,
-        *,
-        without: Iterable[GroupState] = (),
-        below_per_hour: float = float("inf"),
+        self, job: JobId, *, without: Iterable[GroupState] = ()
     ) -> Opening | None:
         """The same on nodes that there are, in a group that there is: every group is looked at."""
         # The index may be older than the latest beliefs about its jobs.
-        for cell in self.book.cells.values():
-            self.refresh(cell)
-        return self._best(job, without, below_per_hour, new_group=False, within_supply=True)
+        for group in self.book.cells.values():
+            self.refresh(group)
+        return self._best(job, without, within_supply=True)
 
     def _best(
-        self,
-        job: JobId,
-        without: Iterable[GroupState],
-        below_per_hour: float,
-        *,
-        new_group: bool,
-        within_supply: bool,
+        self, job: JobId, without: Iterable[GroupState], *, within_supply: bool
     ) -> Opening | None:
         facts = self.facts[job]
-        rollout, training = self.shares(facts)
-        wish = Wish(
-            rollout_share=rollout,
-            training_share=training,
-            host_bytes=facts.job.host_bytes_per_node,
-        )
-        excluded = {cell.group for cell in without}
+        shares, host_bytes = self.shares(facts), facts.job.host_bytes_per_node
+        excluded = {group.group for group in without}
         tries = None if within_supply else self.limits.tries
-        for kind, pools, added in self._kinds(facts):
-            if added >= below_per_hour:
-                break
+        for kind, pools in self._kinds(facts):
             if kind is OpeningKind.NEW_GROUP:
-                return self.isolated(job) if new_group else None
-            cells = self.index.candidates(wish, pools=pools, most=tries)
+                return None if within_supply else self.isolated(job)
+            groups = self.index.candidates(shares, host_bytes, pools=pools, most=tries)
             tried = islice(
                 (
                     opening
-                    for cell in cells
-                    if cell.group not in excluded and self.judge.takes_more(self.occupants(cell))
-                    for opening in self._openings(cell, job, kind)
+                    for group in groups
+                    if group.group not in excluded and self.judge.takes_more(self.occupants(group))
+                    for opening in self._openings(group, job, kind)
                     if not within_supply or self.book.is_supplied(opening.placement)
                 ),
                 tries,
@@ -188,13 +177,8 @@ class Packer:
 
     def admits(self, opening: Opening) -> bool:
         """Whether every job in the group keeps its SLO with the opening taken."""
-        widened = GroupState(
-            opening.cell.group,
-            _joined(opening.cell.rollout, opening.placement.rollout_nodes),
-            _joined(opening.cell.training, opening.placement.training_nodes),
-            {**opening.cell.pinned, opening.placement.job: opening.placement},
-        )
-        return self.judge.admits(Roster.of(self.occupants(widened, slo_of=self.owed_slo)))
+        occupants = self.occupants(opening.widened, slo_of=self.owed_slo)
+        return self.judge.admits(Roster.of(occupants))
 
     def isolated(self, job: JobId) -> Opening:
         facts, book = self.facts[job], self.book
@@ -207,58 +191,40 @@ class Packer:
             kind=OpeningKind.NEW_GROUP,
             cell=book.fresh_group(),
             placement=placement,
-            delta_per_hour=self._price(facts.rollout_nodes, facts.training_nodes),
+            delta_per_hour=book.price_of(facts.rollout_nodes, facts.training_nodes),
         )
 
-    def _price(self, rollout: int, training: int) -> float:
-        types = self.book.types
-        return (
-            rollout * types[Pool.ROLLOUT].price_per_hour
-            + training * types[Pool.TRAINING].price_per_hour
-        )
-
-    def _kinds(self, facts: JobFacts) -> list[tuple[OpeningKind, tuple[Pool, ...], float]]:
+    def _kinds(self, facts: JobFacts) -> list[tuple[OpeningKind, tuple[Pool, ...]]]:
         """Kinds of openings, the cheapest first, with the pools that they need room in."""
         rollout, training = facts.rollout_nodes, facts.training_nodes
-        kinds: list[tuple[OpeningKind, tuple[Pool, ...], float]] = [
-            (OpeningKind.DIRECT, (Pool.ROLLOUT, Pool.TRAINING), 0.0),
-            (OpeningKind.ROLLOUT_SCALING, (Pool.TRAINING,), self._price(rollout, 0)),
-            (OpeningKind.NEW_GROUP, (), self._price(rollout, training)),
+        price = self.book.price_of
+        kinds: list[tuple[float, OpeningKind, tuple[Pool, ...]]] = [
+            (0.0, OpeningKind.DIRECT, (Pool.ROLLOUT, Pool.TRAINING)),
+            (price(rollout, 0), OpeningKind.ROLLOUT_SCALING, (Pool.TRAINING,)),
+            (price(rollout, training), OpeningKind.NEW_GROUP, ()),
         ]
         if self.limits.training_scaling:
-            kinds.append((OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,), self._price(0, training)))
-        return sorted(kinds, key=lambda kind: kind[2])
+            kinds.append((price(0, training), OpeningKind.TRAINING_SCALING, (Pool.ROLLOUT,)))
+        return [(kind, pools) for _, kind, pools in sorted(kinds, key=lambda one: one[0])]
 
-    def unjudged(self, cell: GroupState, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
+    def unjudged(self, group: GroupState, job: JobId, kind: OpeningKind) -> Iterator[Opening]:
         """Openings that memory and group size allow, without regard to SLOs."""
-        if len(cell.pinned) < self.limits.group_jobs:
-            yield from self._openings(cell, job, kind, share_max=float("inf"))
+        if len(group.pinned) < self.limits.group_jobs:
+            yield from self._openings(group, job, kind, share_max=float("inf"))
 
     def _openings(
-        self, cell: GroupState, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
+        self, group: GroupState, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
     ) -> Iterator[Opening]:
         facts, book = self.facts[job], self.book
-        rollout_share, training_share = self.shares(facts)
-        taken = self.node_shares(cell)
+        taken = self.node_shares(group)
+        scaling = (OpeningKind.ROLLOUT_SCALING, OpeningKind.TRAINING_SCALING)
+        counts = (facts.rollout_nodes, facts.training_nodes)
         sides: list[list[tuple[NodeId, ...]]] = []
         added = 0.0
-        for pool, nodes, count, share, scaled in (
-            (
-                Pool.ROLLOUT,
-                cell.rollout,
-                facts.rollout_nodes,
-                rollout_share,
-                kind is OpeningKind.ROLLOUT_SCALING,
-            ),
-            (
-                Pool.TRAINING,
-                cell.training,
-                facts.training_nodes,
-                training_share,
-                kind is OpeningKind.TRAINING_SCALING,
-            ),
+        for (pool, nodes), count, share, scaled in zip(
+            group.by_pool, counts, self.shares(facts), scaling, strict=True
         ):
-            if scaled:
+            if kind is scaled:
                 sides.append([book.fresh_nodes(pool, count)])
                 added += count * book.types[pool].price_per_hour
                 continue
@@ -272,17 +238,6 @@ class Packer:
                 key=lambda node: -taken[node],
             )
             sides.append(list(islice(combinations(fitting, count), self.limits.combinations)))
-        for rollout_nodes in sides[0]:
-            for training_nodes in sides[1]:
-                yield Opening(
-                    kind=kind,
-                    cell=cell,
-                    placement=Placement(
-                        job=job, rollout_nodes=rollout_nodes, training_nodes=training_nodes
-                    ),
-                    delta_per_hour=added,
-                )
-
-
-def _joined(owned: list[NodeId], wanted: tuple[NodeId, ...]) -> list[NodeId]:
-    return owned + [node for node in wanted if node not in owned]
+        for rollout, training in product(*sides):
+            placement = Placement(job=job, rollout_nodes=rollout, training_nodes=training)
+            yield Opening(kind=kind, cell=group, placement=placement, delta_per_hour=added)

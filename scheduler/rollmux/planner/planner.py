@@ -3,40 +3,33 @@
 An arrival takes the cheapest admissible opening. Later knowledge, a departure or a drift may break
 an SLO or leave a node half empty: a review moves the fewest jobs that restore every SLO, then
 those that free a node. A supply limits the nodes of a pool: an arrival that finds no
-place within it is refused, and no move needs more. Starts nothing itself; `order` sequences the
-phases within a group.
+place within it is refused, and no move needs more. Permits start the phases within a group.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Final
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import Pool
+from scheduler.model import JobSpec, PhaseKind, Pool
+from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.evacuation import Evacuation
-from scheduler.rollmux.planner.group_events import (
+from scheduler.rollmux.planner.group_effects import (
     AddNode,
+    AssignPlace,
     GroupEffect,
-    GroupEvent,
-    JobArrived,
-    JobEnded,
-    JobMoved,
-    MoveJob,
-    NodeFailed,
-    PhaseMeasured,
-    PlaceJob,
+    PlacementDecision,
     ReleaseNode,
-    ReviewDue,
 )
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable, NodeType
-from scheduler.rollmux.planner.move_reasons import endangered, together
 from scheduler.rollmux.planner.packing import Opening, Packer, PackingLimits
 from scheduler.rollmux.planner.regroup import Regroup
-from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation
+from scheduler.rollmux.planner.relocation import Move, MovePrices, Relocation, endangered, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +51,10 @@ class PlannerConfig:
     """An SLO counts from the placement on; true: from the submission on."""
 
 
-class GroupPlanner:
-    NAME: ClassVar[str] = "scheduler.policy.groups"
-    SAMPLE: ClassVar[Any] = GroupEvent
-    EFFECT: ClassVar[Any] = GroupEffect
+_NOTHING_MEASURED: Final[Mapping[PhaseKind, Measured]] = {}
 
+
+class GroupPlanner:
     def __init__(
         self,
         judge: Judge,
@@ -94,38 +86,27 @@ class GroupPlanner:
             self.regroup.forget()
             self._changed = True
 
-    def observe(self, event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
-        """Raises Exhausted for an arrival that finds no place; the planner is as before then."""
+    def place_job(
+        self,
+        job: JobSpec,
+        *,
+        now: float,
+        measured: Mapping[PhaseKind, Measured] = _NOTHING_MEASURED,
+        curve: tuple[Completion, ...] = (),
+        submitted_s: float | None = None,
+    ) -> tuple[GroupEffect, ...]:
+        """Places an arrival. Raises Exhausted without a place; the planner is as before then.
+
+        `measured` are earlier measurements of its phases: they teach durations and earn no credit.
+        `curve` is the declared completion of a rollout; empty: unknown. `submitted_s` is the time
+        at which the job began to wait for a place; None: it did not wait.
+        """
         self.packer.now_s = now
-        match event:
-            case PhaseMeasured():
-                return self._learn(event, now=now)
-            case JobArrived():
-                return self._place(event, now=now)
-            case JobEnded(job=job):
-                return self._end(job)
-            case JobMoved(job=job):
-                return self._settle(job)
-            case NodeFailed(node=node):
-                return self._evacuate(node)
-            case ReviewDue():
-                return self._review(now=now)
-
-    def _learn(self, event: PhaseMeasured, *, now: float) -> tuple[GroupEffect, ...]:
-        facts = self.facts[event.job]
-        young = not facts.mature
-        facts.observe(event.phase, event.solo_s, measured=event.measured)
-        facts.seen_s = now
-        self._changed |= young and facts.mature
-        return ()
-
-    def _place(self, event: JobArrived, *, now: float) -> tuple[GroupEffect, ...]:
-        config, job = self.config, event.job
-        queues = config.slo_counts_queueing and event.submitted_s is not None
-        began_s = event.submitted_s if queues else None
+        config = self.config
+        began_s = submitted_s if config.slo_counts_queueing else None
         facts = JobFacts.of(job, cold_start_s=config.cold_start_s, began_s=began_s, now=now)
-        facts.learn_tail(event.curve, accelerators=config.accelerators * job.phases[0].nodes)
-        facts.recall(event.measured)
+        facts.learn_tail(curve, accelerators=config.accelerators * job.phases[0].nodes)
+        facts.recall(measured)
         self.facts[job.job] = facts
         try:
             opening = self.choose(job.job)
@@ -134,12 +115,13 @@ class GroupPlanner:
             raise
         up = self.book.pin(opening.placement, opening.cell, job.host_bytes_per_node)
         self.packer.refresh(opening.cell)
-        return (
-            *(AddNode(node=node, group=opening.cell.group) for node in up),
-            PlaceJob(
-                group=opening.cell.group, placement=opening.placement, reason=_reason(opening)
-            ),
+        place = AssignPlace(
+            decision=PlacementDecision.PLACED,
+            group=opening.cell.group,
+            placement=opening.placement,
+            reason=f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h",
         )
+        return (*(AddNode(node=node) for node in up), place)
 
     def choose(self, job: JobId) -> Opening:
         """The place for an arrival; the book is unchanged. Raises Exhausted if nodes are
@@ -159,9 +141,22 @@ class GroupPlanner:
         )
         return f"needs {wants}, and none of the {len(self.book.cells)} groups admits it"
 
-    def _end(self, job: JobId) -> tuple[GroupEffect, ...]:
+    def observe_phase(
+        self, job: JobId, kind: PhaseKind, solo_s: float, *, now: float, measured: bool = True
+    ) -> None:
+        """A phase took `solo_s` alone on its nodes: waiting, loading and narrowed nodes not
+        counted. Unless `measured`, this is only an upper bound, and teaches nothing."""
+        self.packer.now_s = now
         facts = self.facts[job]
-        host_bytes = facts.job.host_bytes_per_node
+        young = not facts.mature
+        facts.observe(kind, solo_s, measured=measured)
+        facts.seen_s = now
+        self._changed |= young and facts.mature
+
+    def end_job(self, job: JobId, *, now: float) -> tuple[GroupEffect, ...]:
+        """The job is done, or was given up."""
+        self.packer.now_s = now
+        host_bytes = self.facts[job].job.host_bytes_per_node
         cell = self.book.cells[self.book.home[job]]
         down = (*self.book.unpin(job, host_bytes), *self.book.left(job, host_bytes))
         self.packer.refresh(cell)
@@ -169,20 +164,26 @@ class GroupPlanner:
         self._changed = True
         return tuple(ReleaseNode(node=node) for node in down)
 
-    def _settle(self, job: JobId) -> tuple[GroupEffect, ...]:
+    def complete_move(self, job: JobId, *, now: float) -> tuple[GroupEffect, ...]:
+        """The job has left its old nodes."""
+        self.packer.now_s = now
         facts = self.facts[job]
         facts.moving = False
         down = self.book.left(job, facts.job.host_bytes_per_node)
         return tuple(ReleaseNode(node=node) for node in down)
 
-    def _evacuate(self, node: NodeId) -> tuple[GroupEffect, ...]:
+    def fail_node(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:
+        """The node is gone, with the current iteration of every job pinned to it."""
+        self.packer.now_s = now
         if node not in self.book.nodes:
             return ()
         if self.config.resubmits:
             return self.evacuation.resubmit(node)
         return self.evacuation.replace(node)
 
-    def _review(self, *, now: float) -> tuple[GroupEffect, ...]:
+    def review(self, *, now: float) -> tuple[GroupEffect, ...]:
+        """Looks for SLOs in danger and for nodes that could be spared."""
+        self.packer.now_s = now
         if not self.config.moves:
             return ()
         effects: list[GroupEffect] = []
@@ -227,16 +228,13 @@ class GroupPlanner:
             facts = self.facts[move.job]
             facts.moving, facts.moved_s = True, now
             group = move.opening.cell.group
-            effects += [AddNode(node=node, group=group) for node in move.up]
+            effects += [AddNode(node=node) for node in move.up]
             effects.append(
-                MoveJob(
+                AssignPlace(
+                    decision=PlacementDecision.MOVED,
                     group=group,
                     placement=move.opening.placement,
                     reason=f"{why}{together(move, moves)}; {move.opening.kind}",
                 )
             )
         return effects
-
-
-def _reason(opening: Opening) -> str:
-    return f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h"

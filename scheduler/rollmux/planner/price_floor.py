@@ -43,17 +43,11 @@ class PriceFloor:
     search: CheapestHosting
     _doubts: dict[tuple[int, ...], _Doubt] = field(default_factory=dict)
 
-    def cheapest(
-        self, guests: list[SearchedJob], admits: Admits, *, at_most: float = _NONE
-    ) -> float | None:
-        """The least price per hour of any hosting of all the jobs; None if above `at_most`."""
-        found = self.bounds(guests, admits, at_most=at_most)
-        return None if found is None else found.price
-
     def bounds(
         self, guests: list[SearchedJob], admits: Admits, *, at_most: float = _NONE
     ) -> Bounds | None:
-        """The floor with the bounds found on the way; None if it is above `at_most`."""
+        """The least price per hour of any hosting of all the jobs, with the bounds on the way;
+        None if it is above `at_most`."""
         fits = [self.search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         if len(self._doubts) > _DOUBTS_MAX:
             self._doubts.clear()

@@ -10,7 +10,7 @@ from itertools import combinations, islice, product
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Placement, Pool
-from scheduler.rollmux.forecast.forecast import Occupant, Roster
+from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.stages import NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count
 from scheduler.rollmux.planner.group_table import GroupState
@@ -54,14 +54,14 @@ class Regroup:
         self._idle = None
 
     def improve(self, *, now: float) -> list[Move]:
-        """One search: moves that free nodes, already applied to the book, or none."""
-        cells, key = self._most_promising(now=now)
-        if not cells:
+        """One search: moves that free nodes, already applied to the table, or none."""
+        groups, key = self._most_promising(now=now)
+        if not groups:
             return []
-        jobs = [job for cell in cells for job in cell.pinned]
+        jobs = [job for group in groups for job in group.pinned]
         roster, judge = self._roster(jobs), self._packer.judge
         guests = [self._guest(job) for job in jobs]
-        before = sum(map(self._committed, cells))
+        before = sum(map(self._committed, groups))
         self._seen[key] = float("inf")
 
         def admits(hosting: Hosting) -> bool:
@@ -74,10 +74,10 @@ class Regroup:
         price, hostings = self.search.search(guests, admits, bounds)
         if before - price < self._prices.least_saving_per_move:
             return []
-        wanted = self._matched(jobs, hostings, cells)
+        wanted = self._matched(jobs, hostings, groups)
         movers = [
-            (cell, placement)
-            for cell, placements in wanted
+            (group, placement)
+            for group, placements in wanted
             for placement in placements
             if not self._stays(placement)
         ]
@@ -98,9 +98,9 @@ class Regroup:
 
     def _most_promising(self, *, now: float) -> tuple[list[GroupState], tuple[int, ...]]:
         """The unsearched pair or triple of groups with the least used nodes, and its key."""
-        cells, spares = self._sparing()
+        groups, spares = self._sparing()
         facts = self._packer.facts
-        versions = [[facts[job].version for job in cell.pinned] for cell in cells]
+        versions = [[facts[job].version for job in group.pinned] for group in groups]
         if self._idle and self._idle[:2] == (spares, versions) and now < self._idle[2]:
             return [], ()
         seen_until_s = float("inf")
@@ -112,7 +112,7 @@ class Regroup:
             until_s = self._seen.get(key, now)
             if until_s <= now:
                 self._forget()
-                return [cells[one] for one in at], key
+                return [groups[one] for one in at], key
             seen_until_s = min(seen_until_s, until_s)
         self._idle = (spares, versions, seen_until_s)
         return [], ()
@@ -131,21 +131,21 @@ class Regroup:
     def _sparing(self) -> tuple[list[GroupState], list[float]]:
         """The searchable groups that spare most, and by how much each is above its least price."""
         ranked = sorted(
-            ((self._spare(cell), cell) for cell in self._book.cells.values() if cell.pinned),
+            ((self._spare(group), group) for group in self._book.cells.values() if group.pinned),
             key=lambda one: -one[0],
         )
         chosen = list(islice((one for one in ranked if self._searchable(one[1])), _CELLS_MAX))
-        return [cell for _, cell in chosen], [spare for spare, _ in chosen]
+        return [group for _, group in chosen], [spare for spare, _ in chosen]
 
-    def _spare(self, cell: GroupState) -> float:
+    def _spare(self, group: GroupState) -> float:
         known: Known = []
-        for job, placement in cell.pinned.items():
+        for job, placement in group.pinned.items():
             facts = self._packer.facts[job]
             facts.belief()
             known.append((facts.version, placement))
-        last = self._spares.get(cell.group)
+        last = self._spares.get(group.group)
         if last is None or last[0] != known:
-            last = self._spares[cell.group] = known, self._committed(cell) - self._least(cell)
+            last = self._spares[group.group] = known, self._committed(group) - self._least(group)
         return last[1]
 
     def _forget(self) -> None:
@@ -158,40 +158,33 @@ class Regroup:
         if len(self._spares) > 2 * len(self._book.cells):
             self._spares.clear()
 
-    def _searchable(self, cell: GroupState) -> bool:
-        """Whether the search may regroup the cell.
+    def _searchable(self, group: GroupState) -> bool:
+        """Whether the search may regroup the group.
 
         All its jobs are mature, none is moving, each may share nodes, and any of them fit a group.
         """
         widest = NODES_MAX // self._packer.limits.group_jobs
-        return bool(cell.pinned) and all(
+        return bool(group.pinned) and all(
             facts.mature
             and not facts.moving
             and facts.rollout_nodes + facts.training_nodes <= widest
             and self._packer.owed_slo(facts) >= 1.0
-            for facts in (self._packer.facts[job] for job in cell.pinned)
+            for facts in (self._packer.facts[job] for job in group.pinned)
         )
 
-    def _committed(self, cell: GroupState) -> float:
-        types = self._book.types
-        rollout = {node for one in cell.pinned.values() for node in one.rollout_nodes}
-        training = {node for one in cell.pinned.values() for node in one.training_nodes}
-        return (
-            len(rollout) * types[Pool.ROLLOUT].price_per_hour
-            + len(training) * types[Pool.TRAINING].price_per_hour
-        )
+    def _committed(self, group: GroupState) -> float:
+        rollout = {node for one in group.pinned.values() for node in one.rollout_nodes}
+        training = {node for one in group.pinned.values() for node in one.training_nodes}
+        return self._book.price_of(len(rollout), len(training))
 
-    def _least(self, cell: GroupState) -> float:
+    def _least(self, group: GroupState) -> float:
         """Price of the node time that the group's jobs cannot do without."""
-        types = self._book.types
         least = 0.0
-        for job in cell.pinned:
+        for job in group.pinned:
             facts = self._packer.facts[job]
             rollout, training = self._packer.shares(facts)
-            least += (
-                rollout * facts.rollout_nodes * types[Pool.ROLLOUT].price_per_hour
-                + training * facts.training_nodes * types[Pool.TRAINING].price_per_hour
-            )
+            nodes = rollout * facts.rollout_nodes, training * facts.training_nodes
+            least += self._book.price_of(*nodes)
         return least
 
     def _guest(self, job: JobId) -> SearchedJob:
@@ -208,46 +201,40 @@ class Regroup:
 
     def _roster(self, jobs: Sequence[JobId], *, slo_of: SloOf = stated_slo) -> Roster:
         """The jobs without nodes."""
-        occupants = []
-        for job in jobs:
-            facts = self._packer.facts[job]
-            tail = self._packer.judge.tail(facts)
-            belief = self._packer.judge.belief(facts)
-            shape = tail.bulk_ratio, tail.share, facts.divisible
-            occupants.append(Occupant(0, 0, slo_of(facts), belief, *shape))
-        return Roster.of(occupants)
+        return Roster.of([self._packer.occupant(job, 0, 0, slo_of=slo_of) for job in jobs])
 
     def _stays(self, placement: Placement) -> bool:
         now = self._book.cells[self._book.home[placement.job]].pinned[placement.job]
-        return set(now.rollout_nodes) == set(placement.rollout_nodes) and (
-            set(now.training_nodes) == set(placement.training_nodes)
+        return all(
+            set(here) == set(there)
+            for (_, here), (_, there) in zip(now.by_pool, placement.by_pool, strict=True)
         )
 
     def _matched(
-        self, jobs: Sequence[JobId], hostings: Sequence[Hosting], cells: Sequence[GroupState]
+        self, jobs: Sequence[JobId], hostings: Sequence[Hosting], groups: Sequence[GroupState]
     ) -> list[tuple[GroupState, list[Placement]]]:
         """New placements on the old nodes of the group that shares most jobs with each hosting."""
         overlaps = sorted(
             (
-                (-sum(jobs[one] in cell.pinned for one in hosting.members), at, place)
+                (-sum(jobs[one] in group.pinned for one in hosting.members), at, place)
                 for at, hosting in enumerate(hostings)
-                for place, cell in enumerate(cells)
+                for place, group in enumerate(groups)
             )
         )
         home: dict[int, GroupState] = {}
         taken: set[GroupId] = set()
         for overlap, at, place in overlaps:
-            if overlap and at not in home and cells[place].group not in taken:
-                home[at] = cells[place]
-                taken.add(cells[place].group)
+            if overlap and at not in home and groups[place].group not in taken:
+                home[at] = groups[place]
+                taken.add(groups[place].group)
         matched = []
         for at, hosting in enumerate(hostings):
-            cell = home.get(at) or self._book.fresh_group()
-            rollout = self._nodes(jobs, hosting, cell, Pool.ROLLOUT)
-            training = self._nodes(jobs, hosting, cell, Pool.TRAINING)
+            group = home.get(at) or self._book.fresh_group()
+            rollout = self._nodes(jobs, hosting, group, Pool.ROLLOUT)
+            training = self._nodes(jobs, hosting, group, Pool.TRAINING)
             matched.append(
                 (
-                    cell,
+                    group,
                     [
                         Placement(
                             job=jobs[one],
@@ -261,13 +248,13 @@ class Regroup:
         return matched
 
     def _nodes(
-        self, jobs: Sequence[JobId], hosting: Hosting, cell: GroupState, pool: Pool
+        self, jobs: Sequence[JobId], hosting: Hosting, group: GroupState, pool: Pool
     ) -> dict[int, NodeId]:
         """A node for every number: the old one of most of its members, or a new one."""
         masks = hosting.rollout if pool is Pool.ROLLOUT else hosting.training
         votes: dict[tuple[int, NodeId], int] = {}
         for one, mask in zip(hosting.members, masks, strict=True):
-            placement = cell.pinned.get(jobs[one])
+            placement = group.pinned.get(jobs[one])
             if placement is None:
                 continue
             nodes = placement.rollout_nodes if pool is Pool.ROLLOUT else placement.training_nodes

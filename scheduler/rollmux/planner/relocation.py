@@ -1,19 +1,21 @@
 """Moves: the jobs that leave a group to restore every SLO or to free a node.
 
-Every search applies its moves to the book, compares, and takes them back unless it keeps them. A
+Every search applies its moves to the table, compares, and takes them back unless it keeps them. A
 moving job is resident at both ends, so a move that memory cannot carry is never found. A job whose
 credit does not cover a move is moved only away from a job that may share no node, if none can pay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from harvester.contracts.ids import JobId, NodeId
+from harvester.contracts.ids import JobId
 from scheduler.model import Node, Placement
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.slo import SPEND_OVER_S
 from scheduler.rollmux.forecast.forecast import Roster
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.forecast.scenarios import ROUNDING
 from scheduler.rollmux.planner.group_table import GroupState, GroupTable
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, Packer
 
@@ -47,46 +49,44 @@ class Relocation:
         self.move_s = prices.move_s
         """Time that a job loses by a move, as far as it is known."""
 
-    def restore(self, cell: GroupState, *, now: float) -> list[Move]:
+    def restore(self, group: GroupState, *, now: float) -> list[Move]:
         """The fewest, then cheapest, moves out of a group that does not keep its promises.
 
-        Already applied to the book; empty where nothing can or need be done.
+        Already applied to the table; empty where nothing can or need be done.
         """
-        moves = self._restore(cell, [job for job in cell.pinned if self.affords_move(job, now=now)])
-        crowded = any(self._besides(cell, one) for one in cell.pinned)
+        moves = self._restore(
+            group, [job for job in group.pinned if self.affords_move(job, now=now)]
+        )
+        crowded = any(self._besides(group, one) for one in group.pinned)
         if moves or not crowded:
             return moves
         # No job can amortise a move, and staying together costs more: move all that soon regain it,
         # and if they do not suffice, the next one that comes closest.
-        left_s = {job: self._left_of_move_s(job, now=now) for job in cell.pinned}
-        able = [job for job in cell.pinned if not self._facts(job).moving]
+        left_s = {job: self._left_of_move_s(job, now=now) for job in group.pinned}
+        able = [job for job in group.pinned if not self._facts(job).moving]
         able.sort(key=lambda job: -left_s[job])
         soon = sum(left_s[job] >= 0.0 for job in able)
         for count in range(max(1, soon), len(able) + 1):
-            moves = self._restore(cell, able[:count])
+            moves = self._restore(group, able[:count])
             if moves:
                 break
         return moves
 
-    def _restore(self, cell: GroupState, movable: Sequence[JobId]) -> list[Move]:
+    def _restore(self, group: GroupState, movable: Sequence[JobId]) -> list[Move]:
         fewest = [combinations(movable, count) for count in (1, 2)]
-        # A list: tentative moves that are taken back change the cell meanwhile.
-        all_beside = [self._besides(cell, one) for one in cell.pinned]
+        # A list: tentative moves that are taken back change the group meanwhile.
+        all_beside = [self._besides(group, one) for one in group.pinned]
         many = [jobs for jobs in all_beside if len(jobs) > 2 and set(jobs) <= set(movable)]
         for wanted in (*fewest, many):
             best: tuple[float, tuple[JobId, ...]] | None = None
             for jobs in wanted:
-                if len(jobs) == len(cell.pinned):
+                if len(jobs) == len(group.pinned):
                     continue
-                rest = [
-                    self._packer.occupant(cell, cell.pinned[job], slo_of=self._packer.owed_slo)
-                    for job in cell.pinned
-                    if job not in jobs
-                ]
+                rest = self._packer.occupants(group, slo_of=self._packer.owed_slo, without=jobs)
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._book.committed_per_hour
-                moves = self.relocate(jobs, without=(cell,))
+                moves = self.relocate(jobs, without=(group,))
                 if moves is None:
                     continue
                 price = self._book.committed_per_hour - before
@@ -94,50 +94,36 @@ class Relocation:
                 if best is None or price < best[0]:
                     best = (price, jobs)
             if best is not None:
-                return self.relocate(best[1], without=(cell,)) or []
+                return self.relocate(best[1], without=(group,)) or []
         return []
 
-    def _besides(self, cell: GroupState, job: JobId) -> tuple[JobId, ...]:
+    def _besides(self, group: GroupState, job: JobId) -> tuple[JobId, ...]:
         """Jobs on the job's nodes although it may share none; empty if it may share."""
         if self._packer.owed_slo(self._facts(job)) >= 1.0:
             return ()
-        nodes = _nodes(cell.pinned[job])
+        nodes = set(group.pinned[job].nodes)
         return tuple(
             other
-            for other, placement in cell.pinned.items()
-            if other != job and nodes & _nodes(placement)
+            for other, placement in group.pinned.items()
+            if other != job and not nodes.isdisjoint(placement.nodes)
         )
 
     def relocate(
-        self,
-        jobs: Sequence[JobId],
-        *,
-        without: Sequence[GroupState],
-        saving: float | None = None,
-        new_group: bool = True,
+        self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
     ) -> list[Move] | None:
         """Moves all of the jobs, the heaviest first, or none; None if one finds no place."""
         book, packer = self._book, self._packer
-        before = book.committed_per_hour
-        homes = [(job, book.cells[book.home[job]]) for job in jobs]
-        for job, home in homes:
-            book.unpin(job, self._bytes(job), stays_resident=True)
-            packer.refresh(home)
+        homes = self._leave_home(jobs)
         moves: list[Move] = []
         for job in sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job]))):
-            budget = float("inf")
-            if saving is not None:
-                budget = before - book.committed_per_hour - saving + 1e-6
-            opening = packer.best(job, without=without, below_per_hour=budget, new_group=new_group)
+            opening = packer.best(job, without=without)
             if opening is not None and not book.is_supplied(opening.placement):
-                opening = packer.best_within_supply(job, without=without, below_per_hour=budget)
+                opening = packer.best_within_supply(job, without=without)
             if opening is None:
                 self.take_back(moves)
                 self._return_home(homes)
                 return None
-            up = book.pin(opening.placement, opening.cell, self._bytes(job))
-            packer.refresh(opening.cell)
-            moves.append(Move(job=job, opening=opening, up=up))
+            moves.append(self._enter(opening))
         return moves
 
     def take_back(self, moves: Sequence[Move]) -> None:
@@ -182,29 +168,33 @@ class Relocation:
     ) -> list[Move]:
         """Moves jobs to given places, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
-        book, packer = self._book, self._packer
-        homes = [(one.job, book.cells[book.home[one.job]]) for _, one in wanted]
-        for job, home in homes:
-            book.unpin(job, self._bytes(job), stays_resident=True)
-            packer.refresh(home)
+        book = self._book
+        homes = self._leave_home([one.job for _, one in wanted])
         moves: list[Move] = []
-        for cell, placement in wanted:
-            before = book.committed_per_hour
+        for group, placement in wanted:
             fits = book.planned.has_room(placement, self._bytes(placement.job))
             if not fits or not book.is_supplied(placement):
                 self.take_back(moves)
                 self._return_home(homes)
                 return []
-            up = book.pin(placement, cell, self._bytes(placement.job))
-            packer.refresh(cell)
-            opening = Opening(
-                kind=kind,
-                cell=cell,
-                placement=placement,
-                delta_per_hour=book.committed_per_hour - before,
-            )
-            moves.append(Move(job=placement.job, opening=opening, up=up))
+            opening = Opening(kind=kind, cell=group, placement=placement, delta_per_hour=0.0)
+            moves.append(self._enter(opening))
         return moves
+
+    def _leave_home(self, jobs: Sequence[JobId]) -> list[tuple[JobId, GroupState]]:
+        """Unpins the jobs, which stay resident; returns their groups."""
+        homes = [(job, self._book.cells[self._book.home[job]]) for job in jobs]
+        for job, home in homes:
+            self._book.unpin(job, self._bytes(job), stays_resident=True)
+            self._packer.refresh(home)
+        return homes
+
+    def _enter(self, opening: Opening) -> Move:
+        job, before = opening.placement.job, self._book.committed_per_hour
+        up = self._book.pin(opening.placement, opening.cell, self._bytes(job))
+        self._packer.refresh(opening.cell)
+        added = self._book.committed_per_hour - before
+        return Move(job=job, opening=replace(opening, delta_per_hour=added), up=up)
 
     def _return_home(self, homes: Sequence[tuple[JobId, GroupState]]) -> None:
         for job, home in homes:
@@ -213,5 +203,42 @@ class Relocation:
                 self._packer.refresh(home)
 
 
-def _nodes(placement: Placement) -> set[NodeId]:
-    return {*placement.rollout_nodes, *placement.training_nodes}
+def together(move: Move, moves: Sequence[Move]) -> str:
+    """Names of the other jobs that move for the same reason; empty if none does."""
+    others: list[JobId] = sorted(one.job for one in moves if one.job != move.job)
+    return f", together with {', '.join(others)}" if others else ""
+
+
+def endangered(jobs: Sequence[JobFacts], roster: Roster, judge: Judge, *, now: float) -> str:
+    """Text on jobs that the roster's judge does not admit, with forecasts of the endangered ones.
+
+    `jobs` in the roster's order.
+    """
+    limits, bounds = roster.slos.tolist(), judge.bounds(roster).tolist()
+    alone = [limit < 1.0 for limit in limits]
+    said = [_crowded(jobs[at], now) for at in range(len(jobs)) if alone[at] and _shares(roster, at)]
+    over = {at: bounds[at] - max(1.0, limits[at]) for at in range(len(jobs)) if not alone[at]}
+    # A short look at the means may have rejected a roster that the whole forecast finds close.
+    least = ROUNDING if said else min(ROUNDING, max(over.values()) - ROUNDING)
+    said += [_slowed(jobs[at], limits[at], bounds[at]) for at in over if over[at] > least]
+    return "; ".join(said)
+
+
+def _shares(roster: Roster, at: int) -> bool:
+    """Whether another job is on one of the job's nodes."""
+    nodes = roster.jobs["rollout_nodes"] | roster.jobs["training_nodes"]
+    return any(nodes[at] & other for number, other in enumerate(nodes) if number != at)
+
+
+def _crowded(facts: JobFacts, now: float) -> str:
+    return (
+        f"the promise to {facts.job.job} was at risk: its credit of "
+        f"{facts.settled_credit_s(now):.0f} s absorbs no surprise beside others"
+    )
+
+
+def _slowed(facts: JobFacts, limit: float, bound: float) -> str:
+    return (
+        f"the promise to {facts.job.job} was at risk: forecast slow-down {bound:.2f}, at most "
+        f"{limit:.2f} keeps its SLO of {facts.account.slo:.2f}"
+    )

@@ -44,8 +44,7 @@ class Residency:
 
     def kept(self, job: JobId, placement: Placement) -> tuple[NodeId, ...]:
         """Nodes that have the job's state and are the placement's too."""
-        wanted = {*placement.rollout_nodes, *placement.training_nodes}
-        return tuple(node for node in self.nodes_of(job) if node in wanted)
+        return tuple(node for node in self.nodes_of(job) if node in placement.nodes)
 
     def free_bytes(self, node: NodeId, pool: Pool) -> int:
         return self._host_bytes[pool] - sum(self._bytes.get(node, {}).values())
@@ -56,9 +55,8 @@ class Residency:
 
     def has_room(self, placement: Placement, host_bytes: int) -> bool:
         """Whether all of the placement's nodes have room for the job."""
-        sides = ((Pool.ROLLOUT, placement.rollout_nodes), (Pool.TRAINING, placement.training_nodes))
         return all(
             self.takes(placement.job, node, pool, host_bytes)
-            for pool, nodes in sides
+            for pool, nodes in placement.by_pool
             for node in nodes
         )

@@ -35,7 +35,6 @@ Admits = Callable[[Hosting], bool]
 
 @dataclass(slots=True)
 class Verdicts:
-    simulated: int = 0
     _found: dict[Key, bool] = field(default_factory=dict)
     _refused: dict[Versions, list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0, 0])
@@ -77,7 +76,6 @@ class Verdicts:
         else:
             known = self._parts_admitted(key, members, admits)
             if known:
-                self.simulated += 1
                 known = admits(hosting)
         self._found[key] = known
         if relation is not None and not known:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.beliefs.tail import PAPER_THRESHOLD
@@ -17,18 +16,12 @@ from scheduler.sim.rollmux.baselines import (
     GreedyPlanner,
     RandomPlanner,
     paper_planner,
-    resubmitting_planner,
 )
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver, Watch, not_watched
-from scheduler.sim.rollmux.hourly import HourlyPlanner
 from scheduler.sim.rollmux.ledger import Ledger, RunResult, attained, worst_window
-from scheduler.sim.rollmux.optimum import KnownJob, Optimum
-from scheduler.sim.rollmux.pinned import PinnedPlanner
-from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD, World
+from scheduler.sim.rollmux.workload import NODE_TYPES, PAPER_WORLD, SimulatedJob, World
 
-OPTIMUM_JOBS_MAX: Final = 12
 WINDOW_GOAL: Final = 1.3
 """Goal, not a promise, for a job's slow-down over its worst 20 iterations, relative to its SLO."""
 SLO_COUNTS_QUEUEING: Final = True
@@ -65,22 +58,18 @@ class ArmSettings:
 
 ARMS: Final = {
     "ours": ArmSettings(),
-    "ours_resubmit": ArmSettings(lambda config, _jobs, _seed: resubmitting_planner(config)),
     "rollmux_paper": ArmSettings(lambda _config, _jobs, _seed: paper_planner(), PAPER_THRESHOLD),
     "random": ArmSettings(lambda _config, _jobs, seed: RandomPlanner(seed), PAPER_THRESHOLD),
     "greedy": ArmSettings(lambda _config, _jobs, _seed: GreedyPlanner(), PAPER_THRESHOLD),
-    "hourly": ArmSettings(lambda config, jobs, _seed: HourlyPlanner(config, jobs)),
-    "optimum": ArmSettings(lambda _config, jobs, _seed: _optimum_planner(jobs)),
 }
 _NEVER_S: Final = 1e9
 """Timeout that never expires: the driver leaves out beats that only report life."""
 
 
 def runtime_of(
-    name: str, jobs: list[SimulatedJob], *, seed: int, harvesting: bool = False
+    arm: ArmSettings, jobs: list[SimulatedJob], *, seed: int, harvesting: bool = False
 ) -> PhaseRuntime:
     """The shipped runtime with as many nodes as the jobs can ever hold at once."""
-    arm = ARMS[name]
     cluster = ClusterConfig(
         rollout=_nodes(Pool.ROLLOUT, sum(one.job.phases[0].nodes for one in jobs)),
         training=_nodes(Pool.TRAINING, sum(one.job.phases[1].nodes for one in jobs)),
@@ -101,19 +90,8 @@ def _nodes(pool: Pool, count: int) -> PoolNodes:
     return PoolNodes(type=kind, names=names)
 
 
-def _optimum_planner(jobs: list[SimulatedJob]) -> GroupPlanner:
-    """The exact optimum of a few jobs that are all there from the beginning.
-
-    Raises ConfigError where there are more than it can be found for.
-    """
-    if len(jobs) > OPTIMUM_JOBS_MAX:
-        raise ConfigError(f"the optimum is found for {OPTIMUM_JOBS_MAX} jobs, not {len(jobs)}")
-    _, hostings = Optimum([KnownJob.of(one) for one in jobs]).cheapest()
-    return PinnedPlanner(jobs, hostings)
-
-
 def run_arm(
-    name: str,
+    arm: ArmSettings,
     jobs: list[SimulatedJob],
     *,
     seed: int,
@@ -124,7 +102,7 @@ def run_arm(
     watch: Watch = not_watched,
 ) -> RunResult:
     """`watch` is called whenever nodes have changed hands."""
-    runtime = runtime_of(name, jobs, seed=seed)
+    runtime = runtime_of(arm, jobs, seed=seed)
     ledger = ledger or Ledger(record=record)
     driver = Driver(jobs, runtime, world=world, disruptions=disruptions, ledger=ledger, watch=watch)
     return driver.run()
@@ -135,20 +113,22 @@ def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD
 
     Raises AssertionError if any other job did not end or a node stayed up.
     """
-    done = [one for one in jobs if one.job.job in run.ended_s]
+    done = [one for one in jobs if one.job.job in run.ledger.ended_s]
     if len(done) + run.counts.given_up != len(jobs) or run.ledger.nodes_up:
         raise AssertionError("every job ends and every node goes down")
     windows = [worst_window(one, run.ledger.iteration_ends_s[one.job.job], world) for one in done]
     return ArmResult(
-        dollars=run.dollars,
+        dollars=run.ledger.dollars,
         jobs=len(done),
-        kept=sum(attained(one, run.ended_s[one.job.job], world) for one in done),
-        kept_profiled=sum(_kept_profiled(one, run.ended_s[one.job.job], world) for one in done),
+        kept=sum(attained(one, run.ledger.ended_s[one.job.job], world) for one in done),
+        kept_profiled=sum(
+            _kept_profiled(one, run.ledger.ended_s[one.job.job], world) for one in done
+        ),
         worst_window=max(windows),
         windows_kept=sum(one <= 1.0 + ROUNDING for one in windows),
         windows_above_goal=sum(one > WINDOW_GOAL for one in windows),
-        moves=run.moves,
-        events=run.events,
+        moves=run.counts.moves,
+        events=run.counts.events,
         failures=run.counts.failures,
         restarts=run.counts.restarts,
     )

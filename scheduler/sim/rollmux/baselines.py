@@ -5,16 +5,21 @@ Greedy pack without regard to SLOs; they keep our limits on memory and group siz
 group first come, first served, with tails that move.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from harvester.contracts.ids import JobId
-from scheduler.model import Pool
-from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.forecast.judge import Distributional, WorstCase
+from scheduler.rollmux.beliefs.durations import Belief
+from scheduler.rollmux.beliefs.facts import JobFacts
+from scheduler.rollmux.beliefs.tail import TailShape
+from scheduler.rollmux.forecast.compiled import Records
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, group_load, slowdowns
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.forecast.scenarios import ROUNDING, Horizon
+from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.packing import Opening, OpeningKind, PackingLimits
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.sim.rollmux.workload import (
@@ -22,8 +27,8 @@ from scheduler.sim.rollmux.workload import (
     H800_PER_HOUR,
     NODE_TYPES,
     SimulatedJob,
+    World,
 )
-from scheduler.sim.rollmux.world import World
 
 VERL_SLOWDOWN: Final = 1.02
 """Iteration time on H800 alone, over Solo-D's, with as many of them as Solo-D trains on."""
@@ -88,7 +93,7 @@ class RandomPlanner(GroupPlanner):
     """Any opening that memory and group size allow, a new group among them."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(Distributional(), NODE_TYPES, _LEFT_ALONE)
+        super().__init__(Judge(), NODE_TYPES, _LEFT_ALONE)
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def choose(self, job: JobId) -> Opening:
@@ -100,7 +105,7 @@ class GreedyPlanner(GroupPlanner):
     """Chooses the opening on the idlest nodes; a new group if there is none."""
 
     def __init__(self) -> None:
-        super().__init__(Distributional(), NODE_TYPES, _LEFT_ALONE)
+        super().__init__(Judge(), NODE_TYPES, _LEFT_ALONE)
 
     def choose(self, job: JobId) -> Opening:
         openings = [
@@ -126,10 +131,52 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
     kinds = (OpeningKind.DIRECT, OpeningKind.ROLLOUT_SCALING)
     return [
         opening
-        for cell in planner.book.cells.values()
+        for group in planner.book.cells.values()
         for kind in kinds
-        for opening in planner.packer.unjudged(cell, job, kind)
+        for opening in planner.packer.unjudged(group, job, kind)
     ]
+
+
+PAPER_PLAN: Final = Rules(migrate=True, warm_s=0.0, migrate_s=3.0)
+"""Rules that Algorithm 1 simulates, without the price of switching."""
+PAPER_TAIL: Final = TailShape(bulk_ratio=0.5, share=0.25)
+"""The last 20 % of the responses take half of the rollout, on 2 of 8 accelerators."""
+PAPER_HORIZON: Final = Horizon(scenarios=1, warm_up=3.0, cycles=6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorstCase(Judge):
+    """RollMux: durations at the token limit, a few meta-iterations of them with tails that move,
+    groups at or over their cycle left alone."""
+
+    rules: Rules = PAPER_PLAN
+    horizon: Horizon = PAPER_HORIZON
+    planned_tail: TailShape = PAPER_TAIL
+
+    def with_warm_start(self, seconds: float) -> "WorstCase":  # noqa: ARG002
+        """Algorithm 1 counts no price of switching."""
+        return self
+
+    def belief(self, facts: JobFacts) -> Belief:
+        rollout, training, *sync = facts.job.phases
+        sync_s = sum(phase.max_s for phase in sync)
+        return Belief(rollout.max_s, 0.0, 0.0, training.max_s, 0.0, 0.0, sync_s)
+
+    def tail(self, facts: JobFacts) -> TailShape:  # noqa: ARG002
+        return self.planned_tail
+
+    def slo(self, facts: JobFacts, *, now: float) -> float:  # noqa: ARG002
+        return facts.account.slo
+
+    def takes_more(self, occupants: Sequence[Occupant]) -> bool:
+        cycle_s, busiest_s = group_load(occupants, tails_move=self.rules.migrate)
+        return busiest_s < cycle_s
+
+    def admits(self, roster: Roster) -> bool:
+        return bool((self.bounds(roster) <= roster.slos + ROUNDING).all())
+
+    def bounds(self, roster: Roster) -> Records:
+        return np.asarray(slowdowns(roster, rules=self.rules, horizon=self.horizon)[0])
 
 
 def paper_planner() -> GroupPlanner:
@@ -137,15 +184,3 @@ def paper_planner() -> GroupPlanner:
     limits = PackingLimits(tries=UNLIMITED, combinations=UNLIMITED, training_scaling=False)
     config = replace(_LEFT_ALONE, limits=limits)
     return GroupPlanner(WorstCase(), NODE_TYPES, config)
-
-
-def our_planner() -> GroupPlanner:
-    """The shipped planner, without a runtime around it and with unlimited nodes."""
-    pools = {pool: PoolNodes(type=kind, names=()) for pool, kind in NODE_TYPES.items()}
-    config = ClusterConfig(rollout=pools[Pool.ROLLOUT], training=pools[Pool.TRAINING])
-    return GroupPlanner(config.judge, config.types, config.planner)
-
-
-def resubmitting_planner(config: ClusterConfig) -> GroupPlanner:
-    """Our planner with the paper's answer to a node's failure."""
-    return GroupPlanner(config.judge, config.types, replace(config.planner, resubmits=True))

@@ -1,21 +1,36 @@
 """All arms on one workload: dollars, kept promises, and prices over time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from scheduler.model import Pool
-from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
+from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.sim.rollmux.arms import ARMS, SLO_COUNTS_QUEUEING, run_arm, summary
 from scheduler.sim.rollmux.baselines import UNSHARED
-from scheduler.sim.rollmux.ledger import slowdown
-from scheduler.sim.rollmux.watched import GroupSizes, PricedInterval, PriceLedger
-from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD
+from scheduler.sim.rollmux.driver import not_watched
+from scheduler.sim.rollmux.ledger import Ledger, RunResult, slowdown
+from scheduler.sim.rollmux.workload import NODE_TYPES, PAPER_WORLD, SimulatedJob
 
-SHARED: Final = ("ours", "rollmux_paper", "random", "greedy")
 BINS: Final = 240
+
+
+@dataclass(slots=True)
+class GroupSizes:
+    """Numbers of groups by size, recorded whenever nodes have changed hands."""
+
+    sizes: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """Time, and groups of one job, of two, and so on from then."""
+
+    def look(self, runtime: PhaseRuntime, now: float) -> None:
+        planner = runtime.cluster.planner
+        counts = [0] * planner.packer.limits.group_jobs
+        for group in planner.book.cells.values():
+            if group.pinned:
+                counts[len(group.pinned) - 1] += 1
+        self.sizes.append((now, tuple(counts)))
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,41 +67,35 @@ class ArmComparison(msgspec.Struct, frozen=True, kw_only=True):
         return next(arm for arm in self.arms if arm.name == name)
 
 
-class _Run(msgspec.Struct, kw_only=True):
-    name: str
-    ledger: PriceLedger
-    watched: GroupSizes
-    found: ArmResult
-    end_s: float
-
-
 def compare(
     jobs: list[SimulatedJob],
     *,
     seed: int,
     record: bool = False,
-    heard: Callable[[str], None] = lambda _: None,
-) -> tuple[ArmComparison, PriceLedger]:
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> tuple[ArmComparison, Ledger]:
     """The comparison, and our arm's ledger, which holds its events with `record`.
 
-    `heard` is called with each arm's name before it runs.
+    `on_progress` is called with each arm's name before it runs.
     """
-    runs = []
-    for name in SHARED:
-        heard(name)
-        runs.append(_run(name, jobs, seed=seed, record=record and name == "ours"))
-    ours = runs[0]
-    end_s = max(run.end_s for run in runs)
-    begin_s = jobs[0].arrival_s
+    runs: dict[str, RunResult] = {}
+    sizes = GroupSizes()
+    for name, arm in ARMS.items():
+        on_progress(name)
+        ours = name == "ours"
+        watch = sizes.look if ours else not_watched
+        runs[name] = run_arm(arm, jobs, seed=seed, record=record and ours, watch=watch)
+    begin_s, end_s = jobs[0].arrival_s, max(run.end_s for run in runs.values())
     edges_s = np.linspace(begin_s, end_s, BINS + 1)
-    arms = [_shared(run, jobs, ours.found.dollars, edges_s) for run in runs]
+    ledger = runs["ours"].ledger
+    arms = [_shared(name, run, jobs, ledger.dollars, edges_s) for name, run in runs.items()]
     for name, price in UNSHARED.items():
         spent = price(jobs, PAPER_WORLD)
         arms.append(
             Arm(
                 name=name,
                 dollars=spent.dollars,
-                over_ours=spent.dollars / ours.found.dollars,
+                over_ours=spent.dollars / ledger.dollars,
                 slo_attainment=spent.attained / len(jobs),
                 dollars_per_hour=_rate(_alone(jobs), edges_s) if name == "solo_d" else (),
             )
@@ -96,33 +105,22 @@ def compare(
         seed=seed,
         hours=(end_s - begin_s) / 3600,
         arms=tuple(arms),
-        group_sizes=_sizes(ours.watched.sizes, edges_s),
+        group_sizes=_sizes(sizes.sizes, edges_s),
     )
-    return comparison, ours.ledger
+    return comparison, ledger
 
 
-def _run(name: str, jobs: list[SimulatedJob], *, seed: int, record: bool) -> _Run:
-    watched = GroupSizes()
-    ledger = PriceLedger(record=record)
-    done = run_arm(name, jobs, seed=seed, ledger=ledger, watch=watched.look)
-    found = summary(jobs, done)
-    return _Run(
-        name=name,
-        ledger=ledger,
-        watched=watched,
-        found=found,
-        end_s=done.end_s,
-    )
-
-
-def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarray) -> Arm:
+def _shared(
+    name: str, run: RunResult, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarray
+) -> Arm:
+    """An arm whose jobs share nodes; `ours` are our dollars."""
     ratios = (
         slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slowdown_slo
         for one in jobs
     )
-    found = run.found
+    found = summary(jobs, run)
     return Arm(
-        name=run.name,
+        name=name,
         dollars=found.dollars,
         over_ours=found.dollars / ours,
         slo_attainment=found.kept / len(jobs),
@@ -131,31 +129,32 @@ def _shared(run: _Run, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarra
         windows_kept=found.windows_kept,
         windows_above_goal=found.windows_above_goal,
         slowdowns_over_slo=tuple(sorted(ratios)),
-        dollars_per_hour=_rate(run.ledger.placements, edges_s),
+        dollars_per_hour=_rate(run.ledger.priced, edges_s),
     )
 
 
-def _alone(jobs: list[SimulatedJob]) -> list[PricedInterval]:
-    """Every job on nodes of its own, from its arrival on."""
-    rollout, training = NODE_TYPES[Pool.ROLLOUT], NODE_TYPES[Pool.TRAINING]
+def _alone(jobs: list[SimulatedJob]) -> list[tuple[float, float, float]]:
+    """Start, end and price per hour of every job on nodes of its own, from its arrival on."""
     return [
-        PricedInterval(
+        (
             one.arrival_s,
             one.arrival_s + one.solo_s(PAPER_WORLD),
-            one.job.phases[0].nodes * rollout.price_per_hour
-            + one.job.phases[1].nodes * training.price_per_hour,
+            sum(
+                phase.nodes * NODE_TYPES[pool].price_per_hour
+                for pool, phase in zip(NODE_TYPES, one.job.phases, strict=True)
+            ),
         )
         for one in jobs
     ]
 
 
-def _rate(placements: Sequence[PricedInterval], edges_s: np.ndarray) -> tuple[float, ...]:
+def _rate(priced: Sequence[tuple[float, float, float]], edges_s: np.ndarray) -> tuple[float, ...]:
     """Mean dollars an hour between each two edges."""
     left, right = edges_s[:-1], edges_s[1:]
     rate = np.zeros(len(left))
-    for placed in placements:
-        inside = np.minimum(right, placed.until_s) - np.maximum(left, placed.from_s)
-        rate += np.clip(inside, 0.0, None) / (right - left) * placed.price_per_hour
+    for from_s, until_s, price_per_hour in priced:
+        inside = np.minimum(right, until_s) - np.maximum(left, from_s)
+        rate += np.clip(inside, 0.0, None) / (right - left) * price_per_hour
     return tuple(rate.tolist())
 
 

@@ -10,8 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from harvester.contracts.ids import NodeId
-from scheduler.sim.rollmux.workload import SimulatedJob
-from scheduler.sim.rollmux.world import World
+from scheduler.sim.rollmux.workload import SimulatedJob, World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

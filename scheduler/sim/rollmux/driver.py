@@ -11,44 +11,40 @@ from typing import Any, Final
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Pool
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.cluster.plan_events import (
-    JobSubmitted,
-    NodeBack,
-    NodeLost,
-    PlacementDecision,
-    PlanJob,
-    TellMove,
-)
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.cluster.runtime_events import (
+    NodeReport,
+    OrderMove,
+    PlanJob,
+    RuntimeEffect,
+    RuntimeEvent,
+    Submit,
+)
 from scheduler.rollmux.permits.events import (
     AdmitJob,
+    Beat,
     DropPlace,
     EndPermit,
+    Enter,
+    Forget,
     FreeNodes,
     GrantPermit,
-    HolderHeard,
-    JobLeft,
+    Leave,
     NarrowPhase,
-    NodesUnloaded,
     PermitEndReason,
-    PhaseEnded,
-    PhaseNarrowed,
-    PhaseRequested,
     Refuse,
     RevokePermit,
     TimeElapsed,
+    Unloaded,
     UnloadNodes,
     WarnHolder,
     WidenPermit,
 )
+from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
-from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
-from scheduler.sim.rollmux.node_bill import NodeBill
-from scheduler.sim.rollmux.submissions import submission_of
+from scheduler.sim.rollmux.ledger import Counts, Ledger, NodeBill, RunResult
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
-from scheduler.sim.rollmux.workload import SimulatedJob
-from scheduler.sim.rollmux.world import PAPER_WORLD, World
+from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, submission_of
 
 TICK_S: Final = 60.0
 """Period of ticks, in s; the shipped shell ticks more often."""
@@ -158,7 +154,9 @@ class Driver:
                 self._lose_phase(self._by_job[effect.job], effect)
             case AdmitJob():
                 self._admitted(self._by_job[effect.job])
-            case DropPlace() if self._by_job[effect.job].stage is WorkerStage.WAITING:
+            case DropPlace(forgotten=False) if (
+                self._by_job[effect.job].stage is WorkerStage.WAITING
+            ):
                 self._by_job[effect.job].stage = WorkerStage.BETWEEN
             case Refuse(unknown=True):
                 self._set_next(self._by_job[effect.job], self._now, self._submit_again)
@@ -183,7 +181,7 @@ class Driver:
             self._set(self._now + TICK_S, self._tick, True)
 
     def _unloaded(self, asked: UnloadNodes) -> None:
-        self._tell(NodesUnloaded(job=asked.job, nodes=asked.nodes))
+        self._tell(Unloaded(job=asked.job, holder=asked.job, nodes=asked.nodes))
 
     def _arrive(self, worker: Worker) -> None:
         one = worker.one
@@ -192,7 +190,7 @@ class Driver:
         if leaves_s < float("inf"):
             self._set(leaves_s, self._give_up, worker)
         worker.stage = WorkerStage.BETWEEN
-        self._tell(JobSubmitted(submission=submission_of(one, self._world)))
+        self._tell(Submit(submission=submission_of(one, self._world)))
 
     def _admitted(self, worker: Worker) -> None:
         """Its state goes to the nodes that it has now."""
@@ -202,7 +200,7 @@ class Driver:
         if placed.at is None or worker.stage is not WorkerStage.BETWEEN:
             return
         if placed.changed:
-            self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
+            self._tell(Submit(submission=submission_of(worker.one, self._world)))
         cold = worker.is_new
         nodes = {node for side in self._runtime.cluster.machines(placed.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
@@ -213,12 +211,12 @@ class Driver:
     def _submit_again(self, worker: Worker) -> None:
         """Submits the job again: it hears its present place, and brings its state there."""
         worker.stage = WorkerStage.BETWEEN
-        self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
+        self._tell(Submit(submission=submission_of(worker.one, self._world)))
         self._admitted(worker)
 
     def _ask(self, worker: Worker) -> None:
         worker.stage = WorkerStage.WAITING
-        self._tell(PhaseRequested(job=worker.job, kind=worker.kind, holder=worker.job))
+        self._tell(Enter(job=worker.job, kind=worker.kind, holder=worker.job))
 
     def _begin(self, worker: Worker, grant: GrantPermit) -> None:
         loading_s = self._load(worker, grant.nodes)
@@ -247,7 +245,7 @@ class Driver:
         version = worker.version
         ratio = worker.progress()
         if ratio is not None:
-            self._tell(HolderHeard(job=worker.job, epoch=worker.epoch, complete_ratio=ratio))
+            self._tell(Beat(job=worker.job, epoch=worker.epoch, complete_ratio=ratio))
         if worker.version == version:
             self._set_next(worker, worker.next_s(), self._work)
 
@@ -272,14 +270,14 @@ class Driver:
             self._set_next(worker, self._now + migrate_s, self._narrowed)
 
     def _narrowed(self, worker: Worker) -> None:
-        self._tell(PhaseNarrowed(job=worker.job, epoch=worker.epoch))
+        self._tell(Beat(job=worker.job, epoch=worker.epoch, narrowed=True))
 
     def _end_phase(self, worker: Worker) -> None:
         self._phase("phase_end", worker, worker.nodes, solo_s=worker.length_s)
         worker.stage, ended = WorkerStage.WAITING, worker.kind
         worker.version += 1
         effects = self._tell(
-            PhaseEnded(
+            Leave(
                 job=worker.job,
                 epoch=worker.epoch,
                 loading_s=worker.loading_s,
@@ -293,10 +291,10 @@ class Driver:
         if worker.is_over:
             self.ledger.ended_s[worker.job] = self._now
             self._leave(worker, "job_done")
-        elif any(isinstance(each, TellMove) and each.job == worker.job for each in effects):
+        elif any(isinstance(each, OrderMove) and each.job == worker.job for each in effects):
             self.ledger.write(self._now, "left", job=worker.job)
             worker.stage = WorkerStage.BETWEEN
-            self._tell(JobSubmitted(submission=submission_of(worker.one, self._world)))
+            self._tell(Submit(submission=submission_of(worker.one, self._world)))
         else:
             self._ask(worker)
 
@@ -324,7 +322,7 @@ class Driver:
         worker.version += 1
         self._left -= 1
         self.ledger.write(self._now, kind, job=worker.job)
-        self._tell(JobLeft(job=worker.job))
+        self._tell(Forget(job=worker.job))
 
     def _fail(self, failing: tuple[NodeId, int]) -> None:
         node, times = failing
@@ -335,12 +333,12 @@ class Driver:
         self._loaded.pop(node, None)
         for worker in self._workers:
             worker.resident.discard(node)
-        self._tell(NodeLost(node=node))
+        self._tell(NodeReport(node=node, failed=True))
         self._set(self._now + REPAIR_S, self._repaired, node)
 
     def _repaired(self, node: NodeId) -> None:
         self.ledger.write(self._now, "node_repaired", node=node)
-        self._tell(NodeBack(node=node))
+        self._tell(NodeReport(node=node, failed=False))
 
     def _note(self, decided: PlanJob) -> None:
         self._counts.moves += decided.decision is PlacementDecision.MOVED

@@ -1,14 +1,19 @@
 """A run's ledger: node time, job ends, and every event for an independent check."""
 
+import json
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Node, Pool
-from scheduler.sim.rollmux.workload import SimulatedJob
-from scheduler.sim.rollmux.world import World
+from scheduler.rollmux.cluster.cluster import ClusterPolicy
+from scheduler.sim.rollmux.workload import SimulatedJob, World
 
 WINDOW = 20
 """Iterations of the worst window that is reported."""
@@ -21,6 +26,8 @@ class Ledger:
     events: list[dict[str, Any]] = field(default_factory=list)
     node_hours: dict[Pool, float] = field(default_factory=lambda: dict.fromkeys(Pool, 0.0))
     dollars: float = 0.0
+    priced: list[tuple[float, float, float]] = field(default_factory=list)
+    """Start, end and price per hour of every node that has gone down."""
     ended_s: dict[JobId, float] = field(default_factory=dict)
     iteration_ends_s: dict[JobId, list[float]] = field(default_factory=dict)
     _up: dict[NodeId, tuple[float, Pool, float]] = field(default_factory=dict)
@@ -40,10 +47,7 @@ class Ledger:
             cold_start_s=world.cold_start_s,
         )
 
-    def node_up(self, node: Node, *, t_s: float) -> bool:
-        """Records a node's start; False if it was up already."""
-        if node.node in self._up:
-            return False
+    def node_up(self, node: Node, *, t_s: float) -> None:
         self._up[node.node] = (t_s, node.pool, node.price_per_hour)
         self.write(
             t_s,
@@ -53,15 +57,14 @@ class Ledger:
             price_per_hour=node.price_per_hour,
             host_bytes=node.host_bytes,
         )
-        return True
 
     def node_down(self, node: NodeId, *, t_s: float) -> None:
-        if node in self._up:
-            since_s, pool, price = self._up.pop(node)
-            hours = (t_s - since_s) / 3600
-            self.node_hours[pool] += hours
-            self.dollars += hours * price
-            self.write(t_s, "node_down", node=node, pool=pool)
+        since_s, pool, price = self._up.pop(node)
+        hours = (t_s - since_s) / 3600
+        self.node_hours[pool] += hours
+        self.dollars += hours * price
+        self.priced.append((since_s, t_s, price))
+        self.write(t_s, "node_down", node=node, pool=pool)
 
     def in_order(self) -> list[dict[str, Any]]:
         """Recorded events by time, those of one time in the order of writing."""
@@ -70,6 +73,37 @@ class Ledger:
     @property
     def nodes_up(self) -> int:
         return len(self._up)
+
+
+class NodeBill:
+    """Bills every machine from the plan's start of it until the plan gives it back or it fails."""
+
+    def __init__(self, cluster: ClusterPolicy, ledger: Ledger) -> None:
+        self._cluster = cluster
+        self._ledger = ledger
+        self._up: set[NodeId] = set()
+        self._times: Counter[NodeId] = Counter()
+
+    def settle(self, now: float) -> Iterator[tuple[NodeId, int]]:
+        """Machines that came up, and how often each has by now."""
+        # What a shell that keeps the plan on a disk has written by now.
+        self._cluster.layout_changed = False
+        self._cluster.unsaved.clear()
+        used = set(self._cluster.fleet.machines.values())
+        for node in sorted(self._up - used):
+            self._ledger.node_down(node, t_s=now)
+        came = sorted(used - self._up)
+        self._up = used
+        for node in came:
+            pool = self._cluster.fleet.pool_of(node)
+            assert pool is not None
+            self._ledger.node_up(self._cluster.config.types[pool].node(node, pool), t_s=now)
+            self._times[node] += 1
+            yield node, self._times[node]
+
+    def is_up(self, node: NodeId, times: int) -> bool:
+        """Whether the node is up and still in its `times`-th run."""
+        return node in self._up and self._times[node] == times
 
 
 @dataclass(slots=True)
@@ -92,21 +126,16 @@ class RunResult:
     counts: Counts
     end_s: float
 
-    @property
-    def dollars(self) -> float:
-        return self.ledger.dollars
 
-    @property
-    def ended_s(self) -> dict[JobId, float]:
-        return self.ledger.ended_s
-
-    @property
-    def moves(self) -> int:
-        return self.counts.moves
-
-    @property
-    def events(self) -> int:
-        return self.counts.events
+def write_events(ledger: Ledger, path: Path) -> None:
+    """JSON lines in the order of time. Raises ConfigError where the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for event in ledger.in_order():
+                file.write(json.dumps(event) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def slowdown(one: SimulatedJob, ended_s: float, world: World) -> float:

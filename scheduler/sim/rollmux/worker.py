@@ -13,8 +13,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import ROOM_RATIO, best_shape
 from scheduler.rollmux.permits.completion import LEVELS
-from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob
-from scheduler.sim.rollmux.world import World
+from scheduler.sim.rollmux.workload import ROLLOUT_ACCELERATORS, SimulatedJob, World
 
 ROUNDING_S: Final = 1e-9
 _LEAST_SHARE: Final = 1e-6
@@ -58,7 +57,7 @@ class Worker:
         self._was_loaded = False
         self._sync_s = world.sync_s
         self._at_s = 0.0
-        self._said = 0
+        self._reported = 0
         self._moved_at: float | None = None
         # Completed share at which its tail was moved.
         nodes = one.job.phases[0].nodes
@@ -97,7 +96,7 @@ class Worker:
         self.stage = WorkerStage.RUNNING
         self.nodes, self.share = nodes, share
         self.overhead_s = self.loading_s = loading_s
-        self.worked_s, self._at_s, self._said = 0.0, now, 0
+        self.worked_s, self._at_s, self._reported = 0.0, now, 0
         self._moved_at = None
         self.length_s = self._sync_s
         if self.kind is not PhaseKind.SYNC:
@@ -114,8 +113,8 @@ class Worker:
         """Time of its next report or change of speed, if nothing else happens."""
         target_s = self.length_s
         if self.kind is PhaseKind.ROLLOUT:
-            if self._said < len(self._levels):
-                target_s = self._levels[self._said][0] * self.length_s
+            if self._reported < len(self._levels):
+                target_s = self._levels[self._reported][0] * self.length_s
             if self.is_in_bulk and self._is_slower_or_faster:
                 target_s = min(target_s, self._bulk_ratio * self.length_s)
         left_s = max(0.0, target_s - self.worked_s)
@@ -123,22 +122,22 @@ class Worker:
 
     def tail_moved(self) -> None:
         """Its tail is on the share that it holds: enough where its open responses have room."""
-        self._moved_at = self.said_ratio
+        self._moved_at = self.reported_ratio
 
     def progress(self) -> float | None:
         """Newly completed share of its responses to report; None without news."""
-        said = self._said
+        reported = self._reported
         while (
-            self._said < len(self._levels)
-            and self.worked_s >= self._levels[self._said][0] * self.length_s - ROUNDING_S
+            self._reported < len(self._levels)
+            and self.worked_s >= self._levels[self._reported][0] * self.length_s - ROUNDING_S
         ):
-            self._said += 1
-        return self.said_ratio if self._said > said else None
+            self._reported += 1
+        return self.reported_ratio if self._reported > reported else None
 
     @property
-    def said_ratio(self) -> float:
+    def reported_ratio(self) -> float:
         """Completed share of its responses, as last reported."""
-        return self._levels[self._said - 1][1] if self._said else 0.0
+        return self._levels[self._reported - 1][1] if self._reported else 0.0
 
     @property
     def left_s(self) -> float:

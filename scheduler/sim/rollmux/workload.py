@@ -2,12 +2,12 @@
 
 The draws are the truth that no planner sees: a planner sees `SimulatedJob.job`, whose
 phases carry declared maxima only. One seed, one workload; the drift changes the means over a job's
-life and nothing else.
+life and nothing else. A `World` has the durations of switching and loading.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.planner.group_table import NodeType
-from scheduler.sim.rollmux.world import World
 
 Lengths = npt.NDArray[np.float64]
 """Solo seconds, `[iteration, (rollout, training)]`."""
@@ -49,6 +49,31 @@ NODE_TYPES: Final = {
         type="h800", accelerators=8, price_per_hour=H800_PER_HOUR, host_bytes=2000 * GB
     ),
 }
+
+
+_SYNC_MAX_RATIO: Final = 2.0
+"""Declared maximum of a weight sync, over its duration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The published values are also the defaults of a control's settings; if they are wrong, the
+    control measures moves and warm starts."""
+
+    cold_start_s: float = 135.0
+    """A job's state from storage, before its first iteration."""
+    warm_start_s: float = 5.0
+    """A resident state back on its node's accelerators, and another job's off them."""
+    move_s: float = 300.0
+    """A job's state to its new nodes, from its checkpoint: its old nodes are free at once."""
+    migrate_s: float = 3.0
+    """A rollout's tail to a share of its accelerators; the next rollout there waits as long."""
+    sync_s: float = 0.0
+    """New weights to the rollout engines, once an iteration; holds no node."""
+
+
+PAPER_WORLD = World()
+"""RollMux's published values; it has none for weight sync, and its iterations have no sync."""
 
 
 class Drift(StrEnum):
@@ -195,6 +220,25 @@ def _job(
     )
 
 
-def as_numbers(jobs: list[SimulatedJob]) -> list[tuple[Any, ...]]:
-    """Numbers of a workload, for a test's comparison of two."""
-    return [(one.job, one.arrival_s, one.lengths_s.tobytes()) for one in jobs]
+def submission_of(one: SimulatedJob, world: World) -> Submission:
+    """A job's submission: declared maxima, nodes, memory and SLO, and no mean.
+
+    It harvests, which changes nothing where the control allows no leases.
+    """
+    phases = [
+        DeclaredPhase(
+            kind=phase.kind, max_s=phase.max_s, nodes=phase.nodes, divisible=phase.divisible
+        )
+        for phase in one.job.phases
+    ]
+    if world.sync_s:
+        max_s = _SYNC_MAX_RATIO * world.sync_s
+        phases.append(DeclaredPhase(kind=PhaseKind.SYNC, max_s=max_s, nodes=0))
+    return Submission(
+        job=one.job.job,
+        tenant=one.job.tenant,
+        phases=tuple(phases),
+        slo=one.job.slowdown_slo,
+        host_bytes=one.job.host_bytes_per_node,
+        harvesting=True,
+    )

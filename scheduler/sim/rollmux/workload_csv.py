@@ -17,21 +17,6 @@ from harvester.contracts.ids import JobId, TenantId, is_name
 from scheduler.model import JobSpec, Pool
 from scheduler.sim.rollmux.workload import GB, NODE_TYPES, SimulatedJob, drawn_lengths, phases
 
-COLUMNS: Final = (
-    "job",
-    "arrival_s",
-    "iterations",
-    "roll_s",
-    "train_s",
-    "phase_cv",
-    "roll_max_s",
-    "train_max_s",
-    "roll_nodes",
-    "train_nodes",
-    "host_gb",
-    "slo",
-    "drift",
-)
 JOBS_MAX: Final = 100_000
 ITERATIONS_MAX: Final = 1_000_000
 _RANGES: Final = {
@@ -48,6 +33,7 @@ _RANGES: Final = {
     "slo": (1.0, 100.0),
     "drift": (0.05, 20.0),
 }
+COLUMNS: Final = ("job", *_RANGES)
 _WHOLE: Final = ("iterations", "roll_nodes", "train_nodes")
 
 

@@ -151,7 +151,7 @@ def test_cached_prefixes_go_before_anything_else_and_their_pages_with_them(scene
     scene.pool.free_blocks(held)
 
 
-def test_what_requests_hold_is_reported_and_goes_once_they_are_aborted(scene: Scene) -> None:
+def test_memory_of_requests_is_reported_and_goes_once_they_are_aborted(scene: Scene) -> None:
     old = scene.pool.get_new_blocks(2 * BLOCKS_PER_PAGE)
     young = scene.pool.get_new_blocks(3 * BLOCKS_PER_PAGE)
     missing = scene.shared.keep_within(2 * PAGE_TOKENS)

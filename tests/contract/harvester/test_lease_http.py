@@ -124,7 +124,7 @@ async def test_a_lost_reply_costs_nothing_on_any_call(client: Any) -> None:
     assert ended[0] == ended[1]
 
 
-async def test_who_holds_a_slot_is_told_and_with_what_id_is_not(client: Any) -> None:
+async def test_an_offer_names_the_holder_of_a_slot_and_not_the_lease_id(client: Any) -> None:
     taken = await answer(await client.post("/v1/leases", json=TAKE))
     assert isinstance(taken, LeaseGranted)
     for path in ("/v1/slots", "/metrics", "/readyz"):
@@ -136,7 +136,7 @@ async def test_who_holds_a_slot_is_told_and_with_what_id_is_not(client: Any) -> 
 
 
 @pytest.mark.parametrize("guess", ["slot0.1", "node-0.slot0.1", "slot0.1." + "0" * 32])
-async def test_a_caller_who_does_not_know_the_id_renews_and_ends_nothing(
+async def test_a_caller_without_the_lease_id_renews_and_ends_nothing(
     client: Any, node: NodeAgent, guess: str
 ) -> None:
     taken = await answer(await client.post("/v1/leases", json=TAKE))

@@ -91,7 +91,7 @@ async def test_vllm_writes_out_no_more_than_is_read(
 
 
 @pytest.mark.parametrize("narrow", [refuses, says_nothing])
-async def test_where_the_narrow_page_tells_nothing_the_whole_one_is_read_from_then_on(
+async def test_an_empty_narrow_page_switches_to_the_whole_page(
     narrow: Narrow, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     page = Page(narrow)
@@ -101,7 +101,7 @@ async def test_where_the_narrow_page_tells_nothing_the_whole_one_is_read_from_th
     assert page.asked == ["narrow", "whole", "whole", "whole"]
 
 
-async def test_an_engine_that_says_nothing_yet_is_asked_narrowly_again(
+async def test_an_engine_without_values_yet_gets_another_narrow_request(
     session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     page = Page(as_prometheus_client)
@@ -114,7 +114,7 @@ async def test_an_engine_that_says_nothing_yet_is_asked_narrowly_again(
     assert page.asked == ["narrow", "whole", "narrow"]
 
 
-async def test_an_engine_that_breaks_off_is_not_asked_for_more(
+async def test_an_engine_that_breaks_off_gets_no_further_request(
     session: aiohttp.ClientSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def breaks_off(_: Page, request: web.Request) -> web.Response:
@@ -130,9 +130,7 @@ async def test_an_engine_that_breaks_off_is_not_asked_for_more(
     assert caplog.text.count("scrape of") == 1
 
 
-async def test_what_the_url_asks_for_itself_is_kept(
-    session: aiohttp.ClientSession, tmp_path: Path
-) -> None:
+async def test_the_url_s_own_query_is_kept(session: aiohttp.ClientSession, tmp_path: Path) -> None:
     def behind_a_key(page: Page, request: web.Request) -> web.Response:
         assert request.query["key"] == "k"
         return as_prometheus_client(page, request)

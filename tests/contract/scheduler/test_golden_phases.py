@@ -8,33 +8,36 @@ import pytest
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+    NodeReport,
+    OrderMove,
+    Submit,
+)
 from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.control.wire import (
     CALLS,
-    Admitted,
-    Beat,
-    Call,
+    Accepted,
     CallRefused,
     Ended,
-    Enter,
-    Forget,
     Granted,
-    Kept,
-    Leave,
-    Left,
-    MoveOrder,
-    NodeReport,
     Orders,
     Placed,
-    Queued,
     Reply,
-    Unloaded,
     Waiting,
-    Withdraw,
     decoded_call,
     decoded_reply,
 )
-from scheduler.rollmux.permits.events import Recall
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    Forget,
+    Leave,
+    Place,
+    Recall,
+    Unloaded,
+    Withdraw,
+)
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
@@ -45,19 +48,19 @@ TERMS = JobTerms(
 GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "place",
-        TERMS,
+        Place(terms=TERMS),
         (
-            b'{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"accelerators":1,"max_s":9.0,'
+            b'{"type":"place","terms":{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"accelerators":1,"max_s":9.0,'
             b'"least_accelerators":0,'
-            b'"tail_ratio":0.8,"tail_accelerators":1,"learn_tail":false}]}'
+            b'"tail_ratio":0.8,"tail_accelerators":1,"learn_tail":false}]}}'
         ),
     ),
     (
         "enter",
         Enter(job=JOB, kind=PhaseKind.TRAINING, holder="h", wait_s=1.0),
-        b'{"job":"j","kind":"training","holder":"h","wait_s":1.0}',
+        b'{"type":"enter","job":"j","kind":"training","holder":"h","wait_s":1.0}',
     ),
-    ("withdraw", Withdraw(job=JOB, holder="h"), b'{"job":"j","holder":"h"}'),
+    ("withdraw", Withdraw(job=JOB, holder="h"), b'{"type":"withdraw","job":"j","holder":"h"}'),
     (
         "beat",
         Beat(
@@ -69,44 +72,45 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
             recall=Recall.WHEN_FREE,
         ),
         (
-            b'{"job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true,'
+            b'{"type":"beat","job":"j","epoch":2,"complete_ratio":0.5,"tokens":7,"narrowed":true,'
             b'"recall":"when_free"}'
         ),
     ),
     (
         "leave",
         Leave(job=JOB, epoch=Epoch(2)),
-        b'{"job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0,"stays_loaded":false}',
+        b'{"type":"leave","job":"j","epoch":2,"failed":"","loading_s":0.0,"leased_s":0.0,"stays_loaded":false}',
     ),
     (
         "unloaded",
         Unloaded(job=JOB, holder="h", nodes=NODES),
-        b'{"job":"j","holder":"h","nodes":["n"]}',
+        b'{"type":"unloaded","job":"j","holder":"h","nodes":["n"]}',
     ),
-    ("forget", Forget(job=JOB), b'{"job":"j"}'),
+    ("forget", Forget(job=JOB), b'{"type":"forget","job":"j"}'),
     (
         "submit",
-        Submission(
-            job=JOB,
-            phases=(DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=9.0),),
-            slo=1.5,
-            host_bytes=7,
+        Submit(
+            submission=Submission(
+                job=JOB,
+                phases=(DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=9.0),),
+                slo=1.5,
+                host_bytes=7,
+            )
         ),
         (
-            b'{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
+            b'{"type":"submit","submission":{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
             b'"cv":0.1,"seen":40,"divisible":true,"curve":[]}],"slo":1.5,"host_bytes":7,"tenant":'
-            b'"default","harvesting":false}'
+            b'"default","harvesting":false}}'
         ),
     ),
-    ("node", NodeReport(node=NODES[0], failed=True), b'{"node":"n","failed":true}'),
+    ("node", NodeReport(node=NODES[0], failed=True), b'{"type":"node","node":"n","failed":true}'),
 ]
 GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
-    (Admitted(lease_s=10.0), b'{"type":"admitted","lease_s":10.0}'),
     (
         Granted(epoch=Epoch(2), nodes=NODES, lease_s=10.0),
         b'{"type":"granted","epoch":2,"nodes":["n"],"lease_s":10.0}',
     ),
-    (Waiting(ahead=1), b'{"type":"waiting","ahead":1}'),
+    (Waiting(ahead=1), b'{"type":"waiting","ahead":1,"reason":""}'),
     (
         CallRefused(reason="why", retry_after_s=0.5),
         b'{"type":"refused","reason":"why","retry_after_s":0.5,"unknown":false}',
@@ -119,20 +123,21 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         ),
     ),
     (Ended(reason="why"), b'{"type":"ended","reason":"why"}'),
-    (Left(), b'{"type":"left"}'),
+    (Accepted(), b'{"type":"accepted"}'),
     (
-        Left(move=MoveOrder(rollout_nodes=NODES, training_nodes=(), reason="why")),
-        (b'{"type":"left","move":{"rollout_nodes":["n"],"training_nodes":[],"reason":"why"}}'),
-    ),
-    (
-        Placed(group="g", rollout_nodes=NODES, training_nodes=(), reason="why", lease_s=10.0),
+        Accepted(move=OrderMove(job=JOB, rollout_nodes=NODES, training_nodes=(), reason="why")),
         (
-            b'{"type":"placed","group":"g","rollout_nodes":["n"],"training_nodes":[],'
-            b'"reason":"why","lease_s":10.0,"harvesting":false}'
+            b'{"type":"accepted","move":{"type":"order_move","job":"j","rollout_nodes":["n"],"training_nodes":[],"reason":"why"}}'
         ),
     ),
-    (Queued(reason="why", ahead=1), b'{"type":"queued","reason":"why","ahead":1}'),
-    (Kept(), b'{"type":"kept"}'),
+    (
+        Placed(group="g", rollout_nodes=NODES, training_nodes=(), reason="why"),
+        (
+            b'{"type":"placed","group":"g","rollout_nodes":["n"],"training_nodes":[],'
+            b'"reason":"why","harvesting":false}'
+        ),
+    ),
+    (Waiting(reason="why", ahead=1), b'{"type":"waiting","ahead":1,"reason":"why"}'),
 ]
 
 
@@ -160,16 +165,20 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("shutdown", b"{}"),
         ("enter", b'{"job":"../up","kind":"rollout","holder":"h"}'),
         ("enter", b'{"job":"j","kind":"rollout","holder":"h","more":1}'),
-        ("place", b'{"job":"j","phases":[{"kind":"rollout","nodes":["/dev/null"]}]}'),
+        ("place", b'{"terms":{"job":"j","phases":[{"kind":"rollout","nodes":["/dev/null"]}]}}'),
         ("beat", b'{"job":"j"}'),
         ("round", b'{"turns":["j","k"]}'),
         ("beat", b"not json"),
-        ("submit", b'{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}'),
-        ("submit", b'{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}'),
+        ("submit", b'{"submission":{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}}'),
+        (
+            "submit",
+            b'{"submission":{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}}',
+        ),
+        ("enter", b'{"type":"leave","job":"j","kind":"rollout","holder":"h"}'),
         ("node", b'{"node":"/dev/null","failed":true}'),
     ],
 )
-def test_what_is_no_call_is_refused(name: str, body: bytes) -> None:
+def test_an_unknown_call_is_refused(name: str, body: bytes) -> None:
     with pytest.raises(PeerProtocolError):
         decoded_call(name, body)
 

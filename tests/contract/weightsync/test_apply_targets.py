@@ -8,11 +8,11 @@ import torch
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
-from weightsync.checkpoint import Checkpoint, write_checkpoint
 from weightsync.elements.bits import Bits, bits_of, spec_of
 from weightsync.publisher import Publisher
+from weightsync.receive.checkpoint import Checkpoint, write_checkpoint
+from weightsync.receive.target import ApplyTarget, TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import ApplyTarget, TensorTarget
 
 State = dict[str, torch.Tensor]
 Opened = Callable[[], ApplyTarget]

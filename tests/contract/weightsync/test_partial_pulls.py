@@ -16,17 +16,17 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.elements.bits import TensorSpec
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.names import INDEX_FILE
+from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
+from weightsync.receive.held_parts import Names, Selection, TensorParallel
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.selection import Names, Selection, TensorParallel
-from weightsync.sharding import ShardSlice
-from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
-from weightsync.transport.object_store import ObjectStoreSource
+from weightsync.transport.objects import ObjectStoreSource
 from weightsync.transport.source import StoreSource
 
 State = dict[str, torch.Tensor]
@@ -250,7 +250,7 @@ def test_any_source_that_gives_ranges_will_do(remote: StoreSource, share: str) -
     assert same(held, part(STATES[2], SHARES[share]))
 
 
-def test_what_is_stored_in_slices_is_pulled_in_slices(tmp_path: Path) -> None:
+def test_a_version_in_slices_is_pulled_in_slices(tmp_path: Path) -> None:
     def cut(state: State) -> Iterator[tuple[str, torch.Tensor | ShardSlice]]:
         for name, tensor in state.items():
             half = tensor.shape[0] // 2
@@ -330,7 +330,7 @@ def test_damage_within_a_share_is_found_before_anything_is_written(
     assert same(held, part(STATES[0], selection))
 
 
-def test_damage_elsewhere_is_nobody_s_of_this_share(copied: Path) -> None:
+def test_damage_outside_of_a_share_does_not_fail_its_pull(copied: Path) -> None:
     selection = SHARES["pp and tp"]
     _flip(copied / "weight_v000001" / SHARD, SIZE - 1000)
     held = blank(selection)
@@ -380,12 +380,10 @@ def test_another_share_and_a_directory_are_refused(published: Path, tmp_path: Pa
         receiver.sync(None, ONE, TensorTarget(held))
     assert same(held, blank(SHARES["tp 0 of 2"]))
     with pytest.raises(ConfigError, match="whole models"):
-        CheckpointFollower(receiver, tmp_path / "held")
+        Follower(receiver, tmp_path / "held")
 
 
-def test_what_a_relay_has_of_a_file_is_pulled_again_where_it_is_wrong(
-    published: Path, tmp_path: Path
-) -> None:
+def test_a_corrupt_part_of_a_relay_s_file_is_pulled_again(published: Path, tmp_path: Path) -> None:
     """No reader needs the rest of the file, so the relay never verifies it as a whole."""
     selection = SHARES["pp second half"]
     cache = tmp_path / "cache"

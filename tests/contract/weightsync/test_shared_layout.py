@@ -20,8 +20,8 @@ from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"

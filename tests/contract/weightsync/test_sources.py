@@ -22,18 +22,18 @@ from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, READY_FILE
 from weightsync.publisher import Publisher
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.http_source import HttpSource
 from weightsync.transport.location import StoreRoot, source_at
-from weightsync.transport.object_store import ObjectStoreSource
+from weightsync.transport.objects import ObjectStoreSource
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource
 
@@ -174,14 +174,14 @@ def test_a_whole_file_is_read_by_several_at_once(place: Place) -> None:
         assert set(pool.map(read, range(4))) == {raw}
 
 
-def test_what_is_beyond_the_end_is_corrupt(place: Place) -> None:
+def test_a_range_beyond_the_end_is_corrupt(place: Place) -> None:
     size = place.source.size_bytes(SHARD)
     for start in (size - 1, size, size + 10):
         with pytest.raises(Corrupt):
             place.source.read_range(SHARD, start, memoryview(bytearray(2)))
 
 
-def test_what_is_not_there_is_not_found(place: Place) -> None:
+def test_a_missing_file_is_not_found(place: Place) -> None:
     with pytest.raises(FileNotFoundError):
         place.source.size_bytes("weight_v000009/READY")
     with pytest.raises(FileNotFoundError):
@@ -275,12 +275,12 @@ def test_a_receiver_hears_of_the_next_version(tmp_path: Path) -> None:
             publishing.join()
 
 
-def test_a_follower_waits_where_a_server_tells_and_looks_once_elsewhere(
+def test_a_follower_waits_at_a_server_and_polls_other_stores_once(
     place: Place, tmp_path: Path
 ) -> None:
     with (
         closing(Receiver(place.source)) as receiver,
-        CheckpointFollower(receiver, tmp_path / "held") as follower,
+        Follower(receiver, tmp_path / "held") as follower,
     ):
         assert follower.newer(wait_s=20.0) == 4
         follower.pull()
@@ -385,7 +385,7 @@ def test_a_url_that_cannot_be_opened_says_what_would(url: str, message: str) -> 
         source_at(url)
 
 
-def test_an_object_store_that_fails_is_asked_again_and_then_given_up(
+def test_a_failing_object_store_is_retried_and_then_given_up(
     monkeypatch: pytest.MonkeyPatch, published: Path
 ) -> None:
     source = ObjectStoreSource(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from benchmarks.rollmux.optimal_hosting import PinnedPlanner
 from harvester.contracts.ids import JobId, NodeId, TenantId
 from scheduler.model import JobSpec, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
@@ -26,9 +27,7 @@ from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.ledger import Ledger
-from scheduler.sim.rollmux.pinned import PinnedPlanner
-from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, phases
-from scheduler.sim.rollmux.world import World
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, World, phases
 from tests.unit.scheduler.rollmux.forecast.stage_jobs import occupant
 
 ITERATIONS = 12

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from benchmarks.rollmux.harvest import HarvestResult, run_harvest
+from benchmarks.rollmux.lease_supply import ALWAYS, LeaseSupply
 from scheduler.model import PhaseSpec
-from scheduler.sim.rollmux.arms import run_arm, summary
+from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
 from scheduler.sim.rollmux.disruptions import Disruptions
-from scheduler.sim.rollmux.harvest import HarvestResult, run_harvest
-from scheduler.sim.rollmux.lease_supply import ALWAYS, LeaseSupply
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
 
 _RNG = np.random.Generator(np.random.PCG64(3))
@@ -38,10 +38,10 @@ def often_revoked(jobs: list[SimulatedJob]) -> HarvestResult:
 def test_without_leases_in_force_the_story_is_the_planner_s_without_leases(
     jobs: list[SimulatedJob], supply: LeaseSupply
 ) -> None:
-    without = run_arm("ours", jobs, seed=5, record=True)
+    without = run_arm(ARMS["ours"], jobs, seed=5, record=True)
     revoked = run_harvest(jobs, supply, record=True)
     assert revoked.run.ledger.events == without.ledger.events
-    assert revoked.run.dollars == without.dollars
+    assert revoked.run.ledger.dollars == without.ledger.dollars
     assert summary(jobs, revoked.run) == summary(jobs, without)
     assert revoked.slot_hours == 0.0
 
@@ -53,7 +53,9 @@ def test_leases_do_work_and_cost_what_they_were_held(
     nodes = often_revoked.given_node_hours * NODE_TYPES[next(iter(NODE_TYPES))].accelerators
     assert nodes < often_revoked.slot_hours
     dearer = often_revoked.dollars(slot_price_per_hour=0.5)
-    assert dearer == pytest.approx(often_revoked.run.dollars + 0.5 * often_revoked.slot_hours)
+    assert dearer == pytest.approx(
+        often_revoked.run.ledger.dollars + 0.5 * often_revoked.slot_hours
+    )
 
 
 def test_every_promise_is_kept_while_leases_come_and_go(
@@ -161,7 +163,7 @@ def test_a_node_that_fails_takes_no_tail_that_is_out_on_leases(
     assert outlived > 0
 
 
-def test_the_same_seed_tells_the_same_story_with_leases(
+def test_the_same_seed_gives_the_same_events_with_leases(
     jobs: list[SimulatedJob], often_revoked: HarvestResult
 ) -> None:
     again = run_harvest(jobs, LeaseSupply(given_s=UNEVEN, turns_s=OFTEN), record=True)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.rollmux.headroom import HARVESTED_RATIO, MEASURED_STEPS, headroom_of
-from examples.demo.bursts import Bursts, generated_trace
+from benchmarks.testbed.bursts import Bursts, generated_trace
 from harvester.contracts.page import ProductionModel
 
 TRACE = generated_trace(Bursts(), duration_s=600.0, seed=1)

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.rollmux.lease_supply import W1_TERMS, HeadroomRecord
+from benchmarks.rollmux.leased_worker import LeasedWorker
 from harvester.contracts.ids import NodeId
-from scheduler.sim.rollmux.lease_supply import W1_TERMS
-from scheduler.sim.rollmux.leased_worker import LeasedWorker
-from scheduler.sim.rollmux.slots import HeadroomRecord
-from scheduler.sim.rollmux.workload import w1
-from scheduler.sim.rollmux.world import PAPER_WORLD
+from scheduler.sim.rollmux.workload import PAPER_WORLD, w1
 
 HALF = HeadroomRecord(0.5 * np.arange(3601.0))
 SYNCED_S = 1000.0
@@ -46,7 +44,7 @@ def test_slots_serve_only_once_they_hold_the_new_weights() -> None:
     assert worker.next_s() == pytest.approx(SYNCED_S - 7.0 + W1_TERMS.sync_s)
 
 
-def test_what_a_job_measures_of_its_leases_is_what_they_took_off_its_rollout() -> None:
+def test_a_job_s_measured_saving_is_what_leases_took_off_its_rollout() -> None:
     worker = _rolling_out(slots=4)
     worker.work_until(SYNCED_S + W1_TERMS.activation_s)
     worker.take_ready_slots(now=SYNCED_S + W1_TERMS.activation_s)

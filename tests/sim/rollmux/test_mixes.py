@@ -1,12 +1,13 @@
-"""Mixes of jobs: W2 has wide jobs, W3 is what its page says it is."""
+"""Mixes of jobs: W2 has wide jobs, W3 matches its page."""
 
 import numpy as np
 import pytest
 
+from benchmarks.rollmux.mixes import TIGHT_SLO, Mix
 from harvester.contracts.errors import ConfigError
 from scheduler.rollmux.beliefs.tail import best_shape
-from scheduler.sim.rollmux.mixes import TIGHT_SLO, Mix
-from scheduler.sim.rollmux.workload import Drift, SimulatedJob, as_numbers, w1
+from scheduler.sim.rollmux.workload import Drift, SimulatedJob, w1
+from tests.sim.rollmux.drawn_jobs import as_numbers
 
 
 @pytest.fixture(scope="module")

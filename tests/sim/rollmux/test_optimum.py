@@ -6,15 +6,15 @@ from itertools import product
 import pytest
 
 from benchmarks.rollmux import optimum as benchmark
+from benchmarks.rollmux.arms import ARMS
+from benchmarks.rollmux.optimal_hosting import KnownJob, Optimum, PinnedPlanner
 from benchmarks.rollmux.optimum import Compared, Lived, compared, instance_jobs, optimum_figures
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
 from scheduler.model import Pool
-from scheduler.rollmux.forecast.forecast import Horizon
+from scheduler.rollmux.forecast.scenarios import Horizon
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import run_arm, summary
-from scheduler.sim.rollmux.optimum import KnownJob, Optimum
-from scheduler.sim.rollmux.pinned import PinnedPlanner
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
 
 LONGER = Horizon(scenarios=2, cycles=200.0)
@@ -65,8 +65,8 @@ def test_eight_cycles_allow_a_group_that_breaks_an_slo_over_hundreds() -> None:
 def test_jobs_stay_where_the_hosting_has_them() -> None:
     jobs = _brief_jobs()
     _, hostings = Optimum([KnownJob.of(one) for one in jobs]).cheapest()
-    run = run_arm("optimum", jobs, seed=0, record=True)
-    assert run.moves == 0
+    run = run_arm(ARMS["optimum"], jobs, seed=0, record=True)
+    assert run.counts.moves == 0
     placed = {
         event["job"]: tuple(event["nodes"])
         for event in run.ledger.events
@@ -86,7 +86,7 @@ def _brief_jobs() -> list[SimulatedJob]:
 
 def test_the_optimum_of_many_jobs_is_refused() -> None:
     with pytest.raises(ConfigError, match="not 20"):
-        run_arm("optimum", _some(20), seed=0)
+        run_arm(ARMS["optimum"], _some(20), seed=0)
 
 
 def test_an_instance_says_what_both_hostings_cost_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

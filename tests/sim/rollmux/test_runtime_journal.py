@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from scheduler.decision_log import DecisionLog
-from scheduler.rollmux.cluster.phase_policy import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.cluster.runtime_events import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.story_entry import Told
 from scheduler.sim.replay import replay_journal
-from scheduler.sim.rollmux.arms import runtime_of
+from scheduler.sim.rollmux.arms import ARMS, runtime_of
 from scheduler.sim.rollmux.disruptions import Disruptions
 from scheduler.sim.rollmux.driver import Driver
 from scheduler.sim.rollmux.workload import SimulatedJob, w1
@@ -37,7 +37,7 @@ def jobs() -> list[SimulatedJob]:
 @pytest.fixture(scope="module")
 def directory(jobs: list[SimulatedJob], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("journal")
-    runtime = JournalledRuntime(runtime_of("ours", jobs, seed=4), directory)
+    runtime = JournalledRuntime(runtime_of(ARMS["ours"], jobs, seed=4), directory)
     Driver(jobs, runtime, disruptions=Disruptions(seed=4, node_mtbf_s=30 * 3600.0)).run()
     runtime.log.close()
     return directory
@@ -49,7 +49,7 @@ def test_moves_savings_and_failures_of_a_whole_workload_replay(directory: Path) 
     assert replayed.decisions > 1000
 
 
-def test_every_move_of_a_workload_says_what_it_saves_or_whom_it_rescues(
+def test_every_move_of_a_workload_names_its_saving_or_the_rescued_job(
     directory: Path, jobs: list[SimulatedJob]
 ) -> None:
     names = {one.job.job for one in jobs}
@@ -58,7 +58,7 @@ def test_every_move_of_a_workload_says_what_it_saves_or_whom_it_rescues(
     moves = [entry.text for entry in entries if entry.told is Told.MOVE_ASKED]
     assert moves
     for text in moves:
-        rescued = any(f"the promise to {job} was in danger" in text for job in names)
+        rescued = any(f"the promise to {job} was at risk" in text for job in names)
         assert rescued or "saves" in text or "failed" in text, text
     assert any(entry.told is Told.RESTARTED for entry in entries)
     for story in stories:

@@ -5,15 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.sim.rollmux.lease_supply import LeaseSupply, LeaseTerms, kv_kept_s
-from scheduler.sim.rollmux.slots import HeadroomRecord, allotted
+from benchmarks.rollmux.lease_supply import (
+    HeadroomRecord,
+    LeaseSupply,
+    LeaseTerms,
+    allotted,
+    kv_kept_s,
+)
 
 UNEVEN = np.concatenate([[0.0], np.cumsum(np.linspace(0.0, 1.0, 100))])
 TERMS = LeaseTerms(activation_s=5.0, sync_s=20.0, kept_s=4.0, recomputed_s=3.0, accelerators=8)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 500))
-def test_what_a_slot_gives_adds_up_over_the_record_s_end(at_s: float, more_s: float) -> None:
+def test_a_slot_s_headroom_adds_up_over_the_record_s_end(at_s: float, more_s: float) -> None:
     record = HeadroomRecord(UNEVEN)
     assert -1e-6 <= record.given(at_s, at_s + more_s) <= more_s + 1e-6
     assert record.given(at_s, at_s + 100.0) == pytest.approx(UNEVEN[-1], abs=1e-5)

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from scheduler.rollmux.beliefs.tail import UNDIVIDED, best_shape
-from scheduler.sim.rollmux.arms import run_arm, summary
-from scheduler.sim.rollmux.variants import (
+from benchmarks.rollmux.variants import (
     AS_PUBLISHED,
     AUTOCORRELATION,
     NO_TAIL,
@@ -13,8 +11,10 @@ from scheduler.sim.rollmux.variants import (
     VARIANTS,
     lognormal_curve,
 )
-from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, as_numbers, w1
-from scheduler.sim.rollmux.world import World
+from scheduler.rollmux.beliefs.tail import UNDIVIDED, best_shape
+from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
+from scheduler.sim.rollmux.workload import PHASE_CV, SimulatedJob, World, w1
+from tests.sim.rollmux.drawn_jobs import as_numbers
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +110,8 @@ def test_alone_a_job_takes_its_cold_start_its_phases_and_its_syncs() -> None:
 @pytest.mark.parametrize("variant", ["slow_moves", "slow_starts", "own_tails"])
 def test_a_run_obeys_the_world_that_it_is_given(variant: str) -> None:
     few, world = w1(4, jobs=6), VARIANTS[variant].world
-    usual = summary(few, run_arm("ours", few, seed=4))
+    usual = summary(few, run_arm(ARMS["ours"], few, seed=4))
     changed = VARIANTS[variant].of(few, seed=4)
-    found = summary(changed, run_arm("ours", changed, seed=4, world=world), world)
+    found = summary(changed, run_arm(ARMS["ours"], changed, seed=4, world=world), world)
     assert found.jobs == usual.jobs
     assert found.dollars != usual.dollars

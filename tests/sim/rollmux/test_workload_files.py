@@ -34,7 +34,7 @@ def test_a_drift_changes_durations_and_nothing_else() -> None:
     assert (ratio > 1.19).all()
 
 
-def test_planners_are_told_maxima_and_no_mean() -> None:
+def test_planners_get_maxima_and_no_mean() -> None:
     for one in w1(1):
         assert all(phase.mean_s == phase.max_s and phase.cv == 0 for phase in one.job.phases)
 

@@ -13,13 +13,13 @@ from benchmarks.coserve.arms import ALONE, IN_ROUNDS, RECLAIM, SETTINGS, WITH_PR
 from benchmarks.coserve.figures import Facts, figures, inconclusive
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
-from benchmarks.rotation import rotated
+from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.hardware import CpuHardware, Kind
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.slo import ServiceLevel
+from benchmarks.testbed.slot import ServingSlot, SlotPorts
 from coserve.guest.isolation import NO_ISOLATION
-from examples.demo.gpu_hardware import find_hardware
-from examples.demo.hardware import CpuHardware, Kind
-from examples.demo.records import ProductionRequest
-from examples.demo.slo import ServiceLevel
-from examples.demo.slot import ServingSlot, SlotPorts
 from harvester.config import SlotConfig, load_agent_config
 from harvester.policy.settings import SlotSettings
 
@@ -84,7 +84,7 @@ def test_the_residual_is_what_steps_and_front_end_leave() -> None:
     assert result["gate_only_residual_share"] == pytest.approx(0.8)
 
 
-def test_a_guest_that_has_all_the_time_and_is_slow_in_it_is_told_from_one_that_waits() -> None:
+def test_a_slow_guest_differs_from_a_waiting_one() -> None:
     gate = given()["beside"]["gate_only"]
     assert (gate["time_share"], gate["pace_ratio"]) == pytest.approx((1.0, 0.8))
     halved = [
@@ -121,7 +121,7 @@ def test_one_round_has_no_spread_and_no_rollouts_no_share() -> None:
     assert none["residual_share"] is none["residual_interval"] is none["pace_ratio"] is None
 
 
-def test_what_is_as_fast_as_alone_has_ratios_of_one() -> None:
+def test_an_arm_as_fast_as_alone_has_ratios_of_one() -> None:
     result = given()
     assert list(result["ratios"].values()) == pytest.approx([1.0] * 4)
     assert result["slo_attainment_drop"] == pytest.approx(0.0)
@@ -129,7 +129,7 @@ def test_what_is_as_fast_as_alone_has_ratios_of_one() -> None:
     assert result["arms"]["alone"]["requests"] == 100
 
 
-def test_what_is_slower_shows_in_its_ratios_and_its_attainment() -> None:
+def test_a_slower_arm_shows_in_its_ratios_and_its_attainment() -> None:
     result = given({Arm.GATE_ONLY: 2.0})
     assert result["gate_only_ratios"]["itl_p50"] == pytest.approx(2.0)
     assert result["ratios"]["itl_p50"] == pytest.approx(1.0)

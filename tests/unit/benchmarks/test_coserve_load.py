@@ -3,11 +3,11 @@
 import pytest
 
 from benchmarks.coserve.load import REQUESTS_MIN, Aim, Load
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.calibration import mean_busy_share
+from benchmarks.testbed.gpu_hardware import GpuHardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware
 from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.calibration import mean_busy_share
-from examples.demo.gpu_hardware import GpuHardware
-from examples.demo.hardware import CpuHardware, Hardware
 from harvester.contracts.page import ProductionModel
 
 GPU = GpuHardware(

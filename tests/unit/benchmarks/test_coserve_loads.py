@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from benchmarks.core_time import account, used
 from benchmarks.coserve import side_by_side
 from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.closed_gate import Window as ClosedWindow
@@ -27,10 +26,11 @@ from benchmarks.coserve.unseen import (
     crowd,
     long_prompt,
 )
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.trace import Arrival
+from benchmarks.testbed.window import Window
 from coserve.vllm.pulse_reporter import PULSE_TTL_NS
-from examples.demo.records import ProductionRequest
-from examples.demo.trace import Arrival
-from examples.demo.window import Window
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.page import Grant, GrantMode, Guest, PageReader, Pulse, Reading
 
@@ -149,10 +149,12 @@ async def test_alone_and_beside_rollouts_take_turns(monkeypatch: pytest.MonkeyPa
     assert len(prompts) == 4, "nobody finds another's prefix cached"
 
 
-async def test_a_rehearsal_is_alone_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_warm_up_trial_runs_alone_and_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(side_by_side, "_BEFORE_S", 0.0)
     fake = FakeRunner()
-    found = await SideBySide(cast(Runner, fake), 1, rehearsed=True).run("load", window().arrivals)
+    found = await SideBySide(cast(Runner, fake), 1, warmed_up=True).run("load", window().arrivals)
     assert fake.rollouts == [False, False, True]
     assert [len(requests) for requests in found.values()] == [20, 20]
 
@@ -161,7 +163,7 @@ def guest(steps: int, *, end_ns: int = 0) -> Guest:
     return Guest(steps_launched=steps, last_step_end_ns=end_ns)
 
 
-def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_told() -> None:
+def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_reported() -> None:
     watch = GuestWatch(DIED_NS)
     watch.saw(guest(5, end_ns=DIED_NS - 1), now_ns=DIED_NS + 1)
     watch.saw(guest(9, end_ns=DIED_NS + 400_000_000), now_ns=DIED_NS + 420_000_000)

@@ -18,10 +18,10 @@ from benchmarks.coserve.arms import Arm
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import SHORT
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.hardware import CpuHardware
-from examples.demo.slot import ServingSlot
-from examples.demo.window import Window
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.hardware import CpuHardware
+from benchmarks.testbed.slot import ServingSlot
+from benchmarks.testbed.window import Window
 from harvester.contracts.page import PageDirectory
 
 ARM_S = 12.0
@@ -29,7 +29,7 @@ ARM_S = 12.0
 
 @dataclass
 class CountedRunner:
-    """Each arm takes twelve seconds of the clock that everybody looks at."""
+    """Each arm takes twelve seconds of the shared clock."""
 
     now_s: float = 0.0
     done: list[tuple[Arm, int]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class CountedRunner:
 def bench_in(
     folder: Path, runner: CountedRunner, arguments: Sequence[str], **given: Any
 ) -> coserve.Bench:
-    """Its clock is the runner's and says now how long the run has been on."""
+    """Its clock is the runner's and counts from the run's start."""
     paths = SimpleNamespace(logs=folder / "x.run" / "logs")
     slot = SimpleNamespace(
         hardware=CpuHardware(),

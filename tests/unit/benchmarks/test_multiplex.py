@@ -9,8 +9,8 @@ from benchmarks.multiplex.arms import JOBS, NODES, Arm, Run, runs
 from benchmarks.multiplex.figures import Facts, figures, reward_gap_se
 from benchmarks.multiplex.outcomes import ArmDone, JobDone
 from benchmarks.multiplex.serving_node import Served
-from examples.demo.job.events import StepDone, Trajectories
-from examples.demo.records import ProductionRequest
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.grpo.events import StepDone, Trajectories
 from scheduler.rollmux.permits.terms import terms_fault
 
 FACTS = Facts(steps=2, cores=2, engine_cold_s=40.0)
@@ -140,7 +140,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
     assert lease["production"]["arms"]["leased"]["busy_ratio"] == 0.2
 
 
-def test_what_needs_an_arm_that_was_not_run_is_left_out() -> None:
+def test_a_figure_of_an_arm_that_was_not_run_is_left_out() -> None:
     result = figures({Run(Arm.MULTIPLEXED): done(20.0, starts=STARTS)}, FACTS)
     assert result["makespan_ratio"] == {}
     assert "over_bound" not in result

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks.pulse import __main__ as pulse
 from benchmarks.pulse.figures import ARMS, Arm, Figures
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.gpu_hardware import GpuHardware
+from benchmarks.testbed.hardware import CpuHardware, Hardware
+from benchmarks.testbed.parts import Parts
+from benchmarks.testbed.production_request import ProductionRequest
 from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
 from coserve.vllm.launch import EngineCommand
-from examples.demo.bursts import Bursts, generated_trace
-from examples.demo.gpu_hardware import GpuHardware
-from examples.demo.hardware import CpuHardware, Hardware
-from examples.demo.parts import Parts
-from examples.demo.records import ProductionRequest
 
 
 def requests_of(arm: Arm, *, slower: float, failed: bool = False) -> list[ProductionRequest]:
@@ -38,7 +38,7 @@ def requests_of(arm: Arm, *, slower: float, failed: bool = False) -> list[Produc
     ]
 
 
-def test_what_the_pulse_costs_stands_beside_what_nothing_costs() -> None:
+def test_the_cost_of_the_pulse_stands_beside_the_noise_floor() -> None:
     figures = Figures()
     for arm, slower in zip(ARMS, (1.0, 1.1, 1.02, 0.99), strict=True):
         figures.requests += requests_of(arm, slower=slower)
@@ -61,7 +61,7 @@ def test_what_the_pulse_costs_stands_beside_what_nothing_costs() -> None:
     assert result["twin"]["throughput"]["range"] == pytest.approx((1 / 0.99, 1 / 0.99))
 
 
-def test_what_failed_is_counted_and_what_was_not_measured_is_null() -> None:
+def test_failures_are_counted_and_unmeasured_figures_are_null() -> None:
     figures = Figures()
     figures.requests += requests_of(Arm.STOCK, slower=1.0, failed=True)
     result = figures.result(seed=1)
@@ -85,7 +85,7 @@ class StartedParts:
         self.running[name] = SimpleNamespace(tree=list)
         self.order.append(f"{name} starts")
 
-    async def answers(self, name: str, url: str, told: object) -> None:
+    async def answers(self, name: str, url: str, on_progress: object) -> None:
         self.order.append(f"{name} answers")
 
 

@@ -38,7 +38,7 @@ def test_arms_that_ran_side_by_side_found_what_they_find_one_after_another(tmp_p
     assert [together.arm(one).arm for one in WANTED] == [alone.arm(one).arm for one in WANTED]
 
 
-def test_what_is_kept_is_not_run_again(tmp_path: Path) -> None:
+def test_a_kept_result_is_not_run_again(tmp_path: Path) -> None:
     first = Pieces(tmp_path).arm(WANTED[1])
     again = Pieces(tmp_path, workers=2)
     again.run_ahead(WANTED[1:])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.testbed.hardware import Kind
 from benchmarks.weightsync.engine import FORMS, measure
 from benchmarks.weightsync.engine_arms import (
     Times,
@@ -15,7 +16,6 @@ from benchmarks.weightsync.engine_arms import (
     first_state,
     next_state,
 )
-from examples.demo.hardware import Kind
 from harvester.contracts.errors import Exhausted, Unsupported
 
 TINY = {
@@ -100,7 +100,7 @@ def followed(
     return kept, found
 
 
-def test_each_repetition_is_kept_and_said_as_it_comes(
+def test_each_repetition_is_kept_and_printed_as_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept, found = followed(tmp_path, monkeypatch, made=3, end="")

@@ -3,7 +3,7 @@
 from benchmarks.weightsync.memory import measure
 
 
-def test_a_publisher_costs_at_least_its_copy_and_a_receiver_is_told_per_setting() -> None:
+def test_a_publisher_costs_at_least_its_copy_and_a_receiver_has_a_figure_per_setting() -> None:
     result = measure(parameters=20_000_000, settings_bytes=[8 << 20])
     assert result["model_bytes"] == 40_000_000
     assert result["publisher_ratio"] >= 1

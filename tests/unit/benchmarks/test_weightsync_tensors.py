@@ -3,7 +3,7 @@
 from benchmarks.weightsync.tensors import measure
 
 
-def test_every_case_tells_what_each_part_takes() -> None:
+def test_every_case_has_the_time_of_each_part() -> None:
     result = measure(tensors=40, steps=1)
     assert [case["name"] for case in result["cases"]] == ["1% of all", "5% of all", "one tensor"]
     for case in result["cases"]:

@@ -40,7 +40,7 @@ OPEN_GRANT = Grant(
 
 
 class Slot:
-    """Agent and production of one slot; what they write is fresh for an hour unless told."""
+    """Agent and production of one slot; their pages are fresh for an hour by default."""
 
     def __init__(self, path: Path) -> None:
         self.directory = PageDirectory.create(path)

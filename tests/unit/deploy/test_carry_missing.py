@@ -97,7 +97,7 @@ def test_a_bound_found_later_replaces_what_was_fetched_before(shelf: Shelf) -> N
     assert names(asked(shelf, root)) == ["gone 1.0", "old 1.0", "web 2.0"]
 
 
-def test_what_stays_out_is_named_and_its_requirements_do_not_travel(shelf: Shelf) -> None:
+def test_a_left_out_package_is_named_and_its_requirements_do_not_travel(shelf: Shelf) -> None:
     root = shelf.wheel("engine", "1.0", "flash==0.6")
     missing = asked(shelf, root, left_out="flash  # sampler\nother")
     assert missing.left_out == ("flash",)

@@ -132,7 +132,7 @@ def test_stripping_keeps_what_a_dense_model_on_hopper_loads(tmp_path: Path) -> N
     assert left(bytearray((tmp_path / kept[0]).read_bytes())) == [[(CODE, 90)]]
 
 
-def test_all_gpus_stay_where_that_is_asked(tmp_path: Path) -> None:
+def test_all_gpus_stay_on_request(tmp_path: Path) -> None:
     assert strip(site(tmp_path), every_architecture=True).zeroed_bytes == 0
     content = bytearray((tmp_path / "vllm/_C_stable_libtorch.abi3.so").read_bytes())
     assert left(content) == [[(CODE, 80), (CODE, 90)]]

@@ -1,4 +1,4 @@
-"""The agent and the gateway export what the table says, from their first scrape on."""
+"""The agent and the gateway export the metrics of the table, from their first scrape on."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec

@@ -38,7 +38,7 @@ def exported_labels(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("expression", all_expressions(), ids=lambda one: one.where)
-def test_every_metric_that_is_asked_for_is_in_the_table(expression: Expression) -> None:
+def test_every_metric_of_an_expression_is_in_the_table(expression: Expression) -> None:
     names = metric_names(expression.text)
 
     assert names
@@ -46,7 +46,7 @@ def test_every_metric_that_is_asked_for_is_in_the_table(expression: Expression) 
 
 
 @pytest.mark.parametrize("expression", all_expressions(), ids=lambda one: one.where)
-def test_every_label_that_is_asked_for_is_exported(expression: Expression) -> None:
+def test_every_label_of_an_expression_is_exported(expression: Expression) -> None:
     grouped = re.findall(r"\b(?:by|on|group_left)\s*\(([^)]*)\)", expression.text)
     matched = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression.text)
     asked = {label.strip() for group in grouped for label in group.split(",") if label.strip()}

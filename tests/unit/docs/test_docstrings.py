@@ -17,6 +17,10 @@ PACKAGES = (
     "examples",
 )
 _RIDDLE = re.compile(r"\s*(Of|By|Who|Whose)\b")
+_RIDDLE_OF_A_TEST = re.compile(
+    r"test_(of|by|who|whose|whom|what|nobody|everybody|somebody)_"
+    r"|\w*_(told|said|nobody|somebody|everybody|whom)(_|$)"
+)
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
@@ -28,7 +32,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_docstring_begins_with_of_by_who_or_whose(package: str, repository: Path) -> None:
+def test_no_docstring_begins_with_a_preposition_or_pronoun(package: str, repository: Path) -> None:
     found = [
         f"{path.relative_to(repository)}:{line}: {text.strip().splitlines()[0]}"
         for path in sorted((repository / package).rglob("*.py"))
@@ -36,6 +40,16 @@ def test_no_docstring_begins_with_of_by_who_or_whose(package: str, repository: P
         if _RIDDLE.match(text)
     ]
     assert found == [], "name the subject first, then say what holds of it"
+
+
+def test_a_test_s_name_has_a_subject(repository: Path) -> None:
+    found = [
+        f"{path.relative_to(repository)}: {name}"
+        for path in sorted((repository / "tests").rglob("*.py"))
+        for name in re.findall(r"def (test_\w+)", path.read_text())
+        if _RIDDLE_OF_A_TEST.match(name)
+    ]
+    assert found == [], "a test's name is a sentence with a noun as its subject"
 
 
 def test_docstrings_of_modules_classes_functions_and_attributes_are_found() -> None:

@@ -28,8 +28,8 @@ from scheduler.gateway.settings import load_settings
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import read_jobs
 from weightsync.publisher import Published, Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ def order(*files: str) -> list[str]:
     return [item.path.stem for item in collected]
 
 
-def test_what_starts_engines_runs_last_and_the_rest_keeps_its_order() -> None:
+def test_modules_that_start_engines_run_last_and_the_rest_keeps_its_order() -> None:
     assert order("test_operator_guest", "test_driver", "test_engine_slot", "test_weights") == [
         "test_driver",
         "test_weights",

@@ -43,7 +43,9 @@ def test_the_settings_and_their_defaults_are_the_policy_s(table_after: TableAfte
     assert {row[0]: float(row[1]) for row in rows} == msgspec.to_builtins(PermitsConfig())
 
 
-def test_the_settings_of_a_file_of_nodes_are_those_that_are_read(table_after: TableAfter) -> None:
+def test_settings_of_a_nodes_file_are_the_documented_ones(
+    table_after: TableAfter,
+) -> None:
     rows = table_after(PAGE, "| `nodes.yaml` | default |")
     assert {row[0]: yaml.safe_load(row[1]) for row in rows} == {
         name: field.default
@@ -73,7 +75,7 @@ def test_the_metrics_are_those_of_the_exporter_with_their_labels(table_after: Ta
     }
 
 
-def test_what_a_permit_says_is_there(table_after: TableAfter) -> None:
+def test_the_documented_attributes_of_a_permit_exist(table_after: TableAfter) -> None:
     named = [word for row in table_after(PAGE, "| a permit says |") for word in row[0].split(", ")]
     assert all(hasattr(Permit, word.removesuffix("()")) for word in named)
     assert named

@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the code does: fields, routes, states, layout and examples."""
+"""docs/protocol.md matches the code: fields, routes, states, layout and examples."""
 
 import json
 import re

@@ -154,7 +154,7 @@ def test_owners_of_a_node_hold_for_its_slots_unless_a_slot_names_its_own(write: 
     assert config.page_gid == 5
 
 
-def test_users_who_could_put_no_page_are_refused_with_what_to_do(write: Any) -> None:
+def test_users_without_access_to_the_pages_are_refused_with_a_remedy(write: Any) -> None:
     config = load_agent_config(write(OWNERS + GOOD), environment={})
     with pytest.raises(ConfigError, match="page_group: name a group"):
         config.owners_of(config.slots[0])

@@ -1,4 +1,4 @@
-"""`rosemux weights pull`: what it says and how it ends."""
+"""`rosemux weights pull`: its output and exit codes."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_pulls_the_version_that_is_named(
     assert "version 6," in capsys.readouterr().out
 
 
-def test_says_what_to_do_and_whose_fault_it_is(
+def test_names_the_remedy_and_the_party_at_fault(
     published: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store, _ = published
@@ -68,7 +68,7 @@ def test_an_interrupt_while_it_watches_is_no_error_of_ours(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Between two looks: a torn LATEST is told once, a new version is taken, then Ctrl-C."""
+    """Between two looks: a torn LATEST is reported once, a new version is taken, then Ctrl-C."""
     store, _ = published
     latest = (store / "LATEST").read_bytes()
     looks = 0

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.checkpoint import Checkpoint
 from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoding
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
 from weightsync.layout import durable
 from weightsync.layout.apply_journal import Applying, Held, Record, read_record
 from weightsync.publisher import Published, Publisher
 from weightsync.receive import kept_directory
+from weightsync.receive.checkpoint import Checkpoint
 from weightsync.receiver import Receiver
 
 State = dict[str, torch.Tensor]
@@ -40,8 +40,8 @@ def loaded(directory: Path) -> State:
     return found
 
 
-def following(store: Path, directory: Path) -> CheckpointFollower:
-    return CheckpointFollower(Receiver(store), directory)
+def following(store: Path, directory: Path) -> Follower:
+    return Follower(Receiver(store), directory)
 
 
 def test_the_directory_follows_every_version(
@@ -174,7 +174,7 @@ def test_a_kill_within_an_apply_is_repaired(
         patched.setattr(kept_directory, "Checkpoint", mortal)
         mortal.commits = 0
         alone = Receiver(tmp_path / "store", threads=1)
-        with CheckpointFollower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
+        with Follower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
             follows.pull()
     record = read_record(tmp_path / "held")
     assert isinstance(record, Applying)

@@ -13,8 +13,8 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publisher import Published, Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -374,7 +374,7 @@ def test_a_full_disk_is_exhausted_and_changes_nothing(
         ({"w": torch.zeros(2, device="meta")}, "meta device"),
     ],
 )
-def test_what_cannot_be_published_says_why(tmp_path: Path, state: State, message: str) -> None:
+def test_an_unpublishable_tensor_is_refused(tmp_path: Path, state: State, message: str) -> None:
     with Publisher(tmp_path) as publisher, pytest.raises(Unsupported, match=message):
         publisher.publish(state)
 
@@ -400,7 +400,7 @@ def test_a_torn_pointer_is_mended_by_the_next_version(
     assert same(_received(store, 3, states[0]), states[2])
 
 
-def test_of_two_publishers_whose_locks_do_not_meet_the_older_one_stops(
+def test_the_older_of_two_publishers_with_separate_locks_stops(
     tmp_path: Path, states: tuple[State, ...], same: Same, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fcntl.flock", lambda *_: None)

@@ -12,8 +12,8 @@ from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits
 from weightsync.publisher import Published, Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]

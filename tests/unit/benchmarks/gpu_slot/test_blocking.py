@@ -83,7 +83,7 @@ def test_a_device_s_manner_is_found_again(
     assert long["over_overlap"]["p50"] == pytest.approx(over_overlap, abs=0.05)
 
 
-def test_what_preempts_costs_the_same_however_long_the_rest() -> None:
+def test_preemption_costs_the_same_for_any_rest_of_the_step() -> None:
     law = _figures(_preempted)["law"]
     assert law["blocking_ratio"] == pytest.approx(0.0, abs=0.02)
     assert law["preemption_ms"] == pytest.approx(0.3, abs=0.02)

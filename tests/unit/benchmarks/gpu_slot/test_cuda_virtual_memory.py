@@ -151,7 +151,7 @@ def test_a_call_that_fails_is_named_with_its_result() -> None:
     assert checked(fake, "cuStreamSynchronize", STREAM) is None
 
 
-def test_memory_for_rdma_is_asked_for_only_where_it_is_given() -> None:
+def test_memory_for_rdma_is_requested_only_where_the_device_has_it() -> None:
     fake = FakeDriver()
     fake.gives_rdma = False
     memory = CudaVirtualMemory(fake, STREAM)
@@ -160,7 +160,9 @@ def test_memory_for_rdma_is_asked_for_only_where_it_is_given() -> None:
     assert fake.rdma == 0
 
 
-def test_a_machine_without_virtual_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_virtual_memory_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake = FakeDriver()
     fake.virtual = 0
     with pytest.raises(Unsupported, match="no virtual memory management"):

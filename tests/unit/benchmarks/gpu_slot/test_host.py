@@ -102,7 +102,7 @@ def test_gpus_are_read_and_timed_and_their_texts_kept(command: str) -> None:
     assert "full" not in nvidia_smi(calls=1, texts=False, command=command)
 
 
-def test_of_the_full_text_only_the_named_keys_are_kept() -> None:
+def test_only_the_named_keys_of_the_full_text_are_kept() -> None:
     kept = queried(FULL)
     assert kept["Compute Mode"] == ["Default"]
     assert kept["Driver Version"] == ["580.159.04"]
@@ -143,7 +143,7 @@ def test_sources_agree_on_the_gpu_whichever_form_torch_has(
         agreement("cuda", found)
 
 
-def test_programs_of_mps_are_found_and_asked_for_their_version_alone(
+def test_programs_of_mps_are_found_and_run_for_their_version_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

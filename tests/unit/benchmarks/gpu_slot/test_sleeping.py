@@ -116,7 +116,7 @@ def test_steps_beside_a_pass_are_those_that_overlap_it() -> None:
     assert steps_during([], 0, MS) == ()
 
 
-def test_a_pass_is_told_in_seconds_rate_and_calls() -> None:
+def test_a_pass_has_seconds_rate_and_calls() -> None:
     figures = pass_figures(
         [
             _pass(0, 100, size_bytes=10**9, map=[0.001, 0.003]),

@@ -51,7 +51,7 @@ def test_few_samples_have_no_p99() -> None:
     assert figures["prefill_step"] == {"count": 0}
 
 
-def test_what_ends_after_the_slice_is_not_counted() -> None:
+def test_a_request_that_ends_after_the_slice_is_not_counted() -> None:
     log = _log(2.0)
     assert log.until(2_000_000).steps == log.steps
     assert log.until(1_999_999).steps == ()

@@ -32,7 +32,7 @@ def daemon(tmp_path: Path) -> MpsDaemon:
     return MpsDaemon(tmp_path)
 
 
-def test_a_gpu_guest_is_time_sliced_unless_told_otherwise(daemon: MpsDaemon) -> None:
+def test_a_gpu_guest_is_time_sliced_by_default(daemon: MpsDaemon) -> None:
     consent = MpsShare(daemon.control)
     assert choose(gpus=[SHARED]) is TIME_SLICING
     assert choose(gpus=[SHARED], mps=consent) is TIME_SLICING, "consent is no choice"
@@ -111,7 +111,7 @@ def test_mps_takes_consent_a_daemon_and_a_gpu_that_is_open(daemon: MpsDaemon) ->
         choose(IsolationBackend.MPS, gpus=[EXCLUSIVE], mps=consent)
 
 
-def test_under_mps_the_guest_starts_with_its_share_and_shared_fate_is_said(
+def test_under_mps_the_guest_starts_with_its_share_and_a_note_of_shared_fate(
     daemon: MpsDaemon,
 ) -> None:
     consent = MpsShare(daemon.control, active_thread_percentage=12.5, blocking_ratio=0.5)
@@ -172,7 +172,7 @@ def test_a_gpu_without_the_driver_s_program_is_no_machine_without_gpus(
         gpus(str(tmp_path / "absent"))
 
 
-def test_what_the_driver_says_of_its_illness_is_told(tmp_path: Path) -> None:
+def test_the_driver_s_error_text_is_passed_on(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=r"ended with 15: .*: .*GPU0000:01:00\.0: GPU is lost"):
         gpus(smi(tmp_path, "echo 'device handle for GPU0000:01:00.0: GPU is lost.'; exit 15"))
 

@@ -66,7 +66,7 @@ def test_launched_steps_are_taken_off_until_they_finish(guest: GuestSlot) -> Non
     assert guest.decide().open
 
 
-def test_the_guest_page_tells_what_the_guest_does(slot: Slot, guest: GuestSlot) -> None:
+def test_the_guest_page_shows_the_guest_s_work(slot: Slot, guest: GuestSlot) -> None:
     slot.grant(epoch=9)
     guest.load.running, guest.load.waiting, guest.load.weight_version = 2, 1, "17"
     guest.decide()

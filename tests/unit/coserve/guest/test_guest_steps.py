@@ -30,7 +30,7 @@ class Loop:
         self.steps.finish(production=after, now_ns=self.now_ns)
 
 
-def test_steps_beside_production_are_told_apart_and_teach_nothing() -> None:
+def test_steps_beside_production_are_counted_apart_and_not_learned() -> None:
     loop = Loop(step_s=0.010)
     for _ in range(20):
         loop.step(0.010)
@@ -51,7 +51,7 @@ def test_a_request_that_came_and_went_within_a_step_disturbed_it() -> None:
     assert loop.steps.model.samples == 0
 
 
-def test_where_a_pulse_said_nothing_a_step_is_neither() -> None:
+def test_a_step_without_a_pulse_is_neither() -> None:
     loop = Loop(step_s=0.010)
     loop.step(0.010, before=None)
     loop.step(0.010, after=None)
@@ -75,7 +75,7 @@ def test_a_step_behind_another_one_begins_when_that_ends() -> None:
     assert steps.finished_total == 2, "what was not launched does not end"
 
 
-def test_what_is_said_of_the_steps_is_at_most_a_second_old() -> None:
+def test_the_reported_calibration_is_at_most_a_second_old() -> None:
     loop = Loop(step_s=0.010)
     loop.step(0.010)
     assert loop.steps.calibrations(now_ns=loop.now_ns)[0].steps == 1

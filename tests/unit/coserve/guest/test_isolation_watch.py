@@ -87,7 +87,7 @@ def test_production_s_threads_that_move_to_another_group_are_noticed(
     assert (ratio, "/system.slice/serving" in fault) == (1.0, True)
 
 
-def test_what_cannot_be_seen_of_production_does_not_hold(
+def test_isolation_against_unseen_processes_does_not_hold(
     slot: Slot, guest: GuestSlot, watch: IsolationWatch, production_pid: int
 ) -> None:
     (root,) = process_ids([production_pid])
@@ -127,7 +127,7 @@ def test_a_worker_of_the_guest_outside_the_class_is_noticed(
 
 
 @pytest.mark.parametrize("backend", ["", "time-slicing", "mps", "none"])
-def test_what_no_order_of_threads_bounds_is_not_watched_and_promises_nothing(
+def test_a_backend_without_thread_order_is_not_watched_and_promises_nothing(
     backend: str, slot: Slot, guest: GuestSlot
 ) -> None:
     guest.load.isolation = backend

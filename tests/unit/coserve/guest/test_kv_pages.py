@@ -58,7 +58,7 @@ def test_neighbours_smaller_than_a_page_cover_one_together() -> None:
     ]
 
 
-def test_what_is_given_back_reads_as_zeros_and_the_rest_stays() -> None:
+def test_returned_pages_read_as_zeros_and_the_rest_stays() -> None:
     size = mmap.PAGESIZE
     memory = mmap.mmap(-1, 4 * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:] = b"x" * (4 * size)

@@ -40,7 +40,7 @@ def test_engines_on_other_gpus_start_together(tmp_path: Path) -> None:
     other.release()
 
 
-def test_who_gets_not_all_of_its_gpus_keeps_none(tmp_path: Path) -> None:
+def test_an_engine_without_all_of_its_gpus_locks_none(tmp_path: Path) -> None:
     held, wide = LaunchLock(tmp_path, ["GPU-2"]), LaunchLock(tmp_path, ["GPU-2", "GPU-1"])
     held.acquire(timeout_s=BRIEF_S)
     with pytest.raises(Exhausted):

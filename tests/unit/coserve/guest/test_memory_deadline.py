@@ -36,7 +36,7 @@ def test_a_budget_that_falls_further_gives_no_more_time() -> None:
     assert guest.missed(450, 200, at=3.0)
 
 
-def test_what_was_given_back_in_time_is_forgotten() -> None:
+def test_memory_given_back_in_time_is_forgotten() -> None:
     guest = Guest()
     guest.missed(500, 400, at=0.0)
     assert not guest.missed(400, 400, at=2.9)

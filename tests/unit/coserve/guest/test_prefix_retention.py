@@ -26,7 +26,7 @@ def test_a_trajectory_that_came_back_before_outlives_younger_first_turns() -> No
     assert retention.least_first(now=702.0) == ["beginner", "old hand"]
 
 
-def test_of_a_job_of_single_turns_nothing_is_kept_any_more() -> None:
+def test_no_prefix_of_a_job_of_single_turns_is_kept() -> None:
     retention = PrefixRetention()
     for number in range(20):
         assert retention.left(f"t{number}", [number], now=0.0)
@@ -35,7 +35,7 @@ def test_of_a_job_of_single_turns_nothing_is_kept_any_more() -> None:
     assert retention.blocks == 0
 
 
-def test_whose_turn_is_here_goes_last_and_may_be_turned_away() -> None:
+def test_a_present_trajectory_goes_last_and_may_be_turned_away() -> None:
     retention = PrefixRetention()
     retention.left("a", [1], now=0.0)
     retention.left("b", [2], now=1.0)
@@ -70,7 +70,7 @@ def test_a_dropped_prefix_still_teaches_when_its_trajectory_comes() -> None:
     assert retention.given_up(now=67.0) == ["next"], "they come within seconds here"
 
 
-def test_one_whose_turn_never_left_keeps_nobody_else_from_being_given_up() -> None:
+def test_a_trajectory_that_never_left_does_not_protect_others() -> None:
     retention = PrefixRetention()
     retention.left("lost", [1], now=0.0)
     retention.came_back("lost", now=1.0)

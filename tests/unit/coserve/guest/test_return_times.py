@@ -24,7 +24,7 @@ def test_learns_the_share_that_comes_back_and_when() -> None:
     assert times.patience_s == 120.0
 
 
-def test_who_is_overdue_counts_as_gone_until_it_comes() -> None:
+def test_an_overdue_trajectory_counts_as_gone_until_it_returns() -> None:
     times = ReturnTimes()
     assert not times.overdue(500.0), "nothing is known"
     times.came_back(2.0)

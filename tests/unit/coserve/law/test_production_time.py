@@ -29,7 +29,7 @@ def test_says_nothing_before_there_are_enough_samples() -> None:
     assert times.fit().prefill_s(100) > 0.0
 
 
-def test_the_wanted_share_of_steps_lies_below_the_line() -> None:
+def test_the_configured_share_of_steps_lies_below_the_line() -> None:
     rng = random.Random(1)
     points = [
         (size, (0.01 + 0.001 * size) * rng.lognormvariate(0, 0.3))

@@ -142,7 +142,7 @@ def test_stays_finite_and_positive_on_steps_that_its_law_fits_badly(law: Law) ->
 
 
 @pytest.mark.parametrize("quantile", [0.5, 0.9])
-def test_the_wanted_share_of_steps_is_within_the_prediction(quantile: float) -> None:
+def test_the_configured_share_of_steps_is_within_the_prediction(quantile: float) -> None:
     rng = random.Random(4)
     model = StepTimeModel(quantile=quantile)
 

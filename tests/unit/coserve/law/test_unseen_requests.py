@@ -353,7 +353,7 @@ TWO = ("pulse.prod.0", "pulse.prod.1")
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_of_two_api_servers_the_newer_word_on_a_core_counts(grant: Grant, order: int) -> None:
+def test_the_newer_report_of_two_api_servers_on_a_core_counts(grant: Grant, order: int) -> None:
     two = msgspec.structs.replace(grant, pulses=TWO)
     later_ns = START_NS + 2_000_000_000
     gone = (core(5, told_s=0.0), core(0, told_s=1.0))[::order]

@@ -28,7 +28,7 @@ def test_beside_idle_production_work_goes_at_full_speed(gate: WorkGate) -> None:
     assert gate.budget_s() > 0.5
 
 
-def test_the_pages_of_now_are_asked(slot: Slot, gate: WorkGate) -> None:
+def test_each_call_reads_the_present_pages(slot: Slot, gate: WorkGate) -> None:
     assert gate.budget_s() > 0.0
     slot.production_arrives()
     assert gate.budget_s() < 0.0
@@ -69,7 +69,7 @@ def test_pieces_of_one_kind_say_nothing_of_another(slot: Slot) -> None:
     assert gate.admits("wake")
 
 
-def test_who_owes_memory_is_done_as_soon_as_can_be(
+def test_a_guest_that_owes_memory_works_without_a_limit(
     slot: Slot, guest: GuestSlot, gate: WorkGate
 ) -> None:
     guest.load.kv_tokens_total = 1000
@@ -82,7 +82,7 @@ def test_who_owes_memory_is_done_as_soon_as_can_be(
     assert gate.budget_s() < 0.0
 
 
-def test_nobody_waits_while_somebody_waits_for_all_of_them(slot: Slot) -> None:
+def test_pieces_do_not_pause_while_a_caller_waits_for_all_of_them(slot: Slot) -> None:
     gate = WorkGate(slot.directory, clock=VirtualClock())
     slot.production_arrives()
     done = threading.Event()

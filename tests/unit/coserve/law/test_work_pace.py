@@ -51,7 +51,7 @@ def test_where_a_step_is_preempted_work_is_too(make_grant: MakeGrant, whole: Who
 
 
 @pytest.mark.parametrize("fault", list(PageFault))
-def test_what_is_not_known_leaves_nothing(
+def test_a_missing_page_leaves_no_budget(
     make_grant: MakeGrant, whole: Whole, fault: PageFault
 ) -> None:
     missing: Reading[Any] = Reading(None, fault)

@@ -1,4 +1,4 @@
-"""Engine cores that step side by side, told of through one API server of several."""
+"""Engine cores that step side by side, reported by one API server of several."""
 
 from coserve.pulse.engine_cores import EngineCores
 
@@ -47,7 +47,7 @@ def test_a_request_that_went_away_on_a_core_that_rests_is_forgotten_after_a_whil
     assert cores.last_step_ns(decoding=2, now_ns=2001 * MS) == 10 * MS, "both are there: it hangs"
 
 
-def test_levels_are_those_told_last_of_each_core() -> None:
+def test_levels_are_the_last_reported_of_each_core() -> None:
     cores = EngineCores()
     step(cores, 0, 10 * MS, kv=0.9)
     step(cores, 1, 11 * MS, kv=0.3)
@@ -57,7 +57,7 @@ def test_levels_are_those_told_last_of_each_core() -> None:
     assert [(core.rank, core.told_ns) for core in cores.told] == [(0, 12 * MS), (1, 11 * MS)]
 
 
-def test_of_very_many_cores_the_fullest_are_told() -> None:
+def test_the_fullest_of_very_many_cores_are_reported() -> None:
     cores = EngineCores()
     for rank in range(64):
         step(cores, rank, MS, kv=rank / 64)

@@ -287,7 +287,7 @@ def test_the_pulse_says_how_well_its_model_held(production: Production) -> None:
     assert pulse.prefill_calibration.steps == 0
 
 
-def test_what_ran_beside_a_guest_teaches_nothing(production: Production) -> None:
+def test_a_step_beside_a_guest_is_not_learned(production: Production) -> None:
     times = production.book.times
     production.arrive(1)
     production.book.alone_since_ns = None
@@ -385,7 +385,7 @@ def test_engine_cores_that_step_side_by_side_teach_only_what_was_one_cores(
     assert list(times.prefills) == [(50, pytest.approx(0.05))]
 
 
-def test_a_pulse_tells_how_old_its_word_on_each_core_is(production: Production) -> None:
+def test_a_pulse_has_the_age_of_each_core_s_report(production: Production) -> None:
     production.step(rank=1, running=2, kv_usage_ratio=0.5)
     told_ns = production.now_ns
     production.after(1.0).step(rank=1, inter_token_s=(0.01,))

@@ -1,6 +1,6 @@
 """A stand-in for vLLM's block pool and for a scheduler that runs whole turns on it.
 
-Prefix blocks are found by hash, have users, and are given out by age once nobody uses them.
+Prefix blocks are found by hash, have users, and are given out by age once they have no user.
 `tests/integration/test_prefix_keeper.py` plays the same on vLLM's own pool.
 """
 

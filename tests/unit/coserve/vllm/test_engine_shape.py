@@ -38,7 +38,7 @@ def test_another_quantization_is_another_shape() -> None:
     assert "48x5120 fp8 tp4" in shape_line(config(quantization="fp8"))
 
 
-def test_what_upstream_no_longer_says_is_left_out_and_nothing_fails(
+def test_a_field_that_upstream_dropped_is_left_out_and_nothing_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     odd = config()

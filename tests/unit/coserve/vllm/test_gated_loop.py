@@ -107,7 +107,7 @@ def test_steps_in_the_queue_are_waited_for_behind_a_closed_gate() -> None:
     assert core.gate.decisions == 1
 
 
-def test_a_gate_that_limits_its_sleep_is_asked_again() -> None:
+def test_a_gate_that_limits_its_sleep_decides_again() -> None:
     core = gated()
     core.gate.sleep_s = 0.01
     loop = threading.Thread(target=core._process_input_queue, daemon=True)
@@ -132,7 +132,7 @@ def test_within_a_step_alone_the_gate_says_so_also_where_it_fails() -> None:
     assert not failing.gate.in_step
 
 
-def test_a_watch_dog_is_told_of_the_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watchdog_is_disabled_during_the_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[str] = []
 
     @contextmanager

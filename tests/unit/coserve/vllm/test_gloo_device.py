@@ -123,7 +123,7 @@ def test_a_group_of_several_ranks_is_made_as_torch_makes_it(
     assert not caplog.text
 
 
-def test_a_torch_with_other_options_is_taken_as_it_is_and_the_operator_told_once(
+def test_a_torch_with_other_options_stays_as_it_is_and_is_logged_once(
     recorded: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with gloo_device.shared(ranks=1):

@@ -66,7 +66,7 @@ def test_without_a_gpu_threads_are_idle_and_pages_come_back() -> None:
         plan(replace(CPU, kv_cache_bytes=GIB - 1), NEWEST)
 
 
-def test_mps_takes_consent_and_being_asked_for(daemon: MpsDaemon) -> None:
+def test_mps_needs_consent_and_a_request(daemon: MpsDaemon) -> None:
     agreed = replace(GPU, mps=MpsShare(daemon.control))
     assert of("mps", answers(agreed, NEWEST)).possible
     assert taken(answers(agreed, NEWEST))[0] == "time-slicing", "consent is no choice"
@@ -78,7 +78,7 @@ def test_mps_takes_consent_and_being_asked_for(daemon: MpsDaemon) -> None:
         plan(replace(asked, mps=None), NEWEST)
 
 
-def test_what_was_asked_for_and_cannot_be_is_said_and_nothing_takes_its_place(
+def test_an_impossible_request_is_reported_and_not_replaced(
     daemon: MpsDaemon,
 ) -> None:
     daemon.stop()

@@ -104,7 +104,7 @@ async def identity_of(app: IdentityMiddleware) -> str:
     return msgspec.json.decode(reply.body, type=EngineReport).identity
 
 
-async def test_every_reply_carries_the_identity_that_the_route_tells(engine, middleware) -> None:
+async def test_every_reply_carries_the_identity_of_the_route(engine, middleware) -> None:
     told = await identity_of(middleware)
     engine.parts.put_nowait(None)
     assert (await ask(middleware, GENERATE)).identity == told
@@ -146,7 +146,7 @@ async def test_a_failed_weight_call_changes_it_too(engine, middleware) -> None:
     ("method", "changes"),
     [("rosemux_weights", False), ("rosemux_stage", False), ("reload_weights", True), (None, True)],
 )
-async def test_of_worker_calls_only_those_that_read_leave_it(
+async def test_only_reading_worker_calls_leave_the_identity(
     engine, middleware, method, changes
 ) -> None:
     before = await identity_of(middleware)
@@ -197,7 +197,7 @@ async def test_a_stream_that_names_no_identity_is_left_alone(engine, middleware)
     assert reply.body == b"ab"
 
 
-async def test_tells_what_the_engine_can_serve(middleware) -> None:
+async def test_describes_what_the_engine_can_serve(middleware) -> None:
     class Model:
         served_model_name = "policy"
         hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])

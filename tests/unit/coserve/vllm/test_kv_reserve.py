@@ -52,7 +52,7 @@ def scene() -> Scene:
     return Scene(pool, KvReserve(pool, tokens_per_block=PER_BLOCK, give_back=give_back), returned)
 
 
-def test_a_young_engine_gives_back_what_nobody_has_used(scene: Scene) -> None:
+def test_a_young_engine_gives_back_its_unused_memory(scene: Scene) -> None:
     in_use = scene.pool.get_new_blocks(2)
     scene.reserve.give_back_unused()
     assert sorted(scene.returned) == list(range(3, 11))
@@ -85,7 +85,7 @@ def test_a_larger_budget_gives_blocks_back_to_requests(scene: Scene) -> None:
     assert scene.pool.get_num_free_blocks() == 10
 
 
-def test_what_requests_hold_is_reported_and_taken_once_it_is_free(scene: Scene) -> None:
+def test_memory_of_requests_is_reported_and_taken_once_it_is_free(scene: Scene) -> None:
     held = scene.pool.get_new_blocks(7)
     assert scene.reserve.tokens_held == 7 * PER_BLOCK
     assert scene.reserve.keep_within(2 * PER_BLOCK) == 5 * PER_BLOCK

@@ -35,6 +35,6 @@ def test_layers_that_take_turns_within_a_block_s_stride_own_their_part_of_it() -
     assert plane == Plane(buffer.data_ptr() + BLOCK_BYTES, 3 * BLOCK_BYTES, BLOCK_BYTES)
 
 
-def test_a_tensor_whose_blocks_cannot_be_told_is_left_alone() -> None:
+def test_a_tensor_with_unknown_blocks_is_left_alone() -> None:
     assert planes_of([torch.zeros(2, 2, TOKENS)], 2) == []
     assert planes_of([torch.zeros(2, 5, TOKENS)], BLOCKS) == []

@@ -75,7 +75,7 @@ def test_a_dedicated_engine_takes_weights_and_belongs_to_no_slot() -> None:
     assert "ROSEMUX_ROLE" not in command.environment
 
 
-def test_who_gives_pages_back_asks_for_small_ones() -> None:
+def test_a_guest_that_gives_pages_back_uses_small_ones() -> None:
     keeping = (production(spec(), pages=PAGES), dedicated(spec(), weights=WEIGHTS))
     giving = guest(spec(name="guest"), pages=PAGES, weights=WEIGHTS)
     assert all(HUGE_PAGES.items() <= command.environment.items() for command in keeping)
@@ -127,7 +127,7 @@ def test_production_beside_a_guest_takes_its_part_of_the_gpu_and_profiles_it() -
         GpuOwner(memory_ratio=90.0)
 
 
-def test_a_guest_is_told_what_it_is_isolated_by() -> None:
+def test_a_guest_gets_its_isolation_backend() -> None:
     mps = Isolation(
         IsolationBackend.MPS, 1.0, fault_isolated=False, environment=(("CUDA_MPS_X", "1"),)
     )

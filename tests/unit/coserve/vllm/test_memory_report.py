@@ -95,7 +95,7 @@ def test_on_a_gpu_the_parts_add_up_to_what_the_driver_says(worker: Any, driver: 
     assert memory.floor_bytes + memory.kv_bytes == driver.process_bytes
 
 
-def test_what_may_stay_asleep_is_said_awake_and_held_against_it(
+def test_the_bound_of_a_sleeping_guest_is_reported_and_checked(
     worker: Any, driver: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.vllm_config = _config(sleeps=True)
@@ -111,7 +111,7 @@ def test_what_may_stay_asleep_is_said_awake_and_held_against_it(
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_nothing_is_promised_of_who_never_sleeps_or_is_not_known(
+def test_an_engine_that_never_sleeps_or_is_unknown_has_no_bound(
     known: bool, worker: Any, driver: Any
 ) -> None:
     worker.vllm_config = _config(sleeps=not known)
@@ -163,7 +163,7 @@ def test_nvidia_s_bindings_have_the_names_that_the_fake_has() -> None:
             assert callable(getattr(pynvml, name))
 
 
-def test_the_driver_is_asked_for_this_process_on_this_gpu(nvml: Nvml) -> None:
+def test_the_driver_is_queried_for_this_process_on_this_gpu(nvml: Nvml) -> None:
     nvml.alone = [held(1, pid=os.getpid() + 1)]
     assert process_bytes("1-2", os.getpid()) is None, "it counts processes in another namespace"
     nvml.alone.append(held(3 * MIB))
@@ -186,7 +186,7 @@ def test_a_size_that_the_driver_does_not_know_is_none(nvml: Nvml) -> None:
     assert process_bytes("1-2", os.getpid()) is None
 
 
-def test_the_driver_is_asked_through_vllm_s_copy_or_else_nvidia_ml_py(
+def test_the_driver_is_queried_through_vllm_s_copy_or_else_nvidia_ml_py(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert memory_report.nvml() is pynvml
@@ -210,6 +210,6 @@ def test_without_a_driver_the_whole_is_not_known() -> None:
     assert process_bytes("1-2", os.getpid()) is None
 
 
-def test_of_several_workers_the_fullest_gpu_counts() -> None:
+def test_the_fullest_gpu_of_several_workers_counts() -> None:
     reports = [GuestMemory(weights_bytes=3), GuestMemory(weights_bytes=2, other_bytes=2)]
     assert largest(msgspec.to_builtins(one) for one in reports) == reports[1]

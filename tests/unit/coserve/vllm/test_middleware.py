@@ -301,7 +301,7 @@ async def test_a_raised_epoch_reaches_a_handler_that_no_cancellation_reaches(
 
 
 @pytest.mark.parametrize("started", [True, False])
-async def test_what_an_engine_says_to_its_cancellation_reaches_no_client(
+async def test_an_engine_s_reply_to_its_cancellation_reaches_no_client(
     grant: GrantPage, started: bool
 ) -> None:
     engine = Engine()
@@ -380,7 +380,7 @@ async def test_a_cancelled_server_task_takes_its_engine_request_along(grant: Gra
     assert engine.cancelled == 1
 
 
-async def test_outside_a_guest_no_epoch_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outside_of_a_guest_no_epoch_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROSEMUX_ROLE", raising=False)
     engine = Engine()
     engine.begin.set(), engine.end.set()

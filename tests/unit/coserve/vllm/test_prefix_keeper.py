@@ -46,7 +46,7 @@ def test_prefixes_of_open_trajectories_survive_a_flood_of_single_turns() -> None
     assert kept == 4 * (3 + 6 + 9 + 3 + 3 + 3)
 
 
-def test_what_is_kept_stays_within_its_bound(pool: FakePool) -> None:
+def test_retained_prefixes_stay_within_their_bound(pool: FakePool) -> None:
     engine = engine_of(pool, most_blocks=10)
     for number in range(6):
         engine.turn(f"t{number}", hashes(f"t{number}", 4), now=float(number))
@@ -128,7 +128,7 @@ def test_a_context_that_leaves_the_prefix_half_way_uses_half(engine: FakeEngine)
     assert counted == (2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS)
 
 
-def test_requests_of_nobody_s_trajectory_are_left_to_the_engine(
+def test_requests_without_a_trajectory_are_left_to_the_engine(
     pool: FakePool, engine: FakeEngine
 ) -> None:
     for extra in (None, {}, {"rosemux_trajectory": 7}):

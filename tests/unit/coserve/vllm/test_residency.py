@@ -122,7 +122,7 @@ def test_without_sleep_mode_weights_stay_where_they_are(executor: FakeExecutor) 
     assert residency(config(sleeps=False), executor, OLD, shared_kv=True) is None
 
 
-def test_what_could_not_follow_versions_or_share_pages_is_refused(
+def test_a_plan_that_cannot_follow_versions_or_share_pages_is_refused(
     executor: FakeExecutor,
 ) -> None:
     with pytest.raises(Unsupported, match=r"vLLM 0\.30\.0 was not checked .* 0\.31"):
@@ -167,7 +167,7 @@ def test_a_version_comes_through_with_the_weights_alone_awake(
 def test_a_guest_that_falls_asleep_within_an_update_writes_no_unmapped_memory(
     executor: FakeExecutor, before: str
 ) -> None:
-    """The engine loop obeys a grant that says asleep between two calls of a trainer."""
+    """The engine loop obeys a grant with `asleep` between two calls of a trainer."""
     found = residency(config(sleeps=True), executor, NEW, shared_kv=False)
     assert found is not None
     worker = executor.worker

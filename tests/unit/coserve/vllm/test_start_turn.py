@@ -65,7 +65,7 @@ def test_a_guest_that_is_not_the_agent_waits_where_guests_may_write(
     assert is_free(tmp_path, "GPU-a")
 
 
-def test_a_cpu_engine_waits_for_nobody(slot: SlotEnvironment, tmp_path: Path) -> None:
+def test_a_cpu_engine_takes_no_launch_lock(slot: SlotEnvironment, tmp_path: Path) -> None:
     guest_start.take_turn(slot, Gpus(), workers=1)
     assert list(tmp_path.glob("*.launch")) == []
 

@@ -161,7 +161,7 @@ async def test_without_a_page_production_serves_and_goes_on_trying(
     assert await served_by(PulseMiddleware)
 
 
-def test_what_is_no_error_of_ours_passes() -> None:
+def test_a_foreign_error_passes() -> None:
     def stopped() -> None:
         raise KeyboardInterrupt
 

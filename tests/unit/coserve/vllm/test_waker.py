@@ -124,7 +124,7 @@ def test_finds_an_opening_that_no_sequence_shows(scene: Scene) -> None:
     assert eventually(scene.woken)
 
 
-def test_wakes_nobody_that_is_not_armed(scene: Scene) -> None:
+def test_wakes_no_loop_that_is_not_armed(scene: Scene) -> None:
     scene.slot.decision = OPEN
     assert not_within_beats(scene.woken)
 
@@ -199,7 +199,7 @@ def test_wakes_once_when_the_grace_is_over_and_not_again_while_it_stays_so(scene
     assert eventually(scene.woken), "a grant that was lost again"
 
 
-def test_a_grace_that_ended_while_there_was_no_work_is_still_told(scene: Scene) -> None:
+def test_a_grace_that_ended_without_work_is_still_reported(scene: Scene) -> None:
     scene.slot.over = True
     assert eventually(scene.slot.told)
     assert eventually(scene.slot.told)

@@ -7,17 +7,11 @@ import async_solipsism
 import numpy as np
 import pytest
 
-from examples.demo.records import (
-    Arm,
-    Block,
-    EngineGap,
-    GrantSample,
-    ProductionRequest,
-    Record,
-    TrainingStep,
-)
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.demo.records import Arm, Block, EngineGap, GrantSample, Record, TrainingStep
 from examples.demo.result import Facts, result_of
 from examples.demo.schema import Result
+from tests.unit.benchmarks.testbed.made_request import made_request
 
 BLOCK_S = 40.0
 STEPS_PER_BLOCK = 8
@@ -46,21 +40,7 @@ def facts() -> Facts:
 
 @pytest.fixture
 def request_of() -> Callable[..., ProductionRequest]:
-    def build(arm: Arm = Arm.SERVING_ONLY, **given: object) -> ProductionRequest:
-        fields: dict[str, object] = {
-            "arm": arm,
-            "block": 0,
-            "due_s": 0.0,
-            "input_tokens": 8,
-            "output_tokens": 3,
-            "ttft_s": 0.02,
-            "itl_s": (0.01, 0.01),
-            "failed": False,
-            "trace_index": 0,
-        }
-        return ProductionRequest(**(fields | given))  # type: ignore[arg-type]
-
-    return build
+    return made_request
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.testbed.trace import Arrival
+from benchmarks.testbed.window import Window
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
-from examples.demo.job.events import StepDone, Trajectories
 from examples.demo.records import Arm, Block, Record, TrainingStep
-from examples.demo.trace import Arrival
-from examples.demo.window import Window
+from examples.grpo.events import StepDone, Trajectories
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
 
@@ -115,7 +115,7 @@ class Scene:
             watch=fake,
             clock=LoopClock(),
             record=self.records.append,
-            told=lambda _: None,
+            on_progress=lambda _: None,
         )
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.window import windows_of
 from examples.demo import command
-from examples.demo.bursts import Bursts, generated_trace
 from examples.demo.command import demo
 from examples.demo.records import Record
 from examples.demo.schema import problems
 from examples.demo.session import Outcome
-from examples.demo.trace import Trace
-from examples.demo.window import windows_of
 from harvester.contracts.errors import ConfigError
 
 PLAIN_TRACE = "t_s,input_tokens,output_tokens\n" + "".join(
@@ -122,11 +122,11 @@ def test_a_broken_trace_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_that_cannot_is_told_before_anything_is_written(
+def test_an_unfit_machine_is_refused_before_anything_is_written(
     tmp_path: Path, session: type[FakeSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> None:
-        raise ConfigError("the demo needs 2 cores")
+        raise ConfigError("the engines need 2 cores")
 
     monkeypatch.setattr(command, "check_machine", refuse)
     with pytest.raises(ConfigError, match="2 cores"):

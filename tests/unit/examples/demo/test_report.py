@@ -15,10 +15,8 @@ def page(whole_run: tuple[Record, ...], whole_result: Result) -> str:
 
 
 def test_the_page_loads_nothing_and_stays_small(page: str) -> None:
-    sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
-    assert len(sources) == 5
-    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
-    assert "@import" not in page
+    assert page.count("<svg ") == 5
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', page)
     assert "<script" not in page
     assert len(page) < 3_000_000
 
@@ -35,8 +33,8 @@ def test_names_from_outside_are_text(page: str) -> None:
     assert "a <trace>" not in page
 
 
-def test_every_figure_has_words_for_those_who_cannot_see_it(page: str) -> None:
-    assert all(alt for alt in re.findall(r'<img [^>]*alt="([^"]*)"', page))
+def test_every_figure_has_a_text_description(page: str) -> None:
+    assert len(re.findall(r'<svg role="img" aria-label="[^"]+"', page)) == 5
 
 
 def test_a_run_cut_short_still_makes_a_page(tmp_path: Path, facts: Facts) -> None:

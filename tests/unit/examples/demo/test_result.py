@@ -3,10 +3,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from examples.demo.records import Arm, Block, EngineGap, ProductionRequest, Record, TrainingStep
-from examples.demo.result import Facts, as_json, result_of
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import arms_of
+from examples.demo.records import Arm, Block, EngineGap, Record, TrainingStep
+from examples.demo.result import Facts, as_json, level_of, result_of
 from examples.demo.schema import Check, Result
-from examples.demo.serving_figures import arms_of, level_of
 from examples.demo.session import measured_level
 from harvester.contracts.errors import ConfigError
 
@@ -170,7 +171,7 @@ def test_a_gap_is_compared_within_its_step(step_of: Steps, facts: Facts) -> None
     assert check(result_of(records, facts), "log-probability gap").value == pytest.approx(1.0)
 
 
-def test_what_may_never_happen_is_counted_in_warm_up_steps_too(
+def test_lost_duplicated_and_stale_tokens_count_in_warm_up_steps_too(
     step_of: Steps, facts: Facts
 ) -> None:
     records: list[Record] = [

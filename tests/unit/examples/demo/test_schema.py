@@ -44,7 +44,7 @@ def test_every_missing_key_is_named(plain: dict[str, Any]) -> None:
         ("ratios", "ttft_p50", float("nan"), "not a number"),
     ],
 )
-def test_what_is_wrong_with_one_figure_is_said(
+def test_a_wrong_figure_is_named_with_its_fault(
     plain: dict[str, Any], part: str, key: str, value: object, said: str
 ) -> None:
     plain[part][key] = value

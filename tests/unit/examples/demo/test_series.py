@@ -3,7 +3,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from examples.demo.records import Arm, Block, GrantSample, ProductionRequest, Record
+from benchmarks.testbed.production_request import ProductionRequest
+from examples.demo.records import Arm, Block, GrantSample, Record
 from examples.demo.series import axis_of, grant_series, itl_series, ttft_series
 
 Requests = Callable[..., ProductionRequest]

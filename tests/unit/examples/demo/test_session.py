@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from examples.demo.session import run_with_watchdog
+from benchmarks.testbed.parts import run_with_watchdog
 from harvester.contracts.errors import ConfigError
 
 

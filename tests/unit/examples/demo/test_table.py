@@ -5,8 +5,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from benchmarks.testbed.production_request import ProductionRequest
 from examples.demo import table, wording
-from examples.demo.records import Arm, ProductionRequest, TrainingStep
+from examples.demo.records import Arm, TrainingStep
 from examples.demo.schema import Result
 
 

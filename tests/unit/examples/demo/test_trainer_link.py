@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from examples.demo.job.events import Event, Failed, Ready, StepDone, Trajectories, encoded_event
-from examples.demo.processes import Child
+from benchmarks.testbed.processes import Child
 from examples.demo.trainer_link import TrainerLink
+from examples.grpo.events import Event, Failed, Ready, StepDone, Trajectories, encoded_event
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 
 READY = Ready(
@@ -83,13 +83,13 @@ def test_ready_and_steps_come_in_turn(tmp_path: Path) -> None:
     assert told == b'{"cmd":"step"}\n'
 
 
-def test_an_end_is_told_with_the_trainers_last_words(tmp_path: Path) -> None:
+def test_an_end_is_reported_with_the_trainer_s_last_lines(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("out of memory")
     with pytest.raises(ConfigError, match=r"(?s)trainer ended.*out of memory"):
         linked(tmp_path / "log", TrainerLink.ready)
 
 
-def test_a_failure_is_told_with_its_reason(tmp_path: Path) -> None:
+def test_a_failure_is_reported_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trainer failed: the store is full"):
         linked(tmp_path / "log", TrainerLink.step, Failed(reason="the store is full"))
 

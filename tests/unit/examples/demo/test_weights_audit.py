@@ -80,24 +80,20 @@ async def test_another_state_than_the_published_one_is_a_mismatch_each_time(
     assert (audit.audited, audit.hash_mismatches) == (3, 2)
 
 
-async def test_a_version_that_nobody_published_is_a_mismatch(
-    root: Path, published: list[Published]
-) -> None:
+async def test_an_unpublished_version_is_a_mismatch(root: Path, published: list[Published]) -> None:
     audit = await audited(root, {"guest-0": report(published[0], version=9)})
     assert audit.hash_mismatches == 1
 
 
 @pytest.mark.parametrize("store", ["stranger", "../weights"])
-async def test_a_store_that_nobody_made_is_a_mismatch(
+async def test_a_missing_store_is_a_mismatch(
     root: Path, published: list[Published], store: str
 ) -> None:
     audit = await audited(root, {"guest-0": report(published[0], store=store)})
     assert audit.hash_mismatches == 1
 
 
-async def test_what_an_engine_mended_by_itself_counts_once(
-    root: Path, published: list[Published]
-) -> None:
+async def test_a_repair_by_the_engine_counts_once(root: Path, published: list[Published]) -> None:
     mended = {"guest-0": report(published[1], reapplied=1)}
     assert (await audited(root, mended, mended)).hash_mismatches == 1
 

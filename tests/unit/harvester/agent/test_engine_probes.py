@@ -33,10 +33,10 @@ def test_a_missing_series_is_unknown_and_not_idle(series: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1"])
-def test_what_is_no_level_is_unknown(value: str) -> None:
+def test_an_invalid_level_is_unknown(value: str) -> None:
     assert read_levels(PAGE.replace("} 2.0", f"}} {value}")) is None
 
 
 @pytest.mark.parametrize("page", ["", "<html>", PAGE[: len(PAGE) // 2]])
-def test_what_is_no_metrics_page_is_unknown(page: str) -> None:
+def test_an_invalid_metrics_page_is_unknown(page: str) -> None:
     assert read_levels(page) is None

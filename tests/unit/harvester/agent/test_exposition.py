@@ -48,7 +48,7 @@ def value(scene: Any) -> Any:
         (MpsReading(clients=((7, 41),), server_fault=True), "fault", 0.3),
     ],
 )
-def test_what_the_daemon_says_is_one_state_and_the_ratio_in_force_follows(
+def test_the_daemon_s_reply_is_one_state_and_the_ratio_in_force_follows(
     mps: MpsReading | None, state: str, in_force: float, scene: Any, value: Any
 ) -> None:
     scene.mps = mps
@@ -69,9 +69,7 @@ def test_isolation_is_what_the_guest_says(scene: Any, value: Any) -> None:
     assert value("guest_weights_away") == 1
 
 
-def test_what_may_stay_of_a_sleeping_guest_is_told_where_it_is_known(
-    scene: Any, value: Any
-) -> None:
+def test_a_sleeping_guest_s_bound_is_exported_where_it_is_known(scene: Any, value: Any) -> None:
     scene.guest = Guest(weights_away=True, memory=GuestMemory(other_bytes=2, whole=True))
     assert math.isnan(value("guest_asleep_bytes_max"))
     scene.guest = Guest(weights_away=True, memory=GuestMemory(other_bytes=2, asleep_bytes_max=3))
@@ -108,7 +106,7 @@ def test_whether_an_isolation_holds_is_known_of_those_that_promise_anything(
     assert value("guest_isolation_holds") == pytest.approx(holds, nan_ok=True)
 
 
-def test_what_the_guest_decides_is_no_number_of_the_configuration(make_scene: Any) -> None:
+def test_the_guest_s_decision_is_not_a_configured_number(make_scene: Any) -> None:
     scene, metrics = make_scene(), AgentMetrics(version="1")
     SlotExposition("slot0", metrics, tenants=()).refresh(scene.policy, {})
     found = metrics.registry.get_sample_value(

@@ -85,7 +85,7 @@ async def test_its_end_is_the_engine_s_and_no_worker_is_left(tmp_path: Path) -> 
     assert [pid for pid in pids if runs(pid)] == []
 
 
-async def test_asked_to_stop_it_ends_well_with_all_its_processes(tmp_path: Path) -> None:
+async def test_a_stop_request_ends_it_well_with_all_its_processes(tmp_path: Path) -> None:
     guest = engine(tmp_path)
     running = asyncio.create_task(guest.run())
     pids = await started(tmp_path)
@@ -137,7 +137,7 @@ async def test_under_mps_the_daemon_ends_its_work_before_anybody_signals_it(
     assert sorted(ended[:2]) == sorted(f"terminate_client 70 {pid}" for pid in pids)
 
 
-async def test_under_mps_a_guest_whose_work_goes_on_is_not_signalled_until_asked_again(
+async def test_under_mps_a_working_guest_is_not_signalled_before_a_second_request(
     tmp_path: Path,
     daemon: MpsDaemon,
     watch: MpsWatch,
@@ -156,7 +156,7 @@ async def test_under_mps_a_guest_whose_work_goes_on_is_not_signalled_until_asked
     assert [pid for pid in pids if runs(pid)] == []
 
 
-async def test_what_cannot_be_started_is_named() -> None:
+async def test_a_missing_program_is_named() -> None:
     with pytest.raises(ConfigError, match="/nonexistent/vllm"):
         await GuestEngine(["/nonexistent/vllm"], {}).run()
 
@@ -171,7 +171,7 @@ def pages(tmp_path: Path) -> PageDirectory:
     return pages
 
 
-async def test_of_one_that_is_asked_to_stop_it_is_said_until_it_has_ended_though_it_writes_on(
+async def test_a_stopping_guest_s_page_states_it_until_its_end_although_it_writes_on(
     tmp_path: Path, pages: PageDirectory
 ) -> None:
     said, living = said_on(pages), pages.guest_writer()

@@ -1,4 +1,4 @@
-"""A slot's place for one guest: when it is free, and what is removed from a free one."""
+"""A slot's place for one guest: when it is free, and which leftovers are removed."""
 
 import os
 import subprocess
@@ -93,7 +93,7 @@ def test_a_process_that_only_bears_a_dead_one_s_number_keeps_nothing(
     place().take(timeout_s=0.0)
 
 
-def test_what_a_killed_guest_left_of_shared_kv_is_removed(place: Place, tmp_path: Path) -> None:
+def test_a_killed_guest_s_shared_kv_is_removed(place: Place, tmp_path: Path) -> None:
     segment = KvSegment("guest_kv", owners=frozenset((os.getuid(),)), directory=tmp_path)
     other = KvSegment("prod_kv", directory=tmp_path)
     for one in (segment, other):
@@ -106,7 +106,7 @@ def test_what_a_killed_guest_left_of_shared_kv_is_removed(place: Place, tmp_path
     assert other.path.exists()
 
 
-def test_what_is_another_user_s_or_no_segment_is_left(place: Place, tmp_path: Path) -> None:
+def test_a_foreign_file_in_the_place_of_a_segment_is_left(place: Place, tmp_path: Path) -> None:
     free = place()
     stranger = KvSegment("theirs", owners=frozenset((os.getuid() + 1,)), directory=tmp_path)
     longer = KvSegment("longer", owners=frozenset((os.getuid(),)), directory=tmp_path)

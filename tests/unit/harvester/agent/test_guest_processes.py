@@ -96,12 +96,12 @@ def test_lifts_a_guest_out_of_the_idle_group_and_an_agent_that_comes_after_puts_
         groups.clear()
 
 
-def test_a_guest_in_an_operators_idle_group_is_not_said_to_be_lifted(
+def test_a_guest_in_an_operators_idle_group_is_not_reported_as_lifted(
     named: tuple[ProcessId, ...], guest: GuestProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guest_processes, "is_under_idle", lambda group: True)
     guest.lift(named)
-    assert "its operator's" in fault_of(guest)
+    assert "belongs to its operator" in fault_of(guest)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_production_is_not_touched_whatever_a_guest_of_its_user_names(
     assert [start_ticks(one.pid) for one in below] == [one.start_ticks for one in below]
 
 
-def test_a_root_of_another_pid_namespace_spares_nobody(
+def test_a_root_of_another_pid_namespace_spares_no_process(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
     guest.spare([ProcessId(pid=one.pid, start_ticks=one.start_ticks + 1) for one in named])
@@ -183,7 +183,7 @@ def test_a_memo_that_is_damaged_is_no_memo(tmp_path: Path) -> None:
     GuestProcesses(tmp_path / "guest", memo=tmp_path / "lifted").settle()
 
 
-def test_what_was_not_idle_is_not_made_idle(
+def test_a_thread_that_was_not_idle_is_not_made_idle(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...], guest: GuestProcesses
 ) -> None:
     guest.lift(named)
@@ -202,7 +202,7 @@ def test_ends_the_guest_s_processes(
     assert not fault_of(guest), "it was seen here, and has ended"
 
 
-def test_a_number_that_another_process_has_now_ends_nobody(
+def test_a_reused_process_id_ends_no_process(
     child: "subprocess.Popen[bytes]", guest: GuestProcesses
 ) -> None:
     began = start_ticks(child.pid)
@@ -231,9 +231,7 @@ def test_a_guest_cannot_make_the_agent_end_itself(guest: GuestProcesses) -> None
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1, 4_000_000])
-def test_names_that_are_no_process_of_the_guest_s_end_nobody(
-    guest: GuestProcesses, pid: int
-) -> None:
+def test_ids_of_foreign_processes_end_no_process(guest: GuestProcesses, pid: int) -> None:
     guest.kill([ProcessId(pid=pid, start_ticks=start_ticks(pid) or 0)])
     assert fault_of(guest)
 
@@ -247,13 +245,13 @@ def test_without_a_page_there_is_no_guest(
     assert child.poll() is None
 
 
-def test_a_guest_that_names_no_process_is_not_said_to_be_ended(guest: GuestProcesses) -> None:
+def test_a_guest_that_names_no_process_is_not_reported_as_ended(guest: GuestProcesses) -> None:
     guest.kill(())
     assert "names no process" in fault_of(guest)
 
 
 @privileged
-def test_a_guest_that_an_agent_of_another_user_may_not_signal_is_not_said_to_be_ended(
+def test_a_guest_out_of_reach_of_an_agent_of_another_user_is_not_reported_as_ended(
     child: "subprocess.Popen[bytes]", named: tuple[ProcessId, ...]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -276,7 +274,7 @@ def test_a_guest_that_an_agent_of_another_user_may_not_signal_is_not_said_to_be_
 
 
 @privileged
-def test_a_guest_in_another_pid_namespace_is_not_said_to_be_ended(
+def test_a_guest_in_another_pid_namespace_is_not_reported_as_ended(
     tmp_path: Path, child: "subprocess.Popen[bytes]"
 ) -> None:
     unshare = ["unshare", "--pid", "--fork", "--mount-proc"]
@@ -305,7 +303,7 @@ def _as_another_agent(prefix: list[str], page: Path, pid: int) -> str:
 
 
 @privileged
-def test_what_cannot_be_written_down_is_lifted_all_the_same_and_written_when_there_is_room(
+def test_a_lift_without_room_for_its_record_happens_and_is_recorded_later(
     child: "subprocess.Popen[bytes]",
     named: tuple[ProcessId, ...],
     guest: GuestProcesses,

@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "slot0.lease"
 
 
-def test_what_is_kept_is_read_by_the_next_agent_and_by_no_other_user(path: Path) -> None:
+def test_the_saved_state_is_read_by_the_next_agent_and_by_no_other_user(path: Path) -> None:
     LeaseFile(path).keep(LEASE)
     assert LeaseFile(path).read(ends_s=99.0) == replace(LEASE, ends_s=99.0)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -68,7 +68,7 @@ def test_a_lease_that_is_over_or_ending_is_not_taken_up_again(
     assert not path.exists()
 
 
-def test_what_cannot_be_written_leaves_the_record_before_it(path: Path) -> None:
+def test_a_failed_write_leaves_the_record_before_it(path: Path) -> None:
     file = LeaseFile(path)
     file.keep(LEASE)
     (path.parent / ".tmp-slot0.lease").mkdir()

@@ -44,7 +44,7 @@ def child() -> Iterator["subprocess.Popen[bytes]"]:
     process.wait()
 
 
-def test_what_the_daemon_says_is_read(daemon: MpsDaemon, watch: MpsWatch) -> None:
+def test_the_daemon_s_reply_is_parsed(daemon: MpsDaemon, watch: MpsWatch) -> None:
     assert watch.read().fault
     daemon.serve({70: [PRODUCTION_PID, GUEST_PID], 71: []})
     watch.look()
@@ -57,7 +57,7 @@ def test_what_the_daemon_says_is_read(daemon: MpsDaemon, watch: MpsWatch) -> Non
     assert "no MPS daemon" in watch.read().fault
 
 
-def test_the_daemon_is_asked_beside_the_beat(daemon: MpsDaemon, watch: MpsWatch) -> None:
+def test_the_daemon_is_queried_outside_of_the_beat(daemon: MpsDaemon, watch: MpsWatch) -> None:
     watch.start()
     try:
         while not daemon.commands():
@@ -90,7 +90,7 @@ def scene(make_scene: Any) -> Any:
     return scene
 
 
-def test_what_is_configured_for_mps_holds_while_both_are_on_one_server(
+def test_the_configured_mps_ratio_holds_while_both_are_on_one_server(
     scene: Any, grant_in: Any
 ) -> None:
     assert grant_in(scene.beat()).blocking_ratio == 0.3

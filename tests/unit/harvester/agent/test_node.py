@@ -277,7 +277,7 @@ def test_a_lease_that_cannot_be_recorded_is_refused(stage: Stage) -> None:
     assert stage.take("r1").epoch > 1
 
 
-def test_the_journal_says_whose_lease_it_is_and_not_how_to_end_it(stage: Stage) -> None:
+def test_the_journal_names_a_lease_s_holder_and_not_its_id(stage: Stage) -> None:
     lease = stage.harvest()
     stage.switch.write_text("drain")
     stage.beats()
@@ -326,7 +326,7 @@ def test_a_rotated_journal_opens_with_a_snapshot_and_stays_bounded(tmp_path: Pat
     assert first.snapshot is not None
 
 
-def test_what_cannot_be_audited_is_not_granted(
+def test_a_decision_without_a_journal_is_not_granted(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage.harvest()

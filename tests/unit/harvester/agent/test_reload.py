@@ -142,7 +142,7 @@ def test_every_field_that_changes_is_in_force_or_needs_a_start(where: Where) -> 
     assert (kept != dict(leaves(FULL))[where]) == taken_over
 
 
-def test_what_waits_for_a_restart_is_told_until_the_file_says_the_old_value_again() -> None:
+def test_a_pending_restart_is_reported_until_the_file_has_the_old_value_again() -> None:
     new = changed(changed(FULL, ("http", "port")), ("slots", "slot0", "model"))
     once = reload(FULL, new)
     assert (once.in_force, once.restart_needed) == (("slots.slot0.model",), ("http.port",))
@@ -212,12 +212,12 @@ def node(tmp_path: Path) -> Iterator[NodeAgent]:
 PROVEN = [where for where in EVERY if where in IN_FORCE or where[2:3] == ("policy",)]
 
 
-def test_no_field_is_said_to_be_in_force_without_a_proof() -> None:
+def test_no_field_is_reported_in_force_without_a_proof() -> None:
     assert [where for where in EVERY if reload(FULL, changed(FULL, where)).in_force] == PROVEN
 
 
 @pytest.mark.parametrize("where", PROVEN, ids=".".join)
-def test_what_a_reload_says_is_in_force_is(node: NodeAgent, where: Where) -> None:
+def test_a_field_that_a_reload_reports_in_force_is(node: NodeAgent, where: Where) -> None:
     # The more careful of two modes holds, so each is seen beside `harvest` only.
     base = node._config.model_copy(update={"mode": Mode.HARVEST})
     node.reconfigure(base)
@@ -243,7 +243,7 @@ def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: NodeAgent) 
     assert effects[0].ttl_s == settings.grant_ttl_s  # type: ignore[union-attr]
 
 
-def test_what_is_not_in_force_stands_in_metrics_journal_and_offers(
+def test_a_field_not_in_force_stands_in_metrics_journal_and_offers(
     node: NodeAgent, tmp_path: Path
 ) -> None:
     new = changed(changed(node._config, ("http", "port")), ("lease_ttl_s",))

@@ -17,7 +17,7 @@ from harvester.contracts.process import process_ids
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading
 
 
-def test_who_wrote_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
+def test_the_writer_of_an_expired_page_lives_until_its_process_ends(tmp_path: Path) -> None:
     pages = PageDirectory.create(tmp_path)
     sensor = SlotSensor(pages, pulses=())
 
@@ -73,5 +73,5 @@ def test_the_owner_of_a_page_that_is_not_believed_is_named_once(
         for _ in range(3):
             assert [reading.fault for reading in _pulses(sensor)] == [PageFault.FOREIGN]
     (said,) = [one.getMessage() for one in caplog.records]
-    assert "pulse.production.0 is of user" in said
+    assert "pulse.production.0 belongs to user" in said
     sensor.close()

@@ -120,7 +120,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 class Disk:
-    """Full, where a test says so."""
+    """Full where a test fills it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -211,7 +211,7 @@ def test_the_journal_goes_on_when_there_is_room_and_says_what_it_lacks(
     assert replayed.difference is None
 
 
-def test_a_full_disk_is_said_once_and_its_end_once(
+def test_a_full_disk_is_logged_once_and_its_end_once(
     stage: Stage, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     stage.harvest()
@@ -347,7 +347,7 @@ def test_an_operator_s_release_is_obeyed_once_and_is_in_the_journal(stage: Stage
     assert replay_journal(stage.journal).decisions > 0
 
 
-def test_a_release_waits_for_the_line_that_tells_of_it(stage: Stage, disk: Disk) -> None:
+def test_a_release_waits_for_its_journal_line(stage: Stage, disk: Disk) -> None:
     release = stage.state_dir / f"{SLOT}.release"
     stage.harvest()
     stage.quarantine("guest lost 3 times")

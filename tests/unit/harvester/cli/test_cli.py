@@ -135,7 +135,7 @@ def test_status_says_how_well_predictions_held(
     assert "4096 retained, 9% of steps longer than predicted" in shown
 
 
-def test_status_says_what_a_guest_holds_while_closed_and_whose_fate_it_shares(
+def test_status_shows_a_closed_guest_s_memory_and_its_shared_fate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gib = 1 << 30

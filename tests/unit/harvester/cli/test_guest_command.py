@@ -129,7 +129,7 @@ def test_a_gpu_guest_without_consent_takes_turns_and_joins_no_daemon(
     assert "production needs" not in shown
 
 
-def test_engines_are_told_whose_pages_they_may_believe(
+def test_engines_get_the_users_of_trusted_pages(
     tmp_path: Path,
     write: Write,
     driver: Callable[[str], None],
@@ -243,7 +243,7 @@ def test_a_driver_that_is_ill_is_no_machine_without_a_gpu(
         (("weights: {folder}", "weights: {folder}/absent"), "guest.weights"),
     ],
 )
-def test_what_an_operator_has_to_repair_is_one_line(
+def test_a_fault_for_the_operator_is_one_line(
     change: tuple[str, str],
     complaint: str,
     tmp_path: Path,
@@ -342,7 +342,7 @@ def test_a_model_that_cannot_be_loaded_is_found_before_the_start(
     assert "the guest would not start: guest.model" in shown
 
 
-def test_an_environment_without_vllm_says_whose_it_is_and_what_else_is_wrong(
+def test_an_environment_without_vllm_is_reported_with_its_path_and_all_other_faults(
     write: Write,
     programs: Path,
     tmp_path: Path,

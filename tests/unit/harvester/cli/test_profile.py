@@ -36,7 +36,7 @@ def profiled(pages: Path, *more: str) -> int:
     return int(left.value.code or 0)
 
 
-def test_what_it_prints_and_writes_is_a_slot_s_policy_with_the_upper_times(
+def test_the_printed_profile_is_a_slot_s_policy_with_the_upper_times(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pulse(tmp_path / "slot", 0, ONE)

@@ -29,7 +29,7 @@ def test_leaves_its_reason_for_the_agent(
 ) -> None:
     options = ("--config", str(config), "--slot", "slot1", "--reason", "driver replaced")
     code, shown = said(capsys, *options)
-    assert (code, "no agent has obeyed yet" in shown) == (0, True), shown
+    assert (code, "no agent has taken it yet" in shown) == (0, True), shown
     assert (tmp_path / "state/slot1.release").read_text() == "driver replaced\n"
     assert not (tmp_path / "state/slot0.release").exists()
 

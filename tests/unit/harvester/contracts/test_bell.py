@@ -49,7 +49,7 @@ def still(tmp_path: Path) -> Iterator[Word]:
     writer.close()
 
 
-def test_a_page_that_another_process_writes_wakes_who_may_only_read_it(
+def test_a_write_of_another_process_wakes_a_reader_without_write_access(
     tmp_path: Path, still: Word
 ) -> None:
     reader = PageDirectory(tmp_path).pulse_reader(pulse_page("prod", 0))
@@ -69,7 +69,7 @@ def test_a_page_that_another_process_writes_wakes_who_may_only_read_it(
         reader.close()
 
 
-def test_what_has_changed_already_is_not_slept_on(still: Word) -> None:
+def test_a_word_that_has_changed_is_not_slept_on(still: Word) -> None:
     assert slept_s(Word(still.address, still.value + 2)) < LONG_S / 2
 
 

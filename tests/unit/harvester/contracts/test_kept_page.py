@@ -53,7 +53,7 @@ def lock_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
 
 
-def test_of_two_engines_of_one_name_neither_is_believed(
+def test_two_engines_of_one_name_are_both_rejected(
     path: Path, page: KeptPage[Pulse], rival: KeptPage[Pulse], caplog: pytest.LogCaptureFixture
 ) -> None:
     beat(page, BUSY)
@@ -121,7 +121,7 @@ def test_a_second_engine_is_found_out_though_files_were_deleted(
     assert seen(path) is PageFault.CONFLICT
 
 
-def test_of_two_engines_that_both_ended_no_conflict_is_left(
+def test_two_ended_engines_leave_no_conflict(
     path: Path, page: KeptPage[Pulse], rival: KeptPage[Pulse]
 ) -> None:
     beat(page, BUSY)
@@ -230,7 +230,7 @@ def test_a_child_made_by_fork_neither_holds_the_page_nor_writes_it(path: Path) -
 
 
 @pytest.mark.parametrize("trap", ["link", "second name", "folder"])
-def test_what_somebody_put_in_the_place_of_a_lock_is_neither_followed_nor_changed(
+def test_a_foreign_file_in_the_place_of_a_lock_is_neither_followed_nor_changed(
     path: Path, tmp_path: Path, trap: str
 ) -> None:
     mine = tmp_path / "mine"

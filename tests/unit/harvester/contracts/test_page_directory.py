@@ -78,7 +78,7 @@ def test_a_group_may_put_its_own_pages_into_the_directory_and_others_cannot_ente
     assert mode_of(directory.path) == 0o1770
 
 
-def test_a_directory_that_an_older_agent_left_open_to_everybody_is_closed(tmp_path: Path) -> None:
+def test_a_world_writable_directory_of_an_older_agent_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "slot"
     path.mkdir()
     path.chmod(0o1777)

@@ -73,7 +73,7 @@ def test_a_page_without_its_first_record_says_no_more_than_one_that_is_over(path
     assert read(PageReader(path, Pulse)).fault is PageFault.EXPIRED
 
 
-def test_a_successor_ends_what_its_predecessor_said(path: Path) -> None:
+def test_a_new_writer_invalidates_its_predecessor_s_record(path: Path) -> None:
     written(path, in_flight=1).close()
     reader = PageReader(path, Pulse)
     read(reader)
@@ -169,7 +169,7 @@ def test_neither_side_follows_a_symbolic_link(path: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(10)
-def test_a_named_pipe_in_the_place_of_a_page_holds_nobody(path: Path) -> None:
+def test_a_named_pipe_in_the_place_of_a_page_blocks_no_reader(path: Path) -> None:
     os.mkfifo(path)
     assert read(PageReader(path, Pulse)).fault is PageFault.FOREIGN
     with pytest.raises(ConfigError, match="not a regular file"):

@@ -13,12 +13,12 @@ def told(text: str) -> PageOwners:
     return environment_owners({OWNERS_VARIABLE: text})
 
 
-def test_nobody_is_named_where_nothing_is_said() -> None:
+def test_without_the_variable_the_owner_is_this_user() -> None:
     assert environment_owners({}) == told("") == OWN_USER
     assert OWN_USER.variable() == {}
 
 
-def test_what_one_process_says_another_understands() -> None:
+def test_owners_survive_the_environment_variable() -> None:
     owners = PageOwners(
         agent=frozenset({990}), production=frozenset({991, 1000}), guest=frozenset({992})
     )
@@ -42,6 +42,6 @@ def test_users_may_be_named() -> None:
         "a" * 5000,
     ],
 )
-def test_what_names_no_user_is_refused(text: str) -> None:
+def test_an_entry_without_a_user_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"(?i)owners"):
         told(text)

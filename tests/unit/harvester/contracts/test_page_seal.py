@@ -34,7 +34,7 @@ def with_version(page: bytes, version: int) -> bytes:
 
 
 @given(st.binary(max_size=MAX_RECORD_BYTES), st.integers(0, 2**62).map(lambda n: 2 * n))
-def test_what_was_sealed_is_read_again(record: bytes, sequence: int) -> None:
+def test_a_sealed_record_is_read_again(record: bytes, sequence: int) -> None:
     page = sealed_page(record, sequence=sequence)
     assert unseal(page, kind=KIND, now_ns=STAMP_NS) == Sealed(STAMP_NS, EXPIRES_NS, record)
 

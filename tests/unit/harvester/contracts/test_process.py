@@ -11,7 +11,7 @@ from harvester.contracts.process import family, lineage, start_ticks
 
 @pytest.fixture
 def shell() -> Iterator["subprocess.Popen[str]"]:
-    """With a child that waits for it; says the child's number when there is one."""
+    """A parent with a child that waits for it; prints the child's process id."""
     script = "sleep 60 & echo $!; read line; kill $!; wait"
     with subprocess.Popen(
         ["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

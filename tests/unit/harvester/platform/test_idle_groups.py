@@ -36,7 +36,7 @@ def sleeper() -> Iterator[int]:
 
 
 @here
-def test_who_enters_ranks_below_all_others_until_it_leaves(sleeper: int) -> None:
+def test_a_process_in_the_idle_group_ranks_below_all_others_until_it_leaves(sleeper: int) -> None:
     groups, mine = IdleGroups(), scheduling_group(os.getpid())
     before = scheduling_group(sleeper)
     groups.enter(sleeper, guest=sleeper)
@@ -66,7 +66,7 @@ def test_one_guest_is_lifted_and_settled_and_no_other(sleeper: int) -> None:
 
 
 @here
-def test_who_is_lifted_outweighs_a_group_that_is_not(sleeper: int) -> None:
+def test_a_lifted_guest_outweighs_a_group_that_is_not(sleeper: int) -> None:
     groups = IdleGroups()
     groups.enter(sleeper, guest=sleeper)
     assert _weight(sleeper) < 0.1
@@ -105,7 +105,7 @@ def test_processes_of_one_guest_share_a_group_which_goes_with_the_last(sleeper: 
 
 
 @here
-def test_what_a_killed_guest_left_goes_with_the_next_that_enters(sleeper: int) -> None:
+def test_a_killed_guest_s_group_goes_when_the_next_enters(sleeper: int) -> None:
     groups = IdleGroups()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as killed:
         groups.enter(killed.pid, guest=killed.pid)
@@ -140,7 +140,7 @@ def _machine(folder: Path, *, own: str, controllers: str = "cpu memory") -> Idle
     return IdleGroups(proc=folder / "proc", cgroups=cgroups)
 
 
-def test_who_is_lifted_without_a_new_weight_is_lifted_and_can_be_settled(tmp_path: Path) -> None:
+def test_a_guest_lifted_without_a_new_weight_can_be_settled(tmp_path: Path) -> None:
     groups = _machine(tmp_path, own="/rosemux-guest-7")
     group = tmp_path / "cgroup/rosemux-guest-7"
     (group / "cpu.weight").unlink()

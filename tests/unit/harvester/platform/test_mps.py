@@ -30,7 +30,7 @@ def test_servers_and_their_clients_are_read(daemon: MpsDaemon) -> None:
     assert daemon.control.status(70) is ServerStatus.UNKNOWN
 
 
-def test_a_client_s_work_is_ended_and_a_refusal_is_told(daemon: MpsDaemon) -> None:
+def test_a_client_s_work_is_ended_and_a_refusal_is_reported(daemon: MpsDaemon) -> None:
     daemon.serve({70: [11, 12]})
     assert daemon.control.terminate_client(70, 11)
     assert daemon.control.clients(70) == (12,)
@@ -39,7 +39,7 @@ def test_a_client_s_work_is_ended_and_a_refusal_is_told(daemon: MpsDaemon) -> No
     assert daemon.control.clients(70) == (12,)
 
 
-def test_no_daemon_no_program_and_no_answer_are_said_plainly(
+def test_a_missing_daemon_program_or_answer_is_reported_as_such(
     daemon: MpsDaemon, tmp_path: Path
 ) -> None:
     daemon.stop()

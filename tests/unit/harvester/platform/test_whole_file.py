@@ -13,7 +13,7 @@ def test_a_folder_is_made_and_no_file_is_left_behind(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_what_stands_there_stays(tmp_path: Path) -> None:
+def test_an_existing_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text("older")
     make_writable(path)

@@ -197,7 +197,7 @@ EXPERIMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("policy", EXPERIMENTS, ids=str)
-def test_an_experiment_needs_its_one_name_and_is_said_aloud(
+def test_an_experiment_needs_its_one_name_and_is_logged(
     policy: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "agent.yaml"
@@ -216,7 +216,7 @@ def test_an_experiment_needs_its_one_name_and_is_said_aloud(
     [{"cooldown_s": -5}, {"grant_ttl_s": INF}, {"epsilon": NAN}, {"proof": {"hold_s": -1}}],
     ids=str,
 )
-def test_what_means_nothing_is_refused_from_an_experiment_too(
+def test_a_meaningless_value_is_refused_from_an_experiment_too(
     policy: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "agent.yaml"
@@ -272,7 +272,7 @@ def test_the_edges_are_those_of_the_installed_vllm() -> None:
 @pytest.mark.parametrize(
     ("given", "notes"), [("0.5", 1), ("0.25", 0), (None, 0)], ids=["other", "same", "none"]
 )
-def test_a_variable_over_the_file_is_said_and_one_beside_it_is_not(
+def test_a_variable_that_overrides_the_file_is_logged_and_another_is_not(
     tmp_path: Path, given: str | None, notes: int
 ) -> None:
     path = tmp_path / "agent.yaml"

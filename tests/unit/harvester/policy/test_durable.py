@@ -86,7 +86,7 @@ def test_a_level_that_was_halved_stays_halved(open_scene: Any, grant_in: Any) ->
     assert grant_in(open_scene.beat()).step_tokens_cap == cap < 2048
 
 
-def test_danger_that_is_not_over_cools_on(open_scene: Any) -> None:
+def test_a_lasting_breach_keeps_the_slot_in_cooldown(open_scene: Any) -> None:
     open_scene.policy.resume(DurableState(danger_at_s=open_scene.now - 1.0))
     restarted(open_scene, now=4.0)
     open_scene.beat()

@@ -35,7 +35,7 @@ def test_every_effect_is_for_production_or_the_one_that_gives() -> None:
 
 
 @pytest.mark.parametrize("effect", FOR_PRODUCTION, ids=lambda effect: type(effect).__name__)
-def test_what_protects_production_is_done_without_a_line(effect: Effect) -> None:
+def test_an_effect_that_protects_production_needs_no_journal_line(effect: Effect) -> None:
     assert effect.without_record("disk full") == effect
 
 

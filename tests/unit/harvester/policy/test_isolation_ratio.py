@@ -24,7 +24,7 @@ def ratio(make_scene: Any, grant_in: Any) -> Any:
     return ratio
 
 
-def test_by_default_a_step_counts_as_what_the_guest_s_isolation_promises(ratio: Any) -> None:
+def test_a_step_counts_as_the_guest_s_isolation_promises_by_default(ratio: Any) -> None:
     assert ratio(ISOLATED) == 0.02
     assert ratio(Guest()) == 1.0, "an older guest promises nothing"
     assert ratio(Guest(isolation="time-slicing")) == 1.0
@@ -54,7 +54,7 @@ def test_no_number_lowers_it_for_a_guest_that_says_it_has_no_isolation(
 
 
 @pytest.mark.parametrize("promised", [math.nan, 0.0, -1.0, 1.5, math.inf])
-def test_what_is_no_share_promises_nothing(promised: float, ratio: Any) -> None:
+def test_an_invalid_ratio_promises_nothing(promised: float, ratio: Any) -> None:
     assert ratio(Guest(isolation="idle", blocking_ratio=promised)) == 1.0
 
 
@@ -78,6 +78,6 @@ def test_a_starved_guest_keeps_its_promise_and_a_lost_one_does_not(
 
 
 @pytest.mark.parametrize("wrong", [0, -0.1, 1.1, math.nan, "idle"])
-def test_what_is_neither_auto_nor_a_share_is_refused(wrong: Any) -> None:
+def test_a_ratio_that_is_neither_auto_nor_a_share_is_refused(wrong: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         SlotSettings(blocking_ratio=wrong)

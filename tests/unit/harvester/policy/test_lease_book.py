@@ -167,7 +167,7 @@ def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
     assert answer == LeaseEnded(lease=LeaseId("l"), reason=EndReason.UNKNOWN)
 
 
-def test_a_stranger_who_guesses_the_epoch_gets_and_ends_nothing(book: LeaseBook) -> None:
+def test_a_guessed_epoch_gets_and_ends_nothing(book: LeaseBook) -> None:
     lease = granted(take(book, request("r1"), now=0.0))
     renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10)
     for guess in ("slot0.1", "node.slot0.1", book.view(SLOT).lease or "", lease.lease[:-1]):

@@ -64,7 +64,7 @@ def test_a_guest_that_gives_back_in_time_is_settled_again(scene: Any) -> None:
     assert not of(SettleGuest, scene.beat()), "once"
 
 
-def test_what_is_kept_beyond_the_deadline_is_taken(scene: Any) -> None:
+def test_memory_kept_beyond_the_deadline_is_taken(scene: Any) -> None:
     scene.memory = FULL
     scene.beat()
     scene.memory = ROOM
@@ -92,7 +92,7 @@ def test_a_guest_that_outlives_its_end_is_ended_again_and_counted_once(scene: An
     assert scene.policy.reclaim.state.in_time == 0
 
 
-def test_a_guest_too_starved_to_speak_is_lifted_and_ended_by_what_it_said_last(scene: Any) -> None:
+def test_a_starved_silent_guest_is_lifted_and_ended_by_its_last_page(scene: Any) -> None:
     scene.guest = None
     scene.memory = FULL
     assert of(LiftGuest, scene.beat())[0].processes == PROCESSES

@@ -39,7 +39,7 @@ def test_a_page_beyond_the_engines_number_that_lives_or_is_not_believed_stays() 
     assert expected(present) == present
 
 
-def test_a_conflict_beyond_the_engines_number_stays_while_somebody_writes_it() -> None:
+def test_a_conflict_beyond_the_engines_number_stays_while_it_is_written() -> None:
     present = (
         fresh("pulse.a.0", processes=1),
         silent("pulse.a.1", PageFault.CONFLICT),

@@ -182,7 +182,7 @@ def test_a_pulse_that_was_late_is_no_pause_in_which_a_starved_guest_could_have_s
 
 
 @pytest.mark.parametrize(("lives_below", "in_flight"), [(False, 1), (True, 0)])
-def test_who_is_gone_or_silent_with_a_core_of_its_own_is_lost(
+def test_a_guest_that_is_gone_or_silent_on_a_core_of_its_own_is_lost(
     lives_below: bool, in_flight: int, open_scene: Any, ended_in: Any
 ) -> None:
     open_scene.guest, open_scene.guest_lives_below = None, lives_below
@@ -352,7 +352,7 @@ def test_knows_no_idleness_right_after_a_restart(open_scene: Any) -> None:
     assert open_scene.policy.idle_ratio is None
 
 
-def test_every_state_and_condition_has_a_transition_and_danger_never_leads_to_open() -> None:
+def test_every_state_and_condition_has_a_transition_and_a_breach_never_leads_to_open() -> None:
     assert set(TRANSITIONS) == {(s, c) for s in State for c in Condition}
     into_open = {c for (_, c), target in TRANSITIONS.items() if target is State.OPEN}
     assert into_open == {Condition.CLEAR}

@@ -366,7 +366,7 @@ def test_a_request_that_no_engine_saw_is_blamed_for_none() -> None:
     asyncio.run(case())
 
 
-def test_an_engine_is_not_asked_for_ids_that_it_does_not_know() -> None:
+def test_an_engine_gets_no_ids_beyond_its_vocabulary() -> None:
     """A turn may be older than the first known vocabulary."""
 
     async def case() -> None:

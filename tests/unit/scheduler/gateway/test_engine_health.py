@@ -46,7 +46,7 @@ def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_what_is_long_ago_is_told_anew() -> None:
+def test_a_foreign_change_after_the_memory_s_end_is_reported_again() -> None:
     meddling = Meddling()
     meddling.seen(now=0)
     meddling.seen(now=1)

@@ -35,6 +35,6 @@ def test_trajectories_of_one_version_share_their_beginnings() -> None:
     assert one["cache_salt"] == other["cache_salt"]
 
 
-def test_says_whose_turn_it_is() -> None:
+def test_a_request_names_the_job_and_trajectory_of_its_turn() -> None:
     said = body(job="a", trajectory="t7")["sampling_params"]["extra_args"]
     assert said == {"rosemux_trajectory": "a/t7"}, "sessions of two jobs may have one name"

@@ -205,7 +205,7 @@ async def test_an_end_of_another_lease_is_no_reply_to_ours_either() -> None:
     assert SLOTS[0] not in stage.held
 
 
-async def test_a_grant_of_another_slot_than_was_asked_for_is_not_used() -> None:
+async def test_a_grant_of_another_slot_is_not_used() -> None:
     stage = Stage()
     stage.agents["n"].reply = LeaseGranted(
         lease=LeaseId("x"), slot=SlotId("elsewhere"), epoch=Epoch(1), duration_s=10.0
@@ -215,7 +215,7 @@ async def test_a_grant_of_another_slot_than_was_asked_for_is_not_used() -> None:
     assert SlotId("elsewhere") not in stage.held
 
 
-async def test_a_reply_gives_no_more_time_than_was_asked_for() -> None:
+async def test_a_reply_gives_no_more_time_than_requested() -> None:
     stage = Stage()
     stage.agents["n"].reply = LeaseGranted(
         lease=LeaseId("x"), slot=SLOTS[0], epoch=Epoch(1), duration_s=1e9
@@ -224,7 +224,7 @@ async def test_a_reply_gives_no_more_time_than_was_asked_for() -> None:
     assert stage.held[SLOTS[0]].expires_s == 10.0
 
 
-async def test_a_lost_reply_is_asked_for_again_and_gives_the_same_lease() -> None:
+async def test_a_repeated_request_after_a_lost_reply_gets_the_same_lease() -> None:
     stage = Stage()
     agent = stage.agents["n"]
     agent.lost = True

@@ -15,7 +15,7 @@ from scheduler.gateway.identity import Change, change_between
         ("a1", Change.PROCESS),
     ],
 )
-def test_a_living_process_with_other_weights_is_told_from_another_process(
+def test_a_process_with_other_weights_differs_from_another_process(
     told: str, change: Change
 ) -> None:
     assert change_between("a1.4", told) is change

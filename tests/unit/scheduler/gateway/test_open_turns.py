@@ -60,7 +60,7 @@ async def gone(client: "asyncio.Task[object]") -> None:
     await asyncio.gather(client, return_exceptions=True)
 
 
-async def test_who_asks_again_gets_the_turn_that_is_open_also_as_a_stream() -> None:
+async def test_a_repeated_request_gets_the_open_turn_also_as_a_stream() -> None:
     work = Work()
     turns = work.open_turns(rejoin_s=60)
     first, again = serve(turns), serve(turns, stream=True)
@@ -132,7 +132,7 @@ async def test_another_request_takes_the_id_that_its_client_has_left() -> None:
     assert turn.request.token_ids == (2,)
 
 
-async def test_a_refusal_reaches_all_who_wait_and_frees_the_id() -> None:
+async def test_a_refusal_reaches_all_waiting_requests_and_frees_the_id() -> None:
     work = Work()
     turns = work.open_turns(rejoin_s=60)
     work.fault = RequestRefused("no")
@@ -145,7 +145,7 @@ async def test_a_refusal_reaches_all_who_wait_and_frees_the_id() -> None:
     assert (await serve(turns))[0].finish_reason is FinishReason.LENGTH
 
 
-async def test_closing_ends_what_nobody_waits_for_any_more() -> None:
+async def test_closing_ends_turns_without_a_waiting_client() -> None:
     work = Work()
     turns = work.open_turns(rejoin_s=60)
     first = serve(turns)

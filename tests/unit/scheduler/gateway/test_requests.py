@@ -114,12 +114,12 @@ def test_no_engine_sees_an_id_that_its_vocabulary_does_not_have(vocabulary, besi
 
 def test_says_so_where_no_vocabulary_is_known_yet() -> None:
     assert decode_generate(_with(token_ids=[UNKNOWN_VOCABULARY_TOKENS - 1]))
-    with pytest.raises(PeerProtocolError, match="no engine has said its vocabulary"):
+    with pytest.raises(PeerProtocolError, match="no engine has reported its vocabulary"):
         decode_generate(_with(token_ids=[UNKNOWN_VOCABULARY_TOKENS]))
 
 
 @pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"features":' + b"[" * 100_000])
-def test_what_is_nested_too_deep_is_a_protocol_error(deep: bytes) -> None:
+def test_too_deep_nesting_is_a_protocol_error(deep: bytes) -> None:
     with pytest.raises(PeerProtocolError):
         decode_generate(deep)
 

@@ -122,7 +122,7 @@ def test_a_turn_that_waits_for_a_large_engine_holds_up_no_smaller_one() -> None:
     assert (placed.turn, placed.engine) == ("small2", "small")
 
 
-def test_turns_that_waited_alike_are_told_apart_when_a_smaller_engine_joins() -> None:
+def test_turns_of_equal_wait_are_ordered_by_size_when_a_smaller_engine_joins() -> None:
     policy = _policy()
     policy.observe(_turn("large", context_tokens=4000), now=0.0)
     policy.observe(_turn("small", context_tokens=100), now=0.1)
@@ -549,7 +549,7 @@ def test_one_suspect_at_a_time_is_tried_on_an_engine_and_good_turns_go_on_there(
     assert _went(policy.observe(TurnCleared(turn="s1"), now=1)) == {"s2": "a"}
 
 
-def test_what_is_suspected_of_two_turns_is_tried_in_one_place_only() -> None:
+def test_two_suspected_turns_of_one_cause_are_tried_on_one_engine_only() -> None:
     policy = _policy(_offer("a", concurrency=8), _offer("b", concurrency=8))
     assert len(_went(policy.observe(_turn("s1", suspect="x"), now=0))) == 1
     assert _went(policy.observe(_turn("s2", suspect="x"), now=0)) == {}

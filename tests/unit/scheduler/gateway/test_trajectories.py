@@ -120,7 +120,7 @@ def test_adjacent_spans_of_one_engine_and_version_are_one() -> None:
     ]
 
 
-def test_refuses_tokens_without_logprobs_and_more_tokens_than_asked() -> None:
+def test_refuses_tokens_without_logprobs_and_more_tokens_than_requested() -> None:
     turn = _open(TurnLedger(JOB), max_tokens=2)
     attempt = _begin(turn, "a")
     with pytest.raises(ValueError, match="log-probs"):

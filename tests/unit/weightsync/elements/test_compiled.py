@@ -18,7 +18,7 @@ from weightsync.elements.compiled import compiled_forms
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
+from weightsync.receive.target import TensorTarget
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "f64": torch.float64,
           "f8": torch.float8_e4m3fn, "i8": torch.int8, "i64": torch.int64}

@@ -36,7 +36,7 @@ def test_it_does_not_matter_in_how_many_pieces_it_is_taken(
 
 
 @pytest.mark.parametrize("size", [0, 1, 16, 128, 240])
-def test_what_is_too_short_for_it_is_left_to_the_library(size: int) -> None:
+def test_an_input_too_short_for_the_kernel_is_left_to_the_library(size: int) -> None:
     data, sums = _bytes(size), xxh3.started()
     xxh3.absorb(sums, data, 0, size)
     assert digest_from(sums, data) == xxhash.xxh3_128_hexdigest(data)

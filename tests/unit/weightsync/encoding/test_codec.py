@@ -83,7 +83,7 @@ def test_every_encoding_restores_every_bit(encoding: Encoding, pair: tuple[Bits,
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(_changes())
 @settings(deadline=None)
-def test_an_apply_tells_the_hash_of_what_is_there_then(
+def test_an_apply_returns_the_hash_of_the_state_after_it(
     encoding: Encoding, pair: tuple[Bits, Bits]
 ) -> None:
     old, new = pair

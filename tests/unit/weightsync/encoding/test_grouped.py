@@ -14,8 +14,7 @@ from weightsync.elements.state_hash import digest_of
 from weightsync.encoding import codec
 from weightsync.encoding.codec import Encoding, decode, encode
 from weightsync.encoding.delta import SparseDelta, checked_apply
-from weightsync.encoding.grouped import GROUPS, GroupedDelta
-from weightsync.encoding.grouped_payload import grouped_payload
+from weightsync.encoding.grouped import GROUPS, GroupedDelta, grouped_payload
 from weightsync.encoding.sparse import FORMAT, compared
 from weightsync.encoding.varint import varint
 from weightsync.vllm.device_delta import apply_on_device
@@ -124,7 +123,7 @@ def test_a_training_step_is_in_groups_and_about_as_small_as_compressed(density: 
 
 
 @pytest.mark.parametrize("kind", ["columns", "one sign", "few", "wide"])
-def test_what_a_compressor_makes_smaller_is_left_to_it(kind: str) -> None:
+def test_compressible_changes_are_left_to_the_compressor(kind: str) -> None:
     if kind == "columns":
         old = np.zeros(400_000, dtype=np.uint16)
         new = old + (np.arange(old.size) % 50 == 7).astype(np.uint16)

@@ -9,8 +9,7 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoded, Encoding, decode, encode, encode_streams
-from weightsync.encoding.plain import plain_deltas
-from weightsync.encoding.plain_payload import MAX_BYTES
+from weightsync.encoding.plain import PLAIN_BYTES, plain_deltas
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "F64"}
 
@@ -50,7 +49,7 @@ def test_a_small_tensor_is_encoded_as_its_streams_would_be(pair: tuple[Bits, Bit
 
 
 def test_a_tensor_of_any_size_is_encoded_alike_around_the_bound() -> None:
-    for elements in (MAX_BYTES // 2 - 1, MAX_BYTES // 2, MAX_BYTES // 2 + 1):
+    for elements in (PLAIN_BYTES // 2 - 1, PLAIN_BYTES // 2, PLAIN_BYTES // 2 + 1):
         pair = _pair(2, elements, 5, 1, seed=elements)
         assert encode(*pair) == encode_streams(*pair)
 
@@ -75,7 +74,7 @@ def test_payloads_in_one_file_are_read_together_and_lead_where_each_alone_does(
         assert there.tobytes() == opened.tobytes() == new.tobytes()
 
 
-def test_what_a_step_of_rl_does_to_a_small_tensor_is_plain() -> None:
+def test_an_rl_step_of_a_small_tensor_is_encoded_plain() -> None:
     old, new = _pair(2, 512, 5, 1, seed=3)
     encoded = encode(old, new)
     assert encoded is not None

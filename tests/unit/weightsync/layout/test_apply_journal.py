@@ -136,7 +136,7 @@ def test_a_record_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rosemux.json"]
 
 
-def test_what_is_no_record_is_corrupt(tmp_path: Path) -> None:
+def test_an_invalid_record_is_corrupt(tmp_path: Path) -> None:
     (tmp_path / "rosemux.json").mkdir()
     with pytest.raises(Corrupt):
         read_record(tmp_path)

@@ -43,7 +43,7 @@ def test_chunks_are_few_and_not_small(size_bytes: int) -> None:
     assert 2 <= chunk_count(size_bytes, chunk_bytes) <= 4096
 
 
-def test_what_cannot_be_digests_of_a_file_does_not_fit() -> None:
+def test_impossible_digests_of_a_file_do_not_fit() -> None:
     chunk = MIN_CHUNK_BYTES
     for digests, size_bytes, chunk_bytes in [
         ("", 2 * chunk, chunk),

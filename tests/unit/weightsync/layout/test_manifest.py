@@ -38,7 +38,7 @@ def _raw(metadata: dict[str, Any], **more: Any) -> bytes:
     return json.dumps(index).encode()
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_written_bytes_are_read_back() -> None:
     manifest = Manifest(
         version=SEVEN,
         base_version=WeightVersion(6),

@@ -11,7 +11,6 @@ from harvester.contracts.errors import Corrupt, RoseMuxError, Unsupported
 from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.layout.shard import (
     MAX_HEADER_BYTES,
-    ShardTensor,
     shard_chunks,
     shard_data,
     shard_header,
@@ -29,18 +28,20 @@ def _entry(**changes: object) -> dict[str, object]:
 
 
 def test_tensors_and_metadata_come_back() -> None:
-    tensors = {
-        "a": ShardTensor(TensorSpec("BF16", (2, 1)), b"\1\2\3\4"),
-        "empty": ShardTensor(TensorSpec("F32", (0,)), b""),
-        "scalar": ShardTensor(TensorSpec("F64", ()), bytes(8)),
+    layout = {
+        "a": TensorSpec("BF16", (2, 1)),
+        "empty": TensorSpec("F32", (0,)),
+        "scalar": TensorSpec("F64", ()),
     }
-    whole = b"".join(bytes(chunk) for chunk in shard_chunks(tensors, {"a": "0f"}))
+    held = {"a": b"\1\2\3\4", "empty": b"", "scalar": bytes(8)}
+    chunks = shard_chunks(layout, held.__getitem__, {"a": "0f"})
+    whole = b"".join(bytes(chunk) for chunk in chunks)
     data = np.frombuffer(whole, dtype=np.uint8)
     header = shard_header(data)
     assert header.metadata == {"a": "0f"}
-    assert header.layout == {name: tensor.spec for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
-        assert shard_data(data, header, name).tobytes() == tensor.data
+    assert header.layout == layout
+    for name, content in held.items():
+        assert shard_data(data, header, name).tobytes() == content
 
 
 @pytest.mark.parametrize(

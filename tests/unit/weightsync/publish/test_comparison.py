@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.elements.bits import Bits
-from weightsync.publish.comparison import Compared, StateComparison
+from weightsync.publish.share import Compared, StateComparison
 
 MIB = 1 << 20
 

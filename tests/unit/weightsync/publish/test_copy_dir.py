@@ -12,8 +12,8 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.durable import write_durably
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]

@@ -12,7 +12,7 @@ from weightsync.elements.bits import bits_of
 from weightsync.publish.intake import Intake
 
 
-def test_a_gathered_tensor_is_free_before_the_next_one_is_asked_for() -> None:
+def test_a_gathered_tensor_is_free_before_the_next_request() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
     held: list[int] = []
 
@@ -44,9 +44,9 @@ def test_a_buffer_that_is_filled_again_was_copied() -> None:
     assert [bits.view("f4").tolist() for bits in taken] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def test_a_piece_is_gone_once_the_next_was_asked_for() -> None:
+def test_a_piece_is_gone_after_the_next_request() -> None:
     pieces = list(Intake(iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])))
-    with pytest.raises(ValueError, match="a was let go"):
+    with pytest.raises(ValueError, match="a was already released"):
         pieces[0].bits(own=True)
 
 

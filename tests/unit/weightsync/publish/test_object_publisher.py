@@ -17,13 +17,13 @@ from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests import frail_objects
 from tests.frail_objects import Bucket, Killed
-from weightsync.adapter import FULL_SHARD_FILE, Adapter, Base
+from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter, Base
 from weightsync.publish.object_writer import WritableObjects
-from weightsync.publish.writable_store import store_name, writable_store
+from weightsync.publish.store_writer import store_name, writable_store
 from weightsync.publisher import Published, Publisher
 from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -298,7 +298,7 @@ def test_listings_that_are_late_cost_nothing_but_leftovers(
 
 
 @pytest.mark.parametrize("conditional", [True, False])
-def test_of_two_publishers_the_newest_goes_on(
+def test_the_newest_of_two_publishers_goes_on(
     bucket: Bucket, states: tuple[State, ...], same: Same, conditional: bool
 ) -> None:
     bucket.has_conditional_put = conditional

@@ -44,7 +44,7 @@ def _talk(ranks: RanksByFiles, step: int, *, fails_at: int | None = None) -> lis
     return heard
 
 
-def test_every_rank_hears_what_all_said(tmp_path: Path) -> None:
+def test_every_rank_gets_the_messages_of_all(tmp_path: Path) -> None:
     ranks = _ranks(tmp_path, 3)
     with ThreadPoolExecutor(3) as pool:
         for step in (1, 2, 7):
@@ -56,7 +56,7 @@ def test_every_rank_hears_what_all_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_what_one_rank_raises_every_rank_raises(tmp_path: Path, failing: int, turn: int) -> None:
+def test_every_rank_raises_an_error_of_one_rank(tmp_path: Path, failing: int, turn: int) -> None:
     ranks = _ranks(tmp_path, 3)
     with ThreadPoolExecutor(3) as pool:
         talks = [
@@ -81,7 +81,9 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
 
 def test_a_silent_rank_0_is_named(tmp_path: Path) -> None:
     other = _alone_at(tmp_path, 1)
-    with pytest.raises(Exhausted, match="rank 0, which writes the manifest, said nothing for 10 s"):
+    with pytest.raises(
+        Exhausted, match="rank 0, which writes the manifest, did not report for 10 s"
+    ):
         _talk(other, 1)
 
 
@@ -113,7 +115,7 @@ def test_a_rank_0_that_starts_last_is_called_again(tmp_path: Path) -> None:
         assert len(waiting.result()) == 3
 
 
-def test_a_word_that_nobody_here_wrote_is_a_broken_protocol(tmp_path: Path) -> None:
+def test_a_foreign_message_is_a_protocol_error(tmp_path: Path) -> None:
     first = _alone_at(tmp_path, 0)
     (tmp_path / RANKS_DIRECTORY / "call-00001").write_bytes(b"{torn")
     with pytest.raises(PeerProtocolError, match="call-00001"), first.conversation(1) as talk:

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import WeightVersion
-from weightsync.publish.retention import making_room, superseded
-from weightsync.reading.store import Kind, VersionRef
+from weightsync.layout.names import Kind, VersionRef
+from weightsync.publish.version_writer import making_room, superseded
 
 
 @given(

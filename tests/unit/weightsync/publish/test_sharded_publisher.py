@@ -23,12 +23,12 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publish.agreement import Holding, Offer, Order, Settled
+from weightsync.publish.intake import ShardSlice
 from weightsync.publish.ranks import RanksByFiles
 from weightsync.publish.store_writer import FileWriter
 from weightsync.publisher import Published, Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.sharding import ShardSlice
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Shares = list[list[tuple[str, torch.Tensor | ShardSlice]]]
@@ -191,7 +191,7 @@ def test_replicas_that_differ_publish_nothing(tmp_path: Path, states: tuple[Stat
             assert "layer.scale differs between ranks 0 and 2" in str(error)
 
 
-def test_another_layout_is_said_by_all_and_then_published_whole(
+def test_a_new_layout_fails_on_every_rank_and_is_published_whole_next(
     tmp_path: Path, states: tuple[State, ...], same: Same
 ) -> None:
     grown = states[1] | {"head": torch.ones(3)}

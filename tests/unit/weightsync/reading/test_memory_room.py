@@ -28,7 +28,7 @@ def test_too_little_is_refused() -> None:
 
 
 @given(sizes=st.lists(st.integers(0, 3 * MIB), max_size=40))
-def test_what_runs_at_a_time_fits_or_is_alone(sizes: list[int]) -> None:
+def test_concurrent_work_fits_the_room_or_is_alone(sizes: list[int]) -> None:
     room, lock = MemoryRoom(4 * MIB), threading.Lock()
     running: list[int] = []
 

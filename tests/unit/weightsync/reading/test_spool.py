@@ -22,7 +22,7 @@ def spool(tmp_path: Path) -> Spool:
     return Spool(MemoryRoom(2 * MIB), tmp_path)
 
 
-def test_what_fits_stays_in_memory_and_what_does_not_is_read_back(
+def test_a_fitting_part_stays_in_memory_and_the_rest_is_read_back(
     spool: Spool, tmp_path: Path
 ) -> None:
     small, large, other = spool.place(MIB), spool.place(DATA.size), spool.place(100)

@@ -10,12 +10,12 @@ import torch
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
+from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
 from weightsync.receive.stored_delta import StoredDelta
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.sharding import ShardSlice
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -85,7 +85,9 @@ def test_no_version_takes_more_memory_than_was_given(
     receiver.close()
 
 
-def test_what_fits_is_decoded_before_it_is_applied_and_the_rest_when_it_is(store: Path) -> None:
+def test_a_fitting_delta_is_decoded_before_it_is_applied(
+    store: Path,
+) -> None:
     little = Receiver(store, staging_bytes=LITTLE).prepare(ONE, THREE)
     much = Receiver(store).prepare(ONE, THREE)
     waiting = [
@@ -162,7 +164,7 @@ def test_a_checkpoint_directory_follows_with_little_memory(
     from safetensors.torch import load_file
 
     receiver = Receiver(store, staging_bytes=LITTLE, spool_dir=tmp_path / "held")
-    with CheckpointFollower(receiver, tmp_path / "held") as follows:
+    with Follower(receiver, tmp_path / "held") as follows:
         for version in (ONE, THREE):
             pulled = follows.pull(version)
             assert pulled.version == version

@@ -15,8 +15,7 @@ from weightsync.reading.memory_room import MIN_STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.receive import held_parts as subject
 from weightsync.receive.full_state import FullState, StoredEntry
-from weightsync.receive.held_parts import bounds, held_parts, runs
-from weightsync.selection import Names, TensorParallel, whole_box
+from weightsync.receive.held_parts import Names, TensorParallel, bounds, held_parts, runs, whole_box
 
 Cuts = list[list[int]]
 
@@ -50,7 +49,7 @@ def sliced(shape: tuple[int, ...], cuts: Cuts) -> Slicing:
 
 
 @given(grid=grids())
-def test_what_is_held_is_put_together_from_any_slices(
+def test_held_parts_are_assembled_from_any_slices(
     grid: tuple[tuple[int, ...], Cuts, Box],
 ) -> None:
     shape, cuts, box = grid

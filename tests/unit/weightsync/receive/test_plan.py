@@ -9,7 +9,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import Manifest
-from weightsync.reading.store import Kind, VersionRef
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.receive.plan import PullPlan, Step, plans
 
 
@@ -62,7 +62,7 @@ def _plans(
     store: FakeStore, current: int | None, target: int, latest: int = 8, *, known: bool = False
 ) -> Iterator[PullPlan]:
     return plans(
-        store,
+        store.step,
         current=None if current is None else WeightVersion(current),
         target=WeightVersion(target),
         latest=WeightVersion(latest),
@@ -191,7 +191,7 @@ def test_a_broken_target_is_reached_by_the_anchor_beside_it(store: FakeStore) ->
     assert _directories(_plan(store, 4, 6)) == ["anchor_v000005", "weight_v000006"]
 
 
-def test_where_nothing_is_intact_the_first_fault_is_told(store: FakeStore) -> None:
+def test_without_an_intact_way_the_first_fault_is_raised(store: FakeStore) -> None:
     store.strike(Kind.WEIGHT, 8)
     with pytest.raises(Corrupt, match="weight_v000008 is broken"):
         _plan(store, 6, 8)

@@ -10,8 +10,8 @@ from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.plain import PlainDelta
 from weightsync.publisher import Publisher
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]

@@ -9,11 +9,12 @@ import torch
 
 from harvester.contracts.errors import Corrupt, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
-from weightsync.follower import CheckpointFollower
+from weightsync.follower import Follower
+from weightsync.layout.names import Kind, VersionRef
 from weightsync.publisher import Published
-from weightsync.reading.store import Kind, Store, VersionRef
+from weightsync.reading.store import Store
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
-from weightsync.target import TensorTarget
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -70,7 +71,7 @@ def _reached(store: Path, held: int | None, states: tuple[State, ...]) -> State:
 
 
 @pytest.mark.parametrize("held", [None, 1, 4, 5, 7])
-def test_a_struck_anchor_stops_nobody(
+def test_a_struck_anchor_stops_no_follower(
     published: tuple[Path, list[Published]],
     states: tuple[State, ...],
     same: Same,
@@ -91,14 +92,14 @@ def test_a_struck_anchor_stops_no_checkpoint_directory(
     store, done = published
     strike(store / "anchor_v000005")
     for fresh in (True, False):
-        with CheckpointFollower(Receiver(store), tmp_path / f"policy-{fresh}") as follower:
+        with Follower(Receiver(store), tmp_path / f"policy-{fresh}") as follower:
             if not fresh:
                 follower.pull(WeightVersion(4))
             pulled = follower.pull()
         assert (pulled.version, pulled.state_hash) == (EIGHT, done[7].state_hash)
 
 
-def test_who_holds_a_version_needs_its_delta_alone(
+def test_a_holder_of_a_version_needs_the_next_delta_alone(
     published: tuple[Path, list[Published]], states: tuple[State, ...], same: Same, strike: Strike
 ) -> None:
     store, _ = published

@@ -1,4 +1,4 @@
-"""Ranges: what HTTP says, read strictly."""
+"""HTTP range headers, read strictly."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ from weightsync.transport.ranges import (
 
 
 @given(st.integers(1, 1 << 40), st.data())
-def test_what_is_asked_for_is_what_is_answered(size: int, data: st.DataObject) -> None:
+def test_a_range_header_survives_the_round_trip(size: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, size - 1))
     span = ByteSpan(start, data.draw(st.integers(start + 1, size)))
     assert requested_span(range_header(span), size) == span

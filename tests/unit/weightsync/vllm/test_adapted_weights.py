@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
 from tests.unit.weightsync.vllm.plain_model import PlainModel
-from weightsync.adapter import Adapter, Base
+from weightsync.layout.adapter import Adapter, Base
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapted_weights import AdaptedWeights
@@ -35,7 +35,7 @@ def lora(step: int) -> State:
 
 @dataclass
 class Slots:
-    """Holds what PEFT would read; refuses as told."""
+    """Holds the adapter as PEFT would read it; refuses on request."""
 
     held: dict[str, State] = field(default_factory=dict)
     refusal: Exception | None = None
@@ -133,7 +133,7 @@ def test_nothing_changes_while_an_adapter_and_its_base_are_staged(
     assert engine.model.holds(states[2])
 
 
-def test_what_was_staged_on_another_version_is_made_again(engine: Engine) -> None:
+def test_a_stage_on_another_version_is_made_again(engine: Engine) -> None:
     engine.publishes("lora", 3, 3)
     engine.adapter("lora", 1)
     engine.stage("lora", 3)
@@ -246,7 +246,7 @@ def test_broken_files_are_refused_and_what_was_in_force_stays(engine: Engine, fi
         ("nowhere", {"adapter": None}, ConfigError, "no weight store at"),
     ],
 )
-def test_what_is_asked_for_by_mistake_changes_nothing(
+def test_a_mistaken_request_changes_nothing(
     engine: Engine, store: str, given: dict[str, Any], error: type[RoseMuxError], message: str
 ) -> None:
     engine.base(3)

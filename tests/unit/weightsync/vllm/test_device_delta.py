@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from tests.unit.weightsync.allocated_bytes import AllocatedBytes
 from weightsync.elements.bits import Bits, TensorSpec, bits_of
-from weightsync.elements.grouped import Gaps
+from weightsync.elements.group_applying import Gaps
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as
 from weightsync.encoding.delta import Delta, PlanesDelta, SparseDelta, checked_apply
 from weightsync.encoding.grouped import GroupedDelta
-from weightsync.vllm import device_delta, device_gaps
-from weightsync.vllm.device_delta import MOST_DEVICE_BYTES, apply_on_device
-from weightsync.vllm.device_gaps import CHANGES_AT_ONCE
+from weightsync.vllm import device_delta
+from weightsync.vllm.device_delta import CHANGES_AT_ONCE, MOST_DEVICE_BYTES, apply_on_device
 
 SPECS = {
     "U8": (np.uint8, torch.uint8),
@@ -44,10 +43,10 @@ def _states(dtype: str, size: int, density: float, seed: int) -> tuple[Bits, Bit
 def _pieces_of(changes: int) -> Iterator[None]:
     """Use small pieces, as they occur with tensors of millions of elements."""
     with pytest.MonkeyPatch.context() as patched:
-        for module in (device_delta, device_gaps):
+        for module in (device_delta,):
             patched.setattr(module, "CHANGES_AT_ONCE", changes)
         patched.setattr(device_delta, "_BYTES_AT_ONCE", 8 * changes)
-        patched.setattr(device_gaps, "_WORDS_AT_ONCE", changes // 64)
+        patched.setattr(device_delta, "_WORDS_AT_ONCE", changes // 64)
         yield
 
 
@@ -156,7 +155,7 @@ def test_memory_stays_bounded_where_few_gaps_fill_many_words() -> None:
     highs[0], highs[-1] = 1, 0x80
     gaps = Gaps(changes=2, first=0, lows=np.zeros(0, np.uint8), highs=highs)
     with AllocatedBytes() as allocated:
-        (places,) = device_gaps.group_places(gaps, np.zeros(1, np.uint8), torch.device("cpu"))
+        (places,) = device_delta.group_places(gaps, np.zeros(1, np.uint8), torch.device("cpu"))
     assert places.tolist() == [0, elements - 1]
     assert allocated.most <= MOST_DEVICE_BYTES
 

@@ -77,7 +77,7 @@ def test_the_loader_runs_once_for_all_versions(weights: EngineWeights, model: Pl
     assert model.loads == 1
 
 
-def test_what_was_staged_on_another_base_is_prepared_again(
+def test_a_version_staged_on_another_base_is_prepared_again(
     weights: EngineWeights, model: PlainModel, states: tuple[State, ...]
 ) -> None:
     weights.load(wanted(2))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightsync.vllm.executor_replies import hear_all
+from weightsync.vllm.executor_replies import read_all_replies
 
 
 class Queue(deque[Any]):
@@ -40,11 +40,11 @@ class Executor:
 @pytest.fixture(autouse=True, scope="module")
 def _installed() -> None:
     for _ in range(2):
-        hear_all(Executor, "rosemux")
+        read_all_replies(Executor, "rosemux")
 
 
 @pytest.mark.parametrize("second", ["done", RuntimeError("refused")])
-def test_every_rank_is_heard_before_a_refusal_is_passed_on(second: object) -> None:
+def test_every_rank_s_reply_is_read_before_a_refusal_is_raised(second: object) -> None:
     executor = Executor()
     with pytest.raises(RuntimeError, match="refused"):
         executor.collective_rpc("update", answers=(RuntimeError("refused"), second))

@@ -101,7 +101,7 @@ def hashing_target(
     return made
 
 
-def test_what_lies_on_a_device_is_hashed_there(
+def test_a_tensor_on_a_device_is_hashed_there(
     hashing_target: LoaderMap,
     model: Model,
     published: tuple[Path, list[Published]],

@@ -51,7 +51,7 @@ class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):
     """Packs experts after loading."""
 
 
-def test_experts_are_taken_and_told_apart_because_their_form_is_derived() -> None:
+def test_experts_are_accepted_and_marked_as_derived() -> None:
     model = _model(UnquantizedFusedMoEMethod())
     check_layers(model)
     assert derived_layers(model) == [model["proj"]]

@@ -25,7 +25,7 @@ OURS = ("update_info", "worker_weights", "loader_engine")
 
 
 class FakeEngine(Generic[I, U]):
-    """A stand-in for the base class of 0.24, which is told of the ranks only."""
+    """A stand-in for the base class of 0.24, which takes the ranks only."""
 
     def __init__(self, config: Any, parallel_config: Any, model: Any) -> None:
         self.config, self.parallel_config, self.model = config, parallel_config, model

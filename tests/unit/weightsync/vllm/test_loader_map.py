@@ -98,7 +98,7 @@ def _state(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_what_is_written_through_the_map_is_what_the_loader_would_have_loaded() -> None:
+def test_a_write_through_the_map_equals_the_loader_s() -> None:
     mapped, loaded = PackedModel(), PackedModel()
     target = traced(mapped, LAYOUT, lambda touched: None)
     state = _state(5)
@@ -158,7 +158,7 @@ def test_copies_that_only_count_are_no_places() -> None:
     assert traced(CountingModel(), LAYOUT, lambda _: None).flat_at("embed.weight") == 0
 
 
-def test_tensors_of_one_storage_are_told_together_with_where_they_lie() -> None:
+def test_tensors_of_one_storage_are_listed_together_with_their_offsets() -> None:
     model = PackedModel()
     target = traced(model, LAYOUT, lambda _: None)
     storage = model.qk.untyped_storage().data_ptr()
@@ -179,7 +179,7 @@ def test_copying_is_as_before_afterwards() -> None:
     assert torch.Tensor.copy_ is before
 
 
-def test_the_touched_storages_are_told() -> None:
+def test_the_touched_storages_are_reported() -> None:
     model = PackedModel()
     told: list[set[int]] = []
     target = traced(model, LAYOUT, lambda touched: told.append(set(touched)))
@@ -198,7 +198,7 @@ def test_a_map_of_storage_that_the_model_left_is_not_current() -> None:
 
 
 def test_a_tensor_on_a_device_is_changed_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No accelerator is at hand: the map is told that every tensor lies on one."""
+    """Without an accelerator at hand: every tensor claims to lie on one."""
     changed: list[int] = []
 
     def on_device(delta: Delta, tensor: torch.Tensor) -> None:

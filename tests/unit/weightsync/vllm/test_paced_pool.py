@@ -47,7 +47,7 @@ def test_each_batch_is_a_piece_and_results_keep_their_order(pool: PacedPool) -> 
     assert pace.begun == pace.ended == 32
 
 
-def test_what_a_piece_raises_reaches_its_caller_and_the_piece_has_ended(pool: PacedPool) -> None:
+def test_an_error_of_a_piece_reaches_its_caller_and_the_piece_has_ended(pool: PacedPool) -> None:
     pool.pace = pace = CountingPace()
     with pytest.raises(ZeroDivisionError):
         list(pool.map(lambda x: 1 // x, [0]))

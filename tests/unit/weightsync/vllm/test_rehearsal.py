@@ -13,8 +13,8 @@ from weightsync.elements.bits import spec_of
 from weightsync.publisher import Published
 from weightsync.receive.staged import Staged
 from weightsync.receiver import Receiver
+from weightsync.vllm.in_place import rehearsed
 from weightsync.vllm.loader_map import LoaderMap, traced
-from weightsync.vllm.rehearsal import rehearsed
 
 State = dict[str, torch.Tensor]
 PLENTY = 1 << 30

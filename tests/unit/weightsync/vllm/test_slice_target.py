@@ -10,7 +10,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from weightsync.elements.bits import TensorSpec, spec_of
 from weightsync.publisher import Published
 from weightsync.receiver import Receiver
-from weightsync.vllm.slice_target import SliceTarget, traced_slices
+from weightsync.vllm.host_targets import SliceTarget, traced_slices
 
 State = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
 def test_a_rank_keeps_no_more_than_the_rows_that_it_has_a_part_of(
     states: tuple[State, ...],
 ) -> None:
-    """Columns are in every row; what is on other ranks only is not held at all."""
+    """Columns are in every row; tensors of other ranks are not held at all."""
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     elsewhere = layout | {"next.weight": TensorSpec("F32", (7, 9))}
     rank = Rank(1)
@@ -111,7 +111,7 @@ class Doubling(Rank):
         self.bias.data.mul_(2)
 
 
-def test_a_rank_whose_loader_computes_is_not_believed(states: tuple[State, ...]) -> None:
+def test_a_rank_with_a_computing_loader_is_rejected(states: tuple[State, ...]) -> None:
     with pytest.raises(Unsupported, match=r"does not copy layer\.bias"):
         traced_rank(states, Doubling(0))
 
@@ -143,7 +143,7 @@ def rank_with(**layers: torch.nn.Module) -> Rank:
     ],
     ids=["pipeline", "experts"],
 )
-def test_what_another_rank_has_is_not_held(
+def test_a_tensor_of_another_rank_is_not_held(
     states: tuple[State, ...], rank: Rank, elsewhere: str
 ) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
@@ -162,7 +162,7 @@ def test_what_another_rank_has_is_not_held(
     ],
     ids=["whole", "pipeline", "experts"],
 )
-def test_what_no_rank_has_is_noticed_on_each(
+def test_a_tensor_of_no_rank_is_refused_on_each(
     states: tuple[State, ...], rank: Rank, nowhere: str
 ) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}

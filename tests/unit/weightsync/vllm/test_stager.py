@@ -40,7 +40,7 @@ def settled(stager: Stager[str]) -> None:
     assert reached.wait(10)
 
 
-def test_beginning_returns_at_once_and_asking_again_tells_how_far_it_is(
+def test_begin_returns_at_once_and_a_second_call_reports_progress(
     stager: Stager[str],
 ) -> None:
     work = Work()
@@ -52,7 +52,7 @@ def test_beginning_returns_at_once_and_asking_again_tells_how_far_it_is(
     assert work.done == 1
 
 
-def test_what_was_prepared_is_taken_without_doing_it_again(stager: Stager[str]) -> None:
+def test_a_prepared_version_is_taken_without_new_work(stager: Stager[str]) -> None:
     work = Work()
     stager.begin(1, work)
     work.go.set()
@@ -69,7 +69,7 @@ def test_a_result_is_handed_over_once(stager: Stager[str]) -> None:
     assert work.done == 2
 
 
-def test_what_was_never_begun_is_done_when_it_is_taken(stager: Stager[str]) -> None:
+def test_an_unprepared_version_is_made_when_it_is_taken(stager: Stager[str]) -> None:
     assert stager.take(1, lambda: "made now") == "made now"
 
 
@@ -89,7 +89,7 @@ def test_a_cleared_result_is_made_again(stager: Stager[str]) -> None:
     assert stager.take(1, lambda: "new") == "new"
 
 
-def test_a_failure_is_told_once_and_then_tried_again(stager: Stager[str]) -> None:
+def test_a_failure_is_reported_once_and_then_retried(stager: Stager[str]) -> None:
     stager.begin(1, failing)
     settled(stager)
     told = stager.begin(1, failing)

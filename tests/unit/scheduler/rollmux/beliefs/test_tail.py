@@ -9,28 +9,26 @@ from scheduler.rollmux.beliefs.tail import (
     PAPER_THRESHOLD,
     UNDIVIDED,
     Completion,
+    TailShape,
     best_shape,
-    shape_at,
+    best_tail,
 )
-from scheduler.rollmux.forecast.judge import Distributional
-from scheduler.rollmux.planner.group_events import JobArrived
+from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.planner import GroupPlanner
+from scheduler.sim.rollmux.baselines import PAPER_TAIL
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
 
 W1 = (Completion(0.5, 0.8),)
 
 
 def test_the_paper_s_threshold_on_the_workload_s_curve_is_half_the_time_and_a_quarter() -> None:
-    shape = shape_at(PAPER_THRESHOLD, W1, accelerators=8)
-    assert shape is not None
-    assert (shape.bulk_ratio, shape.share) == (0.5, 0.25)
+    assert best_tail(W1, accelerators=8) == (PAPER_THRESHOLD, PAPER_TAIL)
 
 
 def test_a_curve_that_completes_early_moves_its_tail_earlier_than_the_paper_would() -> None:
     early = (Completion(0.1, 0.9), Completion(0.5, 0.92))
-    best, paper = best_shape(early, accelerators=8), shape_at(0.8, early, accelerators=8)
-    assert paper is not None
-    assert best.node_ratio < paper.node_ratio
+    paper = TailShape(bulk_ratio=0.1 * PAPER_THRESHOLD / 0.9, share=PAPER_TAIL.share)
+    assert best_shape(early, accelerators=8).node_ratio < paper.node_ratio
 
 
 @pytest.mark.parametrize("curve", [(), (Completion(0.999, 0.01),)])
@@ -45,10 +43,10 @@ def _whole(job: JobSpec) -> JobSpec:
 
 
 def test_a_tail_is_unknown_until_it_is_declared_or_seen() -> None:
-    planner = GroupPlanner(Distributional(), TYPES)
-    planner.observe(JobArrived(job=planned_job("unknown", 400, 150)), now=0.0)
-    planner.observe(JobArrived(job=planned_job("declared", 400, 150), curve=W1), now=0.0)
-    planner.observe(JobArrived(job=_whole(planned_job("whole", 400, 150)), curve=W1), now=0.0)
+    planner = GroupPlanner(Judge(), TYPES)
+    planner.place_job(planned_job("unknown", 400, 150), now=0.0)
+    planner.place_job(planned_job("declared", 400, 150), curve=W1, now=0.0)
+    planner.place_job(_whole(planned_job("whole", 400, 150)), curve=W1, now=0.0)
     tails = {str(job): facts.tail for job, facts in planner.facts.items()}
     assert tails["unknown"] == tails["whole"] == UNDIVIDED
     assert tails["declared"] == best_shape(W1, accelerators=8)

@@ -9,19 +9,26 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
+from scheduler.rollmux.cluster.runtime_events import Submit
 from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.control.planning import PlanningService
-from scheduler.rollmux.control.wire import Enter, EnterReply, Granted, Leave, LeaveReply
+from scheduler.rollmux.control.wire import (
+    EnterReply,
+    Granted,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    Leave,
+)
 from scheduler.rollmux.permits.terms import PermitsConfig
-from scheduler.rollmux.planner.group_events import (
+from scheduler.rollmux.planner.group_effects import (
     AddNode,
+    AssignPlace,
     GroupEffect,
-    GroupEvent,
-    MoveJob,
-    ReviewDue,
+    PlacementDecision,
 )
 from scheduler.rollmux.planner.group_table import NodeType
-from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import Move
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
@@ -98,7 +105,7 @@ class Control:
         return Control(config or self.config, clock=self.clock, **self.kept)
 
     def submit(self, *given: Submission) -> list[Any]:
-        return [self.service.call(each) for each in given]
+        return [self.service.call(Submit(submission=each)) for each in given]
 
     def enter(self, job: str, kind: PhaseKind = ROLLOUT) -> EnterReply:
         reply = self.service.call(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
@@ -111,25 +118,23 @@ class Control:
         assert isinstance(reply, Granted), reply
         return reply.nodes
 
-    def leave(self, job: str, *, failed: str = "", loading_s: float = 0.0) -> LeaveReply:
+    def leave(self, job: str, *, failed: str = "", loading_s: float = 0.0) -> Any:
         permit = self.service.policy.permit(JobId(job))
         assert permit is not None
         leave = Leave(job=JobId(job), epoch=permit.epoch, failed=failed, loading_s=loading_s)
-        return self.service.call(leave)  # type: ignore[return-value]
+        return self.service.call(leave)
 
-    def phase(self, job: str, kind: PhaseKind, seconds: float) -> LeaveReply:
+    def phase(self, job: str, kind: PhaseKind, seconds: float) -> Any:
         """One phase from its beginning to its end."""
         self.runs(job, kind)
         self.pass_time(seconds, beats=(job,))
         return self.leave(job)
 
-    def iteration(self, job: str, rollout_s: float = 40.0, training_s: float = 15.0) -> LeaveReply:
+    def iteration(self, job: str, rollout_s: float = 40.0, training_s: float = 15.0) -> Any:
         self.phase(job, ROLLOUT, rollout_s)
         return self.phase(job, TRAINING, training_s)
 
     def pass_time(self, seconds: float, *, beats: Iterable[str] = ()) -> None:
-        from scheduler.rollmux.control.wire import Beat
-
         until_s = self.clock.now_s + seconds
         while self.clock.now_s < until_s:
             self.clock.now_s = min(until_s, self.clock.now_s + 4.0)
@@ -145,7 +150,7 @@ class Control:
 
 
 def ask_to_move(policy: ClusterPolicy, job: str) -> None:
-    """The planner's next review asks the job to go elsewhere, as if a promise were in danger."""
+    """The planner's next review asks the job to go elsewhere, as if a promise were at risk."""
     planner, name = policy.planner, JobId(job)
 
     def wanted() -> list[Move]:
@@ -165,21 +170,26 @@ def swap_reported(policy: ClusterPolicy, moves: list[Move]) -> None:
 def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> None:
     planner = policy.planner
 
-    def observe(event: GroupEvent, *, now: float) -> tuple[GroupEffect, ...]:
-        if not isinstance(event, ReviewDue):
-            return GroupPlanner.observe(planner, event, now=now)
-        del planner.observe  # type: ignore[method-assign]
+    def review(*, now: float) -> tuple[GroupEffect, ...]:
+        del planner.review  # type: ignore[method-assign]
         planner.packer.now_s = now
         effects: list[GroupEffect] = []
         for move in wanted():
             planner.facts[move.job].moving = True
             group = move.opening.cell.group
-            effects += [AddNode(node=node, group=group) for node in move.up]
+            effects += [AddNode(node=node) for node in move.up]
             placement = move.opening.placement
-            effects.append(MoveJob(group=group, placement=placement, reason="a test"))
+            effects.append(
+                AssignPlace(
+                    decision=PlacementDecision.MOVED,
+                    group=group,
+                    placement=placement,
+                    reason="a test",
+                )
+            )
         return tuple(effects)
 
-    planner.observe = observe  # type: ignore[method-assign]
+    planner.review = review  # type: ignore[method-assign]
 
 
 def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:

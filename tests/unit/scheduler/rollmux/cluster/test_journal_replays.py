@@ -18,8 +18,11 @@ from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.status import statuses
-from scheduler.rollmux.control.wire import Beat, Enter
-from scheduler.rollmux.permits.events import PermitEndReason
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    PermitEndReason,
+)
 from scheduler.sim.replay import replay_journal
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, Control, cluster, submission
 from tests.unit.scheduler.rollmux.cluster.test_shell_invariants import JOBS, World
@@ -123,7 +126,7 @@ def test_whatever_jobs_nodes_time_and_restarts_do_every_file_replays(
         _tells_every_story(directory)
 
 
-def test_who_reads_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> None:
+def test_reading_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "state.sqlite", journal=tmp_path)
     control.submit(submission("a"))
     for _ in range(5):
@@ -134,7 +137,7 @@ def test_who_reads_metrics_after_a_restart_changes_no_belief(tmp_path: Path) -> 
     _believes_what_is_replayed(control, tmp_path)
 
 
-def test_who_reads_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) -> None:
+def test_reading_metrics_after_an_overrun_changes_no_belief(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "state.sqlite", journal=tmp_path)
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     for job in "aaaaab":
@@ -186,7 +189,7 @@ def test_metrics_go_on_counting_when_the_journal_begins_a_new_file(tmp_path: Pat
     control.service.close()
 
 
-def test_what_was_last_heard_and_reviewed_is_known_in_the_journal_s_next_file(
+def test_the_journal_s_next_file_has_the_last_beats_and_review(
     tmp_path: Path,
 ) -> None:
     """A file that fills up with every decision would else put off every review for ever."""

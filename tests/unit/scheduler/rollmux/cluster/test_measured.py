@@ -13,7 +13,7 @@ from tests.unit.scheduler.rollmux.cluster.submissions import (
 )
 
 
-def test_what_is_seen_as_it_was_set_changes_nothing() -> None:
+def test_an_observation_near_the_declared_duration_changes_nothing() -> None:
     measured = MeasuredSeconds.begin(300.0)
     assert not any(measured.observe(seconds) for seconds in (280.0, 300.0, 330.0) * 20)
     assert measured.in_force_s == 300.0

@@ -10,17 +10,22 @@ from hypothesis import strategies as st
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.cluster.runtime_events import (
+    NodeReport,
+    Submit,
+)
 from scheduler.rollmux.cluster.submission import nodes_of
 from scheduler.rollmux.control.wire import (
-    Beat,
     CallRefused,
+    Granted,
+    Placed,
+    Waiting,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
     Enter,
     Forget,
-    Granted,
     Leave,
-    NodeReport,
-    Placed,
-    Queued,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
 from tests.unit.scheduler.rollmux.cluster.submissions import (
@@ -69,7 +74,10 @@ class World:
         epoch = Epoch(0) if permit is None else permit.epoch
         match chance.choice(self.steps):
             case "s":
-                assert isinstance(service.call(self.given[name]), Placed | Queued | CallRefused)
+                assert isinstance(
+                    service.call(Submit(submission=self.given[name])),
+                    Placed | Waiting | CallRefused,
+                )
             case "e":
                 kind = chance.choice((ROLLOUT, TRAINING))
                 service.call(Enter(job=job, kind=kind, holder=f"{name}.1"))
@@ -166,7 +174,7 @@ def test_no_permit_is_held_twice_no_memory_is_exceeded_and_permits_follow_the_pl
 
 @settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_everybody_is_served_when_all_nodes_are_back_and_others_leave(chance: Random) -> None:
+def test_every_job_is_served_when_all_nodes_are_back_and_others_leave(chance: Random) -> None:
     with tempfile.TemporaryDirectory() as directory:
         world = World(chance, Path(directory) / "state.sqlite")
         for _ in range(60):

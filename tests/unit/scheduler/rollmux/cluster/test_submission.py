@@ -3,12 +3,13 @@
 import msgspec
 import pytest
 
+from harvester.contracts.ids import Epoch
 from scheduler.model import PhaseKind
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
-from scheduler.rollmux.cluster.plan_events import JobGone, JobSubmitted, PhaseBegan, PhaseDone
 from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission, submission_fault
+from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.rollmux.plan.test_plan_and_control import NoPermits
 
@@ -81,13 +82,21 @@ def test_a_tail_leaves_where_the_declared_completion_says_until_its_own_is_seen(
 
 def _policy() -> ClusterPolicy:
     policy = ClusterPolicy(cluster(cold_start_s=0.0), NoPermits())
-    policy.observe(JobSubmitted(submission=SYNCED), now=0.0)
-    policy.observe(PhaseBegan(job=SYNCED.job), now=0.0)
+    policy.submit(SYNCED, now=0.0)
+    policy.begin_phase(SYNCED.job)
     return policy
 
 
 def _done(policy: ClusterPolicy, kind: PhaseKind, solo_s: float, *, now: float) -> None:
-    policy.observe(PhaseDone(job=SYNCED.job, kind=kind, solo_s=solo_s), now=now)
+    end = EndPermit(
+        job=SYNCED.job,
+        kind=kind,
+        epoch=Epoch(1),
+        ended=PermitEndReason.DONE,
+        reason="",
+        solo_s=solo_s,
+    )
+    policy.complete_phase(end, (), now=now)
 
 
 def test_an_iteration_ends_with_its_sync_and_all_of_it_was_time_alone() -> None:
@@ -132,9 +141,9 @@ def test_whether_an_slo_counts_the_wait_for_a_place_is_a_setting(
     config = cluster("r0", "t0", cold_start_s=40.0, slo_counts_queueing=counts)
     policy = ClusterPolicy(config, NoPermits())
     first, late = submission("first", slo=1.0), submission("late", slo=1.5)
-    policy.observe(JobSubmitted(submission=first), now=0.0)
-    policy.observe(JobSubmitted(submission=late), now=100.0)
+    policy.submit(first, now=0.0)
+    policy.submit(late, now=100.0)
     assert late.job not in policy.planner.facts
-    policy.observe(JobGone(job=first.job), now=300.0)
+    policy.end_job(first.job, now=300.0)
     assert policy.planner.facts[late.job].account.credit_s(300.0) == credit_s
     assert policy.planner.facts[late.job].seen_s == 340.0

@@ -13,12 +13,20 @@ from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.runtime_events import (
+    NodeReport,
+)
 from scheduler.rollmux.control.command import explain
 from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
 from scheduler.rollmux.control.journal_lines import journal_lines
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.story_entry import Told
-from scheduler.rollmux.control.wire import Beat, Enter, Forget, NodeReport
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    Forget,
+    Place,
+)
 from tests.unit.scheduler.rollmux.cluster.submissions import (
     PERMITS,
     ROLLOUT,
@@ -84,7 +92,7 @@ def _in_danger(control: Control) -> None:
     control.pass_time(1861.0)
 
 
-def test_why_was_my_job_moved_names_the_job_whose_promise_was_in_danger(control: Control) -> None:
+def test_the_explanation_of_a_move_names_the_job_with_the_promise_at_risk(control: Control) -> None:
     _in_danger(control)
     control.iteration("easy")
     control.submit(control.service.cluster.placements[JobId("easy")].submission)
@@ -92,7 +100,7 @@ def test_why_was_my_job_moved_names_the_job_whose_promise_was_in_danger(control:
     found = _explained(control, "easy")
     (asked,) = _told(found, Told.MOVE_ASKED)
     assert asked.startswith("asked to move to group-")
-    assert "at its iteration's end: the promise to tight was in danger" in asked
+    assert "at its iteration's end: the promise to tight was at risk" in asked
     (told,), (arrived,) = _told(found, Told.MOVE_TOLD), _told(found, Told.ARRIVED)
     where = " | ".join(" ".join(side) for side in control.at("easy"))
     assert told == f"its iteration is over: told to go on on {where}"
@@ -107,7 +115,7 @@ def test_why_was_my_job_moved_names_the_job_whose_promise_was_in_danger(control:
     ]
 
 
-def test_a_placement_says_where_with_whom_and_at_what_price(control: Control) -> None:
+def test_a_placement_names_nodes_neighbours_and_price(control: Control) -> None:
     control.submit(submission("a"), submission("b"))
     assert _told(_explained(control, "a"), Told.PLACED) == [
         "placed in group-3 on r0 | t0 alone: new isolated group, +57.00 $/h"
@@ -139,7 +147,7 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
     assert not _told(found, Told.ARRIVED)
 
 
-def test_who_has_no_node_left_hears_when_it_has_one_again(opens: Opens) -> None:
+def test_a_job_without_nodes_is_notified_of_its_next_node(opens: Opens) -> None:
     control = opens(cluster("r0", "t0"))
     control.submit(submission("a"))
     control.service.call(NodeReport(node=NodeId("t0"), failed=True))
@@ -150,7 +158,7 @@ def test_who_has_no_node_left_hears_when_it_has_one_again(opens: Opens) -> None:
     assert arrived == "is in group-3 on r0 | t0 now"
 
 
-def test_a_permit_says_how_long_it_was_waited_for_and_behind_whom(control: Control) -> None:
+def test_a_permit_names_its_wait_and_the_jobs_before_it(control: Control) -> None:
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     assert control.at("a")[1] == control.at("b")[1]
     for job in ("a", "b"):
@@ -202,7 +210,7 @@ def test_a_tail_that_is_narrowed_says_to_which_accelerators_and_why(opens: Opens
     assert re.match(r"rollout begins on r0\[[\d,]+\], after", granted)
 
 
-def test_who_is_closed_hears_its_slow_down_against_its_slo(control: Control) -> None:
+def test_a_closed_job_gets_its_slow_down_and_its_slo(control: Control) -> None:
     control.submit(submission("a"))
     control.iteration("a")
     control.service.call(Forget(job=JobId("a")))
@@ -214,16 +222,14 @@ def test_who_is_closed_hears_its_slow_down_against_its_slo(control: Control) -> 
     )
 
 
-def test_a_silent_job_is_said_to_be_silent(opens: Opens) -> None:
+def test_a_silent_job_is_explained_as_silent(opens: Opens) -> None:
     control = opens(cluster(gone_s=60.0))
     control.submit(submission("a"))
     control.pass_time(200.0)
-    assert _told(_explained(control, "a"), Told.CLOSED) == [
-        "closed: nothing was heard of it for too long"
-    ]
+    assert _told(_explained(control, "a"), Told.CLOSED) == ["closed: it was silent for too long"]
 
 
-def test_a_restart_is_told_and_the_wait_behind_a_holder_is_known_from_the_snapshot(
+def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapshot(
     opens: Opens, tmp_path: Path
 ) -> None:
     control = opens(state=tmp_path / "state.sqlite")
@@ -319,16 +325,16 @@ def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_pa
     assert all(0.0 <= wait_s <= 4.0 for wait_s in waits_s)
 
 
-def test_a_control_that_does_not_plan_tells_of_permits(tmp_path: Path) -> None:
+def test_a_control_without_a_plan_explains_permits(tmp_path: Path) -> None:
     service = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
-    service.call(terms("a", rollout="r0", training="t0"))
+    service.call(Place(terms=terms("a", rollout="r0", training="t0")))
     service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
     service.close()
     found = explanation(tmp_path, "a", since=EVER, permits=True)
     assert [entry.told for entry in found.entries] == [Told.PLACED, Told.GRANTED]
 
 
-def test_only_what_happened_since_is_told_and_counted(control: Control) -> None:
+def test_only_later_events_are_listed_and_counted(control: Control) -> None:
     control.submit(submission("a"))
     control.iteration("a")
     whole = _explained(control, "a", permits=True)
@@ -365,7 +371,7 @@ def test_the_command_writes_lines_or_one_document(
     _in_danger(control)
     explain("easy", journal=tmp_path, socket=None, last="", since="", permits=False, as_json=False)
     lines = capsys.readouterr().out.splitlines()
-    assert any("the promise to tight was in danger" in line for line in lines)
+    assert any("the promise to tight was at risk" in line for line in lines)
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  submitted", lines[0])
     explain("easy", journal=tmp_path, socket=None, last="7d", since="", permits=True, as_json=True)
     document = json.loads(capsys.readouterr().out)

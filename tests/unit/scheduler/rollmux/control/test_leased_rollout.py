@@ -10,11 +10,19 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+)
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.wire import Call, Leave, Reply
+from scheduler.rollmux.control.wire import (
+    Reply,
+)
+from scheduler.rollmux.permits.events import (
+    Leave,
+)
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
@@ -146,7 +154,7 @@ async def test_an_asynchronous_rollout_does_the_same() -> None:
         assert scene.gateway.told == [BOTH, LEASES_ALONE, NEITHER]
 
 
-async def test_a_task_that_is_cancelled_while_it_waits_keeps_nobody_waiting() -> None:
+async def test_a_cancelled_waiting_task_blocks_no_other_job() -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway())
 
@@ -199,7 +207,7 @@ def test_without_a_guest_that_serves_the_job_its_tail_stays_where_it_is(reason: 
 
 
 @pytest.mark.parametrize("lost_by", ["guest", "gateway"])
-def test_a_tail_whose_lease_is_lost_goes_back_in_line_and_gets_its_turn(lost_by: str) -> None:
+def test_a_tail_with_a_lost_lease_goes_back_in_line_and_is_served(lost_by: str) -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway())
         c = PhaseControl(control, terms("c"), timeout_s=LONG_S)
@@ -276,14 +284,14 @@ def test_a_rollout_that_fails_gives_its_leases_up() -> None:
         assert scene.gateway.told == [BOTH, NEITHER]
 
 
-def test_what_leases_took_off_a_rollout_follows_from_the_tokens_that_they_made() -> None:
+def test_the_rollout_time_saved_by_leases_follows_from_their_tokens() -> None:
     left: list[Leave] = []
 
     class Noted(EmbeddedControl):
-        def call(self, name: str, message: Call) -> Reply:
+        def call(self, message: Call) -> Reply:
             if isinstance(message, Leave):
                 left.append(message)
-            return super().call(name, message)
+            return super().call(message)
 
     with Noted() as control:
         scene = Scene(control, FakeGateway())

@@ -6,8 +6,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from scheduler.rollmux.cluster.submission import submission_fault
-from scheduler.rollmux.control.jobs import read_submissions
-from scheduler.rollmux.control.nodes_file import GB, read_nodes
+from scheduler.rollmux.control.nodes_file import GB, read_nodes, read_submissions
 
 REPOSITORY = Path(__file__).parents[5]
 NODES = """nodes:
@@ -55,7 +54,7 @@ def test_the_examples_are_read(tmp_path: Path) -> None:
     assert jobs[0].phases[0].mean_s == 430
 
 
-def test_what_is_missing_altogether_is_named_with_its_file(tmp_path: Path) -> None:
+def test_a_missing_field_is_named_with_its_file(tmp_path: Path) -> None:
     file = tmp_path / "nodes.yaml"
     file.write_text("risk: 0.2\n")
     with pytest.raises(ConfigError, match=rf"{file}: nodes: Field required"):

@@ -11,19 +11,24 @@ import pytest
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import Epoch, JobId
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+)
 from scheduler.rollmux.control.control import PhaseControl, install, phase
 from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,
-    Admitted,
-    Beat,
-    Call,
+    Accepted,
     Ended,
     Granted,
-    Leave,
     Reply,
     Transport,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Leave,
+    Place,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
@@ -253,7 +258,7 @@ def test_a_holder_is_kept_by_its_beats_for_many_leases() -> None:
             other.begin(ROLLOUT)
 
 
-def test_a_tail_is_told_to_make_room_and_the_other_starts_beside_it(
+def test_a_tail_makes_room_on_request_and_the_other_job_starts_beside_it(
     embedded: EmbeddedControl,
 ) -> None:
     phases = PhaseControl(embedded, terms("a", rollout="r0 r1", tail_ratio=0.8))
@@ -278,7 +283,7 @@ class Scripted(Transport):
         self.beaten = threading.Event()
         self.left: list[Leave] = []
 
-    def call(self, name: str, message: Call) -> Reply:
+    def call(self, message: Call) -> Reply:
         if isinstance(message, Beat) and self.beats:
             said = self.beats.pop(0)
             if not self.beats:
@@ -289,8 +294,8 @@ class Scripted(Transport):
         if isinstance(message, Leave):
             self.left.append(message)
             return Ended(reason="gone")
-        if isinstance(message, JobTerms):
-            return Admitted(lease_s=QUICK.lease_s)
+        if isinstance(message, Place):
+            return Accepted()
         return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
 
 
@@ -319,7 +324,7 @@ def test_a_holder_goes_on_while_there_is_no_control() -> None:
     permit.check()
 
 
-def test_a_holder_that_cannot_be_heard_stops_before_its_lease_ends() -> None:
+def test_a_disconnected_holder_stops_before_its_lease_ends() -> None:
     clock = VirtualClock()
     transport = Scripted(Exhausted("cut off"))
     permit = _permit(transport, clock)
@@ -333,10 +338,10 @@ def test_a_holder_that_cannot_be_heard_stops_before_its_lease_ends() -> None:
 class Gone(Scripted):
     """A control that dies once it has granted."""
 
-    def call(self, name: str, message: Call) -> Reply:
+    def call(self, message: Call) -> Reply:
         if isinstance(message, Beat | Leave):
             raise Absent("killed")
-        return super().call(name, message)
+        return super().call(message)
 
 
 def test_an_error_leaves_the_phase_also_while_there_is_no_control() -> None:

@@ -12,17 +12,20 @@ from scheduler.rollmux.control import phase_service as service_module
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
-    Beat,
+    Accepted,
     CallRefused,
     Ended,
+    Granted,
+    Orders,
+    Waiting,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
     Enter,
     Forget,
-    Granted,
     Leave,
-    Left,
-    Orders,
+    Place,
     Unloaded,
-    Waiting,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.sim.replay import replay_journal
@@ -53,19 +56,19 @@ def _pass_time(service: PhaseService, clock: VirtualClock, seconds: float) -> No
 def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
     service = _service(VirtualClock())
     for job in ("a", "b"):
-        service.place(terms(job))
+        service.place(Place(terms=terms(job)))
     assert _enter(service, "a") == Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=10.0)
     assert _enter(service, "b") == Waiting(ahead=1)
-    assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Left()
+    assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Accepted()
     assert isinstance(_enter(service, "b"), Granted)
 
 
 def _leave_loaded(service: PhaseService) -> None:
     """Job a has left its state on r0, and b waits for it."""
     for job in ("a", "b"):
-        service.place(terms(job))
+        service.place(Place(terms=terms(job)))
     _enter(service, "a")
-    assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True)) == Left()
+    assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True)) == Accepted()
     assert isinstance(_enter(service, "b"), Waiting)
 
 
@@ -75,14 +78,14 @@ def test_a_state_that_is_not_released_yet_is_waited_for_while_its_process_lives(
     _leave_loaded(service)
     for _ in range(40):
         reply = service.call(Unloaded(job=JobId("a"), holder="a.1"))
-        assert reply == Left(unload=nodes("r0"))
+        assert reply == Accepted(unload=nodes("r0"))
         assert isinstance(_enter(service, "b"), Waiting)
         _pass_time(service, clock, 3.0)
     service.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0")))
     assert isinstance(_enter(service, "b"), Granted)
 
 
-def test_a_process_that_is_not_heard_for_a_lease_keeps_no_node_by_its_state() -> None:
+def test_the_loaded_state_of_a_silent_process_keeps_no_node() -> None:
     clock = VirtualClock()
     service = _service(clock)
     _leave_loaded(service)
@@ -107,19 +110,19 @@ def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -
 
 def test_repeating_a_call_changes_nothing() -> None:
     service = _service(VirtualClock())
-    service.place(terms("a"))
+    service.place(Place(terms=terms("a")))
     assert _enter(service, "a") == _enter(service, "a")
-    service.place(terms("a"))
+    service.place(Place(terms=terms("a")))
     leave = Leave(job=JobId("a"), epoch=Epoch(1))
-    assert service.leave(leave) == Left()
-    assert service.leave(leave) == Left()
+    assert service.leave(leave) == Accepted()
+    assert service.leave(leave) == Accepted()
     assert isinstance(_enter(service, "a", TRAINING), Granted)
 
 
 def test_orders_hold_all_that_the_holder_must_know() -> None:
     service = _service(VirtualClock())
-    service.place(terms("a", rollout="r0 r1", tail_ratio=0.5))
-    service.place(terms("b", rollout="r1"))
+    service.place(Place(terms=terms("a", rollout="r0 r1", tail_ratio=0.5)))
+    service.place(Place(terms=terms("b", rollout="r1")))
     _enter(service, "a")
     _enter(service, "b")
     beat = Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.5)
@@ -136,7 +139,7 @@ def test_a_restarted_desk_knows_its_holders_and_gives_no_epoch_again(tmp_path: P
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     first = _service(clock, path)
     for job in ("a", "b"):
-        first.place(terms(job))
+        first.place(Place(terms=terms(job)))
         _enter(first, job)
     first.close()
     clock.advance_to(100.0)
@@ -154,7 +157,7 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
 ) -> None:
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     first = _service(clock, path)
-    first.place(terms("a"))
+    first.place(Place(terms=terms("a")))
     _enter(first, "a")
     first.close()
     second = _service(clock, path)
@@ -165,7 +168,7 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
 def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
     clock = VirtualClock()
     service = _service(clock)
-    service.place(terms("a"))
+    service.place(Place(terms=terms("a")))
     _enter(service, "a")
     service.tick()
     clock.advance_to(60.0)
@@ -177,7 +180,7 @@ def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
 
 def test_a_job_that_is_forgotten_must_be_placed_again(tmp_path: Path) -> None:
     service = _service(VirtualClock(), tmp_path / "state.sqlite")
-    service.place(terms("a"))
+    service.place(Place(terms=terms("a")))
     service.call(Forget(job=JobId("a")))
     refused = _enter(service, "a")
     assert isinstance(refused, CallRefused)
@@ -195,12 +198,12 @@ def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
     PermitState(path, lock_s=0.0).close()
 
 
-def test_what_a_full_disk_did_not_take_is_answered_by_nobody_until_it_did(
+def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
     tmp_path: Path, monkeypatch
 ) -> None:
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     service = _service(clock, path)
-    service.place(terms("a"))
+    service.place(Place(terms=terms("a")))
     keep, full = PermitState.keep, Exhausted("disk full")
 
     def refuse(*_: object) -> None:
@@ -220,8 +223,8 @@ def test_what_a_full_disk_did_not_take_is_answered_by_nobody_until_it_did(
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
     monkeypatch.setattr(service_module, "JOBS_MAX", 1)
     service = _service(VirtualClock())
-    service.place(terms("a"))
-    refused = service.place(terms("b"))
+    service.place(Place(terms=terms("a")))
+    refused = service.place(Place(terms=terms("b")))
     assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
 
@@ -231,7 +234,7 @@ def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         service = _service(clock, state, journal=journal)
         for job in ("a", "b"):
-            service.place(terms(job))
+            service.place(Place(terms=terms(job)))
             _enter(service, job)
         _pass_time(service, clock, 12.0)
         for job in ("a", "b"):
@@ -245,7 +248,7 @@ def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
 def test_a_leave_after_the_permit_was_lost_says_so(tmp_path: Path) -> None:
     clock = VirtualClock()
     service = _service(clock)
-    service.place(terms("a"))
+    service.place(Place(terms=terms("a")))
     _enter(service, "a")
     _pass_time(service, clock, 11.0)
     assert isinstance(service.leave(Leave(job=JobId("a"), epoch=Epoch(1))), Ended)

@@ -11,8 +11,13 @@ from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.embedded import EmbeddedControl
-from scheduler.rollmux.control.jobs import read_submissions
-from scheduler.rollmux.control.wire import Leave, Placed
+from scheduler.rollmux.control.nodes_file import read_submissions
+from scheduler.rollmux.control.wire import (
+    Placed,
+)
+from scheduler.rollmux.permits.events import (
+    Leave,
+)
 from scheduler.rollmux.permits.leased_tail import Switches
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PhaseTerms
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, Control, cluster, submission

@@ -9,22 +9,26 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.job_placement import PlacementStage
+from scheduler.rollmux.cluster.runtime_events import (
+    NodeReport,
+    Submit,
+)
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
-    Beat,
+    Accepted,
     CallRefused,
     Ended,
-    Forget,
     Granted,
-    Kept,
-    Leave,
-    Left,
-    NodeReport,
     Orders,
     Placed,
-    Queued,
     Waiting,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Forget,
+    Leave,
+    Place,
 )
 from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.rollmux.cluster.submissions import (
@@ -65,12 +69,12 @@ def test_a_phase_runs_on_the_planned_nodes_and_the_other_waits() -> None:
     assert control.runs("a") == names("r0")
     assert isinstance(control.enter("b"), Waiting)
     control.pass_time(8.0, beats="a")
-    assert control.leave("a") == Left()
+    assert control.leave("a") == Accepted()
     assert control.runs("b") == names("r0")
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_belief_that_changes_makes_nobody_wait_for_who_is_behind(first: str) -> None:
+def test_a_changed_belief_makes_no_job_wait_for_a_later_one(first: str) -> None:
     other = "b" if first == "a" else "a"
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", 480.0, 420.0, slo=3.0), submission("b", 480.0, 420.0, slo=3.0))
@@ -86,7 +90,7 @@ def test_a_belief_that_changes_makes_nobody_wait_for_who_is_behind(first: str) -
 def test_without_a_place_a_job_is_queued_and_placed_when_another_leaves() -> None:
     control = Control(cluster("r0", "t0"))
     first, second = control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
-    assert isinstance(second, Queued)
+    assert isinstance(second, Waiting)
     assert "1 h20 of which 0 are free" in second.reason
     refused = control.enter("b")
     assert isinstance(refused, CallRefused)
@@ -97,7 +101,7 @@ def test_without_a_place_a_job_is_queued_and_placed_when_another_leaves() -> Non
     assert isinstance(control.submit(submission("b", slo=1.0))[0], Placed)
 
 
-def test_who_came_first_gets_the_free_node_first_and_others_may_share_meanwhile() -> None:
+def test_the_first_waiting_job_gets_the_free_node_and_others_may_share_meanwhile() -> None:
     control = Control(cluster("r0 r1", "t0 t1"))
     control.submit(submission("a", slo=3.0))
     wide, narrow, third = control.submit(
@@ -105,9 +109,9 @@ def test_who_came_first_gets_the_free_node_first_and_others_may_share_meanwhile(
         submission("narrow", slo=1.0),
         submission("shares", slo=3.0),
     )
-    assert isinstance(wide, Queued)
+    assert isinstance(wide, Waiting)
     # A node is free for it, but not while another waits longer for nodes.
-    assert isinstance(narrow, Queued)
+    assert isinstance(narrow, Waiting)
     assert narrow.ahead == 1
     assert isinstance(third, Placed)
     control.service.call(Forget(job=JobId("a")))
@@ -125,7 +129,7 @@ def test_who_came_first_gets_the_free_node_first_and_others_may_share_meanwhile(
         (submission("a", rollout_s=-1.0), "max_s"),
     ],
 )
-def test_what_can_never_be_placed_is_refused_for_good(given, why: str) -> None:
+def test_an_unplaceable_job_is_refused_for_good(given, why: str) -> None:
     (refused,) = Control().submit(given)
     assert isinstance(refused, CallRefused)
     assert why in refused.reason
@@ -141,10 +145,10 @@ def test_a_job_is_known_with_one_declaration_until_it_is_forgotten() -> None:
     assert isinstance(control.submit(submission("a", slo=1.9))[0], Placed)
 
 
-def test_nobody_is_placed_by_hand() -> None:
+def test_a_planning_control_refuses_placement_by_hand() -> None:
     control = Control()
     control.submit(submission("a"))
-    refused = control.service.call(terms("x"))
+    refused = control.service.call(Place(terms=terms("x")))
     assert isinstance(refused, CallRefused)
     assert "plans" in refused.reason
 
@@ -163,13 +167,13 @@ def test_the_planner_learns_what_phases_took_without_their_loading() -> None:
     assert control.service.cluster.placements[JobId("a")].iterations == 1
 
 
-def test_a_leave_that_is_said_twice_is_learned_once() -> None:
+def test_a_repeated_leave_is_learned_once() -> None:
     control = Control()
     control.submit(submission("a"))
     control.runs("a")
     control.pass_time(40.0, beats="a")
     leave = Leave(job=JobId("a"), epoch=Epoch(1))
-    assert control.service.call(leave) == control.service.call(leave) == Left()
+    assert control.service.call(leave) == control.service.call(leave) == Accepted()
     assert control.service.cluster.planner.facts[JobId("a")].rollout.count == 1
 
 
@@ -184,7 +188,7 @@ def test_a_failed_phase_teaches_nothing_and_loses_its_iteration_s_credit() -> No
     assert (facts.training.count, facts.account.solo_s) == (0, before_s)
 
 
-def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins() -> None:
+def test_a_move_is_ordered_at_an_iteration_s_end_and_made_at_the_next_begin() -> None:
     control = Control()
     control.submit(submission("a"), submission("b"))
     for _ in range(2):
@@ -197,10 +201,10 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     control.pass_time(60.0, beats="b")
     assert control.service.cluster.placements[JobId("b")].stage is PlacementStage.MOVING
     # In the middle of an iteration no reply mentions the move and nothing changes.
-    assert control.leave("b") == Left()
+    assert control.leave("b") == Accepted()
     assert control.at("b") == old
     left = control.phase("b", TRAINING, 15.0)
-    assert isinstance(left, Left)
+    assert isinstance(left, Accepted)
     assert left.move is not None
     told = (left.move.rollout_nodes, left.move.training_nodes)
     assert told != old
@@ -212,7 +216,7 @@ def test_a_move_is_told_at_the_iteration_s_end_and_made_when_the_next_one_begins
     assert not control.service.cluster.planner.book.is_leaving(JobId("b"))
 
 
-def test_a_lost_answer_tells_the_move_again_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_move_order_is_repeated_after_a_lost_reply_and_after_a_restart(tmp_path: Path) -> None:
     control = Control(state=tmp_path / "state.sqlite")
     control.submit(submission("a"), submission("b"))
     control.runs("b")
@@ -220,7 +224,7 @@ def test_a_lost_answer_tells_the_move_again_also_after_a_restart(tmp_path: Path)
     control.pass_time(60.0, beats="b")
     control.leave("b")
     left = control.phase("b", TRAINING, 15.0)
-    assert isinstance(left, Left)
+    assert isinstance(left, Accepted)
     assert left.move is not None
     control = control.restarted()
     epoch = control.service.policy.permit(JobId("b")).epoch  # type: ignore[union-attr]
@@ -251,10 +255,10 @@ def test_a_move_for_which_no_nodes_are_free_is_taken_back_and_changes_nothing() 
     assert control.service.cluster.planner.book.committed_per_hour == price
     assert not control.service.cluster.planner.facts[JobId("b")].moving
     control.leave("b")
-    assert control.phase("b", TRAINING, 15.0) == Left()
+    assert control.phase("b", TRAINING, 15.0) == Accepted()
 
 
-def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
+def test_a_moving_job_gets_its_permit_when_its_new_nodes_have_room() -> None:
     control = Control(cluster("r0 r1", "t0 t1"))
     control.submit(submission("a", slo=1.0, host=1500), submission("b", slo=1.0, host=1500))
     policy = control.service.cluster
@@ -277,7 +281,7 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
     for job in "ab":
         control.leave(job)
         left = control.phase(job, TRAINING, 15.0)
-        assert isinstance(left, Left)
+        assert isinstance(left, Accepted)
         assert left.move is not None
     refused = control.enter("a")
     assert isinstance(refused, CallRefused)
@@ -287,7 +291,7 @@ def test_who_moves_gets_its_permit_when_its_new_nodes_have_room() -> None:
 
 
 def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
-    """A job with changed nodes is told so before it needs its state there."""
+    """A job with changed nodes is notified before it needs its state there."""
     refused = control.enter(job, kind)
     assert isinstance(refused, CallRefused)
     assert refused.unknown
@@ -304,7 +308,7 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     control.phase("b", ROLLOUT, 40.0)
     control.runs("b", TRAINING)
     control.runs("a", ROLLOUT)
-    assert control.service.call(_failed("t0")) == Kept()
+    assert control.service.call(_failed("t0")) == Accepted()
     for job in "ab":
         assert control.at(job)[1] == names("t1")
     beat = Beat(job=JobId("b"), epoch=Epoch(4))
@@ -332,7 +336,7 @@ def test_without_a_spare_node_the_phase_waits_until_one_is_back() -> None:
     assert control.runs("a", TRAINING) == names("t0")
 
 
-def test_a_free_node_that_failed_is_given_to_nobody() -> None:
+def test_a_failed_free_node_is_given_to_no_job() -> None:
     control = Control(cluster("r0 r1", "t0 t1"))
     control.service.call(_failed("r0"))
     assert isinstance(control.service.call(_failed("elsewhere")), CallRefused)
@@ -340,7 +344,7 @@ def test_a_free_node_that_failed_is_given_to_nobody() -> None:
     assert control.runs("a") == names("r1")
 
 
-def test_a_placed_job_of_which_nothing_is_heard_gives_its_nodes_back() -> None:
+def test_a_silent_placed_job_gives_its_nodes_back() -> None:
     control = Control(cluster("r0", "t0", gone_s=300.0))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.runs("a")
@@ -362,7 +366,7 @@ def test_a_restart_in_the_middle_of_a_phase_loses_and_repeats_nothing(tmp_path: 
     control = control.restarted()
     assert {job: control.at(job) for job in "ab"} == where
     control.pass_time(20.0, beats="a")
-    assert control.leave("a") == Left()
+    assert control.leave("a") == Accepted()
     after = control.service.cluster.planner.facts[JobId("a")]
     assert after.rollout.count == before.rollout.count + 1
     assert after.rollout.seen_s == pytest.approx(40.0, rel=0.01)
@@ -402,14 +406,14 @@ def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_pat
     with pytest.raises(ConfigError, match="plan"):
         PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
     service = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
-    service.place(terms("a"))
-    assert isinstance(service.call(submission("b")), CallRefused)
+    service.place(Place(terms=terms("a")))
+    assert isinstance(service.call(Submit(submission=submission("b"))), CallRefused)
     service.close()
     with pytest.raises(ConfigError, match="by hand"):
         Control(state=tmp_path / "by-hand.sqlite")
 
 
-def test_what_the_disk_did_not_take_is_answered_by_nobody(tmp_path: Path, monkeypatch) -> None:
+def test_a_decision_that_is_not_on_disk_gets_no_reply(tmp_path: Path, monkeypatch) -> None:
     control = Control(state=tmp_path / "state.sqlite")
     control.submit(submission("a"))
     control.runs("a")
@@ -425,7 +429,7 @@ def test_what_the_disk_did_not_take_is_answered_by_nobody(tmp_path: Path, monkey
             with pytest.raises(Exhausted):
                 control.leave("a")
             control.service.tick()
-    assert control.leave("a") == Left()
+    assert control.leave("a") == Accepted()
     control = control.restarted()
     assert control.service.cluster.planner.facts[JobId("a")].rollout.count == 1
 
@@ -456,7 +460,7 @@ def test_its_metrics_say_how_many_wait_for_a_place_and_which_nodes_are_free() ->
     assert "scheduler_phase_plan_price_per_hour 57.0" in said
 
 
-def test_its_metrics_say_whose_promise_is_kept_and_count_those_that_have_ended() -> None:
+def test_metrics_show_kept_promises_and_count_those_that_have_ended() -> None:
     control = Control()
     control.submit(submission("a"))
 
@@ -503,7 +507,7 @@ def test_a_promise_that_was_broken_when_the_last_phase_ended_stays_broken() -> N
     assert 'scheduler_phase_plan_promises_ended_total{promise="broken"} 1.0' in said
 
 
-def test_its_metrics_say_how_long_somebody_has_waited_for_a_place() -> None:
+def test_metrics_show_the_longest_wait_for_a_placement() -> None:
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=1.0), submission("b", slo=1.0))
     control.pass_time(60.0)

@@ -1,7 +1,8 @@
 """Jobs for tests of groups: phases of known lengths and no doubt about them."""
 
 from scheduler.rollmux.beliefs.durations import Belief
-from scheduler.rollmux.forecast.forecast import Horizon, Occupant, Roster, slowdowns
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, slowdowns
+from scheduler.rollmux.forecast.scenarios import Horizon
 from scheduler.rollmux.forecast.stages import Rules
 
 EXACT = Horizon(scenarios=1, warm_up=3.0, cycles=20.0)

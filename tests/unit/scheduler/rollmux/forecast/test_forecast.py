@@ -6,16 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.rollmux.beliefs.durations import Belief
-from scheduler.rollmux.forecast.forecast import (
-    Glance,
-    Horizon,
-    Occupant,
-    Roster,
-    keeps_all,
-    slowdowns,
-)
+from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
 from scheduler.rollmux.forecast.judge import OUR_RULES
-from scheduler.rollmux.forecast.scenarios import least_bound, upper_bound
+from scheduler.rollmux.forecast.scenarios import Glance, Horizon, least_bound, upper_bound
 
 HORIZON = Horizon()
 occupants = st.builds(

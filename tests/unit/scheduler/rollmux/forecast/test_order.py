@@ -3,30 +3,26 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.rollmux.forecast.forecast import group_load
 from scheduler.rollmux.forecast.judge import OUR_RULES
-from scheduler.rollmux.forecast.load import group_load
 from scheduler.rollmux.forecast.stages import Rules
 from tests.unit.scheduler.rollmux.forecast.stage_jobs import exact_slowdowns, occupant
 
 PLAIN = Rules(migrate=False, warm_s=0.0, migrate_s=0.0)
 
 
-def test_a_group_is_saturated_once_its_busiest_node_is_full() -> None:
-    spare = group_load([occupant(100.0, 100.0), occupant(90.0, 90.0)])
-    full = group_load([occupant(100.0, 100.0), occupant(100.0, 100.0)])
-    assert (spare.busiest_s, spare.cycle_s, spare.saturated) == (190.0, 200.0, False)
-    assert full.saturated
+def test_the_load_of_a_group_is_its_longest_iteration_and_its_busiest_node() -> None:
+    assert group_load([occupant(100.0, 100.0), occupant(90.0, 90.0)]) == (200.0, 190.0)
+    assert group_load([occupant(100.0, 100.0), occupant(100.0, 100.0)]) == (200.0, 200.0)
 
 
 def test_a_tail_that_moves_counts_for_its_share_of_a_node() -> None:
     pair = [occupant(200.0, 60.0, bulk=0.5), occupant(200.0, 60.0, bulk=0.5)]
-    assert group_load(pair).saturated
-    moved = group_load(pair, tails_move=True)
-    assert moved.busiest_s == 2 * (100.0 + 0.25 * 100.0)
-    assert not moved.saturated
+    assert group_load(pair) == (260.0, 400.0)
+    assert group_load(pair, tails_move=True) == (260.0, 2 * (100.0 + 0.25 * 100.0))
 
 
-def test_of_unequal_cycles_the_short_job_runs_more_often() -> None:
+def test_the_job_with_the_shorter_cycle_runs_more_often() -> None:
     members = [
         occupant(500.0, 100.0, rollout=1, training=4),
         occupant(150.0, 100.0, rollout=2, training=4),
@@ -44,7 +40,7 @@ tight_phases = st.tuples(st.integers(20, 400), st.integers(20, 400))
 def test_between_two_iterations_of_a_job_each_other_job_passes_once(
     jobs: list[tuple[int, int]],
 ) -> None:
-    """All on one node of each pool: an iteration lasts one round of everybody at most."""
+    """All on one node of each pool: an iteration lasts at most one phase of every job."""
     members = [occupant(float(a), float(b)) for a, b in jobs]
     slow = exact_slowdowns(members, OUR_RULES)
     round_s = sum(a + b + 2 * OUR_RULES.warm_s for a, b in jobs)
@@ -52,7 +48,7 @@ def test_between_two_iterations_of_a_job_each_other_job_passes_once(
         assert found * (rollout_s + training_s) <= 1.1 * round_s
 
 
-def test_nobody_passes_a_job_that_waits_for_several_nodes() -> None:
+def test_no_job_passes_one_that_waits_for_several_nodes() -> None:
     """Two narrow jobs in turn would keep one of its two nodes busy for ever."""
     wide = occupant(100.0, 10.0, rollout=3, training=4)
     narrow = [occupant(100.0, 1.0, rollout=1 << at, training=8 << at) for at in range(2)]
@@ -80,7 +76,7 @@ def test_a_rollout_that_is_not_divisible_waits_until_the_tail_has_ended() -> Non
     assert max(served(divisible=True)) < 0.95 * max(served(divisible=False))
 
 
-def test_who_comes_after_a_rollout_that_is_not_divisible_does_not_pass_it() -> None:
+def test_a_job_behind_an_indivisible_rollout_does_not_pass_it() -> None:
     tails = PLAIN._replace(migrate=True)
     jobs = [occupant(300.0, 100.0, bulk=0.5) for _ in range(2)]
     whole = occupant(100.0, 500.0, training=4, divisible=False)

@@ -40,7 +40,7 @@ def _run(*members: Occupant, until_s: float) -> list[tuple[float, int, int]]:
     log = np.zeros(512, dtype=EVENT)
     nodes, permits = empty_nodes(), empty_permits()
     _, logged, _ = advance(jobs, nodes, permits, lengths_s, PLAIN, 0.0, until_s, log)
-    return [(t_s, kind, job) for t_s, kind, job, _, _ in log[:logged].tolist()]
+    return [(t_s, kind, job) for t_s, kind, job, _ in log[:logged].tolist()]
 
 
 def test_the_next_rollout_waits_for_the_sync_and_the_sync_for_nothing() -> None:
@@ -54,7 +54,7 @@ def test_the_next_rollout_waits_for_the_sync_and_the_sync_for_nothing() -> None:
     assert times[ROLLOUT_STARTED] == [0.0, 170.0, 340.0]
 
 
-def test_a_syncing_job_keeps_neither_node_and_nobody_in_line() -> None:
+def test_a_syncing_job_keeps_no_node_and_blocks_no_job_in_line() -> None:
     """While the first syncs, the other trains on its node and rolls out on its other one."""
     found = _run(_synced(100.0, 60.0, 300.0), _synced(100.0, 60.0, 1.0), until_s=450.0)
     other = [(t_s, kind) for t_s, kind, job in found if job == 1]
@@ -103,7 +103,7 @@ def test_a_declared_sync_is_believed_and_then_learned() -> None:
     assert facts.account.solo_s == pytest.approx(40 * 470.0)
 
 
-def test_a_sync_that_nobody_declared_is_learned_where_it_is_seen() -> None:
+def test_an_undeclared_sync_is_learned_from_its_observation() -> None:
     facts = _facts(sync_max_s=None)
     assert facts.belief().sync_s == 0.0
     facts.observe(ROLLOUT, 300.0)

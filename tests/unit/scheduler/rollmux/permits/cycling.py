@@ -7,12 +7,12 @@ from heapq import heappop, heappush
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.events import (
+    Enter,
     GrantPermit,
-    JobPlaced,
+    Leave,
     PermitEffect,
     PermitEvent,
-    PhaseEnded,
-    PhaseRequested,
+    Place,
     TimeElapsed,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -36,11 +36,11 @@ class CyclingJobs:
     def __post_init__(self) -> None:
         self.policy = PermitPolicy(STEADY)
         for terms in self.placed:
-            self.hear(JobPlaced(terms=terms))
+            self.hear(Place(terms=terms))
 
     def begin(self, *jobs: str) -> None:
         for job in jobs:
-            self.hear(PhaseRequested(job=JobId(job), kind=ROLLOUT, holder=job))
+            self.hear(Enter(job=JobId(job), kind=ROLLOUT, holder=job))
 
     def run(self, until_s: float) -> None:
         while True:
@@ -69,8 +69,8 @@ class CyclingJobs:
         assert permit is not None
         if not permit.holding:
             return
-        self.hear(PhaseEnded(job=JobId(job), epoch=permit.epoch))
+        self.hear(Leave(job=JobId(job), epoch=permit.epoch))
         permit = self.policy.permit(JobId(job))
         assert permit is not None
         assert permit.kind is not None
-        self.hear(PhaseRequested(job=JobId(job), kind=permit.kind, holder=job))
+        self.hear(Enter(job=JobId(job), kind=permit.kind, holder=job))

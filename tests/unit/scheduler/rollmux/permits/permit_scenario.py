@@ -5,17 +5,15 @@ from typing import Any
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
     GrantPermit,
-    HolderHeard,
-    JobPlaced,
+    Leave,
     PermitEffect,
-    PhaseEnded,
-    PhaseNarrowed,
-    PhaseRequested,
-    PhaseWithdrawn,
+    Place,
     Recall,
-    TailRecalled,
     TimeElapsed,
+    Withdraw,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
@@ -40,37 +38,35 @@ def terms(job: str, *, rollout: str = "r0", training: str = "t0", **rollout_term
 
 
 class Group:
-    """Jobs with one policy, at the time that the test says."""
+    """Jobs with one policy, at times that the test sets."""
 
     def __init__(self, *placed: JobTerms, config: PermitsConfig = CONFIG) -> None:
         self.policy = PermitPolicy(config)
         self.now = 0.0
         for each in placed:
-            self.policy.observe(JobPlaced(terms=each), now=0.0)
+            self.policy.observe(Place(terms=each), now=0.0)
 
     def ask(self, job: str, kind: PhaseKind = ROLLOUT, *, holder: str = "") -> Any:
-        event = PhaseRequested(job=JobId(job), kind=kind, holder=holder or f"{job}.1")
+        event = Enter(job=JobId(job), kind=kind, holder=holder or f"{job}.1")
         return self._observe(event)
 
     def withdraw(self, job: str) -> Any:
-        return self._observe(PhaseWithdrawn(job=JobId(job), holder=f"{job}.1"))
+        return self._observe(Withdraw(job=JobId(job), holder=f"{job}.1"))
 
     def beat(self, job: str, ratio: float = 0.0, *, epoch: int | None = None) -> Any:
-        event = HolderHeard(
-            job=JobId(job), epoch=Epoch(epoch or self.epoch(job)), complete_ratio=ratio
-        )
+        event = Beat(job=JobId(job), epoch=Epoch(epoch or self.epoch(job)), complete_ratio=ratio)
         return self._observe(event)
 
     def narrowed(self, job: str) -> Any:
-        return self._observe(PhaseNarrowed(job=JobId(job), epoch=self.epoch(job)))
+        return self._observe(Beat(job=JobId(job), epoch=self.epoch(job), narrowed=True))
 
     def recall(self, job: str, how: Recall) -> Any:
-        event = TailRecalled(job=JobId(job), epoch=self.epoch(job), recall=how)
+        event = Beat(job=JobId(job), epoch=self.epoch(job), recall=how)
         return self._observe(event)
 
     def end(self, job: str, *, epoch: int | None = None, failed: str = "") -> Any:
         at = Epoch(epoch or self.epoch(job))
-        return self._observe(PhaseEnded(job=JobId(job), epoch=at, failed=failed))
+        return self._observe(Leave(job=JobId(job), epoch=at, failed=failed))
 
     def pass_time(self, seconds: float) -> Any:
         self.now += seconds

@@ -97,7 +97,7 @@ def test_a_tail_leaves_at_the_learned_threshold_on_the_learned_nodes() -> None:
     assert asked.keep == nodes("r0")
 
 
-def test_what_was_learned_survives_a_restart() -> None:
+def test_learned_durations_survive_a_restart() -> None:
     group = Group(terms("a", rollout=EIGHT, tail_ratio=0.95, learn_tail=True))
     for _ in range(SEEN_MIN):
         _iterate(group)

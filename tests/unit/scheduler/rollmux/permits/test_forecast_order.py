@@ -1,4 +1,4 @@
-"""Permits start phases in the order that a forecast of the same jobs says, and when it says."""
+"""Permits start phases in the order and at the times of a forecast of the same jobs."""
 
 import numpy as np
 import pytest

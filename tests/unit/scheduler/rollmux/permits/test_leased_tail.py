@@ -56,7 +56,7 @@ def test_the_permit_is_narrowed_only_after_the_gateway_has_confirmed_that_engine
     assert scene.see(confirmed, after_s=0.1) == (NarrowPermit(),)
 
 
-def test_a_narrowing_that_the_control_has_not_heard_is_said_again() -> None:
+def test_an_unconfirmed_narrowing_is_sent_again() -> None:
     scene = Scene()
     scene.see(ASKED)
     confirmed = TailSample(stage=PermitStage.NARROWING, engines_off=True, guest_serves=True)
@@ -64,7 +64,7 @@ def test_a_narrowing_that_the_control_has_not_heard_is_said_again() -> None:
     assert scene.see(confirmed, after_s=RECALL_S) == (NarrowPermit(),)
 
 
-def test_a_tail_stays_without_a_guest_without_leases_and_where_nobody_asks() -> None:
+def test_a_tail_stays_without_guest_leases_or_waiting_jobs() -> None:
     for sample in (
         TailSample(stage=PermitStage.NARROWING, may_leave=True),
         TailSample(stage=PermitStage.NARROWING, guest_serves=True),

@@ -58,7 +58,7 @@ def test_a_phase_that_always_hangs_is_always_ended_and_within_a_bounded_time() -
     assert group.now - begun_s < 12 * longest_s
 
 
-def test_a_phase_told_to_end_that_fails_counts_as_ended_for_its_length() -> None:
+def test_a_revoked_phase_that_fails_counts_as_ended_for_its_length() -> None:
     group = _contended(max_s=10.0)
     group.ask("a")
     group.ask("b")

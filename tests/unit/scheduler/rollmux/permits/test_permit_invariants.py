@@ -10,23 +10,21 @@ from hypothesis import strategies as st
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.events import (
+    Beat,
     ControlResumed,
     EndPermit,
+    Enter,
+    Forget,
     FreeNodes,
     GrantPermit,
-    HolderHeard,
-    JobLeft,
-    JobPlaced,
+    Leave,
     PermitEffect,
     PermitEvent,
-    PhaseEnded,
-    PhaseNarrowed,
-    PhaseRequested,
-    PhaseWithdrawn,
+    Place,
     Recall,
-    TailRecalled,
     TimeElapsed,
     WidenPermit,
+    Withdraw,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -57,27 +55,33 @@ def _phase(kind: PhaseKind) -> st.SearchStrategy[PhaseTerms]:
     )
 
 
-def _placed(job: JobId) -> st.SearchStrategy[JobPlaced]:
+def _placed(job: JobId) -> st.SearchStrategy[Place]:
     phases = st.tuples(_phase(ROLLOUT), _phase(TRAINING))
-    return phases.map(lambda both: JobPlaced(terms=JobTerms(job=job, phases=both)))
+    return phases.map(lambda both: Place(terms=JobTerms(job=job, phases=both)))
 
 
 _job = st.sampled_from(JOBS)
 _epoch = st.integers(1, 12).map(Epoch)
 _event: st.SearchStrategy[PermitEvent] = st.one_of(
     _job.flatmap(_placed),
-    st.builds(JobLeft, job=_job),
+    st.builds(Forget, job=_job),
     st.builds(
-        PhaseRequested,
+        Enter,
         job=_job,
         kind=st.sampled_from((ROLLOUT, TRAINING)),
         holder=st.sampled_from(("first", "second")),
     ),
-    st.builds(PhaseWithdrawn, job=_job, holder=st.sampled_from(("first", "second"))),
-    st.builds(HolderHeard, job=_job, epoch=_epoch, complete_ratio=st.sampled_from((0.0, 0.6, 1.0))),
-    st.builds(PhaseNarrowed, job=_job, epoch=_epoch),
-    st.builds(TailRecalled, job=_job, epoch=_epoch, recall=st.sampled_from(Recall)),
-    st.builds(PhaseEnded, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),
+    st.builds(Withdraw, job=_job, holder=st.sampled_from(("first", "second"))),
+    st.builds(Beat, job=_job, epoch=_epoch, complete_ratio=st.sampled_from((0.0, 0.6, 1.0))),
+    st.builds(
+        Beat,
+        job=_job,
+        epoch=_epoch,
+        complete_ratio=st.sampled_from((0.0, 0.6, 1.0)),
+        narrowed=st.booleans(),
+        recall=st.none() | st.sampled_from(Recall),
+    ),
+    st.builds(Leave, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),
     st.just(TimeElapsed()),
     st.just(ControlResumed()),
 )
@@ -149,7 +153,7 @@ def test_the_same_events_give_the_same_effects_also_over_a_snapshot(
 
 @given(_everybody())
 @settings(max_examples=150, deadline=None)
-def test_from_any_state_everybody_who_asks_is_served_when_holders_end(
+def test_from_any_state_every_waiting_job_is_served_when_holders_end(
     steps: list[Timed],
 ) -> None:
     policy = PermitPolicy(CONFIG)
@@ -166,14 +170,14 @@ def test_from_any_state_everybody_who_asks_is_served_when_holders_end(
             assert permit is not None
             if permit.holding:
                 served.add(job)
-                policy.observe(PhaseEnded(job=job, epoch=permit.epoch), now=now)
+                policy.observe(Leave(job=job, epoch=permit.epoch), now=now)
     assert served == present
 
 
 @given(st.tuples(*map(_placed, JOBS)), st.permutations(JOBS), st.sets(st.sampled_from(JOBS)))
 @settings(max_examples=200, deadline=None)
-def test_nobody_is_passed_more_than_once_by_each_other_job(
-    placed: tuple[JobPlaced, ...], order: list[JobId], stubborn: set[JobId]
+def test_no_job_is_passed_more_than_once_by_another_job(
+    placed: tuple[Place, ...], order: list[JobId], stubborn: set[JobId]
 ) -> None:
     """Some never end their phase, the others end and ask again as fast as they can."""
     policy, now = PermitPolicy(CONFIG), 0.0
@@ -212,10 +216,10 @@ def _next(policy: PermitPolicy, job: JobId, stubborn: bool) -> PermitEvent:
     assert permit is not None
     if permit.holding:
         if stubborn:
-            return HolderHeard(job=job, epoch=permit.epoch)
-        return PhaseEnded(job=job, epoch=permit.epoch)
+            return Beat(job=job, epoch=permit.epoch)
+        return Leave(job=job, epoch=permit.epoch)
     kind = permit.kind if permit.stage is PermitStage.WAITING and permit.kind else ROLLOUT
-    return PhaseRequested(job=job, kind=kind, holder="first")
+    return Enter(job=job, kind=kind, holder="first")
 
 
 def _asked(policy: PermitPolicy, job: JobId, now: float) -> None:
@@ -224,4 +228,4 @@ def _asked(policy: PermitPolicy, job: JobId, now: float) -> None:
     kind = permit.kind if permit.stage is PermitStage.WAITING and permit.kind else ROLLOUT
     if not permit.holding:
         holder = permit.holder or "first"
-        policy.observe(PhaseRequested(job=job, kind=kind, holder=holder), now=now)
+        policy.observe(Enter(job=job, kind=kind, holder=holder), now=now)

@@ -8,12 +8,11 @@ from scheduler.rollmux.permits.events import (
     ControlResumed,
     EndPermit,
     EnqueuePhase,
-    FailJob,
+    Forget,
     FreeNodes,
-    JobLeft,
-    JobPlaced,
     NarrowPhase,
     PermitEndReason,
+    Place,
     Recall,
     Refuse,
     RevokePermit,
@@ -78,7 +77,7 @@ def test_a_place_in_line_is_kept_by_the_end_of_the_phase_before_and_not_by_askin
     assert granted(group.end("c")) == ["a"]
 
 
-def test_a_free_node_waits_a_moment_for_whose_turn_it_is_and_then_goes_on() -> None:
+def test_a_free_node_waits_a_moment_for_the_first_in_line_and_then_goes_on() -> None:
     group = Group(terms("a"), terms("b", rollout="r1"))
     group.ask("a")
     group.ask("b")
@@ -89,7 +88,7 @@ def test_a_free_node_waits_a_moment_for_whose_turn_it_is_and_then_goes_on() -> N
     assert granted(group.pass_time(0.5)) == ["b"]
 
 
-def test_who_was_passed_over_keeps_its_place() -> None:
+def test_a_passed_job_keeps_its_place_in_line() -> None:
     group = Group(terms("a"), terms("b", rollout="r1"), terms("c", rollout="r2"))
     for job in ("a", "b", "c"):
         group.ask(job)
@@ -111,7 +110,7 @@ def test_a_phase_waits_for_all_of_its_nodes_and_keeps_later_ones_from_passing() 
     assert (group.on("r0"), group.on("r1")) == ("b", "b")
 
 
-def test_a_long_tail_makes_room_only_when_somebody_waits() -> None:
+def test_a_long_tail_makes_room_only_for_a_waiting_job() -> None:
     group = Group(terms("a", rollout="r0 r1 r2", tail_ratio=0.8), terms("b", rollout="r1 r2"))
     group.ask("a")
     assert group.beat("a", 0.9) == ()
@@ -228,7 +227,6 @@ def test_a_silent_holder_loses_its_permit_and_what_it_says_later_is_refused() ->
     group.ask("b")
     effects = group.pass_time(5.0)
     assert of(EndPermit, effects)[0].ended is PermitEndReason.SILENT
-    assert of(FailJob, effects)[0].job == "a"
     assert granted(effects) == ["b"]
     for late in (group.beat("a", epoch=lost), group.end("a", epoch=lost)):
         assert [type(effect) for effect in late] == [Refuse]
@@ -265,7 +263,7 @@ def test_a_second_process_of_a_job_gets_nothing_while_the_first_lives() -> None:
     assert granted(group.ask("a", holder="a.2")) == ["a"]
 
 
-def test_a_worker_that_stopped_asking_keeps_nobody_waiting() -> None:
+def test_a_worker_that_stopped_asking_blocks_no_other() -> None:
     group = Group(terms("a"), terms("b"), terms("c"))
     group.ask("a")
     group.ask("b")
@@ -276,7 +274,7 @@ def test_a_worker_that_stopped_asking_keeps_nobody_waiting() -> None:
     assert granted(group.end("a")) == ["c"]
 
 
-def test_who_waits_no_more_is_in_nobody_s_way() -> None:
+def test_a_withdrawn_request_blocks_no_other() -> None:
     group = Group(terms("a"), terms("b"), terms("c"))
     for job in ("a", "b", "c"):
         group.ask(job)
@@ -286,7 +284,7 @@ def test_who_waits_no_more_is_in_nobody_s_way() -> None:
     assert granted(group.withdraw("c")) == ["b"]
 
 
-def test_an_overrun_is_warned_of_and_revoked_only_when_somebody_waits() -> None:
+def test_an_overrun_is_warned_of_and_revoked_only_when_a_job_waits() -> None:
     group = Group(terms("a", max_s=8.0), terms("b"))
     group.ask("a")
     assert [type(effect) for effect in group.pass_time(8.0)] == [WarnHolder]
@@ -300,14 +298,14 @@ def test_an_overrun_is_warned_of_and_revoked_only_when_somebody_waits() -> None:
     assert granted(effects) == ["b"]
 
 
-def test_who_ends_within_the_grace_has_not_failed() -> None:
+def test_a_phase_that_ends_within_the_grace_has_not_failed() -> None:
     group = Group(terms("a", max_s=2.0), terms("b"))
     group.ask("a")
     group.ask("b")
     group.pass_time(2.0)
     assert of(RevokePermit, group.pass_time(5.0))
     effects = group.end("a")
-    assert of(FailJob, effects) == []
+    assert of(EndPermit, effects)[0].ended is PermitEndReason.DONE
     assert granted(effects) == ["b"]
 
 
@@ -340,7 +338,7 @@ def test_a_job_that_leaves_gives_its_nodes_to_the_next() -> None:
     group = Group(terms("a"), terms("b"))
     group.ask("a")
     group.ask("b")
-    assert granted(group.policy.observe(JobLeft(job=JobId("a")), now=0.0)) == ["b"]
+    assert granted(group.policy.observe(Forget(job=JobId("a")), now=0.0)) == ["b"]
     assert group.policy.permit(JobId("a")) is None
 
 
@@ -348,7 +346,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
     group = Group(terms("a"), terms("b"), terms("c", rollout="r1"), terms("d", rollout="r1"))
     for job in ("a", "b", "c", "d"):
         group.ask(job)
-    group.policy.observe(JobPlaced(terms=terms("b", rollout="r1")), now=0.0)
+    group.policy.observe(Place(terms=terms("b", rollout="r1")), now=0.0)
     # b asked before d did.
     assert granted(group.end("c")) == ["b"]
 
@@ -369,7 +367,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
 )
 def test_terms_that_cannot_be_met_are_refused_in_words(wrong: JobTerms, said: str) -> None:
     policy = PermitPolicy(CONFIG)
-    (refused,) = policy.observe(JobPlaced(terms=wrong), now=0.0)
+    (refused,) = policy.observe(Place(terms=wrong), now=0.0)
     assert isinstance(refused, Refuse)
     assert said in refused.reason
     assert policy.jobs == ()
@@ -396,7 +394,7 @@ def test_every_stage_with_nodes_can_end_and_only_waiting_is_granted() -> None:
     assert granted_from == [PermitStage.WAITING]
 
 
-def test_what_was_kept_while_there_were_rounds_goes_on_first_come_first_served() -> None:
+def test_a_snapshot_with_rotating_turns_is_restored_first_come_first_served() -> None:
     group = Group(terms("a"), terms("b"))
     group.ask("a")
     group.ask("b")

@@ -84,7 +84,7 @@ def test_a_rollout_s_curve_and_its_indivisibility_reach_the_control(tmp_path: Pa
     first, second = (job.as_submission for job in read_jobs(_file(tmp_path, text)).jobs)
     assert [one.curve for one in first.phases] == [(Completion(0.5, 0.8),), ()]
     assert [one.divisible for one in (*first.phases, *second.phases)] == [True, True, False, True]
-    assert (first.arrival.curve, second.arrival.curve) == ((Completion(0.5, 0.8),), ())
+    assert (first.phases[0].curve, second.phases[0].curve) == ((Completion(0.5, 0.8),), ())
     assert not second.as_job.phases[0].divisible
 
 

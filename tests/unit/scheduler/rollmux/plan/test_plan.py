@@ -9,15 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from harvester.cli import main
 from scheduler.model import PhaseKind
-from scheduler.rollmux.plan.document import PlanDocument
+from scheduler.rollmux.plan.document import PlanDocument, TimelineBar
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings
-from scheduler.rollmux.plan.printed import printed
-from scheduler.rollmux.plan.report import plan_page
+from scheduler.rollmux.plan.plan_page import plan_page
+from scheduler.rollmux.plan.plan_text import IDLE, gantt_lines, plan_text
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
 
@@ -104,7 +105,7 @@ def test_a_refused_place_names_the_slo_that_would_not_hold() -> None:
     )
 
 
-def test_who_finds_no_node_says_which_are_missing() -> None:
+def test_an_unplaced_job_names_the_missing_nodes() -> None:
     tight = [job(name, 200, 400, slo=1.05) for name in "abc"]
     plan = draft(settings(*tight, rollout=2, training=2))
     assert [(one.job, "1 h800 of which 0 are free" in one.reason) for one in plan.unplaced] == [
@@ -142,16 +143,32 @@ def test_a_group_says_how_full_it_is(pair: PlanDocument) -> None:
 
 def test_terminal_and_page_show_every_job_and_the_page_loads_nothing(pair: PlanDocument) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(printed(pair, width=100))
+    console.print(plan_text(pair, width=100))
     shown = console.export_text()
     html = plan_page(pair, title="a <plan>")
     for name in ("group-1", "h20-1", "h800-1", "new isolated group"):
         assert name in shown
         assert name in html
     assert "a &lt;plan&gt;" in html
-    assert not re.search(r'(?:src|href)="(?!#)|@import|url\(', html)
+    assert not re.search(r'(?:src|href)="(?!#)|@import|url\((?!#)', html)
     for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
         ET.fromstring(svg)
+
+
+def test_a_text_picture_shows_the_jobs_of_each_node(pair: PlanDocument) -> None:
+    (group,) = pair.groups
+    first, *others = (resident.node for resident in group.nodes)
+    a, b = (job.job for job in group.jobs)
+    bars = tuple(
+        TimelineBar(node=first, job=job, phase=ROLLOUT, start_s=start_s, end_s=end_s, tail=tail)
+        for job, start_s, end_s, tail in ((a, 0, 50, False), (a, 50, 75, True), (b, 50, 100, False))
+    )
+    lines = gantt_lines(replace(group, bars=bars, meta_iteration_s=100.0), columns=8)
+    assert list(lines) == [
+        (first, "AAAABBBB"),
+        ("", f"{IDLE * 4}aa{IDLE * 2}"),
+        *((node, IDLE * 8) for node in others),
+    ]
 
 
 def test_the_example_is_planned_written_and_drawn(
@@ -191,7 +208,7 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "line 1: jobs" in capsys.readouterr().err
 
 
-def test_without_any_node_everybody_is_named_and_nothing_costs() -> None:
+def test_without_any_node_every_job_is_unplaced_and_the_price_is_zero() -> None:
     plan = draft(settings(job("a", 300, 200), rollout=0))
     assert (plan.groups, plan.price_per_hour) == ((), 0)
     assert [one.job for one in plan.unplaced] == ["a"]
@@ -207,7 +224,7 @@ def test_a_weight_sync_makes_room_for_company_and_is_shown() -> None:
     assert synced.nodes["h800"] < planned(400).nodes["h800"] == 3
     assert synced.groups[0].load.cycle_s == pytest.approx(600.0, rel=0.01)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(printed(synced, width=120))
+    console.print(plan_text(synced, width=120))
     assert "| sync 200 s" in console.export_text()
     assert "| sync 200 s" in plan_page(synced, title="synced")
 

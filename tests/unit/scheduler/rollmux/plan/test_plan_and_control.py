@@ -11,8 +11,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.plan_events import JobSubmitted, PlanReviewed
-from scheduler.rollmux.control.jobs import read_submissions
+from scheduler.rollmux.control.nodes_file import read_submissions
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
@@ -75,9 +74,9 @@ def _controlled(path: Path, settings: PlanSettings) -> Grouped:
     planner = GroupPlanner(config.judge, config.types, free)
     policy = ClusterPolicy(config, NoPermits(), planner)
     for submission in read_submissions(path):
-        policy.observe(JobSubmitted(submission=submission), now=0.0)
+        policy.submit(submission, now=0.0)
     for _ in range(REVIEWS):
-        policy.observe(PlanReviewed(), now=0.0)
+        policy.review(now=0.0)
     cells = policy.planner.book.cells.values()
     placed = {
         (frozenset(map(str, cell.pinned)), len(cell.rollout) + len(cell.training))

@@ -1,7 +1,10 @@
 """Jobs and node types for tests of the planner."""
 
+from collections.abc import Iterable
+
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
+from scheduler.rollmux.planner.group_effects import AssignPlace, GroupEffect, PlacementDecision
 from scheduler.rollmux.planner.group_table import NodeType
 
 TYPES = {
@@ -30,3 +33,19 @@ def planned_job(
         host_bytes_per_node=host,
         slowdown_slo=slo,
     )
+
+
+def arrivals(effects: Iterable[GroupEffect]) -> list[AssignPlace]:
+    return _places(effects, PlacementDecision.PLACED)
+
+
+def moves(effects: Iterable[GroupEffect]) -> list[AssignPlace]:
+    return _places(effects, PlacementDecision.MOVED)
+
+
+def restarts(effects: Iterable[GroupEffect]) -> list[AssignPlace]:
+    return _places(effects, PlacementDecision.RESTARTED)
+
+
+def _places(effects: Iterable[GroupEffect], decision: PlacementDecision) -> list[AssignPlace]:
+    return [each for each in effects if isinstance(each, AssignPlace) and each.decision is decision]

@@ -71,7 +71,7 @@ def test_an_assignment_without_a_member_is_one_of_the_others_assignments(
 
 @settings(max_examples=30, deadline=None)
 @given(widths, widths)
-def test_one_group_is_whose_members_can_be_reached_from_each_other(
+def test_a_group_is_a_connected_set_of_jobs(
     rollout: tuple[int, ...], training: tuple[int, ...]
 ) -> None:
     count = min(len(rollout), len(training))

@@ -11,11 +11,12 @@ from scheduler.model import JobSpec
 from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
 from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.forecast.judge import PAPER_TAIL, Distributional, WorstCase
-from scheduler.rollmux.planner.group_events import JobArrived, MoveJob, PhaseMeasured, ReviewDue
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.planner.group_effects import AssignPlace
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
+from scheduler.sim.rollmux.baselines import PAPER_TAIL, WorstCase
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job
 
 HOUR_S = 3600.0
 ITERATION_S = 550.0
@@ -34,13 +35,13 @@ def test_credit_at_the_reserve_leaves_the_slo_as_it_was_promised() -> None:
     assert account.slo_ahead(0.0, iteration_s=ITERATION_S) == pytest.approx(1.2)
 
 
-def test_a_young_job_is_not_asked_for_a_reserve_that_it_could_not_have_kept() -> None:
+def test_a_young_job_needs_no_reserve_that_it_could_not_have_saved() -> None:
     account = _with_credit(0.5 * 0.2 * 600.0, slo=1.2, solo_s=600.0)
     assert account.slo_ahead(0.0, iteration_s=ITERATION_S) == pytest.approx(1.2)
 
 
 @given(st.floats(1.0, 3.0), st.floats(-1e5, 1e5), st.floats(0.0, 1e5))
-def test_what_is_owed_follows_the_credit_and_is_never_faster_than_alone(
+def test_the_owed_slo_follows_the_credit_and_is_never_faster_than_alone(
     slo: float, credit_s: float, more_s: float
 ) -> None:
     less, more = (
@@ -52,7 +53,7 @@ def test_what_is_owed_follows_the_credit_and_is_never_faster_than_alone(
 
 
 @pytest.mark.parametrize(("slo", "alone"), [(1.001, True), (1.5, False)])
-def test_who_cannot_pay_for_a_surprise_is_owed_its_own_nodes_unless_it_soon_could(
+def test_a_job_with_almost_no_slack_gets_dedicated_nodes_until_it_has_credit(
     slo: float, alone: bool
 ) -> None:
     account = _with_credit(0.0, slo=slo)
@@ -74,9 +75,9 @@ HALF_TAIL = (Completion(0.5, 0.8),)
 
 def _beside_each_other() -> GroupPlanner:
     """A tight job and an easy one that the forecast allows to share nodes, both well known."""
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     for job in (TIGHT, EASY):
-        planner.observe(JobArrived(job=job, curve=HALF_TAIL), now=0.0)
+        planner.place_job(job, curve=HALF_TAIL, now=0.0)
         _learn(planner, job)
     (cell,) = planner.book.cells.values()
     assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(cell)))
@@ -87,8 +88,7 @@ def _beside_each_other() -> GroupPlanner:
 def _learn(planner: GroupPlanner, job: JobSpec) -> None:
     for _ in range(40):
         for phase, ratio in zip(job.phases, (0.8, 0.7), strict=True):
-            event = PhaseMeasured(job=job.job, phase=phase.kind, solo_s=phase.max_s * ratio)
-            planner.observe(event, now=0.0)
+            planner.observe_phase(job.job, phase.kind, phase.max_s * ratio, now=0.0)
 
 
 def _settle(planner: GroupPlanner, job: JobSpec, *, credit_s: float, now: float) -> None:
@@ -97,21 +97,21 @@ def _settle(planner: GroupPlanner, job: JobSpec, *, credit_s: float, now: float)
     account.began_s = now + credit_s - account.slo * account.solo_s
 
 
-def test_who_is_slowed_more_than_forecast_is_left_alone_before_its_credit_is_spent() -> None:
-    """Beliefs stay right: only the credit says that the forecast of this group errs."""
+def test_a_job_slower_than_forecast_gets_dedicated_nodes_before_its_credit_is_spent() -> None:
+    """Beliefs stay right: only the credit shows that the forecast of this group errs."""
     planner, now = _beside_each_other(), DAY_S
     _settle(planner, TIGHT, credit_s=1500.0, now=now)
     account = planner.facts[TIGHT.job].account
-    moved: list[MoveJob] = []
+    moved: list[AssignPlace] = []
     while not moved and account.credit_s(now) > -HOUR_S:
         now += 0.5 * HOUR_S
         account.solo_s += 0.5 * HOUR_S / (account.slo + 0.1)
         planner.facts[EASY.job].account.solo_s += 0.5 * HOUR_S / 1.5
-        effects = planner.observe(ReviewDue(), now=now)
-        moved = [effect for effect in effects if isinstance(effect, MoveJob)]
+        effects = planner.review(now=now)
+        moved = moves(effects)
     assert len(moved) == 1
     assert moved[0].reason.startswith(
-        f"the promise to {TIGHT.job} was in danger: forecast slow-down "
+        f"the promise to {TIGHT.job} was at risk: forecast slow-down "
     )
     assert f"keeps its SLO of {account.slo:.2f}; costs " in moved[0].reason
     assert account.credit_s(now) > 0.0
@@ -121,23 +121,23 @@ def test_who_is_slowed_more_than_forecast_is_left_alone_before_its_credit_is_spe
 def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
     homes = {}
     for credit_s in (HOUR_S, -HOUR_S):
-        planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
-        planner.observe(JobArrived(job=TIGHT), now=0.0)
+        planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
+        planner.place_job(TIGHT, now=0.0)
         _learn(planner, TIGHT)
         _settle(planner, TIGHT, credit_s=credit_s, now=DAY_S)
-        planner.observe(JobArrived(job=EASY), now=DAY_S)
+        planner.place_job(EASY, now=DAY_S)
         homes[credit_s] = planner.book.home
     assert homes[HOUR_S][EASY.job] == homes[HOUR_S][TIGHT.job]
     assert homes[-HOUR_S][EASY.job] != homes[-HOUR_S][TIGHT.job]
 
 
-def test_a_saving_is_not_taken_at_the_cost_of_who_is_short_of_credit() -> None:
+def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
     short, mover = planned_job("short", 400, 150, slo=1.9), planned_job("mover", 380, 120, slo=1.5)
     moved = {}
     for credit_s in (HOUR_S, -2 * HOUR_S):
-        planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
+        planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
         for job in (short, mover):
-            planner.observe(JobArrived(job=job), now=0.0)
+            planner.place_job(job, now=0.0)
             _learn(planner, job)
         planner.packer.now_s = DAY_S
         _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
@@ -157,7 +157,7 @@ def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
         planner = GroupPlanner(WorstCase(planned_tail=tail), TYPES, PlannerConfig(moves=False))
         jobs = [planned_job(name, 300, 100, slo=2.0, host=200) for name in "abc"]
         for job in jobs:
-            planner.observe(JobArrived(job=job), now=0.0)
+            planner.place_job(job, now=0.0)
         placed[tail] = sorted(len(cell.pinned) for cell in planner.book.cells.values())
     assert placed[PAPER_TAIL] != placed[UNDIVIDED]
     assert max(placed[PAPER_TAIL]) > max(placed[UNDIVIDED])
@@ -165,14 +165,14 @@ def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
 
 def test_the_paper_s_planner_knows_no_credit() -> None:
     planner = GroupPlanner(WorstCase(), TYPES, PlannerConfig(moves=False))
-    planner.observe(JobArrived(job=TIGHT), now=0.0)
+    planner.place_job(TIGHT, now=0.0)
     _settle(planner, TIGHT, credit_s=-DAY_S, now=DAY_S)
     planner.packer.now_s = DAY_S
     assert planner.packer.owed_slo(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> None:
+def test_all_neighbours_leave_a_job_that_a_surprise_would_make_late(place: int) -> None:
     """Three others, each too much for the job; each of them may leave only with the others.
 
     The forecast of the four is as good as it was.
@@ -188,14 +188,14 @@ def test_everybody_leaves_a_job_that_a_surprise_would_make_late(place: int) -> N
     assert list(cell.pinned) == [late.job]
     credit_s = planner.facts[late.job].settled_credit_s(DAY_S)
     assert credit_s < 0.0
-    why = f"the promise to late was in danger: its credit of {credit_s:.0f} s absorbs no surprise"
+    why = f"the promise to late was at risk: its credit of {credit_s:.0f} s absorbs no surprise"
     assert all(reason.startswith(why) for reason in moves.values()), moves
-    assert "other-0 was in danger" not in moves[others[0].job]
+    assert "other-0 was at risk" not in moves[others[0].job]
     assert "together with other-1, other-2;" in moves[others[0].job]
 
 
 @pytest.mark.parametrize("credit_s", [-400.0, -1000.0])
-def test_of_two_who_cannot_pay_for_a_move_the_one_goes_that_regains_most_of_it(
+def test_the_job_with_the_larger_gain_moves_if_no_job_can_pay_for_a_move(
     credit_s: float,
 ) -> None:
     """In six hours a slack of 0.06 regains 1296 s, one of 0.02 432 s; a move needs 700 s.
@@ -209,7 +209,7 @@ def test_of_two_who_cannot_pay_for_a_move_the_one_goes_that_regains_most_of_it(
     assert _moved(planner) == [slower.job]
 
 
-def test_of_three_who_are_behind_the_two_go_that_regain_most() -> None:
+def test_the_two_of_three_late_jobs_with_the_larger_gains_move() -> None:
     tight = [planned_job(f"job-{slo}", 150, 60, slo=slo) for slo in (1.02, 1.01, 1.03)]
     planner, cell = _together(tight)
     for job in tight:
@@ -219,7 +219,7 @@ def test_of_three_who_are_behind_the_two_go_that_regain_most() -> None:
 
 
 @pytest.mark.parametrize(("end_ratio", "leaves"), [(1.0, False), (0.5, True)])
-def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iteration(
+def test_a_drifting_job_gets_dedicated_nodes_once_its_credit_is_half_an_iteration(
     end_ratio: float, *, leaves: bool
 ) -> None:
     """A slack of 0.4 would regain in three iterations what a surprise costs; the forecast of the
@@ -244,12 +244,12 @@ def test_beside_a_job_that_drifts_nobody_stays_once_its_credit_is_half_an_iterat
 
 def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     """Puts all jobs on the first one's nodes, regardless of forecasts, and well known."""
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
-    planner.observe(JobArrived(job=jobs[0]), now=0.0)
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
+    planner.place_job(jobs[0], now=0.0)
     (cell,) = planner.book.cells.values()
     (home,) = cell.pinned.values()
     for job in jobs[1:]:
-        planner.observe(JobArrived(job=job), now=0.0)
+        planner.place_job(job, now=0.0)
         planner.book.unpin(job.job, job.host_bytes_per_node)
         planner.book.pin(replace(home, job=job.job), cell, job.host_bytes_per_node)
         planner.packer.refresh(cell)
@@ -262,14 +262,14 @@ def _moved(planner: GroupPlanner) -> list[JobId]:
     return [move.placement.job for move in _moves(planner)]
 
 
-def _moves(planner: GroupPlanner) -> list[MoveJob]:
-    effects = planner.observe(ReviewDue(), now=DAY_S)
-    return [effect for effect in effects if isinstance(effect, MoveJob)]
+def _moves(planner: GroupPlanner) -> list[AssignPlace]:
+    effects = planner.review(now=DAY_S)
+    return moves(effects)
 
 
 def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig())
-    planner.observe(JobArrived(job=TIGHT), now=0.0)
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
+    planner.place_job(TIGHT, now=0.0)
     (cell,) = planner.book.cells.values()
     occupants = planner.packer.occupants(cell, slo_of=lambda _: NOBODY_BESIDE)
     assert planner.packer.judge.admits(Roster.of(occupants))

@@ -4,27 +4,18 @@ import pytest
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
-from scheduler.rollmux.forecast.judge import Distributional
-from scheduler.rollmux.planner.group_events import (
-    AddNode,
-    JobArrived,
-    JobMoved,
-    MoveJob,
-    NodeFailed,
-    PhaseMeasured,
-    ReleaseNode,
-    RestartJob,
-)
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.planner.group_effects import AddNode, AssignPlace, ReleaseNode
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job, restarts
 
 HOUR_S = 3600.0
 
 
 def _planner(*names: str, resubmits: bool = False) -> GroupPlanner:
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig(resubmits=resubmits))
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
     for name in names:
-        planner.observe(JobArrived(job=planned_job(name, 400, 150)), now=0.0)
+        planner.place_job(planned_job(name, 400, 150), now=0.0)
     return planner
 
 
@@ -37,16 +28,16 @@ def _training_node(planner: GroupPlanner, name: str) -> NodeId:
     return _placement(planner, name).training_nodes[0]
 
 
-def test_a_lost_node_is_replaced_for_everybody_on_it_and_nothing_else_changes() -> None:
+def test_a_lost_node_is_replaced_for_all_its_jobs_and_nothing_else_changes() -> None:
     planner = _planner("a", "b", "c")
     before = {name: _placement(planner, name) for name in "abc"}
     price = planner.book.price_per_hour()
     lost = _training_node(planner, "a")
     on_it = {name for name in "abc" if lost in before[name].training_nodes}
     assert len(on_it) > 1
-    effects = planner.observe(NodeFailed(node=lost), now=HOUR_S)
+    effects = planner.fail_node(lost, now=HOUR_S)
     (fresh,) = [effect.node.node for effect in effects if isinstance(effect, AddNode)]
-    again = {one.placement.job: one.placement for one in effects if isinstance(one, RestartJob)}
+    again = {one.placement.job: one.placement for one in restarts(effects)}
     assert set(again) == on_it
     for name in "abc":
         expected = fresh if name in on_it else before[name].training_nodes[0]
@@ -60,33 +51,31 @@ def test_a_lost_iteration_earns_no_credit() -> None:
     planner = _planner("a")
     account = planner.facts[JobId("a")].account
     for phase, solo_s in ((PhaseKind.ROLLOUT, 400.0), (PhaseKind.TRAINING, 150.0)):
-        planner.observe(PhaseMeasured(job=JobId("a"), phase=phase, solo_s=solo_s), now=600.0)
+        planner.observe_phase(JobId("a"), phase, solo_s, now=600.0)
     whole_s = account.solo_s
-    planner.observe(
-        PhaseMeasured(job=JobId("a"), phase=PhaseKind.ROLLOUT, solo_s=390.0), now=1000.0
-    )
-    planner.observe(NodeFailed(node=_training_node(planner, "a")), now=1001.0)
+    planner.observe_phase(JobId("a"), PhaseKind.ROLLOUT, 390.0, now=1000.0)
+    planner.fail_node(_training_node(planner, "a"), now=1001.0)
     assert account.solo_s == whole_s
-    planner.observe(NodeFailed(node=_training_node(planner, "a")), now=1002.0)
+    planner.fail_node(_training_node(planner, "a"), now=1002.0)
     assert account.solo_s == whole_s
 
 
-def _moved(planner: GroupPlanner, name: str) -> MoveJob:
+def _moved(planner: GroupPlanner, name: str) -> AssignPlace:
     """Asks a job to move to a group of its own; it is still where it was."""
     planner.packer.now_s = HOUR_S
     cell = planner.book.cells[planner.book.home[JobId(name)]]
-    moves = planner.relocation.relocate((JobId(name),), without=(cell,))
-    assert moves
-    effects = planner._announce(moves, "a test", now=HOUR_S)
-    return next(effect for effect in effects if isinstance(effect, MoveJob))
+    found = planner.relocation.relocate((JobId(name),), without=(cell,))
+    assert found
+    effects = planner._announce(found, "a test", now=HOUR_S)
+    return moves(effects)[0]
 
 
 def test_a_mover_whose_old_node_fails_begins_again_on_its_new_ones_at_once() -> None:
     planner = _planner("a", "b")
     lost = _training_node(planner, "b")
     move = _moved(planner, "b")
-    effects = planner.observe(NodeFailed(node=lost), now=HOUR_S)
-    again = {one.placement.job: one.placement for one in effects if isinstance(one, RestartJob)}
+    effects = planner.fail_node(lost, now=HOUR_S)
+    again = {one.placement.job: one.placement for one in restarts(effects)}
     assert again[JobId("b")] == move.placement
     assert not planner.book.is_leaving(JobId("b"))
     assert not planner.facts[JobId("b")].moving
@@ -97,13 +86,13 @@ def test_a_mover_whose_new_node_fails_moves_on_to_its_replacement_and_loses_noth
     move = _moved(planner, "b")
     facts = planner.facts[JobId("b")]
     facts.open_s = 300.0
-    effects = planner.observe(NodeFailed(node=move.placement.training_nodes[0]), now=HOUR_S)
-    (changed,) = [effect for effect in effects if isinstance(effect, MoveJob)]
+    effects = planner.fail_node(move.placement.training_nodes[0], now=HOUR_S)
+    (changed,) = moves(effects)
     assert changed.placement == _placement(planner, "b") != move.placement
-    assert not [effect for effect in effects if isinstance(effect, RestartJob)]
+    assert not restarts(effects)
     assert facts.moving
     assert facts.open_s == 300.0
-    planner.observe(JobMoved(job=JobId("b")), now=2 * HOUR_S)
+    planner.complete_move(JobId("b"), now=2 * HOUR_S)
     assert len(planner.book.cells) == 2
 
 
@@ -111,17 +100,17 @@ def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> No
     planner = _planner("a", "b", "c", resubmits=True)
     lost = _training_node(planner, "a")
     on_it = {JobId(name) for name in "abc" if lost == _training_node(planner, name)}
-    effects = planner.observe(NodeFailed(node=lost), now=HOUR_S)
-    assert {one.placement.job for one in effects if isinstance(one, RestartJob)} == on_it
+    effects = planner.fail_node(lost, now=HOUR_S)
+    assert {one.placement.job for one in restarts(effects)} == on_it
     assert ReleaseNode(node=lost) in effects
     assert lost not in planner.book.nodes
     assert all(lost != _training_node(planner, name) for name in "abc")
 
 
 @pytest.mark.parametrize("resubmits", [False, True])
-def test_a_node_that_nobody_knows_or_that_failed_before_changes_nothing(resubmits: bool) -> None:
+def test_an_unknown_or_already_failed_node_changes_nothing(resubmits: bool) -> None:
     planner = _planner("a", resubmits=resubmits)
     lost = _training_node(planner, "a")
-    assert planner.observe(NodeFailed(node=NodeId("elsewhere")), now=1.0) == ()
-    planner.observe(NodeFailed(node=lost), now=2.0)
-    assert planner.observe(NodeFailed(node=lost), now=3.0) == ()
+    assert planner.fail_node(NodeId("elsewhere"), now=1.0) == ()
+    planner.fail_node(lost, now=2.0)
+    assert planner.fail_node(lost, now=3.0) == ()

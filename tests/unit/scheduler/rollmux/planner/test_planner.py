@@ -1,37 +1,32 @@
 """The inter-group scheduler: cheapest opening, invariants, moves that restore promises."""
 
+from functools import partial
 from random import Random
+from typing import Protocol
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, Node, Pool
-from scheduler.rollmux.forecast.judge import Distributional, WorstCase
-from scheduler.rollmux.planner.group_events import (
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.planner.group_effects import (
     AddNode,
+    AssignPlace,
     GroupEffect,
-    GroupEvent,
-    JobArrived,
-    JobEnded,
-    JobMoved,
-    MoveJob,
-    NodeFailed,
-    PhaseMeasured,
-    PlaceJob,
+    PlacementDecision,
     ReleaseNode,
-    RestartJob,
-    ReviewDue,
 )
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
+from scheduler.sim.rollmux.baselines import WorstCase
 from tests.unit.scheduler.faults import group_faults
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, arrivals, moves, planned_job
 
 HOUR_S = 3600.0
 
 
 def _planner(*, worst_case: bool = False) -> GroupPlanner:
-    judge = WorstCase() if worst_case else Distributional()
+    judge = WorstCase() if worst_case else Judge()
     return GroupPlanner(judge, TYPES, PlannerConfig(moves=not worst_case))
 
 
@@ -39,19 +34,19 @@ def _learn(planner: GroupPlanner, job: JobSpec, *, times: int, now: float) -> No
     for _ in range(times):
         for phase, ratio in zip(job.phases, (0.8, 0.7), strict=True):
             solo_s = phase.max_s * ratio
-            planner.observe(PhaseMeasured(job=job.job, phase=phase.kind, solo_s=solo_s), now=now)
+            planner.observe_phase(job.job, phase.kind, solo_s, now=now)
 
 
 def _nodes(effects: tuple[GroupEffect, ...]) -> list[Node]:
     return [effect.node for effect in effects if isinstance(effect, AddNode)]
 
 
-def _placed(effects: tuple[GroupEffect, ...]) -> PlaceJob:
-    return next(effect for effect in effects if isinstance(effect, PlaceJob))
+def _placed(effects: tuple[GroupEffect, ...]) -> AssignPlace:
+    return arrivals(effects)[0]
 
 
 def test_the_first_job_gets_its_own_nodes_with_a_reason() -> None:
-    effects = _planner().observe(JobArrived(job=planned_job("a", 400, 150)), now=0.0)
+    effects = _planner().place_job(planned_job("a", 400, 150), now=0.0)
     assert [node.pool for node in _nodes(effects)] == [Pool.ROLLOUT, Pool.TRAINING]
     assert _placed(effects).reason == "new isolated group, +57.00 $/h"
 
@@ -60,29 +55,29 @@ def test_a_second_rollout_heavy_job_shares_the_training_node_at_least() -> None:
     for worst_case in (False, True):
         planner = _planner(worst_case=worst_case)
         for name in ("a", "b"):
-            effects = planner.observe(JobArrived(job=planned_job(name, 400, 150)), now=0.0)
+            effects = planner.place_job(planned_job(name, 400, 150), now=0.0)
         assert Pool.TRAINING not in {node.pool for node in _nodes(effects)}
 
 
 def test_memory_is_a_hard_limit() -> None:
     planner = _planner()
-    planner.observe(JobArrived(job=planned_job("a", 400, 150, host=1200)), now=0.0)
-    effects = planner.observe(JobArrived(job=planned_job("b", 400, 150, host=1200)), now=0.0)
+    planner.place_job(planned_job("a", 400, 150, host=1200), now=0.0)
+    effects = planner.place_job(planned_job("b", 400, 150, host=1200), now=0.0)
     assert len(_nodes(effects)) == 2
 
 
 def test_a_job_that_tolerates_nothing_stays_alone() -> None:
     planner = _planner()
-    planner.observe(JobArrived(job=planned_job("a", 300, 300)), now=0.0)
-    effects = planner.observe(JobArrived(job=planned_job("b", 310, 290, slo=1.0)), now=0.0)
+    planner.place_job(planned_job("a", 300, 300), now=0.0)
+    effects = planner.place_job(planned_job("b", 310, 290, slo=1.0), now=0.0)
     assert len(_nodes(effects)) == 2
 
 
 def test_a_departure_gives_its_nodes_back() -> None:
     planner = _planner()
     job = planned_job("a", 400, 150)
-    up = _nodes(planner.observe(JobArrived(job=job), now=0.0))
-    down = planner.observe(JobEnded(job=job.job), now=HOUR_S)
+    up = _nodes(planner.place_job(job, now=0.0))
+    down = planner.end_job(job.job, now=HOUR_S)
     assert down == tuple(ReleaseNode(node=node.node) for node in up)
     assert planner.book.price_per_hour() == 0.0
 
@@ -91,7 +86,7 @@ def test_once_well_known_jobs_are_moved_together_when_that_spares_nodes() -> Non
     planner = _planner()
     jobs = [planned_job(name, 300, 250, slo=1.9) for name in ("a", "b", "c")]
     for job in jobs:
-        planner.observe(JobArrived(job=job), now=0.0)
+        planner.place_job(job, now=0.0)
     before = planner.book.price_per_hour()
     _settled(planner, jobs)
     assert planner.book.price_per_hour() <= before
@@ -101,7 +96,7 @@ def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     planner = _planner()
     jobs = [planned_job(name, 300, 250, slo=1.2, nodes=2) for name in ("a", "b", "c")]
     for job in jobs:
-        planner.observe(JobArrived(job=job), now=0.0)
+        planner.place_job(job, now=0.0)
     before = planner.book.price_per_hour()
     moved = _settled(planner, jobs)
     assert moved
@@ -111,20 +106,19 @@ def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     assert all(len(move.placement.rollout_nodes) == 2 for move in moved)
 
 
-def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[MoveJob]:
+def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[AssignPlace]:
     """The moves once every job is known well and has credit for hours."""
     for job in jobs:
         _learn(planner, job, times=30, now=0.0)
-    now, moves = 8 * HOUR_S, []
+    now, moved = 8 * HOUR_S, []
     for facts in planner.facts.values():
         facts.account.solo_s = now
     for _ in range(6):
         now += 60.0
-        for effect in planner.observe(ReviewDue(), now=now):
-            if isinstance(effect, MoveJob):
-                moves.append(effect)
-                planner.observe(JobMoved(job=effect.placement.job), now=now)
-    return moves
+        for move in moves(planner.review(now=now)):
+            moved.append(move)
+            planner.complete_move(move.placement.job, now=now)
+    return moved
 
 
 @settings(max_examples=25, deadline=None)
@@ -147,7 +141,7 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
     drawn: list[tuple[float, float, float, int, int]], resubmits: bool, chance: Random
 ) -> None:
     """For any arrivals, ends, failures and moves; no node is brought up or given back twice."""
-    planner = GroupPlanner(Distributional(), TYPES, PlannerConfig(resubmits=resubmits))
+    planner = GroupPlanner(Judge(), TYPES, PlannerConfig(resubmits=resubmits))
     jobs = {
         JobId(f"j{at}"): planned_job(f"j{at}", a, b, slo=slo, host=host, nodes=nodes)
         for at, (a, b, slo, host, nodes) in enumerate(drawn)
@@ -156,23 +150,24 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
     waiting, active = list(jobs), list[JobId]()
     while waiting or active:
         now += 2 * HOUR_S
-        events: list[GroupEvent] = [ReviewDue()]
+        events: list[Event] = [planner.review]
         if up and chance.random() < 0.3:
-            events.append(NodeFailed(node=chance.choice(sorted(up))))
+            events.append(partial(planner.fail_node, chance.choice(sorted(up))))
         if waiting and (not active or chance.random() < 0.5):
             active.append(waiting.pop())
-            events.insert(0, JobArrived(job=jobs[active[-1]]))
+            events.insert(0, partial(planner.place_job, jobs[active[-1]]))
         elif chance.random() < 0.5 or not waiting:
-            events.insert(0, JobEnded(job=active.pop(0)))
+            events.insert(0, partial(_end, planner, active.pop(0), on_the_way))
         for job in active:
             if job in planner.facts:
                 _learn(planner, jobs[job], times=6, now=now)
-        events += [JobMoved(job=job) for job in sorted(on_the_way) if chance.random() < 0.5]
+        events += [
+            partial(_complete_move, planner, job, on_the_way)
+            for job in sorted(on_the_way)
+            if chance.random() < 0.5
+        ]
         for event in events:
-            if isinstance(event, JobMoved) and event.job not in on_the_way:
-                continue
-            effects = planner.observe(event, now=now)
-            _tally(event, effects, up, on_the_way)
+            _tally(event(now=now), up, on_the_way)
             groups = [cell.as_group() for cell in planner.book.cells.values()]
             assert group_faults(groups, nodes=up, jobs=jobs) == ()
             assert {node for one in groups for node in one.rollout_nodes + one.training_nodes} == {
@@ -183,15 +178,30 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
     assert not up
 
 
+class Event(Protocol):
+    def __call__(self, *, now: float) -> tuple[GroupEffect, ...]: ...
+
+
+def _end(
+    planner: GroupPlanner, job: JobId, on_the_way: set[JobId], *, now: float
+) -> tuple[GroupEffect, ...]:
+    on_the_way.discard(job)
+    return planner.end_job(job, now=now)
+
+
+def _complete_move(
+    planner: GroupPlanner, job: JobId, on_the_way: set[JobId], *, now: float
+) -> tuple[GroupEffect, ...]:
+    if job not in on_the_way:
+        return ()
+    on_the_way.discard(job)
+    return planner.complete_move(job, now=now)
+
+
 def _tally(
-    event: GroupEvent,
-    effects: tuple[GroupEffect, ...],
-    up: dict[NodeId, Node],
-    on_the_way: set[JobId],
+    effects: tuple[GroupEffect, ...], up: dict[NodeId, Node], on_the_way: set[JobId]
 ) -> None:
     """Updates a shell's knowledge by the effects."""
-    if isinstance(event, JobMoved | JobEnded):
-        on_the_way.discard(event.job)
     for effect in effects:
         match effect:
             case AddNode(node=node):
@@ -199,10 +209,10 @@ def _tally(
                 up[node.node] = node
             case ReleaseNode(node=name):
                 del up[name]
-            case MoveJob(placement=placement):
+            case AssignPlace(decision=PlacementDecision.MOVED, placement=placement):
                 on_the_way.add(placement.job)
-            case RestartJob(placement=placement):
+            case AssignPlace(decision=PlacementDecision.RESTARTED, placement=placement):
                 on_the_way.discard(placement.job)
                 assert {*placement.rollout_nodes, *placement.training_nodes} <= {*up}
-            case PlaceJob():
+            case AssignPlace():
                 pass

@@ -6,20 +6,16 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.beliefs.durations import Measured
-from scheduler.rollmux.forecast.judge import Distributional
-from scheduler.rollmux.planner.group_events import (
-    AddNode,
-    JobArrived,
-    JobMoved,
-    MoveJob,
-    NodeFailed,
-    PhaseMeasured,
-    PlaceJob,
-    RestartJob,
-    ReviewDue,
-)
+from scheduler.rollmux.forecast.judge import Judge
+from scheduler.rollmux.planner.group_effects import AddNode, AssignPlace
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import (
+    TYPES,
+    arrivals,
+    moves,
+    planned_job,
+    restarts,
+)
 
 HOUR_S = 3600.0
 
@@ -29,7 +25,7 @@ def _planner(rollout: int | None, training: int | None, *, resubmits: bool = Fal
     there = ((Pool.ROLLOUT, rollout), (Pool.TRAINING, training))
     supply = {pool: count for pool, count in there if count is not None}
     config = PlannerConfig(resubmits=resubmits)
-    return GroupPlanner(Distributional(), TYPES, config, supply)
+    return GroupPlanner(Judge(), TYPES, config, supply)
 
 
 def _full(groups: int, *, shares: int) -> GroupPlanner:
@@ -37,43 +33,43 @@ def _full(groups: int, *, shares: int) -> GroupPlanner:
     planner = _planner(groups, groups)
     for at in range(groups):
         job = planned_job(f"j{at}", 40, 15, slo=4.0 if at == shares else 1.0)
-        planner.observe(JobArrived(job=job), now=float(at))
+        planner.place_job(job, now=float(at))
     return planner
 
 
 @pytest.mark.parametrize("shares", [0, 63, 64, 149])
 def test_the_one_group_that_admits_a_job_is_found_wherever_it_stands(shares: int) -> None:
     planner = _full(150, shares=shares)
-    effects = planner.observe(JobArrived(job=planned_job("late", 40, 15, slo=4.0)), now=150.0)
-    (placed,) = [one for one in effects if isinstance(one, PlaceJob)]
+    effects = planner.place_job(planned_job("late", 40, 15, slo=4.0), now=150.0)
+    (placed,) = arrivals(effects)
     assert set(planner.book.cells[placed.group].pinned) == {f"j{shares}", "late"}
 
 
-def test_a_refusal_says_how_many_groups_were_asked() -> None:
+def test_a_refusal_names_the_number_of_examined_groups() -> None:
     planner = _full(70, shares=-1)
     with pytest.raises(Exhausted, match="none of the 70 groups admits it"):
-        planner.observe(JobArrived(job=planned_job("late", 40, 15, slo=4.0)), now=70.0)
+        planner.place_job(planned_job("late", 40, 15, slo=4.0), now=70.0)
     assert JobId("late") not in planner.facts
     assert JobId("late") not in planner.book.home
 
 
 def test_one_pool_may_be_limited_alone() -> None:
     planner = _planner(None, 1)
-    planner.observe(JobArrived(job=planned_job("a", 300, 300, slo=1.0)), now=0.0)
+    planner.place_job(planned_job("a", 300, 300, slo=1.0), now=0.0)
     with pytest.raises(Exhausted, match=r"^needs 1 t of which 0 are free,"):
-        planner.observe(JobArrived(job=planned_job("b", 300, 300, slo=1.0)), now=0.0)
+        planner.place_job(planned_job("b", 300, 300, slo=1.0), now=0.0)
     assert planner.book.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
 
 
-def test_a_group_is_asked_again_once_its_jobs_are_known_to_leave_room() -> None:
+def test_a_group_is_examined_again_once_its_jobs_are_known_to_leave_room() -> None:
     planner = _planner(1, 1)
-    planner.observe(JobArrived(job=planned_job("a", 2, 40, slo=1.05)), now=0.0)
-    late = JobArrived(job=planned_job("late", 2, 40, slo=1.4))
+    planner.place_job(planned_job("a", 2, 40, slo=1.05), now=0.0)
+    late = planned_job("late", 2, 40, slo=1.4)
 
     def forecasts_made() -> int:
         counted = planner.packer.simulated
         with pytest.raises(Exhausted):
-            planner.observe(late, now=1.0)
+            planner.place_job(late, now=1.0)
         return planner.packer.simulated - counted
 
     before = forecasts_made()
@@ -83,11 +79,11 @@ def test_a_group_is_asked_again_once_its_jobs_are_known_to_leave_room() -> None:
     assert forecasts_made() > before
 
 
-def test_what_was_measured_before_earns_no_credit() -> None:
+def test_earlier_measurements_earn_no_credit() -> None:
     known = {kind: Measured(seconds, 0.05, 40) for kind, seconds in _SIDES}
     taught, fresh = _planner(None, None), _planner(None, None)
-    taught.observe(JobArrived(job=planned_job("a", 300, 200), measured=known), now=0.0)
-    fresh.observe(JobArrived(job=planned_job("a", 300, 200)), now=0.0)
+    taught.place_job(planned_job("a", 300, 200), measured=known, now=0.0)
+    fresh.place_job(planned_job("a", 300, 200), now=0.0)
     facts, untaught = taught.facts[JobId("a")], fresh.facts[JobId("a")]
     assert facts.account == untaught.account
     assert facts.open_s == 0.0
@@ -99,53 +95,53 @@ def test_what_was_measured_before_earns_no_credit() -> None:
 _SIDES = ((PhaseKind.ROLLOUT, 300.0), (PhaseKind.TRAINING, 200.0))
 
 
-def _endangered(supply: int | None) -> tuple[GroupPlanner, list[MoveJob], list[AddNode]]:
+def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignPlace], list[AddNode]]:
     """Two jobs in one group, which turn out too long for each other; the answer of a review."""
     planner = _planner(supply, supply)
     jobs = [planned_job(name, 200, 100, slo=1.9) for name in ("a", "b")]
     for job in jobs:
-        planner.observe(JobArrived(job=job), now=0.0)
+        planner.place_job(job, now=0.0)
     assert len(planner.book.cells) == 1
     for job in jobs:
         for _ in range(30):
             for kind, seconds in ((PhaseKind.ROLLOUT, 200.0), (PhaseKind.TRAINING, 600.0)):
-                planner.observe(PhaseMeasured(job=job.job, phase=kind, solo_s=seconds), now=0.0)
+                planner.observe_phase(job.job, kind, seconds, now=0.0)
         planner.facts[job.job].account.solo_s = 6 * HOUR_S
         planner.facts[job.job].account.slo = 1.1
-    effects = planner.observe(ReviewDue(), now=6 * HOUR_S)
+    effects = planner.review(now=6 * HOUR_S)
     return (
         planner,
-        [one for one in effects if isinstance(one, MoveJob)],
+        moves(effects),
         [one for one in effects if isinstance(one, AddNode)],
     )
 
 
 def test_a_review_moves_onto_no_node_that_is_not_there() -> None:
-    planner, moves, added = _endangered(None)
-    assert moves
+    planner, moved, added = _endangered(None)
+    assert moved
     assert added
-    planner, moves, added = _endangered(1)
-    assert (moves, added) == ([], [])
+    planner, moved, added = _endangered(1)
+    assert (moved, added) == ([], [])
     assert planner.book.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
     assert not any(facts.moving for facts in planner.facts.values())
     assert not any(planner.book.is_leaving(job) for job in planner.facts)
 
 
 def test_a_node_that_is_being_left_is_not_free_before_it_is_left() -> None:
-    planner, moves, _ = _endangered(2)
-    (move,) = moves
-    late = JobArrived(job=planned_job("late", 300, 300, slo=1.0))
+    planner, moved, _ = _endangered(2)
+    (move,) = moved
+    late = planned_job("late", 300, 300, slo=1.0)
     with pytest.raises(Exhausted):
-        planner.observe(late, now=6 * HOUR_S)
-    planner.observe(JobMoved(job=move.placement.job), now=6 * HOUR_S)
+        planner.place_job(late, now=6 * HOUR_S)
+    planner.complete_move(move.placement.job, now=6 * HOUR_S)
     assert planner.book.up == {Pool.ROLLOUT: 2, Pool.TRAINING: 2}
 
 
 def test_an_evacuated_job_that_finds_no_place_gets_nodes_that_are_still_to_come() -> None:
     planner = _planner(1, 1, resubmits=True)
-    (up, _, _) = planner.observe(JobArrived(job=planned_job("a", 300, 200, slo=1.0)), now=0.0)
+    (up, _, _) = planner.place_job(planned_job("a", 300, 200, slo=1.0), now=0.0)
     assert isinstance(up, AddNode)
     planner.book.supply = {Pool.ROLLOUT: 0, Pool.TRAINING: 1}
-    effects = planner.observe(NodeFailed(node=up.node.node), now=1.0)
-    assert any(isinstance(one, RestartJob) for one in effects)
+    effects = planner.fail_node(up.node.node, now=1.0)
+    assert restarts(effects)
     assert sum(isinstance(one, AddNode) for one in effects) == 2

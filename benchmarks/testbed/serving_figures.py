@@ -1,0 +1,125 @@
+"""Production's figures in each arm, and each arm's ratios to production alone.
+
+Every figure rests on the requests that all arms replayed: a block with a job ends with its last
+step and so replays more or less of the window than its neighbours, and what only one arm saw would
+be compared with nothing. Failures are counted over everything that was sent. Pure.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from benchmarks.testbed.bootstrap import Latencies, itl_of, ratio_interval, ttft_of
+from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.slo import attainment
+
+A = TypeVar("A", bound=str)
+Interval = tuple[float, float] | None
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """Production in one arm, pooled over its blocks; percentiles of the requests that every arm
+    replayed."""
+
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+    itl_p50_ms: float | None
+    itl_p99_ms: float | None
+    requests: int
+    """Requests that every arm replayed: the basis of the figures."""
+    failed: int
+    """Failed ones among all requests sent."""
+    slo_attainment: float | None
+    requests_sent: int = 0
+
+
+class LatencyRatios(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm's production over production alone."""
+
+    ttft_p50: float | None
+    itl_p50: float | None
+    ttft_p99: float | None
+    itl_p99: float | None
+    slo_attainment: float | None
+
+
+class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+    """95 % intervals of the latency ratios."""
+
+    ttft_p50: Interval
+    itl_p50: Interval
+    ttft_p99: Interval
+    itl_p99: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class ArmRequests:
+    """One arm's measured requests: all that were sent, and those that every arm replayed."""
+
+    sent: tuple[ProductionRequest, ...]
+    shared: tuple[ProductionRequest, ...]
+
+
+def arms_of(requests: Sequence[ProductionRequest], arms: Iterable[A]) -> dict[A, ArmRequests]:
+    """Warm-up blocks (negative) left out. An arm without requests narrows nothing."""
+    sent = {arm: tuple(r for r in requests if r.arm == arm and r.block >= 0) for arm in arms}
+    seen = [{_identity(r) for r in given} for given in sent.values() if given]
+    common = set.intersection(*seen) if seen else set()
+    return {
+        arm: ArmRequests(given, tuple(r for r in given if _identity(r) in common))
+        for arm, given in sent.items()
+    }
+
+
+def serving_of(arm: ArmRequests, *, ttft_slo_s: float, itl_slo_s: float) -> Serving:
+    ttft, itl = ttft_of(arm.shared), itl_of(arm.shared)
+    return Serving(
+        ttft_p50_ms=_ms(ttft.percentile_s(50)),
+        ttft_p99_ms=_ms(ttft.percentile_s(99)),
+        itl_p50_ms=_ms(itl.percentile_s(50)),
+        itl_p99_ms=_ms(itl.percentile_s(99)),
+        requests=len(arm.shared),
+        failed=sum(r.failed for r in arm.sent),
+        slo_attainment=attainment(arm.shared, ttft_s=ttft_slo_s, itl_s=itl_slo_s),
+        requests_sent=len(arm.sent),
+    )
+
+
+def ratios_of(above: Serving, below: Serving) -> LatencyRatios:
+    return LatencyRatios(
+        ttft_p50=ratio(above.ttft_p50_ms, below.ttft_p50_ms),
+        itl_p50=ratio(above.itl_p50_ms, below.itl_p50_ms),
+        ttft_p99=ratio(above.ttft_p99_ms, below.ttft_p99_ms),
+        itl_p99=ratio(above.itl_p99_ms, below.itl_p99_ms),
+        slo_attainment=ratio(above.slo_attainment, below.slo_attainment),
+    )
+
+
+def intervals_of(above: ArmRequests, below: ArmRequests, *, seed: int) -> Intervals:
+    ttft = (ttft_of(above.shared), ttft_of(below.shared))
+    itl = (itl_of(above.shared), itl_of(below.shared))
+    return Intervals(
+        ttft_p50=_interval(ttft, 50, seed),
+        itl_p50=_interval(itl, 50, seed),
+        ttft_p99=_interval(ttft, 99, seed),
+        itl_p99=_interval(itl, 99, seed),
+    )
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    """Ratio of two figures; None if either was not measured or `below` is 0."""
+    return None if above is None or not below else above / below
+
+
+def _interval(pair: tuple[Latencies, Latencies], percent: float, seed: int) -> Interval:
+    return ratio_interval(*pair, percent=percent, seed=seed)
+
+
+def _identity(request: ProductionRequest) -> tuple[int, int]:
+    return request.block, request.trace_index
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3

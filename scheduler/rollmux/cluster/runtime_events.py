@@ -1,0 +1,119 @@
+"""Events and effects of the runtime, and the policy that shells of the phase control drive.
+
+A job's process imports these, and not the planner with its compiled forecasts.
+"""
+
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+
+from harvester.contracts.ids import GroupId, JobId, NodeId
+from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.permits.events import PermitCall, PermitEffect, PermitEvent, StrictStruct
+from scheduler.rollmux.permits.job_permit import JobPermit
+from scheduler.rollmux.planner.group_effects import PlacementDecision
+
+
+class Submit(StrictStruct, frozen=True, kw_only=True, tag="submit"):
+    """Repeated by a known job's process that restarts, or that has left its old nodes."""
+
+    submission: Submission
+
+
+class NodeReport(StrictStruct, frozen=True, kw_only=True, tag="node"):
+    """A node has failed, or is there again: by an operator or a health check."""
+
+    node: NodeId
+    failed: bool
+
+
+Call = PermitCall | Submit | NodeReport
+RuntimeEvent = PermitEvent | Submit | NodeReport
+
+
+class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
+    """The target place of a job, with the reason. A move takes effect at its iteration's end."""
+
+    decision: PlacementDecision
+    job: JobId
+    group: GroupId
+    rollout_nodes: tuple[NodeId, ...]
+    """Empty while one of them has failed and no other is free; the same of the others."""
+    training_nodes: tuple[NodeId, ...]
+    beside: tuple[JobId, ...] = ()
+    """Jobs that share some of these nodes, as far as is planned."""
+    reason: str
+
+
+class SettleJob(msgspec.Struct, frozen=True, kw_only=True, tag="settle_job"):
+    """The job's phases run on these nodes from now on: it has arrived, or a node was replaced."""
+
+    job: JobId
+    group: GroupId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+
+
+class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
+    """The job finds no place for now, and why."""
+
+    job: JobId
+    reason: str
+
+
+class OrderMove(msgspec.Struct, frozen=True, kw_only=True, tag="order_move"):
+    """Its iteration is over: the job leaves its nodes and goes on there.
+
+    When it requests its next phase, its old nodes are free of it.
+    """
+
+    job: JobId
+    rollout_nodes: tuple[NodeId, ...]
+    training_nodes: tuple[NodeId, ...]
+    reason: str
+
+
+class CloseJob(msgspec.Struct, frozen=True, kw_only=True, tag="close_job"):
+    """The job is gone; how it fared by its last phase that ended."""
+
+    job: JobId
+    slowdown: float
+    slo: float
+    iterations: int
+    moves: int
+
+    @property
+    def kept(self) -> bool:
+        """Whether the job kept its SLO."""
+        return self.slowdown <= self.slo
+
+
+PlanEffect = PlanJob | SettleJob | QueueJob | OrderMove | CloseJob
+RuntimeEffect = PermitEffect | PlanEffect
+
+
+class PhasePolicy(Protocol):
+    NAME: ClassVar[str]
+
+    @property
+    def config(self) -> msgspec.Struct: ...
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Last epoch and last ticket; neither is ever given again."""
+        ...
+
+    @property
+    def jobs(self) -> tuple[JobId, ...]: ...
+
+    def permit(self, job: JobId) -> JobPermit | None: ...
+
+    def ahead(self, job: JobId, *, now: float) -> int: ...
+
+    def due_s(self) -> float: ...
+
+    def observe(self, event: Any, *, now: float) -> tuple[RuntimeEffect, ...]: ...
+
+    def snapshot(self) -> dict[str, Any]: ...
+
+    def restore(self, snapshot: dict[str, Any]) -> None: ...

@@ -1,0 +1,43 @@
+"""What the group planner asks of the cluster: nodes, and places of jobs on them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from harvester.contracts.ids import GroupId, NodeId
+from scheduler.model import Node, Placement
+
+
+class PlacementDecision(StrEnum):
+    PLACED = "placed"
+    MOVED = "moved"
+    """At the end of the job's present iteration; it stays resident on its old nodes until then.
+
+    It loads on its new nodes as soon as their memory has room: another mover may still be there.
+    The last place asked for holds.
+    """
+    RESTARTED = "restarted"
+    """At once and from its last checkpoint, because a node of its was lost.
+
+    It stays resident where its old and new nodes are the same. Replaces a move asked for before.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNode:
+    node: Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseNode:
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignPlace:
+    decision: PlacementDecision
+    group: GroupId
+    placement: Placement
+    reason: str
+
+
+GroupEffect = AddNode | ReleaseNode | AssignPlace

@@ -1,0 +1,112 @@
+"""`rosemux replay`, `rosemux simulate` and `rosemux simulate-fleet`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file.")]) -> None:
+    """Feed a recorded journal to its policy again and report the first difference."""
+    import msgspec
+
+    from harvester.contracts.errors import ConfigError
+    from scheduler.sim.replay import replay_journal
+
+    if not journal.is_file():
+        raise ConfigError(f"no journal at {journal}")
+    replayed = replay_journal(journal)
+    difference = replayed.difference
+    if difference is None:
+        typer.echo(f"identical: {replayed.decisions} decisions, {replayed.effects} effects")
+        return
+    typer.echo(f"{journal.name} line {difference.line}, t={difference.t_s} s differs")
+    typer.echo(f"  recorded: {msgspec.json.encode(difference.recorded).decode()}")
+    typer.echo(f"  replayed: {msgspec.json.encode(difference.replayed).decode()}")
+    raise typer.Exit(1)
+
+
+def simulate(
+    workload: Annotated[
+        Path | None, typer.Option(help="CSV of jobs instead of the built-in workload.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of arrivals and durations.")] = 0,
+    jobs: Annotated[
+        int,
+        typer.Option(min=1, max=2000, help="Jobs of the built-in workload; all: 200."),
+    ] = 40,
+    drift: Annotated[
+        str, typer.Option(help="Drift of durations: none, increasing, decreasing or mixed.")
+    ] = "none",
+    events: Annotated[
+        Path | None, typer.Option(help="File for the events of RoseMux's arm, as JSON lines.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for an HTML page of the figures.")] = None,
+) -> None:
+    """Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm."""
+    import msgspec
+    from rich.console import Console
+
+    from harvester.contracts.errors import ConfigError
+    from harvester.platform.whole_file import make_writable, write_whole
+    from scheduler.sim.rollmux.comparison import compare
+    from scheduler.sim.rollmux.comparison_text import TITLES, comparison_text
+    from scheduler.sim.rollmux.ledger import write_events
+    from scheduler.sim.rollmux.workload import Drift, w1
+    from scheduler.sim.rollmux.workload_csv import read_workload
+
+    if html is not None:
+        from scheduler.sim.rollmux.comparison_page import comparison_page
+    if drift not in list(Drift):
+        raise ConfigError(f"--drift {drift[:40]}: use {', '.join(Drift)}")
+    if workload is not None:
+        chosen = read_workload(workload, seed=seed)
+    else:
+        chosen = w1(seed, jobs=jobs, drift=Drift(drift))
+    for path in filter(None, (events, json, html)):
+        make_writable(path)
+    progress = Console(stderr=True, highlight=False)
+    found, ledger = compare(
+        chosen,
+        seed=seed,
+        record=events is not None,
+        on_progress=lambda arm: progress.print(f"{TITLES.get(arm, arm)} ...", style="dim"),
+    )
+    Console(highlight=False).print(comparison_text(found))
+    if events is not None:
+        write_events(ledger, events)
+    if json is not None:
+        write_whole(json, msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+    if html is not None:
+        write_whole(html, comparison_page(found))
+
+
+def simulate_fleet(
+    dedicated: Annotated[int, typer.Option(min=1, max=256)] = 1,
+    guests: Annotated[int, typer.Option(min=0, max=256)] = 1,
+    guest_speed: Annotated[float, typer.Option(min=0.01, max=10.0)] = 0.5,
+    lease_s: Annotated[float, typer.Option(min=0.1, help="Mean seconds to a revoke.")] = 60.0,
+    trajectories: Annotated[int, typer.Option(min=1, max=100_000)] = 192,
+    steps: Annotated[int, typer.Option(min=1, max=1000)] = 10,
+    seed: int = 1,
+) -> None:
+    """Simulate rollouts of a small fleet in virtual time, with and without leased guests."""
+    from scheduler.sim.simulated_fleet import BatchShape, FleetShape, run_steps
+
+    fleet = FleetShape(
+        dedicated=dedicated, guests=guests, guest_speed_ratio=guest_speed, lease_s=lease_s
+    )
+    batch = BatchShape(trajectories=trajectories)
+    fixed = run_steps(fleet, batch, steps=steps, seed=seed, leases=False)
+    leased = run_steps(fleet, batch, steps=steps, seed=seed, leases=True)
+    fixed_s = sum(result.rollout_s for result in fixed)
+    leased_s = sum(result.rollout_s for result in leased)
+    tokens = sum(result.tokens for result in fixed)
+    typer.echo("simulated, not measured")
+    typer.echo(f"rollouts without leases: {fixed_s / steps:8.2f} s  {tokens / fixed_s:8.0f} tok/s")
+    typer.echo(
+        f"rollouts with leases:    {leased_s / steps:8.2f} s  {tokens / leased_s:8.0f} tok/s"
+    )
+    typer.echo(f"rollout speed-up:        {fixed_s / leased_s:8.2f}")
+    typer.echo(f"turns migrated:          {sum(result.migrated for result in leased):8d}")

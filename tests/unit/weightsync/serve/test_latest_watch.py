@@ -1,0 +1,61 @@
+"""However many wait for a store's next version, one question is asked."""
+
+import asyncio
+
+import pytest
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import Exhausted
+from weightsync.serve.shelf import LatestWatch
+
+
+class Upstream:
+    """LATEST that a test moves; `held` are questions that wait for a change."""
+
+    def __init__(self) -> None:
+        self.value: bytes | None = b"1"
+        self.changed, self.asked = asyncio.Event(), asyncio.Event()
+        self.held = 0
+        self.failing = False
+
+    async def ask(self, known: bytes | None, wait_s: float) -> bytes | None:
+        if self.failing:
+            raise Exhausted("upstream is gone")
+        if wait_s and known == self.value:
+            self.held += 1
+            self.asked.set()
+            await self.changed.wait()
+        return self.value
+
+
+async def test_one_upstream_request_serves_all_waiters() -> None:
+    upstream = Upstream()
+    watch = LatestWatch(upstream.ask, MonotonicClock())
+    waiting = [asyncio.create_task(watch.after(b"1", 30.0)) for _ in range(20)]
+    await upstream.asked.wait()
+    upstream.value = b"2"
+    upstream.changed.set()
+    assert await asyncio.gather(*waiting) == [b"2"] * 20
+    assert upstream.held == 1
+
+
+async def test_a_caller_with_an_old_version_does_not_wait() -> None:
+    upstream = Upstream()
+    watch = LatestWatch(upstream.ask, MonotonicClock())
+    assert await watch.after(b"0", 30.0) == b"1"
+    assert await watch.after(None, 30.0) == b"1"
+    assert upstream.held == 0
+
+
+async def test_waiting_ends_with_what_was_known() -> None:
+    upstream = Upstream()
+    watch = LatestWatch(upstream.ask, MonotonicClock())
+    assert await watch.after(b"1", 0.01) == b"1"
+    upstream.changed.set()
+
+
+async def test_a_failing_upstream_fails_its_callers() -> None:
+    upstream = Upstream()
+    upstream.failing = True
+    with pytest.raises(Exhausted):
+        await LatestWatch(upstream.ask, MonotonicClock()).after(b"1", 5.0)

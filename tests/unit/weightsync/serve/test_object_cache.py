@@ -1,0 +1,121 @@
+"""A relay's directory: bounded, of one process, and nothing half in it is believed."""
+
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from harvester.contracts.errors import ConfigError, Exhausted
+from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
+
+
+def _key(raw: bytes) -> str:
+    return f"{xxhash.xxh3_128_hexdigest(raw)}-{len(raw)}"
+
+
+def _put(cache: ObjectCache, raw: bytes, *, store: str = "job-a") -> CachedObject:
+    held = cache.take(store, _key(raw), len(raw))
+    held.part.write_bytes(raw)
+    cache.settle(held)
+    cache.leave(held)
+    return held
+
+
+def test_a_whole_object_is_there_after_a_restart_and_has_to_prove_itself(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 1000)
+    _put(cache, b"weights" * 10)
+    cache.close()
+    again = ObjectCache(tmp_path, 1000)
+    held = again.take("job-a", _key(b"weights" * 10), 70)
+    assert held.is_whole
+    assert not held.proved
+    assert held.handle is not None
+    assert digest_on_disk(held.handle, 70) == xxhash.xxh3_128_hexdigest(b"weights" * 10)
+    again.leave(held)
+    again.close()
+
+
+def test_a_growing_object_is_gone_after_a_restart(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 1000)
+    held = cache.take("job-a", _key(b"half"), 4)
+    held.part.write_bytes(b"ha")
+    cache.close()
+    again = ObjectCache(tmp_path, 1000)
+    assert [path.name for path in (tmp_path / "job-a").iterdir()] == []
+    held = again.take("job-a", _key(b"half"), 4)
+    assert held.chunks is not None
+    assert not held.is_whole
+    again.leave(held)
+    again.close()
+
+
+def test_an_unverifiable_file_is_not_kept_over_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "job-a").mkdir()
+    for name in ("0" * 32 + "-foreign", "passwd", "0" * 32 + "-7.part"):
+        (tmp_path / "job-a" / name).write_bytes(b"x")
+    ObjectCache(tmp_path, 1000).close()
+    assert list((tmp_path / "job-a").iterdir()) == []
+
+
+def test_the_least_recently_used_makes_room(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 100)
+    first, second = _put(cache, b"a" * 40), _put(cache, b"b" * 40)
+    cache.leave(cache.take("job-a", _key(b"a" * 40), 40))
+    _put(cache, b"c" * 40)
+    assert first.path.exists()
+    assert not second.path.exists()
+    cache.close()
+
+
+def test_a_file_in_use_stays_in_the_cache(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 100)
+    _put(cache, b"a" * 60)
+    held = cache.take("job-a", _key(b"a" * 60), 60)
+    with pytest.raises(Exhausted, match="in use"):
+        cache.take("job-a", _key(b"b" * 60), 60)
+    cache.leave(held)
+    _put(cache, b"b" * 60)
+    assert not held.path.exists()
+    cache.close()
+
+
+def test_a_cache_that_shrank_is_within_its_bound_from_the_start(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 1000)
+    for letter in b"abc":
+        _put(cache, bytes([letter]) * 100)
+    cache.close()
+    ObjectCache(tmp_path, 150).close()
+    assert sum(path.stat().st_size for path in (tmp_path / "job-a").iterdir()) <= 150
+
+
+def test_a_file_larger_than_the_cache_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 100)
+    with pytest.raises(ConfigError, match="--cache-bytes"):
+        cache.take("job-a", _key(b"x" * 101), 101)
+    cache.close()
+
+
+def test_a_deleted_file_begins_anew(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 100)
+    _put(cache, b"gone").path.unlink()
+    held = cache.take("job-a", _key(b"gone"), 4)
+    assert not held.is_whole
+    cache.leave(held)
+    cache.close()
+
+
+def test_two_relays_do_not_share_a_directory(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 100)
+    with pytest.raises(ConfigError, match="another cache"):
+        ObjectCache(tmp_path, 100)
+    cache.close()
+
+
+def test_equal_files_of_two_stores_are_two_objects(tmp_path: Path) -> None:
+    cache = ObjectCache(tmp_path, 1000)
+    first = _put(cache, b"same")
+    held = cache.take("job-b", _key(b"same"), 4)
+    assert not held.is_whole
+    assert held.path != first.path
+    cache.leave(held)
+    cache.close()

@@ -1,0 +1,53 @@
+"""A relay and a receiver read the same facts from an index."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harvester.contracts.errors import Corrupt
+from harvester.contracts.ids import WeightVersion
+from weightsync.layout import names
+from weightsync.layout.manifest import decoded_manifest
+from weightsync.publisher import Publisher
+from weightsync.serve.published import described, published_files
+
+
+def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: Path) -> None:
+    with Publisher(tmp_path) as publisher:
+        publisher.publish({"w": torch.ones(40, 5)})
+        publisher.publish({"w": torch.full((40, 5), 1.5)})
+    for version, kind in ((1, "full"), (2, "rosemux on 000001")):
+        raw = (tmp_path / f"weight_v{version:06d}" / names.INDEX_FILE).read_bytes()
+        manifest = decoded_manifest(raw, expected=WeightVersion(version))
+        assert manifest.block is not None
+        found = published_files(raw)
+        assert {name: (file.size_bytes, file.xxh3_128) for name, file in found.items()} == {
+            name: (record.bytes, record.xxh3_128) for name, record in manifest.block.files.items()
+        }
+        assert described(raw).startswith(f"{kind}, 1 tensors")
+
+
+def test_a_version_of_another_system_is_kept_apart_by_its_index() -> None:
+    first = published_files(b'{"metadata": {"version": "1"}, "weight_map": {"w": "a", "x": "b"}}')
+    second = published_files(b'{"metadata": {"version": "2"}, "weight_map": {"w": "a", "x": "b"}}')
+    keys = {file.key for file in (*first.values(), *second.values())}
+    assert len(keys) == 4
+    assert all(file.xxh3_128 is None for file in first.values())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"\xff",
+        b'{"weight_map": {"w": 1}}',
+        b'{"weight_map": {}, "rosemux": {"files": {"a": {"bytes": -1, "xxh3_128": "' + b"0" * 32
+        + b'"}}}}',
+        b'{"weight_map": {}, "rosemux": {"files": {"a": {"bytes": 1, "xxh3_128": "../../x"}}}}',
+    ],
+)  # fmt: skip
+def test_a_hostile_index_is_corrupt(raw: bytes) -> None:
+    with pytest.raises(Corrupt):
+        published_files(raw)

@@ -1,0 +1,41 @@
+"""`from weightsync import ...`: few names, light to import, and an example that runs."""
+
+import doctest
+import subprocess
+import sys
+
+import pytest
+
+import weightsync
+
+HEAVY = ("aiohttp", "fsspec", "msgspec", "numba", "numpy", "torch", "vllm")
+
+
+def test_exports_at_most_six_names_and_all_of_them_exist() -> None:
+    assert weightsync.__all__ == [
+        "Adapter",
+        "Follower",
+        "Publisher",
+        "Receiver",
+        "ShardSlice",
+        "TensorTarget",
+    ]
+    assert [getattr(weightsync, name).__name__ for name in weightsync.__all__] == weightsync.__all__
+
+
+def test_another_name_is_refused_as_python_does() -> None:
+    with pytest.raises(AttributeError, match="module 'weightsync' has no attribute 'Nothing'"):
+        weightsync.Nothing  # noqa: B018 - the access is the test
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    script = f"import sys, weightsync; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_example_in_the_docstring_runs() -> None:
+    found = doctest.testmod(weightsync)
+    assert (found.failed, found.attempted > 0) == (0, True)

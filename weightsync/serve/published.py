@@ -1,0 +1,130 @@
+"""What an index tells without a framework: a version's shards for a relay, a line for people.
+
+Receivers read the whole index (manifest.py); here all tensor fields are skipped.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from harvester.contracts.errors import ConfigError, Corrupt
+from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
+from weightsync.transport.access import Access
+from weightsync.transport.location import StoreRoot, source_at
+from weightsync.transport.source import StoreSource
+
+
+class _Record(msgspec.Struct, frozen=True):
+    bytes: int
+    xxh3_128: str
+
+
+class _Block(msgspec.Struct, frozen=True):
+    files: dict[str, _Record]
+
+
+class _Metadata(msgspec.Struct, frozen=True):
+    base_version: str | int | None = None
+    delta_encoding: str | None = None
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+    metadata: _Metadata = _Metadata()
+    rosemux: _Block | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedFile:
+    key: str
+    """Key of a cached copy: other content has another key."""
+    size_bytes: int | None
+    xxh3_128: str | None
+    """None for a foreign store, whose receivers check every tensor."""
+
+
+def published_files(index: bytes) -> Mapping[str, PublishedFile]:
+    """The shards of one version by name; raises Corrupt."""
+    read = _decoded(index)
+    if read.rosemux is None:
+        return {shard: _foreign(index, shard) for shard in read.weight_map.values()}
+    return {shard: _ours(record) for shard, record in read.rosemux.files.items()}
+
+
+def described(index: bytes) -> str:
+    """One-line description of a version, for people; raises Corrupt."""
+    read = _decoded(index)
+    kind = "full"
+    if read.metadata.delta_encoding is not None:
+        kind = f"{read.metadata.delta_encoding} on {read.metadata.base_version}"
+    if read.rosemux is None:
+        return f"{kind}, {len(read.weight_map)} tensors, of another system"
+    size = sum(record.bytes for record in read.rosemux.files.values())
+    return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
+
+
+def _decoded(index: bytes) -> _Index:
+    try:
+        return msgspec.json.decode(index, type=_Index)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Corrupt(f"an index that cannot be read: {error}") from error
+
+
+def _ours(record: _Record) -> PublishedFile:
+    digest = record.xxh3_128
+    if len(digest) != 32 or set(digest) - set("0123456789abcdef") or record.bytes < 0:
+        raise Corrupt(f"a file record of {record.bytes} bytes with digest {digest[:40]!r}")
+    return PublishedFile(key=f"{digest}-{record.bytes}", size_bytes=record.bytes, xxh3_128=digest)
+
+
+def _foreign(index: bytes, shard: str) -> PublishedFile:
+    name = xxhash.xxh3_128_hexdigest(index + shard.encode())
+    return PublishedFile(key=f"{name}-foreign", size_bytes=None, xxh3_128=None)
+
+
+def listed(location: str, access: Access) -> Iterator[str]:
+    """Lines to print; raises ConfigError if the location has neither a store nor stores."""
+    source = source_at(location, access)
+    try:
+        refs = _refs(source)
+        if refs:
+            yield from _versions(source, refs)
+            return
+    finally:
+        source.close()
+    names = StoreRoot(location, access).names()
+    if not names:
+        raise ConfigError(f"no weight store at {location}: publish a version there first")
+    yield from names
+
+
+def _refs(source: StoreSource) -> tuple[VersionRef, ...]:
+    try:
+        found = source.directories()
+    except FileNotFoundError:
+        return ()
+    refs = [ref for name in found if (ref := named_ref(name)) is not None]
+    return tuple(sorted(refs, key=lambda ref: (ref.version, ref.kind)))
+
+
+def _versions(source: StoreSource, refs: tuple[VersionRef, ...]) -> Iterator[str]:
+    latest = (source.latest() or b"").decode(errors="replace").strip()
+    for ref in refs:
+        mark = "LATEST" if ref.directory == latest else ""
+        yield f"{ref.directory:24} {_summary(source, ref):60} {mark}".rstrip()
+
+
+def _summary(source: StoreSource, ref: VersionRef) -> str:
+    try:
+        summary = described(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
+    except FileNotFoundError:
+        return "unfinished"
+    except Corrupt as error:
+        return f"broken: {error}"
+    try:
+        source.size_bytes(f"{ref.directory}/{READY_FILE}")
+    except FileNotFoundError:
+        return f"{summary}, not marked {READY_FILE}"
+    return summary

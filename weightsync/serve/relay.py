@@ -1,0 +1,283 @@
+"""A shelf with copies: every file crosses the slow link once, then serves many.
+
+Readers of a file that is still arriving get its present bytes as it grows; its digest is checked
+before it counts as whole, and a file that fails is dropped and pulled again for the next reader.
+LATEST and the index of each version are requested upstream. While upstream does not answer, only
+versions whose files are all cached are served.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import Corrupt
+from weightsync.layout.names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    MAX_INDEX_BYTES,
+    READY_FILE,
+    Kind,
+    named_ref,
+)
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.object_cache import ObjectCache
+from weightsync.serve.outage import Outage, Remembered
+from weightsync.serve.published import PublishedFile, published_files
+from weightsync.serve.relayed_file import RelayedFile
+from weightsync.serve.shelf import ShelfFile, SourceShelf
+from weightsync.transport.location import StoreRoot
+from weightsync.transport.ranges import ByteSpan
+from weightsync.transport.source import StoreSource
+
+_INDEXES = 256
+
+
+class RelayShelf:
+    """In front of another place with stores. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        upstream: StoreRoot,
+        cache: ObjectCache,
+        *,
+        streams: int = 4,
+        metrics: TransferMetrics | None = None,
+    ) -> None:
+        self._clock = MonotonicClock()
+        self._shelf = SourceShelf(upstream)
+        self._cache = cache
+        self._metrics = metrics or TransferMetrics()
+        self._streams = streams
+        self._link = ThreadPoolExecutor(streams, thread_name_prefix="weight-pull")
+        self._disk = ThreadPoolExecutor(4, thread_name_prefix="weight-disk")
+        self._indexes: dict[tuple[str, str], Mapping[str, PublishedFile]] = {}
+        self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
+        self._files: dict[str, RelayedFile] = {}
+        self._remembered = Remembered(cache.root)
+        self._outage = Outage()
+
+    async def names(self) -> tuple[str, ...]:
+        return await self._outage.asked(
+            self._shelf.names, lambda: self._remembered.stores() or None, self._shelf.names
+        )
+
+    async def directories(self, store: str) -> tuple[str, ...]:
+        return await self._outage.asked(
+            lambda: self._shelf.directories(store),
+            lambda: self._whole_versions(store) or None,
+            lambda: self._shelf.directories(store),
+        )
+
+    async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
+        until_s = self._clock.now() + wait_s
+        while True:
+            left_s = max(0.0, until_s - self._clock.now())
+            found = await self._asked_latest(store, known, left_s)
+            # In an outage no newer version can appear: wait for its end.
+            if found != known or not self._outage.is_on or not await self._outage.over(left_s):
+                return found
+
+    async def _asked_latest(self, store: str, known: bytes | None, wait_s: float) -> bytes | None:
+        async def ask() -> bytes | None:
+            raw = await self._shelf.latest(store, known, wait_s=wait_s)
+            if raw is not None:
+                self._remembered.keep_latest(store, raw)
+            return raw
+
+        return await self._outage.asked(
+            ask,
+            lambda: self._newest_here(store),
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+            wait_s=wait_s,
+        )
+
+    def _newest_here(self, store: str) -> bytes | None:
+        """The newest version that can be served, among those that upstream named in LATEST."""
+        latest = self._remembered.latest(store)
+        refs = (named_ref(name) for name in self._whole_versions(store))
+        here = [
+            ref
+            for ref in refs
+            if ref and latest and ref.kind is Kind.WEIGHT and ref.version <= latest.version
+        ]
+        newest = max(here, key=lambda ref: ref.version, default=None)
+        return None if newest is None else f"{newest.directory}\n".encode()
+
+    def _whole_versions(self, store: str) -> tuple[str, ...]:
+        """Versions that can be served without upstream."""
+        return tuple(
+            sorted(
+                version
+                for version, files in self._remembered.files(store).items()
+                if all(self._cache.holds(store, file.key) for file in files.values())
+            )
+        )
+
+    @asynccontextmanager
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
+        directory, _, name = path.partition("/")
+        if name in {READY_FILE, CONFIG_FILE, INDEX_FILE}:
+            yield _HeldFile(await self._small_file(store, directory, name))
+            return
+        published = await self._published_file(store, directory, name, fresh=doubted)
+        file = await self._sound_file(store, path, published, doubted=doubted)
+        try:
+            yield file
+        finally:
+            file.users -= 1
+            self._let_go(f"{store}/{published.key}", file)
+
+    async def close(self) -> None:
+        self._outage.close()
+        for file in self._files.values():
+            file.close()
+        await self._shelf.close()
+        self._link.shutdown(wait=False, cancel_futures=True)
+        self._disk.shutdown(wait=False, cancel_futures=True)
+        self._cache.close()
+
+    async def _published_file(
+        self, store: str, directory: str, name: str, *, fresh: bool
+    ) -> PublishedFile:
+        """A shard's record from the index last served: its readers have seen that index."""
+        known = (store, directory)
+        if fresh or known not in self._indexes:
+            await self._read_index(store, directory)
+        published = self._indexes[known].get(name)
+        if published is None:
+            raise FileNotFoundError(f"{directory} has no file {name}")
+        return published
+
+    async def _small_file(self, store: str, directory: str, name: str) -> bytes:
+        if name == INDEX_FILE:
+            return await self._read_index(store, directory)
+        path = f"{directory}/{name}"
+        if name == CONFIG_FILE:
+            return await self._read_small(store, path)
+        # A version whose files are all cached was ready when they were pulled.
+        return await self._outage.asked(
+            lambda: self._read_small(store, path),
+            lambda: b"" if directory in self._whole_versions(store) else None,
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+        )
+
+    async def _read_index(self, store: str, directory: str) -> bytes:
+        raw = await self._outage.asked(
+            lambda: self._read_small(store, f"{directory}/{INDEX_FILE}"),
+            lambda: self._remembered.index(store, directory),
+            lambda: self._shelf.latest(store, None, wait_s=0.0),
+        )
+        self._remembered.keep_index(store, directory, raw)
+        self._indexes.pop((store, directory), None)
+        self._indexes[store, directory] = published_files(raw)
+        if len(self._indexes) > _INDEXES:
+            del self._indexes[next(iter(self._indexes))]
+        return raw
+
+    async def _sound_file(
+        self, store: str, path: str, published: PublishedFile, *, doubted: bool
+    ) -> RelayedFile:
+        """The shard with one user more; a copy that turns out to be broken is replaced once."""
+        source = self._shelf.store(store).source
+        if doubted:
+            # Upstream may be a relay with a copy that still grows.
+            source.doubt(path)
+        size = published.size_bytes
+        if size is None:
+            size = await self._shelf.threaded(lambda: source.size_bytes(path))
+        name = f"{store}/{published.key}"
+        for _ in range(2):
+            file = self._files.get(name) or self._taken(source, store, path, published, size)
+            file.users += 1
+            sound = False
+            try:
+                sound = await file.is_sound(again=doubted)
+            finally:
+                if not sound:
+                    file.users -= 1
+                    self._let_go(name, file)
+            if sound:
+                return file
+        raise Corrupt(f"{path} is not what was published")
+
+    def _taken(
+        self, source: StoreSource, store: str, path: str, published: PublishedFile, size: int
+    ) -> RelayedFile:
+        held = self._cache.take(store, published.key, size)
+
+        async def pull(span: ByteSpan) -> None:
+            def fetch() -> None:
+                _fetch(source, path, span, held.part)
+
+            await asyncio.get_running_loop().run_in_executor(self._link, fetch)
+            self._metrics.pulled.labels(store).inc(span.size_bytes)
+
+        name = f"{store}/{published.key}"
+        file = RelayedFile(
+            held,
+            self._cache,
+            xxh3_128=published.xxh3_128,
+            pull=pull,
+            streams=self._streams,
+            disk=self._disk,
+            on_idle=lambda file: self._let_go(name, file),
+        )
+        self._files[name] = file
+        return file
+
+    def _let_go(self, name: str, file: RelayedFile) -> None:
+        """Release a file once it has no readers and no pulls in progress."""
+        if (file.is_broken or file.is_idle) and self._files.get(name) is file:
+            del self._files[name]
+        if file.is_idle:
+            file.release()
+
+    async def _read_small(self, store: str, path: str) -> bytes:
+        """A small upstream file, read once for all concurrent requests."""
+        reading = self._reading.get((store, path))
+        if reading is None:
+            source = self._shelf.store(store).source
+            reading = asyncio.create_task(
+                self._shelf.threaded(lambda: source.read_small(path, MAX_INDEX_BYTES))
+            )
+            self._reading[store, path] = reading
+            reading.add_done_callback(lambda done: self._was_read(store, path, done))
+        return await asyncio.shield(reading)
+
+    def _was_read(self, store: str, path: str, done: "asyncio.Task[bytes]") -> None:
+        del self._reading[store, path]
+        # The requesting reader may have left by the time it fails.
+        if not done.cancelled():
+            done.exception()
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldFile:
+    """A small file in memory."""
+
+    raw: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.raw)
+
+    def expect(self, span: ByteSpan) -> None:
+        """All of it is here."""
+
+    async def read(self, span: ByteSpan) -> bytes:
+        return self.raw[span.start : span.stop]
+
+
+def _fetch(source: StoreSource, path: str, span: ByteSpan, into: Path) -> None:
+    """Reads a span and writes it in its place. The file is opened anew: this runs in a thread that
+    may outlive the object."""
+    data = memoryview(bytearray(span.size_bytes))
+    source.read_range(path, span.start, data)
+    with into.open("r+b", buffering=0) as file:
+        file.seek(span.start)
+        while data:
+            data = data[file.write(data) :]

@@ -1,0 +1,168 @@
+"""One shard in a relay's cache while in use: pulled once, read by all readers as it grows."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+
+from harvester.contracts.errors import Corrupt
+from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
+from weightsync.transport.ranges import ByteSpan
+
+_RUN_BYTES = 2 << 20
+"""Bytes of one pull; readers see them once the whole pull has arrived."""
+
+Pull = Callable[[ByteSpan], Awaitable[None]]
+"""Write a span of the shard into its file; raises what the source raises."""
+
+
+class RelayedFile:
+    """Shared by all its readers. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        held: CachedObject,
+        cache: ObjectCache,
+        *,
+        xxh3_128: str | None,
+        pull: Pull,
+        streams: int,
+        disk: Executor,
+        on_idle: Callable[["RelayedFile"], None],
+    ) -> None:
+        """`on_idle` is called whenever no pull is in progress any more."""
+        self._held = held
+        self._cache = cache
+        self._xxh3_128 = xxh3_128
+        self._pull = pull
+        self._streams = streams
+        self._disk = disk
+        self._on_idle = on_idle
+        self._waiting: list[asyncio.Future[None]] = []
+        self._pulls: set[asyncio.Task[None]] = set()
+        self._proving = asyncio.Lock()
+        self._failure: Exception | None = None
+        self._released = False
+        self.users = 0
+
+    @property
+    def size_bytes(self) -> int:
+        return self._held.size_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        return self.users == 0 and not self._pulls
+
+    @property
+    def is_broken(self) -> bool:
+        return self._failure is not None
+
+    def release(self) -> None:
+        """Mark its cache entry as evictable. Idempotent."""
+        if not self._released:
+            self._released = True
+            self._cache.leave(self._held)
+
+    async def is_sound(self, *, again: bool) -> bool:
+        """Whether it may be served. A copy from before this process is verified first.
+
+        `again` means that a reader received wrong bytes. A growing copy cannot be verified, and may
+        never be whole if its readers need parts only: its present bytes are pulled again.
+        """
+        async with self._proving:
+            if self._held.is_whole and (again or not self._held.proved):
+                await self._prove()
+            elif again and self._held.chunks is not None:
+                self._held.chunks.forget()
+        return self._failure is None
+
+    def expect(self, span: ByteSpan) -> None:
+        if self._held.chunks is not None:
+            self._held.chunks.want(span)
+            self._start_pulls()
+
+    async def read(self, span: ByteSpan) -> bytes:
+        while not (self._held.chunks is None or self._held.chunks.has(span)):
+            self.expect(span)
+            await self._news()
+        if self._failure is not None:
+            raise self._failure
+        assert self._held.handle is not None
+        raw = await asyncio.get_running_loop().run_in_executor(
+            self._disk, os.pread, self._held.handle, span.size_bytes, span.start
+        )
+        if len(raw) != span.size_bytes:
+            raise Corrupt(f"{self._held.path.name}: the relay's copy was cut")
+        return raw
+
+    def close(self) -> None:
+        for pull in self._pulls:
+            pull.cancel()
+
+    def _start_pulls(self) -> None:
+        chunks = self._held.chunks
+        while chunks is not None and len(self._pulls) < self._streams:
+            run = chunks.claim(_RUN_BYTES)
+            if run is None:
+                return
+            task = asyncio.create_task(self._pulled(run))
+            self._pulls.add(task)
+            task.add_done_callback(self._ended)
+
+    async def _pulled(self, run: ByteSpan) -> None:
+        chunks = self._held.chunks
+        assert chunks is not None
+        try:
+            await self._pull(run)
+        except Exception as error:
+            # Its readers retry, and request these bytes again.
+            chunks.lost(run)
+            if isinstance(error, Corrupt):
+                self._fail(error)
+            self._tell(error)
+            return
+        chunks.arrived(run)
+        if chunks.is_whole:
+            async with self._proving:
+                await self._prove()
+        self._tell(None)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._pulls.discard(task)
+        if not task.cancelled() and self._failure is None:
+            self._start_pulls()
+        if not self._pulls:
+            self._on_idle(self)
+
+    async def _prove(self) -> None:
+        handle, size = self._held.handle, self._held.size_bytes
+        assert handle is not None
+        found = self._xxh3_128 and await asyncio.get_running_loop().run_in_executor(
+            self._disk, digest_on_disk, handle, size
+        )
+        if found != self._xxh3_128:
+            self._fail(Corrupt(f"{self._held.path.name}: upstream gave {found}; pulled again"))
+        elif not self._held.is_whole:
+            self._cache.settle(self._held)
+        else:
+            self._held.proved = True
+
+    def _fail(self, error: Exception) -> None:
+        """Withdraw this copy from readers and the cache."""
+        if self._failure is None:
+            self._failure = error
+            self._cache.drop(self._held, reason="broken")
+
+    async def _news(self) -> None:
+        """Wait for the next arrival; raises if a pull failed."""
+        if self._failure is not None:
+            raise self._failure
+        news = asyncio.get_running_loop().create_future()
+        self._waiting.append(news)
+        await news
+
+    def _tell(self, error: Exception | None) -> None:
+        waiting, self._waiting = self._waiting, []
+        for news in waiting:
+            if not news.done():
+                news.set_result(None) if error is None else news.set_exception(error)

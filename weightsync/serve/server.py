@@ -1,0 +1,220 @@
+"""The HTTP server of stores: versions, their files by ranges, and LATEST as soon as it changes.
+
+    GET /stores                            GET /stores/{store}/LATEST
+    GET /stores/{store}                    GET /stores/{store}/{directory}/{file}
+    GET /healthz                           GET /metrics
+
+400 invalid name, 401 no token, 404 not found, 409 content differs from the published, 416 invalid
+range, 503 with Retry-After: too many transfers, or its source does not answer.
+"""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+
+from aiohttp import web
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError
+from harvester.contracts.ids import checked_name
+from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply, token_required
+from weightsync.layout.names import (
+    INDEX_FILE,
+    LATEST_FILE,
+    MAX_INDEX_BYTES,
+    MAX_LATEST_BYTES,
+    named_ref,
+)
+from weightsync.serve.metrics import TransferMetrics
+from weightsync.serve.shelf import Shelf, ShelfFile
+from weightsync.serve.token_bucket import TokenBucket
+from weightsync.transport.ranges import ByteSpan, content_range, requested_span
+from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
+
+_PIECE_BYTES = 1 << 20
+_STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingLimits:
+    transfers_max: int = 64
+    """Concurrent transfers; further ones get a retry reply. Each holds about 1 MiB."""
+    bytes_per_s: float | None = None
+    """Rate of all transfers together."""
+    stall_s: float = 60.0
+    """Seconds without progress after which a receiver is disconnected."""
+    wait_max_s: float = 30.0
+    """Longest time for which a request for LATEST is held back."""
+
+
+class WeightServer:
+    def __init__(
+        self,
+        shelf: Shelf,
+        *,
+        token: bytes | None = None,
+        limits: ServingLimits | None = None,
+        metrics: TransferMetrics | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._shelf = shelf
+        self._token = token
+        self._limits = limits or ServingLimits()
+        self._metrics = metrics or TransferMetrics()
+        self._clock = clock or MonotonicClock()
+        rate = self._limits.bytes_per_s
+        self._bucket = None if rate is None else TokenBucket(rate)
+        self._active = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=1024,
+            middlewares=[
+                token_required(self._token, of="server"),
+                errors_as_replies(_STATUSES, try_later=(503,)),
+            ],
+        )
+        app.add_routes(
+            [
+                web.get("/stores", self._stores),
+                web.get("/stores/{store}", self._directories),
+                web.get(f"/stores/{{store}}/{LATEST_FILE}", self._latest),
+                web.get("/stores/{store}/{directory}/{file}", self._file),
+                web.get("/healthz", self._healthz),
+                web.get("/metrics", self._exposition),
+            ]
+        )
+        return app
+
+    async def _stores(self, _request: web.Request) -> web.Response:
+        return json_reply(StoreList(stores=await self._shelf.names()))
+
+    async def _directories(self, request: web.Request) -> web.Response:
+        return json_reply(StoreListing(directories=await self._shelf.directories(_store(request))))
+
+    async def _latest(self, request: web.Request) -> web.Response:
+        store, known = _store(request), _known_latest(request)
+        wait_s = min(_wait_s(request), self._limits.wait_max_s)
+        raw = await self._shelf.latest(store, known, wait_s=wait_s)
+        if raw is None:
+            raise FileNotFoundError(f"store {store} has no version yet")
+        headers = {"ETag": latest_etag(raw), "Cache-Control": "no-cache"}
+        if raw == known:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=raw, headers=headers, content_type="text/plain")
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        store, directory = _store(request), request.match_info["directory"]
+        name = checked_name(request.match_info["file"], what="file")
+        if named_ref(directory) is None:
+            raise FileNotFoundError(f"{directory[:80]!r} is no version")
+        if self._active >= self._limits.transfers_max:
+            self._metrics.refused.labels("busy").inc()
+            raise Exhausted(f"{self._active} transfers are under way")
+        doubted = "no-cache" in request.headers.get("Cache-Control", "")
+        self._active += 1
+        self._metrics.active.set(self._active)
+        try:
+            async with self._shelf.open(store, f"{directory}/{name}", doubted=doubted) as file:
+                if name == INDEX_FILE:
+                    return await self._index(request, store, file)
+                return await self._answered(request, store, file)
+        finally:
+            self._active -= 1
+            self._metrics.active.set(self._active)
+
+    async def _index(self, request: web.Request, store: str, file: ShelfFile) -> web.Response:
+        """Serve an index; a relay asks again for each of its readers' requests, mostly unchanged
+        (304)."""
+        if file.size_bytes > MAX_INDEX_BYTES:
+            raise Corrupt(f"an index of {file.size_bytes} bytes")
+        raw = bytes(await file.read(ByteSpan(0, file.size_bytes)))
+        headers = {"ETag": index_etag(raw), "Cache-Control": "no-cache"}
+        if request.headers.get("If-None-Match") == headers["ETag"]:
+            return web.Response(status=304, headers=headers)
+        self._metrics.sent.labels(store).inc(len(raw))
+        return web.Response(body=raw, headers=headers, content_type="application/json")
+
+    async def _answered(
+        self, request: web.Request, store: str, file: ShelfFile
+    ) -> web.StreamResponse:
+        ranged = request.headers.get("Range")
+        span = requested_span(ranged, file.size_bytes)
+        if span is None:
+            headers = {"Content-Range": f"bytes */{file.size_bytes}"}
+            return error_reply(416, "no such range", headers=headers)
+        response = web.StreamResponse(status=200 if ranged is None else 206)
+        response.content_type = "application/octet-stream"
+        response.content_length = span.size_bytes
+        response.headers["Accept-Ranges"] = "bytes"
+        if ranged is not None:
+            response.headers["Content-Range"] = content_range(span, file.size_bytes)
+        if request.method != "HEAD":
+            file.expect(span)
+            first = next(span.pieces(_PIECE_BYTES), ByteSpan(0, 0))
+            # An unreadable file is still answered with an error status.
+            head = await file.read(first) if first.size_bytes else b""
+            await response.prepare(request)
+            await self._send(request, response, store, file, head, ByteSpan(first.stop, span.stop))
+        return response
+
+    async def _send(
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        store: str,
+        file: ShelfFile,
+        head: bytes | bytearray,
+        rest: ByteSpan,
+    ) -> None:
+        """Send the rest of a file. Aborts the connection if the file cannot be read; the reader
+        retries."""
+        outcome = "broken"
+        try:
+            await self._write(response, store, head)
+            for piece in rest.pieces(_PIECE_BYTES):
+                await self._write(response, store, await file.read(piece))
+            outcome = "done"
+        except (RoseMuxError, OSError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+        finally:
+            self._metrics.transfers.labels(store, outcome).inc()
+
+    async def _write(
+        self, response: web.StreamResponse, store: str, piece: bytes | bytearray
+    ) -> None:
+        if self._bucket is not None:
+            await asyncio.sleep(self._bucket.take(len(piece), now=self._clock.now()))
+        async with asyncio.timeout(self._limits.stall_s):
+            await response.write(piece)
+        self._metrics.sent.labels(store).inc(len(piece))
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text=f"{self._active} transfers\n")
+
+    async def _exposition(self, _request: web.Request) -> web.Response:
+        body = generate_latest(self._metrics.registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _store(request: web.Request) -> str:
+    return checked_name(request.match_info["store"], what="store")
+
+
+def _known_latest(request: web.Request) -> bytes | None:
+    sent = request.headers.get("If-None-Match", "").strip('"')
+    if len(sent) <= 2 * MAX_LATEST_BYTES and "If-None-Match" in request.headers:
+        with suppress(ValueError):
+            return bytes.fromhex(sent)
+    return None
+
+
+def _wait_s(request: web.Request) -> float:
+    """The seconds of `Prefer: wait=SECONDS` (RFC 7240), fractions included; 0 without it."""
+    name, _, value = request.headers.get("Prefer", "").partition("=")
+    with suppress(ValueError):
+        if name.strip().lower() == "wait" and 0 < float(value) < float("inf"):
+            return float(value)
+    return 0.0

@@ -1,0 +1,164 @@
+"""A weight server's source of files: stores by name, whatever keeps them.
+
+`SourceShelf` reads every file in place; relay.py's shelf keeps copies. Both belong to one event
+loop and read in threads.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError
+from weightsync.layout.names import named_ref
+from weightsync.transport.location import StoreRoot
+from weightsync.transport.ranges import ByteSpan
+from weightsync.transport.source import StoreSource
+
+_TURN_S = 2.0
+"""Longest duration of one request, and so of a shutdown's wait for it."""
+
+Ask = Callable[[bytes | None, float], Awaitable[bytes | None]]
+"""`known`, seconds to wait; see `StoreSource.latest`."""
+T = TypeVar("T")
+_THREADS = 16
+_MAX_STORES = 1024
+"""Bound on open stores, since their names come from clients."""
+
+
+class LatestWatch:
+    """One request upstream for all readers that wait for a store's next LATEST; none if none do."""
+
+    def __init__(self, ask: Ask, clock: Clock) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._turn: asyncio.Future[bytes | None] | None = None
+        self._turn_knew: bytes | None = None
+
+    async def after(self, known: bytes | None, wait_s: float) -> bytes | None:
+        """LATEST once it differs from `known`, or as it is after `wait_s`. Raises what `ask`
+        raises."""
+        found = await self._ask(None, 0.0)
+        until_s = self._clock.now() + wait_s
+        while found == known and (left_s := until_s - self._clock.now()) > 0:
+            if self._turn is None or self._turn.done() or self._turn_knew != known:
+                self._turn_knew = known
+                self._turn = asyncio.ensure_future(self._ask(known, _TURN_S))
+                # Every waiting reader may have left by the time it fails.
+                self._turn.add_done_callback(lambda turn: turn.cancelled() or turn.exception())
+            done, _ = await asyncio.wait({self._turn}, timeout=left_s)
+            if done:
+                found = self._turn.result()
+        return found
+
+
+class ShelfFile(Protocol):
+    """One file while it is open."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    def expect(self, span: ByteSpan) -> None:
+        """Announce that all of a span will be read."""
+
+    async def read(self, span: ByteSpan) -> bytes | bytearray:
+        """The bytes of a span, once they are available; raises Corrupt or Exhausted."""
+
+
+class Shelf(Protocol):
+    """Raises FileNotFoundError for unknown stores and files."""
+
+    async def names(self) -> tuple[str, ...]: ...
+
+    async def directories(self, store: str) -> tuple[str, ...]: ...
+
+    async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None: ...
+
+    def open(
+        self, store: str, path: str, *, doubted: bool
+    ) -> AbstractAsyncContextManager[ShelfFile]:
+        """A file of a version; `doubted` if a reader received wrong bytes."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    source: StoreSource
+    watch: LatestWatch
+
+
+class SourceShelf:
+    """Serves stores directly from a root."""
+
+    def __init__(self, root: StoreRoot) -> None:
+        self._root = root
+        self._clock = MonotonicClock()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-shelf")
+        self._open: dict[str, OpenStore] = {}
+
+    async def names(self) -> tuple[str, ...]:
+        return await self.threaded(self._root.names)
+
+    async def directories(self, store: str) -> tuple[str, ...]:
+        found = await self.threaded(self.store(store).source.directories)
+        return tuple(sorted(name for name in found if named_ref(name) is not None))
+
+    async def latest(self, store: str, known: bytes | None, *, wait_s: float) -> bytes | None:
+        return await self.store(store).watch.after(known, wait_s)
+
+    @asynccontextmanager
+    async def open(self, store: str, path: str, *, doubted: bool) -> AsyncIterator[ShelfFile]:
+        source = self.store(store).source
+        if doubted:
+            source.doubt(path)
+        size = await self.threaded(lambda: source.size_bytes(path))
+        yield _SourceFile(self, source, path, size)
+
+    async def close(self) -> None:
+        for store in self._open.values():
+            store.source.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def store(self, name: str) -> OpenStore:
+        """An open store; raises FileNotFoundError if there is none of that name."""
+        if name not in self._open:
+            if len(self._open) >= _MAX_STORES:
+                oldest = next(iter(self._open))
+                self._open.pop(oldest).source.close()
+            try:
+                source = self._root.store(name)
+            except ConfigError as error:
+                raise FileNotFoundError(f"no store {name}") from error
+
+            async def ask(known: bytes | None, wait_s: float) -> bytes | None:
+                return await self.threaded(lambda: source.latest(known, wait_s=wait_s))
+
+            self._open[name] = OpenStore(source, LatestWatch(ask, self._clock))
+        return self._open[name]
+
+    async def threaded(self, call: Callable[[], T]) -> T:
+        """Run a blocking call in a thread; returns its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+@dataclass(frozen=True, slots=True)
+class _SourceFile:
+    shelf: SourceShelf
+    source: StoreSource
+    path: str
+    size_bytes: int
+
+    def expect(self, span: ByteSpan) -> None:
+        """No-op: the source reads on request only."""
+
+    async def read(self, span: ByteSpan) -> bytearray:
+        def read() -> bytearray:
+            into = bytearray(span.size_bytes)
+            self.source.read_range(self.path, span.start, memoryview(into))
+            return into
+
+        return await self.shelf.threaded(read)
