@@ -35,8 +35,8 @@ class HourlyPlanner(GroupPlanner):
             rollout_s, training_s = self._truth[job].means_at(facts.training.count)
             facts.believe(Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV))
         effects: list[GroupEffect] = []
-        for cell in list(self.book.cells.values()):
-            effects += self._restore(cell, now=now)
+        for group in list(self.table.groups.values()):
+            effects += self._restore(group, now=now)
         for _ in range(_ROUNDS):
             moves = self.regroup.improve(now=now)
             effects += self._announce(moves, "hourly regrouping", now=now)

@@ -100,7 +100,7 @@ class PinnedPlanner(GroupPlanner):
         super().__init__(Judge(), NODE_TYPES, PlannerConfig(moves=False))
         self._pinned: dict[JobId, tuple[GroupState, Placement]] = {}
         for hosting in hostings:
-            group = self.book.fresh_group()
+            group = self.table.fresh_group()
             rollout = self._nodes(Pool.ROLLOUT, hosting.rollout)
             training = self._nodes(Pool.TRAINING, hosting.training)
             for at, member in enumerate(hosting.members):
@@ -119,14 +119,14 @@ class PinnedPlanner(GroupPlanner):
                 (Pool.TRAINING, placement.training_nodes),
             )
             for node in nodes
-            if node not in self.book.nodes
+            if node not in self.table.nodes
         )
         return Opening(
-            kind=OpeningKind.DIRECT, cell=group, placement=placement, delta_per_hour=added_per_hour
+            kind=OpeningKind.DIRECT, group=group, placement=placement, delta_per_hour=added_per_hour
         )
 
     def _nodes(self, pool: Pool, masks: Masks) -> list[tuple[NodeId, ...]]:
         """The nodes of each member, a new name for each bit."""
         count = max(masks).bit_length()
-        names = self.book.fresh_nodes(pool, count)
+        names = self.table.fresh_nodes(pool, count)
         return [tuple(name for bit, name in enumerate(names) if mask >> bit & 1) for mask in masks]

@@ -86,7 +86,7 @@ def compared(instance: int) -> Compared:
     lasting = [_lasting(one, rng) for one in jobs]
     return Compared(
         jobs=len(jobs),
-        ours_per_hour=planner.book.price_per_hour(),
+        ours_per_hour=planner.table.price_per_hour(),
         found_per_hour=optimum.cheapest()[0],
         ours_admitted=all(optimum.admits(one) for one in _hostings(planner, jobs)),
         ours_lived=_lived("ours", lasting, seed=instance),
@@ -135,7 +135,7 @@ def _hostings(planner: GroupPlanner, jobs: list[SimulatedJob]) -> list[Hosting]:
     """Our groups in the search's terms."""
     numbers = {one.job.job: at for at, one in enumerate(jobs)}
     hostings = []
-    for group in planner.book.cells.values():
+    for group in planner.table.groups.values():
         placements = sorted(group.pinned.values(), key=lambda one: numbers[one.job])
         masks = [group.masks(one) for one in placements]
         hostings.append(

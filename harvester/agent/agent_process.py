@@ -62,7 +62,7 @@ class AgentProcess:
                 node.beat()
                 host, port = self._config.http.host, self._config.http.port
                 url = await listen(runner, host, port, remedy="choose another with --port")
-                _log.info("agent %s listens on %s", node.book.node, url.removeprefix("http://"))
+                _log.info("agent %s listens on %s", node.leases.node, url.removeprefix("http://"))
                 stop = stop_event()
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)

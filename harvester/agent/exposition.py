@@ -11,7 +11,7 @@ from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Calibration, Grant, Guest, GuestMemory, PageName, Pulse
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
-from harvester.policy.lease_book import SlotLease
+from harvester.policy.lease_table import SlotLease
 from harvester.policy.sample import GuestAction, MpsReading, SlotSample
 from harvester.policy.settings import AUTO, Mode
 from harvester.policy.slot import SlotPolicy

@@ -1,4 +1,4 @@
-"""The agent's HTTP: leases, health and metrics. It translates and checks; the lease book decides.
+"""The agent's HTTP: leases, health and metrics. It translates and checks; the lease table decides.
 
 Protocol answers, refusals included, are 200 with the tagged value. 400 is a malformed request, 401
 a missing token, 413 a body over the limit.
@@ -49,7 +49,7 @@ class Routes:
         offers = tuple(slot.offer() for slot in self._node.slots)
         waiting = self._node.restart_needed
         return json_reply(
-            SlotOffers(node=self._node.book.node, slots=offers, restart_needed=waiting)
+            SlotOffers(node=self._node.leases.node, slots=offers, restart_needed=waiting)
         )
 
     async def take(self, request: web.Request) -> web.Response:
@@ -67,10 +67,10 @@ class Routes:
     async def renew(self, request: web.Request) -> web.Response:
         lease = _lease(request)
         renewal = await decoded_body(request, LeaseRenewal, name="LeaseRenewal")
-        return json_reply(self._node.book.renew(lease, renewal, now=self._node.clock.now()))
+        return json_reply(self._node.leases.renew(lease, renewal, now=self._node.clock.now()))
 
     async def release(self, request: web.Request) -> web.Response:
-        answer = self._node.book.release(_lease(request), now=self._node.clock.now())
+        answer = self._node.leases.release(_lease(request), now=self._node.clock.now())
         if answer.reason is not EndReason.UNKNOWN:
             self._node.beat()
         return json_reply(answer)

@@ -9,7 +9,7 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.platform import whole_file
-from harvester.policy.lease_book import SlotLease
+from harvester.policy.lease_table import SlotLease
 
 _MAX_BYTES = 4096
 _log = logging.getLogger(__name__)

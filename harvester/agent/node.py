@@ -15,7 +15,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NodeId, SlotId
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest, SlotState
-from harvester.policy.lease_book import LeaseBook
+from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
 
@@ -32,7 +32,7 @@ class NodeAgent:
         self.metrics = AgentMetrics(version=version)
         self._config = config
         started = clock.now()
-        self.book = LeaseBook(
+        self.leases = LeaseTable(
             node=NodeId(config.node),
             ttl_s=config.lease_ttl_s,
         )
@@ -49,7 +49,7 @@ class NodeAgent:
     def _slot(self, config: AgentConfig, slot: SlotConfig, now: float) -> Slot:
         exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
         try:
-            return Slot(config, slot, book=self.book, exposition=exposition, now=now)
+            return Slot(config, slot, leases=self.leases, exposition=exposition, now=now)
         except OSError as error:
             raise ConfigError(
                 f"slot {slot.name}: cannot use {error.filename}: {error.strerror}; "
@@ -81,7 +81,7 @@ class NodeAgent:
             if self._faults.get(slot.name) != fault:
                 _log.exception("slot %s: no grant while this lasts", slot.name)
             self._faults[slot.name] = fault
-            self.book.offer(slot.name, SlotState.OFF, fault)
+            self.leases.offer(slot.name, SlotState.OFF, fault)
         else:
             if self._faults.pop(slot.name, None) is not None:
                 _log.warning("slot %s: the agent decides again", slot.name)
@@ -89,11 +89,11 @@ class NodeAgent:
     def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
         """A lease is granted only once it is on disk for a restarted agent."""
         secret = secrets.token_hex(_SECRET_BYTES)
-        answer = self.book.take(request, secret=secret, now=self.clock.now())
+        answer = self.leases.take(request, secret=secret, now=self.clock.now())
         if not isinstance(answer, LeaseGranted):
             return answer
         slot = next(slot for slot in self.slots if slot.name == answer.slot)
-        lease = self.book.live(slot.name)
+        lease = self.leases.live(slot.name)
         try:
             if lease is not None:
                 slot.lease_file.keep(lease)
@@ -101,7 +101,7 @@ class NodeAgent:
             _log.error(
                 "slot %s: no lease, because it cannot be recorded: %s", slot.name, error.strerror
             )
-            return self.book.withdraw(answer, f"no record of a lease: {error.strerror}")
+            return self.leases.withdraw(answer, f"no record of a lease: {error.strerror}")
         # The guest must know the epoch before the holder's first request carries it.
         self.beat()
         return answer
@@ -146,7 +146,7 @@ class NodeAgent:
 
     def _count_ended(self) -> None:
         slots = {slot.name: slot for slot in self.slots}
-        for name, reason in self.book.news():
+        for name, reason in self.leases.news():
             slots[name].exposition.ended(reason.value)
 
 

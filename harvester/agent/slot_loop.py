@@ -41,7 +41,7 @@ from harvester.policy.effects import (
     SettleGuest,
     WriteGrant,
 )
-from harvester.policy.lease_book import LeaseBook
+from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
@@ -59,7 +59,7 @@ class Slot:
         config: AgentConfig,
         slot: SlotConfig,
         *,
-        book: LeaseBook,
+        leases: LeaseTable,
         exposition: SlotExposition,
         now: float,
     ) -> None:
@@ -67,7 +67,7 @@ class Slot:
         self.config = slot
         self._restart_needed: tuple[str, ...] = ()
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
-        self._book = book
+        self._leases = leases
         self.exposition = exposition
         directory = PageDirectory.create(
             config.pages_of(slot), owners=_owners(config, slot), group=config.page_gid
@@ -76,8 +76,8 @@ class Slot:
         _reserve(self._grant_page)
         self.lease_file = LeaseFile(config.file_of(slot, "lease"))
         # The holder counts from an earlier moment, so the lease ends for the holder first.
-        recorded = self.lease_file.read(ends_s=now + book.ttl_s)
-        book.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
+        recorded = self.lease_file.read(ends_s=now + leases.ttl_s)
+        leases.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
         self._grant_page.make()
         self._mps = _watch(slot.mps)
         shared = _shared(slot, directory.owners)
@@ -107,8 +107,8 @@ class Slot:
         self._record.begin()
 
     def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
-        self._book.expire(now=now)
-        self.lease_file.follow(self._book.live(self.name))
+        self._leases.expire(now=now)
+        self.lease_file.follow(self._leases.live(self.name))
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
         unrecorded = self._record.decided(now=now, sample=sample, effects=effects)
@@ -123,8 +123,8 @@ class Slot:
         if unrecorded and state is SlotState.OFFERED:
             # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
-        self._book.offer(self.name, state, reason)
-        self.exposition.observe(sample, effects, self.policy, self._book.live(self.name))
+        self._leases.offer(self.name, state, reason)
+        self.exposition.observe(sample, effects, self.policy, self._leases.live(self.name))
         self.exposition.recorded(self.fault, self._record.missing_total)
 
     @property
@@ -134,7 +134,7 @@ class Slot:
 
     def _sample(self, kill_switch: KillSwitch, now: float) -> SlotSample:
         self._record.look(now=now)
-        sample = self.sensor.sample(lease=self._book.view(self.name), kill_switch=kill_switch)
+        sample = self.sensor.sample(lease=self._leases.view(self.name), kill_switch=kill_switch)
         pulses = (reading.record for reading in sample.pulses if reading.record is not None)
         self._guest.spare(pulse.root for pulse in pulses if pulse.root is not None)
         if sample.guest.record is not None:
@@ -163,11 +163,11 @@ class Slot:
         self._record.reopen()
 
     def offer(self) -> SlotOffer:
-        state, reason, epoch = self._book.entry(self.name)
-        lease = self._book.live(self.name)
+        state, reason, epoch = self._leases.entry(self.name)
+        lease = self._leases.live(self.name)
         return SlotOffer(
             slot=self.name,
-            node=self._book.node,
+            node=self._leases.node,
             state=state,
             engine_url=self.config.engine_url,
             model=self.config.model,
@@ -185,11 +185,11 @@ class Slot:
 
     def close(self, *, now: float) -> None:
         """End the lease and leave a page that is closed and already expired."""
-        lease = self._book.live(self.name)
+        lease = self._leases.live(self.name)
         if lease is not None:
-            self._book.end(lease.lease, EndReason.DRAIN, now=now)
-        self.lease_file.follow(self._book.live(self.name))
-        epoch = self._book.view(self.name).epoch
+            self._leases.end(lease.lease, EndReason.DRAIN, now=now)
+        self.lease_file.follow(self._leases.live(self.name))
+        epoch = self._leases.view(self.name).epoch
         grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
         self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
         self._grant_page.close()
@@ -219,14 +219,14 @@ class Slot:
                 _log.error("slot %s is quarantined: %s", self.name, effect.reason)
 
     def _end_lease(self, effect: EndLease, now: float) -> None:
-        lease = self._book.live(self.name)
+        lease = self._leases.live(self.name)
         if lease is None or lease.name != effect.lease:
             return
         _log.warning(
             "slot %s: lease %s of tenant %s, job %s ends: %s",
             *(self.name, lease.name, lease.tenant, lease.job, effect.reason),
         )
-        self._book.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
+        self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
 
     def _first_line(self) -> Opened:
         config = msgspec.to_builtins(self.policy.settings)

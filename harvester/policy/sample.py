@@ -41,7 +41,7 @@ class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
-    """The slot's entry in the lease book."""
+    """The slot's entry in the lease table."""
 
     epoch: Epoch
     lease: str | None = None

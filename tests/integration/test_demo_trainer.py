@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from examples.grpo.gateway_client import GatewayClient
 
 from examples.grpo.environment import KEY_DIGITS, Line
+from examples.grpo.gateway_client import GatewayClient
 from examples.grpo.vocabulary import STOP_ID, digit_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion

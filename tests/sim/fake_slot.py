@@ -60,7 +60,7 @@ class FakeProduction:
         if request.unseen:
             return
         body_bytes = 100 + _BYTES_PER_TOKEN * request.prompt_tokens
-        self.book.arrive(request.key, body_bytes=body_bytes, now_ns=_ns(request.at_s))
+        self.leases.arrive(request.key, body_bytes=body_bytes, now_ns=_ns(request.at_s))
 
     @property
     def kv_usage_ratio(self) -> float:
@@ -100,7 +100,7 @@ class FakeProduction:
         for one in self.running:
             if not one.left and one.produced >= one.leaves_after:
                 one.left = True
-                self.book.finish(one.key, now_ns=_ns(now))
+                self.leases.finish(one.key, now_ns=_ns(now))
 
     def _admit(self) -> None:
         while self.waiting:
@@ -124,11 +124,11 @@ class FakeProduction:
             finished_prompt_tokens=tuple(one.prompt_tokens for one in done),
             ours=bool(first or gaps),
         )
-        self.book.step(step, now_ns=_ns(end_s))
+        self.leases.step(step, now_ns=_ns(end_s))
         for one in done:
             self.running.remove(one)
             self.served.append(one)
-            self.book.finish(one.key, now_ns=_ns(end_s))
+            self.leases.finish(one.key, now_ns=_ns(end_s))
         for one in gone:
             self.running.remove(one)
 

@@ -70,7 +70,7 @@ class ClusterPolicy:
         self.placements: dict[JobId, JobPlacement] = {}
         """Every submitted job, in order of arrival."""
         self.residency = Residency({pool: one.host_bytes for pool, one in config.types.items()})
-        """Host memory in use now; the planner's book counts what it has planned."""
+        """Host memory in use now; the planner's table counts what it has planned."""
         self.move_s = MeasuredSeconds.begin(config.move_s)
         self.warm_start_s = MeasuredSeconds.begin(config.warm_start_s)
         self.arrivals = 0
@@ -210,7 +210,7 @@ class ClusterPolicy:
 
     def review(self, *, now: float) -> None:
         """Looks for endangered SLOs, nodes to release and room for waiting jobs."""
-        self.planner.book.supply = self._supply()
+        self.planner.table.supply = self._supply()
         self._apply(self.planner.review(now=now), now)
         self._let_in(now)
 
@@ -255,7 +255,7 @@ class ClusterPolicy:
         self.layout_changed = True
         if name is not None:
             why = f"node {node} failed; it is replaced"
-            self.planner.book.supply = self._supply()
+            self.planner.table.supply = self._supply()
             self._apply(self.planner.fail_node(name, now=now), now, why=why)
         for job in self.placements:
             permit = self._permits.permit(job)
@@ -309,7 +309,7 @@ class ClusterPolicy:
                 self._restart(placed, to.placement, now)
 
     def _beside(self, to: AssignPlace) -> tuple[JobId, ...]:
-        group = self.planner.book.cells.get(to.group)
+        group = self.planner.table.groups.get(to.group)
         others = {} if group is None else group.pinned
         nodes = set(nodes_of(to.placement))
         found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
@@ -365,8 +365,8 @@ class ClusterPolicy:
 
     def _admit(self, now: float) -> None:
         """First come, first served; a later job may pass if it takes no free node."""
-        book = self.planner.book
-        book.supply = self._supply()
+        table = self.planner.table
+        table.supply = self._supply()
         waiting = [one for one in self.placements.values() if one.stage is PlacementStage.QUEUED]
         for placed in waiting[:_QUEUE_TRIES]:
             try:
@@ -378,7 +378,7 @@ class ClusterPolicy:
                     now=now,
                 )
             except Exhausted as error:
-                book.supply = dict.fromkeys(Pool, 0)
+                table.supply = dict.fromkeys(Pool, 0)
                 if placed.reason != str(error):
                     placed.reason = str(error)
                     self.unsaved.add(placed.job)
@@ -388,7 +388,7 @@ class ClusterPolicy:
 
     def _supply(self) -> dict[Pool, int]:
         """Machines in use plus free machines that no job awaits, per pool."""
-        up = self.planner.book.up
+        up = self.planner.table.up
         return {pool: up[pool] + self.fleet.spare(pool) for pool in self.config.pools}
 
     def _remove(self, job: JobId, *, for_good: bool = False) -> None:

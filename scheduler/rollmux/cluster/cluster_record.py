@@ -112,7 +112,7 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
             open_s=facts.open_s,
             seen_s=facts.seen_s,
             moved_s=moved_s,
-            leaving=policy.planner.book.is_leaving(job),
+            leaving=policy.planner.table.is_leaving(job),
             sync=facts.sync,
             next_phase=facts.next_phase,
             belief=facts.belief(),
@@ -129,7 +129,7 @@ def layout(policy: ClusterPolicy) -> Layout:
                 training=tuple(each.training),
                 pinned=tuple(each.pinned.values()),
             )
-            for each in policy.planner.book.cells.values()
+            for each in policy.planner.table.groups.values()
         ),
         machines=policy.fleet.machines,
         awaited=policy.fleet.awaited,
@@ -196,20 +196,20 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
 def _restore_groups(
     policy: ClusterPolicy, records: Iterable[GroupRecord], jobs: Iterable[JobRecord]
 ) -> None:
-    book, packer = policy.planner.book, policy.planner.packer
+    table, packer = policy.planner.table, policy.planner.packer
     groups = {one.group: GroupState(one.group, [*one.rollout], [*one.training]) for one in records}
-    book.cells.update(groups)
+    table.groups.update(groups)
     for record in jobs:
         placed = record.placed
         if record.facts is not None and record.facts.leaving:
             if placed.at is None or placed.group not in groups:
                 raise ValueError(f"job {placed.job} leaves nodes that no group has")
             size = placed.submission.host_bytes
-            book.pin(placed.at, groups[placed.group], size)
-            book.unpin(placed.job, size, stays_resident=True)
+            table.pin(placed.at, groups[placed.group], size)
+            table.unpin(placed.job, size, stays_resident=True)
     for one in records:
         for placement in one.pinned:
-            book.pin(
+            table.pin(
                 placement,
                 groups[one.group],
                 policy.placements[placement.job].submission.host_bytes,
@@ -224,7 +224,7 @@ def _skip_names(policy: ClusterPolicy, groups: Iterable[GroupState]) -> None:
     last = max((_number(name) for group in groups for name in _names(group)), default=0)
     while last > 0:
         step = min(last, _NAMES_AT_ONCE)
-        policy.planner.book.fresh_nodes(Pool.ROLLOUT, step)
+        policy.planner.table.fresh_nodes(Pool.ROLLOUT, step)
         last -= step
 
 
@@ -242,7 +242,7 @@ def strangers(policy: ClusterPolicy) -> tuple[NodeId, ...]:
     fleet = policy.fleet
     sides = (
         (pool, name)
-        for group in policy.planner.book.cells.values()
+        for group in policy.planner.table.groups.values()
         for pool, names in ((Pool.ROLLOUT, group.rollout), (Pool.TRAINING, group.training))
         for name in names
     )

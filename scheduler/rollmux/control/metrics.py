@@ -237,8 +237,8 @@ class PlanMetrics:
             counts = cluster.fleet.counts(pool)
             for state in _NODE_STATES:
                 self._nodes.labels(pool, state).set(counts[state])
-        groups = cluster.planner.book
-        self._groups.set(sum(bool(group.pinned) for group in groups.cells.values()))
+        groups = cluster.planner.table
+        self._groups.set(sum(bool(group.pinned) for group in groups.groups.values()))
         self._price.set(groups.price_per_hour())
         facts = cluster.planner.facts.values()
         credits_s = [one.settled_credit_s(now) for one in facts]

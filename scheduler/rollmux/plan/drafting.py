@@ -31,18 +31,18 @@ def draft(settings: PlanSettings) -> PlanDocument:
         except Exhausted as error:
             unplaced.append(Unplaced(job=JobId(job.id), reason=str(error)))
     planner.settle()
-    groups = [group for group in planner.book.cells.values() if group.pinned]
+    groups = [group for group in planner.table.groups.values() if group.pinned]
     names = _names(planner, groups)
     placed = (planner.facts[job] for group in groups for job in group.pinned)
     return PlanDocument(
         risk=settings.risk,
-        price_per_hour=planner.book.committed_per_hour,
+        price_per_hour=planner.table.committed_per_hour,
         dedicated_per_hour=sum(
-            planner.book.price_of(one.rollout_nodes, one.training_nodes) for one in placed
+            planner.table.price_of(one.rollout_nodes, one.training_nodes) for one in placed
         ),
         nodes={
             kind.type: sum(len(dict(group.by_pool)[pool]) for group in groups)
-            for pool, kind in planner.book.types.items()
+            for pool, kind in planner.table.types.items()
         },
         groups=tuple(
             _group(planner, group, GroupId(f"group-{number}"), names)
@@ -61,7 +61,7 @@ def _names(planner: KnownJobsPlanner, groups: list[GroupState]) -> dict[NodeId, 
         for pool, nodes in group.by_pool:
             for node in nodes:
                 counted[pool] += 1
-                names[node] = NodeId(f"{planner.book.types[pool].type}-{counted[pool]}")
+                names[node] = NodeId(f"{planner.table.types[pool].type}-{counted[pool]}")
     return names
 
 
@@ -78,7 +78,7 @@ def _group(
     own, jobs = (*group.rollout, *group.training), tuple(group.pinned)
     return PlannedGroup(
         group=name,
-        price_per_hour=planner.book.cell_price_per_hour(group),
+        price_per_hour=planner.table.group_price_per_hour(group),
         nodes=_residents(planner, group, names),
         jobs=tuple(
             PlannedJob(
@@ -114,7 +114,7 @@ def _group(
 def _residents(
     planner: KnownJobsPlanner, group: GroupState, names: dict[NodeId, NodeId]
 ) -> tuple[Resident, ...]:
-    ledger, types = planner.book.planned, planner.book.types
+    ledger, types = planner.table.planned, planner.table.types
     residents = []
     for pool, nodes in group.by_pool:
         for node in nodes:

@@ -33,23 +33,23 @@ def promises(planner: GroupPlanner, group: GroupState) -> tuple[Promise, ...]:
 
 def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     """Every other group and nodes of its own, the cheapest first; the table stays as it is."""
-    book, packer = planner.book, planner.packer
-    home = book.cells[book.home[job]]
+    table, packer = planner.table, planner.packer
+    home = table.groups[table.home[job]]
     host_bytes = planner.facts[job].job.host_bytes_per_node
-    before = book.committed_per_hour
+    before = table.committed_per_hour
     here = _company(home, home.pinned[job])
-    book.unpin(job, host_bytes, stays_resident=True)
+    table.unpin(job, host_bytes, stays_resident=True)
     packer.refresh(home)
-    spared = before - book.committed_per_hour
+    spared = before - table.committed_per_hour
     found = [
         _judged(planner, opening, opening.delta_per_hour - spared)
         for opening in _elsewhere(planner, job)
-        if opening.cell is not home or _company(home, opening.placement) != here
+        if opening.group is not home or _company(home, opening.placement) != here
     ]
     if home.pinned:
         found.append(_alone(planner.packer.isolated(job).delta_per_hour - spared))
     found += _closed(planner, job, spared)
-    book.placed(job, host_bytes)
+    table.placed(job, host_bytes)
     packer.refresh(home)
     found.sort(key=lambda one: (one.change_per_hour, one.kind, one.beside))
     return tuple(found[:_ALTERNATIVES_MAX])
@@ -68,7 +68,7 @@ def _company(group: GroupState, placement: Placement) -> tuple[frozenset[JobId],
 
 def _elsewhere(planner: GroupPlanner, job: JobId) -> Iterator[Opening]:
     """The first opening of every kind in every group: others differ by nodes alone."""
-    for group in planner.book.cells.values():
+    for group in planner.table.groups.values():
         for kind in OpeningKind:
             if kind is not OpeningKind.NEW_GROUP:
                 first = next(planner.packer.unjudged(group, job, kind), None)
@@ -80,7 +80,7 @@ def _judged(planner: GroupPlanner, opening: Opening, change_per_hour: float) -> 
     admitted = planner.packer.admits(opening)
     return Alternative(
         kind=opening.kind.value,
-        beside=tuple(sorted(opening.cell.pinned)),
+        beside=tuple(sorted(opening.group.pinned)),
         change_per_hour=change_per_hour,
         admitted=admitted,
         reason="" if admitted else _objection(planner, opening),
@@ -109,7 +109,7 @@ def _alone(change_per_hour: float) -> Alternative:
 def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Alternative]:
     """Groups with nodes that cannot take the job at all."""
     facts, limits = planner.facts[job], planner.packer.limits
-    for group in planner.book.cells.values():
+    for group in planner.table.groups.values():
         direct = planner.packer.unjudged(group, job, OpeningKind.DIRECT)
         if not group.pinned or next(direct, None) is not None:
             continue
@@ -130,7 +130,7 @@ def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Altern
 
 def _short(planner: GroupPlanner, group: GroupState, host_bytes: int) -> bool:
     return any(
-        max(planner.book.resident.free_bytes(node, pool) for node in nodes) < host_bytes
+        max(planner.table.resident.free_bytes(node, pool) for node in nodes) < host_bytes
         for pool, nodes in group.by_pool
     )
 

@@ -42,7 +42,7 @@ class KnownJobsPlanner(GroupPlanner):
     def settle(self) -> None:
         """Moves that spare nodes, until none is found."""
         # No job is resident anywhere yet, so only the nodes used afterwards count.
-        there, self.book.supply = self.book.supply, {}
+        there, self.table.supply = self.table.supply, {}
         for _ in range(_LOOKS):
             moves = self.regroup.improve(now=0.0)
             if moves and any(self._used(pool) > count for pool, count in there.items()):
@@ -53,12 +53,12 @@ class KnownJobsPlanner(GroupPlanner):
                 self.complete_move(move.job, now=0.0)
             if not moves and not self.regroup.unseen(now=0.0):
                 break
-        self.book.supply = there
+        self.table.supply = there
 
     def _used(self, pool: Pool) -> int:
         """Number of nodes in use once every job has moved."""
         sides = (
-            {node for one in cell.pinned.values() for node in dict(one.by_pool)[pool]}
-            for cell in self.book.cells.values()
+            {node for one in group.pinned.values() for node in dict(one.by_pool)[pool]}
+            for group in self.table.groups.values()
         )
         return sum(map(len, sides))

@@ -85,8 +85,8 @@ def _picture(group: PlannedGroup, width: int) -> Iterator[RenderableType]:
     styles = {letter: _style(at) for at, letter in enumerate(_letters(group).values())}
     for row, line in gantt_lines(group, columns=max(24, min(_COLUMNS_MAX, width - margin))):
         text = Text(f"  {row:{margin - 2}}")
-        for cell in line:
-            text.append(cell, style=styles.get(cell.upper(), "dim"))
+        for character in line:
+            text.append(character, style=styles.get(character.upper(), "dim"))
         yield text
     yield Text(
         f"{'':{margin}}one iteration of the longest job, {group.meta_iteration_s:.0f} s; "

@@ -23,37 +23,37 @@ from scheduler.rollmux.planner.packing import Opening, Packer
 class Evacuation:
     def __init__(self, packer: Packer, choose: Callable[[JobId], Opening]) -> None:
         self._packer = packer
-        self._book = packer.book
+        self._table = packer.table
         self._choose = choose
 
     def replace(self, node: NodeId) -> tuple[GroupEffect, ...]:
         """Puts a new node in the lost one's place; it is brought up only if a job is pinned to
         it."""
-        cell = self._book.cells[self._book.nodes[node]]
-        pinned, torn = self._book.on_node(node), self._book.leaving_node(node)
+        group = self._table.groups[self._table.nodes[node]]
+        pinned, torn = self._table.on_node(node), self._table.leaving_node(node)
         down = [gone for job in torn for gone in self._left(job)]
         effects: list[GroupEffect] = []
         if pinned:
-            effects.append(AddNode(node=self._book.replace(node)))
+            effects.append(AddNode(node=self._table.replace(node)))
             down.append(node)
-        self._packer.refresh(cell)
+        self._packer.refresh(group)
         why = f"node {node} failed; it is replaced"
         effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 
     def resubmit(self, node: NodeId) -> tuple[GroupEffect, ...]:
         """Every job on the node gives up all nodes and arrives anew."""
-        pinned, torn = self._book.on_node(node), self._book.leaving_node(node)
+        pinned, torn = self._table.on_node(node), self._table.leaving_node(node)
         down = [gone for job in torn for gone in self._left(job)]
         for job in pinned:
-            cell = self._book.cells[self._book.home[job]]
-            down += self._book.unpin(job, self._bytes(job))
-            self._packer.refresh(cell)
+            group = self._table.groups[self._table.home[job]]
+            down += self._table.unpin(job, self._bytes(job))
+            self._packer.refresh(group)
         effects: list[GroupEffect] = []
         for job in pinned:
             opening = self._anywhere(job)
-            up = self._book.pin(opening.placement, opening.cell, self._bytes(job))
-            self._packer.refresh(opening.cell)
+            up = self._table.pin(opening.placement, opening.group, self._bytes(job))
+            self._packer.refresh(opening.group)
             effects += [AddNode(node=one) for one in up]
         why = f"node {node} failed; arrives anew"
         effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
@@ -63,12 +63,12 @@ class Evacuation:
         """The job's new place; takes effect at once unless the job still runs on nodes it is
         leaving."""
         facts = self._packer.facts[job]
-        group = self._book.home[job]
+        group = self._table.home[job]
         decision = PlacementDecision.MOVED
         if lost or not facts.moving:
             decision, facts.moving = PlacementDecision.RESTARTED, False
             facts.lose_iteration()
-        placement = self._book.cells[group].pinned[job]
+        placement = self._table.groups[group].pinned[job]
         return AssignPlace(decision=decision, group=group, placement=placement, reason=why)
 
     def _anywhere(self, job: JobId) -> Opening:
@@ -79,10 +79,10 @@ class Evacuation:
             return self._packer.isolated(job)
 
     def _left(self, job: JobId) -> tuple[NodeId, ...]:
-        cells = self._book.leaving_cells(job)
-        down = self._book.left(job, self._bytes(job))
-        for cell in cells:
-            self._packer.refresh(cell)
+        groups = self._table.leaving_groups(job)
+        down = self._table.left(job, self._bytes(job))
+        for group in groups:
+            self._packer.refresh(group)
         return down
 
     def _bytes(self, job: JobId) -> int:

@@ -73,7 +73,7 @@ class GroupTable:
         self.types = types
         self.supply: Mapping[Pool, int] = supply or {}
         """Number of nodes by pool; unlimited for a pool without an entry."""
-        self.cells: dict[GroupId, GroupState] = {}
+        self.groups: dict[GroupId, GroupState] = {}
         self.home: dict[JobId, GroupId] = {}
         self.nodes: dict[NodeId, GroupId] = {}
         host_bytes = {pool: kind.host_bytes for pool, kind in types.items()}
@@ -112,7 +112,7 @@ class GroupTable:
         if not self.planned.has_room(placement, host_bytes):
             raise ValueError(f"the nodes of job {placement.job} lack {host_bytes} bytes")
         up: list[Node] = []
-        self.cells.setdefault(group.group, group)
+        self.groups.setdefault(group.group, group)
         for (pool, wanted), (_, owned) in zip(placement.by_pool, group.by_pool, strict=True):
             for node in wanted:
                 if self.nodes.setdefault(node, group.group) != group.group:
@@ -132,7 +132,7 @@ class GroupTable:
 
         `stays_resident` keeps its memory held until `left`: it still runs there.
         """
-        group = self.cells[self.home.pop(job)]
+        group = self.groups[self.home.pop(job)]
         placement = group.pinned.pop(job)
         self._count(placement, -1)
         if stays_resident:
@@ -145,12 +145,12 @@ class GroupTable:
         placement = self._leaving[job].pop()
         if not self._leaving[job]:
             del self._leaving[job]
-        self._settle(placement, self.cells[self.nodes[placement.rollout_nodes[0]]], host_bytes)
+        self._settle(placement, self.groups[self.nodes[placement.rollout_nodes[0]]], host_bytes)
 
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
         """The moved or ended job has left every old place; returns the nodes that go down."""
         down: list[NodeId] = []
-        groups = self.leaving_cells(job)
+        groups = self.leaving_groups(job)
         for group, placement in zip(groups, self._leaving.pop(job, ()), strict=True):
             down += self._release(placement, group)
         self._count_memory(job, host_bytes)
@@ -158,7 +158,7 @@ class GroupTable:
 
     def on_node(self, node: NodeId) -> tuple[JobId, ...]:
         """Jobs pinned to the node, whether there already or still on the way."""
-        group = self.cells[self.nodes[node]]
+        group = self.groups[self.nodes[node]]
         return tuple(job for job, placement in group.pinned.items() if node in placement.nodes)
 
     def leaving_node(self, node: NodeId) -> tuple[JobId, ...]:
@@ -174,7 +174,7 @@ class GroupTable:
 
         `left` must be called before for each job that was leaving it.
         """
-        group = self.cells[self.nodes.pop(lost)]
+        group = self.groups[self.nodes.pop(lost)]
         pool, owned = next(side for side in group.by_pool if lost in side[1])
         (fresh,) = self.fresh_nodes(pool, 1)
         owned[owned.index(lost)] = fresh
@@ -187,10 +187,10 @@ class GroupTable:
         self.planned.replace(lost, fresh)
         return self.types[pool].node(fresh, pool)
 
-    def leaving_cells(self, job: JobId) -> list[GroupState]:
+    def leaving_groups(self, job: JobId) -> list[GroupState]:
         """Groups in which the job is still resident, though pinned elsewhere."""
         placements = self._leaving.get(job, ())
-        return [self.cells[self.nodes[placement.rollout_nodes[0]]] for placement in placements]
+        return [self.groups[self.nodes[placement.rollout_nodes[0]]] for placement in placements]
 
     def is_leaving(self, job: JobId) -> bool:
         return job in self._leaving
@@ -218,9 +218,9 @@ class GroupTable:
 
     def price_per_hour(self) -> float:
         """Price of all nodes that are up."""
-        return sum(self.cell_price_per_hour(group) for group in self.cells.values())
+        return sum(self.group_price_per_hour(group) for group in self.groups.values())
 
-    def cell_price_per_hour(self, group: GroupState) -> float:
+    def group_price_per_hour(self, group: GroupState) -> float:
         return self.price_of(len(group.rollout), len(group.training))
 
     def price_of(self, rollout: float, training: float) -> float:
@@ -230,7 +230,7 @@ class GroupTable:
 
     def _count_memory(self, job: JobId, host_bytes: int) -> None:
         home = self.home.get(job)
-        pinned = [] if home is None else [self.cells[home].pinned[job]]
+        pinned = [] if home is None else [self.groups[home].pinned[job]]
         planned = [node for placement in pinned for node in placement.nodes]
         leaving = [node for placement in self._leaving.get(job, ()) for node in placement.nodes]
         self.planned.hold(job, planned, host_bytes)
@@ -263,7 +263,7 @@ class GroupTable:
                     del self._pins[node], self.nodes[node]
                     down.append(node)
         if not group.rollout and not group.training:
-            del self.cells[group.group]
+            del self.groups[group.group]
         return tuple(down)
 
 

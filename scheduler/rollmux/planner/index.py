@@ -30,7 +30,7 @@ class GroupIndex:
 
     def refresh(self, group: GroupState, table: GroupTable, shares: dict[NodeId, float]) -> None:
         """Brings the group's row up to date; `shares` of each of its nodes' time are taken."""
-        if group.group not in table.cells or not group.pinned:
+        if group.group not in table.groups or not group.pinned:
             self._drop(group)
             return
         row = self._row.get(group.group)
@@ -43,7 +43,7 @@ class GroupIndex:
             self._shares[row, side] = min(shares[node] for node in nodes)
             self._bytes[row, side] = max(table.resident.free_bytes(node, pool) for node in nodes)
             load += sum(shares[node] for node in nodes) * table.types[pool].price_per_hour
-        self._load[row] = load / table.cell_price_per_hour(group)
+        self._load[row] = load / table.group_price_per_hour(group)
 
     def candidates(
         self,

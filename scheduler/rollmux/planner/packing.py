@@ -29,7 +29,7 @@ class OpeningKind(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     kind: OpeningKind
-    cell: GroupState
+    group: GroupState
     placement: Placement
     delta_per_hour: float
     """Price of the nodes that it brings up, or keeps up."""
@@ -37,7 +37,7 @@ class Opening:
     @property
     def widened(self) -> GroupState:
         """The group with the opening taken."""
-        group, placement = self.cell, self.placement
+        group, placement = self.group, self.placement
         return GroupState(
             group.group,
             [*dict.fromkeys((*group.rollout, *placement.rollout_nodes))],
@@ -66,12 +66,12 @@ def stated_slo(facts: JobFacts) -> float:
 class Packer:
     def __init__(
         self,
-        book: GroupTable,
+        table: GroupTable,
         facts: dict[JobId, JobFacts],
         judge: Judge,
         limits: PackingLimits,
     ) -> None:
-        self.book = book
+        self.table = table
         self.facts = facts
         self.judge = judge
         self.limits = limits
@@ -82,7 +82,7 @@ class Packer:
 
     def refresh(self, group: GroupState) -> None:
         """Updates the group's row; call it whenever the group changed."""
-        self.index.refresh(group, self.book, self.node_shares(group))
+        self.index.refresh(group, self.table, self.node_shares(group))
 
     def occupant(
         self, job: JobId, rollout: int, training: int, *, slo_of: SloOf = stated_slo
@@ -144,7 +144,7 @@ class Packer:
     ) -> Opening | None:
         """The same on nodes that there are, in a group that there is: every group is looked at."""
         # The index may be older than the latest beliefs about its jobs.
-        for group in self.book.cells.values():
+        for group in self.table.groups.values():
             self.refresh(group)
         return self._best(job, without, within_supply=True)
 
@@ -165,7 +165,7 @@ class Packer:
                     for group in groups
                     if group.group not in excluded and self.judge.takes_more(self.occupants(group))
                     for opening in self._openings(group, job, kind)
-                    if not within_supply or self.book.is_supplied(opening.placement)
+                    if not within_supply or self.table.is_supplied(opening.placement)
                 ),
                 tries,
             )
@@ -181,23 +181,23 @@ class Packer:
         return self.judge.admits(Roster.of(occupants))
 
     def isolated(self, job: JobId) -> Opening:
-        facts, book = self.facts[job], self.book
+        facts, table = self.facts[job], self.table
         placement = Placement(
             job=job,
-            rollout_nodes=book.fresh_nodes(Pool.ROLLOUT, facts.rollout_nodes),
-            training_nodes=book.fresh_nodes(Pool.TRAINING, facts.training_nodes),
+            rollout_nodes=table.fresh_nodes(Pool.ROLLOUT, facts.rollout_nodes),
+            training_nodes=table.fresh_nodes(Pool.TRAINING, facts.training_nodes),
         )
         return Opening(
             kind=OpeningKind.NEW_GROUP,
-            cell=book.fresh_group(),
+            group=table.fresh_group(),
             placement=placement,
-            delta_per_hour=book.price_of(facts.rollout_nodes, facts.training_nodes),
+            delta_per_hour=table.price_of(facts.rollout_nodes, facts.training_nodes),
         )
 
     def _kinds(self, facts: JobFacts) -> list[tuple[OpeningKind, tuple[Pool, ...]]]:
         """Kinds of openings, the cheapest first, with the pools that they need room in."""
         rollout, training = facts.rollout_nodes, facts.training_nodes
-        price = self.book.price_of
+        price = self.table.price_of
         kinds: list[tuple[float, OpeningKind, tuple[Pool, ...]]] = [
             (0.0, OpeningKind.DIRECT, (Pool.ROLLOUT, Pool.TRAINING)),
             (price(rollout, 0), OpeningKind.ROLLOUT_SCALING, (Pool.TRAINING,)),
@@ -215,7 +215,7 @@ class Packer:
     def _openings(
         self, group: GroupState, job: JobId, kind: OpeningKind, *, share_max: float = SHARE_MAX
     ) -> Iterator[Opening]:
-        facts, book = self.facts[job], self.book
+        facts, table = self.facts[job], self.table
         taken = self.node_shares(group)
         scaling = (OpeningKind.ROLLOUT_SCALING, OpeningKind.TRAINING_SCALING)
         counts = (facts.rollout_nodes, facts.training_nodes)
@@ -225,19 +225,19 @@ class Packer:
             group.by_pool, counts, self.shares(facts), scaling, strict=True
         ):
             if kind is scaled:
-                sides.append([book.fresh_nodes(pool, count)])
-                added += count * book.types[pool].price_per_hour
+                sides.append([table.fresh_nodes(pool, count)])
+                added += count * table.types[pool].price_per_hour
                 continue
             fitting = sorted(
                 (
                     node
                     for node in nodes
                     if 0.0 < taken[node] <= share_max - share
-                    and book.resident.takes(job, node, pool, facts.job.host_bytes_per_node)
+                    and table.resident.takes(job, node, pool, facts.job.host_bytes_per_node)
                 ),
                 key=lambda node: -taken[node],
             )
             sides.append(list(islice(combinations(fitting, count), self.limits.combinations)))
         for rollout, training in product(*sides):
             placement = Placement(job=job, rollout_nodes=rollout, training_nodes=training)
-            yield Opening(kind=kind, cell=group, placement=placement, delta_per_hour=added)
+            yield Opening(kind=kind, group=group, placement=placement, delta_per_hour=added)

@@ -63,9 +63,9 @@ class GroupPlanner:
         supply: Mapping[Pool, int] | None = None,
     ) -> None:
         self.config = config or PlannerConfig()
-        self.book = GroupTable(types, supply)
+        self.table = GroupTable(types, supply)
         self.facts: dict[JobId, JobFacts] = {}
-        self.packer = Packer(self.book, self.facts, judge, self.config.limits)
+        self.packer = Packer(self.table, self.facts, judge, self.config.limits)
         self.relocation = Relocation(self.packer, self.config.prices)
         self.evacuation = Evacuation(self.packer, self.choose)
         self._checked_s: dict[str, float] = {}
@@ -113,21 +113,21 @@ class GroupPlanner:
         except Exhausted:
             del self.facts[job.job]
             raise
-        up = self.book.pin(opening.placement, opening.cell, job.host_bytes_per_node)
-        self.packer.refresh(opening.cell)
+        up = self.table.pin(opening.placement, opening.group, job.host_bytes_per_node)
+        self.packer.refresh(opening.group)
         place = AssignPlace(
             decision=PlacementDecision.PLACED,
-            group=opening.cell.group,
+            group=opening.group.group,
             placement=opening.placement,
             reason=f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h",
         )
         return (*(AddNode(node=node) for node in up), place)
 
     def choose(self, job: JobId) -> Opening:
-        """The place for an arrival; the book is unchanged. Raises Exhausted if nodes are
+        """The place for an arrival; the table is unchanged. Raises Exhausted if nodes are
         lacking."""
         opening = self.packer.best(job) or self.packer.isolated(job)
-        if self.book.is_supplied(opening.placement):
+        if self.table.is_supplied(opening.placement):
             return opening
         within = self.packer.best_within_supply(job)
         if within is None:
@@ -136,10 +136,10 @@ class GroupPlanner:
 
     def _shortage(self, opening: Opening) -> str:
         wants = " and ".join(
-            f"{count} {self.book.types[pool].type} of which {self.book.free_nodes(pool)} are free"
-            for pool, count in self.book.shortage(opening.placement).items()
+            f"{count} {self.table.types[pool].type} of which {self.table.free_nodes(pool)} are free"
+            for pool, count in self.table.shortage(opening.placement).items()
         )
-        return f"needs {wants}, and none of the {len(self.book.cells)} groups admits it"
+        return f"needs {wants}, and none of the {len(self.table.groups)} groups admits it"
 
     def observe_phase(
         self, job: JobId, kind: PhaseKind, solo_s: float, *, now: float, measured: bool = True
@@ -157,9 +157,9 @@ class GroupPlanner:
         """The job is done, or was given up."""
         self.packer.now_s = now
         host_bytes = self.facts[job].job.host_bytes_per_node
-        cell = self.book.cells[self.book.home[job]]
-        down = (*self.book.unpin(job, host_bytes), *self.book.left(job, host_bytes))
-        self.packer.refresh(cell)
+        group = self.table.groups[self.table.home[job]]
+        down = (*self.table.unpin(job, host_bytes), *self.table.left(job, host_bytes))
+        self.packer.refresh(group)
         del self.facts[job]
         self._changed = True
         return tuple(ReleaseNode(node=node) for node in down)
@@ -169,13 +169,13 @@ class GroupPlanner:
         self.packer.now_s = now
         facts = self.facts[job]
         facts.moving = False
-        down = self.book.left(job, facts.job.host_bytes_per_node)
+        down = self.table.left(job, facts.job.host_bytes_per_node)
         return tuple(ReleaseNode(node=node) for node in down)
 
     def fail_node(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:
         """The node is gone, with the current iteration of every job pinned to it."""
         self.packer.now_s = now
-        if node not in self.book.nodes:
+        if node not in self.table.nodes:
             return ()
         if self.config.resubmits:
             return self.evacuation.resubmit(node)
@@ -187,38 +187,38 @@ class GroupPlanner:
         if not self.config.moves:
             return ()
         effects: list[GroupEffect] = []
-        for cell in list(self.book.cells.values()):
-            if now - self._checked_s.get(cell.group, float("-inf")) >= self.config.recheck_s:
-                self._checked_s[cell.group] = now
+        for group in list(self.table.groups.values()):
+            if now - self._checked_s.get(group.group, float("-inf")) >= self.config.recheck_s:
+                self._checked_s[group.group] = now
                 self._looks = max(self._looks, 1)
-                effects += self._restore(cell, now=now)
+                effects += self._restore(group, now=now)
         if self._changed:
             self._changed = False
             self._looks = self.config.looks
         if self._looks:
             self._looks -= 1
-            before = self.book.committed_per_hour
+            before = self.table.committed_per_hour
             moves = self.regroup.improve(now=now)
-            saved_per_hour = before - self.book.committed_per_hour
+            saved_per_hour = before - self.table.committed_per_hour
             effects += self._announce(moves, f"saves {saved_per_hour:.2f} $/h", now=now)
             if moves:
                 self._looks = self.config.looks
         return tuple(effects)
 
-    def _restore(self, cell: GroupState, *, now: float) -> list[GroupEffect]:
-        if len(cell.pinned) < 2:
+    def _restore(self, group: GroupState, *, now: float) -> list[GroupEffect]:
+        if len(group.pinned) < 2:
             return []
-        self.packer.refresh(cell)
-        occupants = self.packer.occupants(cell, slo_of=self.packer.slo_ahead)
+        self.packer.refresh(group)
+        occupants = self.packer.occupants(group, slo_of=self.packer.slo_ahead)
         judge, roster = self.packer.judge, Roster.of(occupants)
         if judge.admits(roster):
             return []
-        members = [self.facts[job] for job in cell.pinned]
-        before = self.book.committed_per_hour
-        moves = self.relocation.restore(cell, now=now)
+        members = [self.facts[job] for job in group.pinned]
+        before = self.table.committed_per_hour
+        moves = self.relocation.restore(group, now=now)
         if not moves:
             return []
-        price = f"costs {self.book.committed_per_hour - before:+.2f} $/h"
+        price = f"costs {self.table.committed_per_hour - before:+.2f} $/h"
         danger = endangered(members, roster, judge, now=now)
         return self._announce(moves, f"{danger}; {price}", now=now)
 
@@ -227,7 +227,7 @@ class GroupPlanner:
         for move in moves:
             facts = self.facts[move.job]
             facts.moving, facts.moved_s = True, now
-            group = move.opening.cell.group
+            group = move.opening.group.group
             effects += [AddNode(node=node) for node in move.up]
             effects.append(
                 AssignPlace(

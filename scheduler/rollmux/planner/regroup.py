@@ -32,10 +32,10 @@ Known = list[tuple[int, Placement]]
 class Regroup:
     def __init__(self, packer: Packer, relocation: Relocation, prices: MovePrices) -> None:
         self._packer = packer
-        self._book = packer.book
+        self._table = packer.table
         self._relocation = relocation
         self._prices = prices
-        self.search = CheapestHosting(self._book.types, packer.limits.group_jobs)
+        self.search = CheapestHosting(self._table.types, packer.limits.group_jobs)
         self.floor = PriceFloor(self.search)
         self._seen: dict[tuple[int, ...], float] = {}
         """Time until which a neighbourhood, named by its jobs' versions, need not be searched
@@ -131,7 +131,7 @@ class Regroup:
     def _sparing(self) -> tuple[list[GroupState], list[float]]:
         """The searchable groups that spare most, and by how much each is above its least price."""
         ranked = sorted(
-            ((self._spare(group), group) for group in self._book.cells.values() if group.pinned),
+            ((self._spare(group), group) for group in self._table.groups.values() if group.pinned),
             key=lambda one: -one[0],
         )
         chosen = list(islice((one for one in ranked if self._searchable(one[1])), _CELLS_MAX))
@@ -155,7 +155,7 @@ class Regroup:
             self._idle = None
         if len(self.search.verdicts) > _VERDICTS_MAX:
             self.search.forget()
-        if len(self._spares) > 2 * len(self._book.cells):
+        if len(self._spares) > 2 * len(self._table.groups):
             self._spares.clear()
 
     def _searchable(self, group: GroupState) -> bool:
@@ -175,7 +175,7 @@ class Regroup:
     def _committed(self, group: GroupState) -> float:
         rollout = {node for one in group.pinned.values() for node in one.rollout_nodes}
         training = {node for one in group.pinned.values() for node in one.training_nodes}
-        return self._book.price_of(len(rollout), len(training))
+        return self._table.price_of(len(rollout), len(training))
 
     def _least(self, group: GroupState) -> float:
         """Price of the node time that the group's jobs cannot do without."""
@@ -184,7 +184,7 @@ class Regroup:
             facts = self._packer.facts[job]
             rollout, training = self._packer.shares(facts)
             nodes = rollout * facts.rollout_nodes, training * facts.training_nodes
-            least += self._book.price_of(*nodes)
+            least += self._table.price_of(*nodes)
         return least
 
     def _guest(self, job: JobId) -> SearchedJob:
@@ -204,7 +204,7 @@ class Regroup:
         return Roster.of([self._packer.occupant(job, 0, 0, slo_of=slo_of) for job in jobs])
 
     def _stays(self, placement: Placement) -> bool:
-        now = self._book.cells[self._book.home[placement.job]].pinned[placement.job]
+        now = self._table.groups[self._table.home[placement.job]].pinned[placement.job]
         return all(
             set(here) == set(there)
             for (_, here), (_, there) in zip(now.by_pool, placement.by_pool, strict=True)
@@ -229,7 +229,7 @@ class Regroup:
                 taken.add(groups[place].group)
         matched = []
         for at, hosting in enumerate(hostings):
-            group = home.get(at) or self._book.fresh_group()
+            group = home.get(at) or self._table.fresh_group()
             rollout = self._nodes(jobs, hosting, group, Pool.ROLLOUT)
             training = self._nodes(jobs, hosting, group, Pool.TRAINING)
             matched.append(
@@ -266,7 +266,7 @@ class Regroup:
                 chosen[number] = node
         for number in range(node_count(masks)):
             if number not in chosen:
-                chosen[number] = self._book.fresh_nodes(pool, 1)[0]
+                chosen[number] = self._table.fresh_nodes(pool, 1)[0]
         return chosen
 
 

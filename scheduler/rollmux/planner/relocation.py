@@ -44,7 +44,7 @@ class Move:
 class Relocation:
     def __init__(self, packer: Packer, prices: MovePrices) -> None:
         self._packer = packer
-        self._book: GroupTable = packer.book
+        self._table: GroupTable = packer.table
         self._prices = prices
         self.move_s = prices.move_s
         """Time that a job loses by a move, as far as it is known."""
@@ -85,11 +85,11 @@ class Relocation:
                 rest = self._packer.occupants(group, slo_of=self._packer.owed_slo, without=jobs)
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
-                before = self._book.committed_per_hour
+                before = self._table.committed_per_hour
                 moves = self.relocate(jobs, without=(group,))
                 if moves is None:
                     continue
-                price = self._book.committed_per_hour - before
+                price = self._table.committed_per_hour - before
                 self.take_back(moves)
                 if best is None or price < best[0]:
                     best = (price, jobs)
@@ -112,12 +112,12 @@ class Relocation:
         self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
     ) -> list[Move] | None:
         """Moves all of the jobs, the heaviest first, or none; None if one finds no place."""
-        book, packer = self._book, self._packer
+        table, packer = self._table, self._packer
         homes = self._leave_home(jobs)
         moves: list[Move] = []
         for job in sorted(jobs, key=lambda job: -sum(packer.shares(packer.facts[job]))):
             opening = packer.best(job, without=without)
-            if opening is not None and not book.is_supplied(opening.placement):
+            if opening is not None and not table.is_supplied(opening.placement):
                 opening = packer.best_within_supply(job, without=without)
             if opening is None:
                 self.take_back(moves)
@@ -128,10 +128,10 @@ class Relocation:
 
     def take_back(self, moves: Sequence[Move]) -> None:
         for move in reversed(moves):
-            self._book.unpin(move.job, self._bytes(move.job))
-            self._packer.refresh(move.opening.cell)
-            self._book.placed(move.job, self._bytes(move.job))
-            self._packer.refresh(self._book.cells[self._book.home[move.job]])
+            self._table.unpin(move.job, self._bytes(move.job))
+            self._packer.refresh(move.opening.group)
+            self._table.placed(move.job, self._bytes(move.job))
+            self._packer.refresh(self._table.groups[self._table.home[move.job]])
 
     def affords_move(self, job: JobId, *, now: float) -> bool:
         """Whether the job's credit covers the move and its additional cost."""
@@ -168,38 +168,38 @@ class Relocation:
     ) -> list[Move]:
         """Moves jobs to given places, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
-        book = self._book
+        table = self._table
         homes = self._leave_home([one.job for _, one in wanted])
         moves: list[Move] = []
         for group, placement in wanted:
-            fits = book.planned.has_room(placement, self._bytes(placement.job))
-            if not fits or not book.is_supplied(placement):
+            fits = table.planned.has_room(placement, self._bytes(placement.job))
+            if not fits or not table.is_supplied(placement):
                 self.take_back(moves)
                 self._return_home(homes)
                 return []
-            opening = Opening(kind=kind, cell=group, placement=placement, delta_per_hour=0.0)
+            opening = Opening(kind=kind, group=group, placement=placement, delta_per_hour=0.0)
             moves.append(self._enter(opening))
         return moves
 
     def _leave_home(self, jobs: Sequence[JobId]) -> list[tuple[JobId, GroupState]]:
         """Unpins the jobs, which stay resident; returns their groups."""
-        homes = [(job, self._book.cells[self._book.home[job]]) for job in jobs]
+        homes = [(job, self._table.groups[self._table.home[job]]) for job in jobs]
         for job, home in homes:
-            self._book.unpin(job, self._bytes(job), stays_resident=True)
+            self._table.unpin(job, self._bytes(job), stays_resident=True)
             self._packer.refresh(home)
         return homes
 
     def _enter(self, opening: Opening) -> Move:
-        job, before = opening.placement.job, self._book.committed_per_hour
-        up = self._book.pin(opening.placement, opening.cell, self._bytes(job))
-        self._packer.refresh(opening.cell)
-        added = self._book.committed_per_hour - before
+        job, before = opening.placement.job, self._table.committed_per_hour
+        up = self._table.pin(opening.placement, opening.group, self._bytes(job))
+        self._packer.refresh(opening.group)
+        added = self._table.committed_per_hour - before
         return Move(job=job, opening=replace(opening, delta_per_hour=added), up=up)
 
     def _return_home(self, homes: Sequence[tuple[JobId, GroupState]]) -> None:
         for job, home in homes:
-            if job not in self._book.home:
-                self._book.placed(job, self._bytes(job))
+            if job not in self._table.home:
+                self._table.placed(job, self._bytes(job))
                 self._packer.refresh(home)
 
 

@@ -118,7 +118,7 @@ class GreedyPlanner(GroupPlanner):
     def _busy(self, opening: Opening) -> float:
         """Share of its nodes' time that jobs alone there would use."""
         busy = 0.0
-        for placement in opening.cell.pinned.values():
+        for placement in opening.group.pinned.values():
             belief = self.facts[placement.job].belief()
             if set(placement.rollout_nodes) & set(opening.placement.rollout_nodes):
                 busy += belief.rollout_s / belief.iteration_s
@@ -131,7 +131,7 @@ def _openings(planner: GroupPlanner, job: JobId) -> list[Opening]:
     kinds = (OpeningKind.DIRECT, OpeningKind.ROLLOUT_SCALING)
     return [
         opening
-        for group in planner.book.cells.values()
+        for group in planner.table.groups.values()
         for kind in kinds
         for opening in planner.packer.unjudged(group, job, kind)
     ]

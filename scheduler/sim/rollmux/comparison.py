@@ -27,7 +27,7 @@ class GroupSizes:
     def look(self, runtime: PhaseRuntime, now: float) -> None:
         planner = runtime.cluster.planner
         counts = [0] * planner.packer.limits.group_jobs
-        for group in planner.book.cells.values():
+        for group in planner.table.groups.values():
             if group.pinned:
                 counts[len(group.pinned) - 1] += 1
         self.sizes.append((now, tuple(counts)))

@@ -90,7 +90,7 @@ async def test_a_lease_goes_from_taken_over_renewed_to_released(
     assert renewed.duration_s > taken.duration_s
     ended = await answer(await client.delete(f"/v1/leases/{taken.lease}"))
     assert isinstance(ended, LeaseEnded)
-    assert node.book.view(taken.slot).lease is None
+    assert node.leases.view(taken.slot).lease is None
 
 
 async def test_the_guest_knows_a_leases_epoch_when_its_holder_does(
@@ -148,7 +148,7 @@ async def test_a_caller_without_the_lease_id_renews_and_ends_nothing(
     for said in (renewed, ended):
         assert isinstance(said, LeaseEnded)
         assert said.reason is EndReason.UNKNOWN
-    live = node.book.live(taken.slot)
+    live = node.leases.live(taken.slot)
     assert live is not None
     assert live.lease == taken.lease
     # Nor does such a caller write the journal.

@@ -34,7 +34,7 @@ REMAINING = frozenset(
         "GuestWishes",
         "HolderHeard",
         "JobStory",
-        "LeaseBook",
+        "LeaseTable",
         "Meddling",
         "PermitStory",
         "PhaseAsked",

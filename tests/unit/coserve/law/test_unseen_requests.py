@@ -32,7 +32,7 @@ class Engine:
     """Production as its logger sees it; the middleware sees what a test lets arrive."""
 
     def __init__(self) -> None:
-        self.book, self.now_ns = PulseState(), START_NS
+        self.leases, self.now_ns = PulseState(), START_NS
 
     def after(self, seconds: float) -> "Engine":
         self.now_ns += round(seconds * 1e9)
@@ -50,7 +50,7 @@ class Engine:
         if running is None:
             waiting = None
         step = EngineStep(running=running, waiting=waiting, **(told | fields))
-        self.book.step(step, now_ns=self.now_ns)
+        self.leases.step(step, now_ns=self.now_ns)
 
     def decode(self, requests: int, *, step_s: float = 0.02) -> None:
         self.after(step_s).step(
@@ -58,13 +58,13 @@ class Engine:
         )
 
     def arrive(self, key: int) -> None:
-        self.book.arrive(key, body_bytes=300, now_ns=self.now_ns)
+        self.leases.arrive(key, body_bytes=300, now_ns=self.now_ns)
 
     def finish(self, key: int) -> None:
-        self.book.finish(key, now_ns=self.now_ns)
+        self.leases.finish(key, now_ns=self.now_ns)
 
     def pulse(self) -> PulseHead:
-        return self.book.pulse(now_ns=self.now_ns)
+        return self.leases.pulse(now_ns=self.now_ns)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ class Production:
     """An engine whose clock advances by the duration of each event."""
 
     def __init__(self) -> None:
-        self.book = PulseState()
+        self.leases = PulseState()
         self.now_ns = START_NS
 
     def after(self, seconds: float) -> "Production":
@@ -23,10 +23,10 @@ class Production:
         return self
 
     def arrive(self, key: int, *, body_bytes: int = 300) -> None:
-        self.book.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
+        self.leases.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
 
     def finish(self, key: int) -> None:
-        self.book.finish(key, now_ns=self.now_ns)
+        self.leases.finish(key, now_ns=self.now_ns)
 
     def step(self, beside: Siblings | None = NO_SIBLINGS, **fields: Any) -> None:
         defaults: dict[str, Any] = {
@@ -39,10 +39,10 @@ class Production:
             "finished_prompt_tokens": (),
         }
         step = EngineStep(**(defaults | fields))
-        self.book.step(step, now_ns=self.now_ns, beside=beside)
+        self.leases.step(step, now_ns=self.now_ns, beside=beside)
 
     def pulse(self) -> Pulse:
-        return self.book.pulse(now_ns=self.now_ns)
+        return self.leases.pulse(now_ns=self.now_ns)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from harvester.agent.lease_file import LeaseFile
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.wire.leases import EndReason
-from harvester.policy.lease_book import SlotLease
+from harvester.policy.lease_table import SlotLease
 
 LEASE = SlotLease(
     lease=LeaseId("slot0.7.secret"),

@@ -124,7 +124,7 @@ def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> Non
     stage.beats()
     assert stage.grant().mode == "closed"
     assert stage.metric("harvester_kill_switch_engaged", level="node") == 1.0
-    assert (stage.node.book.live(SLOT) is not None) == (text == "hold\n")
+    assert (stage.node.leases.live(SLOT) is not None) == (text == "hold\n")
 
 
 def test_a_pulse_that_is_a_link_to_elsewhere_is_not_believed(stage: Stage) -> None:
@@ -237,29 +237,29 @@ def test_a_successor_gives_every_lease_back_to_its_own_slot_and_job(tmp_path: Pa
     stage.start()
     for lease in reversed(leases):
         renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10.0)
-        answer = stage.node.book.renew(lease.lease, renewal, now=stage.node.clock.now())
+        answer = stage.node.leases.renew(lease.lease, renewal, now=stage.node.clock.now())
         assert isinstance(answer, LeaseGranted)
         assert answer.slot == lease.slot
     offers = {slot.offer().slot: slot.offer() for slot in stage.node.slots}
     assert [(offers[one.slot].tenant, offers[one.slot].job) for one in leases] == [
         ("t", f"job-{one.slot}") for one in leases
     ]
-    stage.node.book.release(leases[0].lease, now=stage.node.clock.now())
+    stage.node.leases.release(leases[0].lease, now=stage.node.clock.now())
     stage.beats()
-    assert [stage.node.book.live(one.slot) is not None for one in leases] == [False, True, True]
+    assert [stage.node.leases.live(one.slot) is not None for one in leases] == [False, True, True]
     stage.node.close()
 
 
 def test_a_successor_knows_nothing_of_a_lease_that_had_ended(tmp_path: Path) -> None:
     stage, leases = many_slots(tmp_path)
-    stage.node.book.release(leases[1].lease, now=stage.node.clock.now())
+    stage.node.leases.release(leases[1].lease, now=stage.node.clock.now())
     stage.beats()
     kill(stage)
     stage.start()
-    assert [stage.node.book.live(one.slot) is not None for one in leases] == [True, False, True]
+    assert [stage.node.leases.live(one.slot) is not None for one in leases] == [True, False, True]
     stage.node.close()
     stage.start()
-    assert all(stage.node.book.live(one.slot) is None for one in leases)
+    assert all(stage.node.leases.live(one.slot) is None for one in leases)
     stage.node.close()
 
 
@@ -272,7 +272,7 @@ def test_a_lease_that_cannot_be_recorded_is_refused(stage: Stage) -> None:
     refused = stage.ask("r1")
     assert isinstance(refused, LeaseRefused)
     assert "record" in refused.reason
-    assert stage.node.book.live(SLOT) is None
+    assert stage.node.leases.live(SLOT) is None
     in_the_way.rmdir()
     assert stage.take("r1").epoch > 1
 
@@ -290,7 +290,7 @@ def test_the_journal_names_a_lease_s_holder_and_not_its_id(stage: Stage) -> None
 
 def test_two_leases_of_one_slot_have_ids_that_share_no_secret(stage: Stage) -> None:
     first = stage.harvest()
-    stage.node.book.release(first.lease, now=stage.node.clock.now())
+    stage.node.leases.release(first.lease, now=stage.node.clock.now())
     second = stage.take("r2")
     secrets = [lease.lease.rpartition(".")[2] for lease in (first, second)]
     assert secrets[0] != secrets[1]
@@ -388,7 +388,7 @@ def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
         assert grants.sequence() == before, "a grant that nobody decided expires"
         assert others.read().stamp_ns > other
         assert stage.node.silent_slots() == [(first.name, "agent fault: ZeroDivisionError")]
-        assert stage.node.book.entry(first.name)[1] == "agent fault: ZeroDivisionError"
+        assert stage.node.leases.entry(first.name)[1] == "agent fault: ZeroDivisionError"
         assert stage.node.alive()
     said = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(said) == 1

@@ -236,7 +236,7 @@ def test_the_policy_of_a_reload_decides_with_what_it_was_given(node: NodeAgent) 
     node.reconfigure(new)
     effects = node.slots[0].policy.observe(
         node.slots[0].sensor.sample(
-            lease=node.book.view(node.slots[0].name), kill_switch=KillSwitch.NONE
+            lease=node.leases.view(node.slots[0].name), kill_switch=KillSwitch.NONE
         ),
         now=node.clock.now(),
     )

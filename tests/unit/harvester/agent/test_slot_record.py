@@ -170,7 +170,7 @@ def test_a_full_disk_closes_the_grant_ends_the_lease_and_withdraws_the_slot(
     refused = stage.take("r3")
     assert isinstance(refused, LeaseRefused)
     assert "journal: No space left on device" in refused.reason
-    assert stage.node.book.live(SLOT) is None
+    assert stage.node.leases.live(SLOT) is None
     assert stage.condition is Condition.UNRECORDED
     assert stage.metric("harvester_unrecorded") == 1.0
     assert stage.metric("harvester_journal_missing_lines_total") == 2.0

@@ -18,7 +18,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
-from harvester.policy.lease_book import LeaseBook
+from harvester.policy.lease_table import LeaseTable
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
@@ -60,7 +60,7 @@ class Fleet:
 
 @dataclass
 class Agent:
-    """The agent's own lease book behind an AgentClient's calls."""
+    """The agent's own lease table behind an AgentClient's calls."""
 
     clock: Clock
     name: str = "n"
@@ -71,26 +71,26 @@ class Agent:
     asked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.book = LeaseBook(node=NodeId(self.name), ttl_s=10.0)
+        self.leases = LeaseTable(node=NodeId(self.name), ttl_s=10.0)
         for slot in self.slots:
-            self.book.add_slot(slot, epoch=Epoch(0))
-            self.book.offer(slot, SlotState.OFFERED)
+            self.leases.add_slot(slot, epoch=Epoch(0))
+            self.leases.offer(slot, SlotState.OFFERED)
 
     def restart(self) -> None:
-        book = LeaseBook(node=NodeId(self.name), ttl_s=10.0)
+        leases = LeaseTable(node=NodeId(self.name), ttl_s=10.0)
         for slot in reversed(self.slots):
-            live = self.book.live(slot)
+            live = self.leases.live(slot)
             kept = None if live is None else replace(live, ends_s=self.clock.at_s + 10.0)
-            book.add_slot(slot, epoch=self.book.view(slot).epoch, recorded=kept)
-            book.offer(slot, SlotState.OFFERED)
-        self.book = book
+            leases.add_slot(slot, epoch=self.leases.view(slot).epoch, recorded=kept)
+            leases.offer(slot, SlotState.OFFERED)
+        self.leases = leases
 
     async def offers(self) -> SlotOffers:
         return SlotOffers(node=NodeId(self.name), slots=tuple(map(self._offer, self.slots)))
 
     async def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
         self.asked.append(f"take {request.slot}")
-        answer = self.book.take(
+        answer = self.leases.take(
             request, secret=f"{self.name}{len(self.asked):031d}", now=self.clock.at_s
         )
         return self._said(answer)
@@ -102,11 +102,11 @@ class Agent:
 
         self.asked.append("renew")
         renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s)
-        return self._said(self.book.renew(lease, renewal, now=self.clock.at_s))
+        return self._said(self.leases.renew(lease, renewal, now=self.clock.at_s))
 
     async def release(self, lease: LeaseId) -> LeaseEnded:
         self.asked.append("release")
-        return self.book.release(lease, now=self.clock.at_s)
+        return self.leases.release(lease, now=self.clock.at_s)
 
     def _said(self, answer: Any) -> Any:
         if self.lost:
@@ -115,7 +115,7 @@ class Agent:
         return said
 
     def _offer(self, slot: SlotId) -> SlotOffer:
-        state, reason, epoch = self.book.entry(slot)
+        state, reason, epoch = self.leases.entry(slot)
         return SlotOffer(
             slot=slot,
             node=NodeId(self.name),
@@ -231,7 +231,7 @@ async def test_a_repeated_request_after_a_lost_reply_gets_the_same_lease() -> No
     await stage.looks()
     assert stage.held == {}
     agent.lost = False
-    granted = {slot: agent.book.live(slot) for slot in SLOTS}
+    granted = {slot: agent.leases.live(slot) for slot in SLOTS}
     agent.restart()
     await stage.looks(after_s=1.0)
     assert {slot: lease.lease for slot, lease in stage.held.items()} == {

@@ -154,16 +154,16 @@ def ask_to_move(policy: ClusterPolicy, job: str) -> None:
     planner, name = policy.planner, JobId(job)
 
     def wanted() -> list[Move]:
-        if name not in planner.book.home or planner.facts[name].moving:
+        if name not in planner.table.home or planner.facts[name].moving:
             return []
-        home = planner.book.cells[planner.book.home[name]]
+        home = planner.table.groups[planner.table.home[name]]
         return planner.relocation.relocate((name,), without=(home,)) or []
 
     _reviewed_as(policy, wanted)
 
 
 def swap_reported(policy: ClusterPolicy, moves: list[Move]) -> None:
-    """The planner's next review asks for these moves, which are in its book."""
+    """The planner's next review asks for these moves, which are in its table."""
     _reviewed_as(policy, lambda: moves)
 
 
@@ -176,7 +176,7 @@ def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> Non
         effects: list[GroupEffect] = []
         for move in wanted():
             planner.facts[move.job].moving = True
-            group = move.opening.cell.group
+            group = move.opening.group.group
             effects += [AddNode(node=node) for node in move.up]
             placement = move.opening.placement
             effects.append(

@@ -142,7 +142,7 @@ class World:
         for pool in POOLS:
             counts = policy.fleet.counts(pool)
             assert counts["used"] + counts["free"] + counts["failed"] == policy.fleet.count(pool)
-        groups = [cell.as_group() for cell in policy.planner.book.cells.values()]
+        groups = [group.as_group() for group in policy.planner.table.groups.values()]
         owned = [node for one in groups for node in (*one.rollout_nodes, *one.training_nodes)]
         assert len(owned) == len(set(owned))
         assert set(owned) == {*policy.fleet.machines, *policy.fleet.awaited}
@@ -152,7 +152,7 @@ class World:
             self.control.service.call(Forget(job=JobId(name)))
         policy = self.control.service.cluster
         assert not policy.placements
-        assert not policy.planner.book.cells
+        assert not policy.planner.table.groups
         assert not policy.fleet.machines
         assert not resident_bytes(policy)
         assert not self.control.service.runtime.permits.jobs

@@ -213,7 +213,7 @@ def test_a_move_is_ordered_at_an_iteration_s_end_and_made_at_the_next_begin() ->
     assert control.runs("b") == left.move.rollout_nodes
     assert control.at("b") == told
     assert control.service.cluster.placements[JobId("b")].moves == 1
-    assert not control.service.cluster.planner.book.is_leaving(JobId("b"))
+    assert not control.service.cluster.planner.table.is_leaving(JobId("b"))
 
 
 def test_a_move_order_is_repeated_after_a_lost_reply_and_after_a_restart(tmp_path: Path) -> None:
@@ -248,11 +248,11 @@ def test_a_move_for_which_no_nodes_are_free_is_taken_back_and_changes_nothing() 
     control = Control(cluster("r0", "t0"))
     control.submit(submission("a", slo=3.0), submission("b", slo=3.0))
     control.runs("b")
-    price = control.service.cluster.planner.book.committed_per_hour
+    price = control.service.cluster.planner.table.committed_per_hour
     ask_to_move(control.service.cluster, "b")
     control.pass_time(60.0, beats="b")
     assert control.service.cluster.placements[JobId("b")].stage is PlacementStage.PLACED
-    assert control.service.cluster.planner.book.committed_per_hour == price
+    assert control.service.cluster.planner.table.committed_per_hour == price
     assert not control.service.cluster.planner.facts[JobId("b")].moving
     control.leave("b")
     assert control.phase("b", TRAINING, 15.0) == Accepted()
@@ -265,7 +265,7 @@ def test_a_moving_job_gets_its_permit_when_its_new_nodes_have_room() -> None:
     for job in "ab":
         control.runs(job)
     planner = policy.planner
-    home = {job: planner.book.cells[planner.book.home[JobId(job)]] for job in "ab"}
+    home = {job: planner.table.groups[planner.table.home[JobId(job)]] for job in "ab"}
     places = {job: home[job].pinned[JobId(job)] for job in "ab"}
     # They swap nodes: the first to leave waits for the other.
     moves = planner.relocation.move_all(

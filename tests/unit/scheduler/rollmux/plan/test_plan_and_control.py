@@ -77,11 +77,11 @@ def _controlled(path: Path, settings: PlanSettings) -> Grouped:
         policy.submit(submission, now=0.0)
     for _ in range(REVIEWS):
         policy.review(now=0.0)
-    cells = policy.planner.book.cells.values()
+    cells = policy.planner.table.groups.values()
     placed = {
-        (frozenset(map(str, cell.pinned)), len(cell.rollout) + len(cell.training))
-        for cell in cells
-        if cell.pinned
+        (frozenset(map(str, group.pinned)), len(group.rollout) + len(group.training))
+        for group in cells
+        if group.pinned
     }
     return placed, {str(job) for job in policy.placements if job not in policy.planner.facts}
 

@@ -79,8 +79,8 @@ def _beside_each_other() -> GroupPlanner:
     for job in (TIGHT, EASY):
         planner.place_job(job, curve=HALF_TAIL, now=0.0)
         _learn(planner, job)
-    (cell,) = planner.book.cells.values()
-    assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(cell)))
+    (group,) = planner.table.groups.values()
+    assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(group)))
     _settle(planner, EASY, credit_s=DAY_S, now=DAY_S)
     return planner
 
@@ -115,7 +115,7 @@ def test_a_job_slower_than_forecast_gets_dedicated_nodes_before_its_credit_is_sp
     )
     assert f"keeps its SLO of {account.slo:.2f}; costs " in moved[0].reason
     assert account.credit_s(now) > 0.0
-    assert planner.book.home[TIGHT.job] != planner.book.home[EASY.job]
+    assert planner.table.home[TIGHT.job] != planner.table.home[EASY.job]
 
 
 def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
@@ -126,7 +126,7 @@ def test_a_newcomer_goes_elsewhere_while_it_would_take_what_is_owed() -> None:
         _learn(planner, TIGHT)
         _settle(planner, TIGHT, credit_s=credit_s, now=DAY_S)
         planner.place_job(EASY, now=DAY_S)
-        homes[credit_s] = planner.book.home
+        homes[credit_s] = planner.table.home
     assert homes[HOUR_S][EASY.job] == homes[HOUR_S][TIGHT.job]
     assert homes[-HOUR_S][EASY.job] != homes[-HOUR_S][TIGHT.job]
 
@@ -142,9 +142,9 @@ def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
         planner.packer.now_s = DAY_S
         _settle(planner, short, credit_s=HOUR_S, now=DAY_S)
         _settle(planner, mover, credit_s=DAY_S, now=DAY_S)
-        home = planner.book.cells[planner.book.home[mover.job]]
+        home = planner.table.groups[planner.table.home[mover.job]]
         assert planner.relocation.relocate((mover.job,), without=(home,))
-        planner.book.left(mover.job, mover.host_bytes_per_node)
+        planner.table.left(mover.job, mover.host_bytes_per_node)
         _settle(planner, short, credit_s=credit_s, now=DAY_S)
         moved[credit_s] = [move.job for move in planner.regroup.improve(now=DAY_S)]
     assert moved == {HOUR_S: [mover.job], -2 * HOUR_S: []}
@@ -158,7 +158,7 @@ def test_the_paper_s_planner_fills_a_group_up_to_its_moved_tails() -> None:
         jobs = [planned_job(name, 300, 100, slo=2.0, host=200) for name in "abc"]
         for job in jobs:
             planner.place_job(job, now=0.0)
-        placed[tail] = sorted(len(cell.pinned) for cell in planner.book.cells.values())
+        placed[tail] = sorted(len(group.pinned) for group in planner.table.groups.values())
     assert placed[PAPER_TAIL] != placed[UNDIVIDED]
     assert max(placed[PAPER_TAIL]) > max(placed[UNDIVIDED])
 
@@ -179,13 +179,13 @@ def test_all_neighbours_leave_a_job_that_a_surprise_would_make_late(place: int) 
     """
     late = planned_job("late", 300, 100, slo=1.001, host=200)
     others = [planned_job(f"other-{at}", 100, 20, slo=2.0, host=200) for at in range(3)]
-    planner, cell = _together([*others[:place], late, *others[place:]])
+    planner, group = _together([*others[:place], late, *others[place:]])
     for job in others:
         _settle(planner, job, credit_s=DAY_S, now=DAY_S)
     _settle(planner, late, credit_s=-HOUR_S, now=DAY_S)
     moves = {move.placement.job: move.reason for move in _moves(planner)}
     assert sorted(moves) == [job.job for job in others]
-    assert list(cell.pinned) == [late.job]
+    assert list(group.pinned) == [late.job]
     credit_s = planner.facts[late.job].settled_credit_s(DAY_S)
     assert credit_s < 0.0
     why = f"the promise to late was at risk: its credit of {credit_s:.0f} s absorbs no surprise"
@@ -211,11 +211,11 @@ def test_the_job_with_the_larger_gain_moves_if_no_job_can_pay_for_a_move(
 
 def test_the_two_of_three_late_jobs_with_the_larger_gains_move() -> None:
     tight = [planned_job(f"job-{slo}", 150, 60, slo=slo) for slo in (1.02, 1.01, 1.03)]
-    planner, cell = _together(tight)
+    planner, group = _together(tight)
     for job in tight:
         _settle(planner, job, credit_s=-HOUR_S, now=DAY_S)
     assert sorted(_moved(planner)) == ["job-1.02", "job-1.03"]
-    assert list(cell.pinned) == ["job-1.01"]
+    assert list(group.pinned) == ["job-1.01"]
 
 
 @pytest.mark.parametrize(("end_ratio", "leaves"), [(1.0, False), (0.5, True)])
@@ -229,7 +229,7 @@ def test_a_drifting_job_gets_dedicated_nodes_once_its_credit_is_half_an_iteratio
         planned_job("drifting", 300, 100, slo=1.4),
         planned_job("easy", 60, 20, slo=1.9),
     )
-    planner, cell = _together([drifting, easy])
+    planner, group = _together([drifting, easy])
     facts = planner.facts[drifting.job]
     for ratio in np.linspace(1.0, end_ratio, 40).tolist():
         for phase, seen in zip(drifting.phases, (0.8, 0.7), strict=True):
@@ -239,23 +239,23 @@ def test_a_drifting_job_gets_dedicated_nodes_once_its_credit_is_half_an_iteratio
     _settle(planner, drifting, credit_s=0.4 * facts.belief().iteration_s, now=DAY_S)
     facts.seen_s = DAY_S
     assert _moved(planner) == ([easy.job] if leaves else [])
-    assert drifting.job in cell.pinned
+    assert drifting.job in group.pinned
 
 
 def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     """Puts all jobs on the first one's nodes, regardless of forecasts, and well known."""
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     planner.place_job(jobs[0], now=0.0)
-    (cell,) = planner.book.cells.values()
-    (home,) = cell.pinned.values()
+    (group,) = planner.table.groups.values()
+    (home,) = group.pinned.values()
     for job in jobs[1:]:
         planner.place_job(job, now=0.0)
-        planner.book.unpin(job.job, job.host_bytes_per_node)
-        planner.book.pin(replace(home, job=job.job), cell, job.host_bytes_per_node)
-        planner.packer.refresh(cell)
+        planner.table.unpin(job.job, job.host_bytes_per_node)
+        planner.table.pin(replace(home, job=job.job), group, job.host_bytes_per_node)
+        planner.packer.refresh(group)
     for job in jobs:
         _learn(planner, job)
-    return planner, cell
+    return planner, group
 
 
 def _moved(planner: GroupPlanner) -> list[JobId]:
@@ -270,6 +270,6 @@ def _moves(planner: GroupPlanner) -> list[AssignPlace]:
 def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     planner.place_job(TIGHT, now=0.0)
-    (cell,) = planner.book.cells.values()
-    occupants = planner.packer.occupants(cell, slo_of=lambda _: NOBODY_BESIDE)
+    (group,) = planner.table.groups.values()
+    occupants = planner.packer.occupants(group, slo_of=lambda _: NOBODY_BESIDE)
     assert planner.packer.judge.admits(Roster.of(occupants))

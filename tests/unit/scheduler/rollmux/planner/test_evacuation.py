@@ -21,7 +21,7 @@ def _planner(*names: str, resubmits: bool = False) -> GroupPlanner:
 
 def _placement(planner: GroupPlanner, name: str) -> Placement:
     job = JobId(name)
-    return planner.book.cells[planner.book.home[job]].pinned[job]
+    return planner.table.groups[planner.table.home[job]].pinned[job]
 
 
 def _training_node(planner: GroupPlanner, name: str) -> NodeId:
@@ -31,7 +31,7 @@ def _training_node(planner: GroupPlanner, name: str) -> NodeId:
 def test_a_lost_node_is_replaced_for_all_its_jobs_and_nothing_else_changes() -> None:
     planner = _planner("a", "b", "c")
     before = {name: _placement(planner, name) for name in "abc"}
-    price = planner.book.price_per_hour()
+    price = planner.table.price_per_hour()
     lost = _training_node(planner, "a")
     on_it = {name for name in "abc" if lost in before[name].training_nodes}
     assert len(on_it) > 1
@@ -44,7 +44,7 @@ def test_a_lost_node_is_replaced_for_all_its_jobs_and_nothing_else_changes() -> 
         assert _placement(planner, name).training_nodes == (expected,)
         assert _placement(planner, name).rollout_nodes == before[name].rollout_nodes
     assert effects[-1] == ReleaseNode(node=lost)
-    assert planner.book.price_per_hour() == price
+    assert planner.table.price_per_hour() == price
 
 
 def test_a_lost_iteration_earns_no_credit() -> None:
@@ -63,8 +63,8 @@ def test_a_lost_iteration_earns_no_credit() -> None:
 def _moved(planner: GroupPlanner, name: str) -> AssignPlace:
     """Asks a job to move to a group of its own; it is still where it was."""
     planner.packer.now_s = HOUR_S
-    cell = planner.book.cells[planner.book.home[JobId(name)]]
-    found = planner.relocation.relocate((JobId(name),), without=(cell,))
+    group = planner.table.groups[planner.table.home[JobId(name)]]
+    found = planner.relocation.relocate((JobId(name),), without=(group,))
     assert found
     effects = planner._announce(found, "a test", now=HOUR_S)
     return moves(effects)[0]
@@ -77,7 +77,7 @@ def test_a_mover_whose_old_node_fails_begins_again_on_its_new_ones_at_once() -> 
     effects = planner.fail_node(lost, now=HOUR_S)
     again = {one.placement.job: one.placement for one in restarts(effects)}
     assert again[JobId("b")] == move.placement
-    assert not planner.book.is_leaving(JobId("b"))
+    assert not planner.table.is_leaving(JobId("b"))
     assert not planner.facts[JobId("b")].moving
 
 
@@ -93,7 +93,7 @@ def test_a_mover_whose_new_node_fails_moves_on_to_its_replacement_and_loses_noth
     assert facts.moving
     assert facts.open_s == 300.0
     planner.complete_move(JobId("b"), now=2 * HOUR_S)
-    assert len(planner.book.cells) == 2
+    assert len(planner.table.groups) == 2
 
 
 def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> None:
@@ -103,7 +103,7 @@ def test_resubmitted_jobs_take_the_cheapest_opening_and_the_node_is_gone() -> No
     effects = planner.fail_node(lost, now=HOUR_S)
     assert {one.placement.job for one in restarts(effects)} == on_it
     assert ReleaseNode(node=lost) in effects
-    assert lost not in planner.book.nodes
+    assert lost not in planner.table.nodes
     assert all(lost != _training_node(planner, name) for name in "abc")
 
 

@@ -79,7 +79,7 @@ def test_a_departure_gives_its_nodes_back() -> None:
     up = _nodes(planner.place_job(job, now=0.0))
     down = planner.end_job(job.job, now=HOUR_S)
     assert down == tuple(ReleaseNode(node=node.node) for node in up)
-    assert planner.book.price_per_hour() == 0.0
+    assert planner.table.price_per_hour() == 0.0
 
 
 def test_once_well_known_jobs_are_moved_together_when_that_spares_nodes() -> None:
@@ -87,9 +87,9 @@ def test_once_well_known_jobs_are_moved_together_when_that_spares_nodes() -> Non
     jobs = [planned_job(name, 300, 250, slo=1.9) for name in ("a", "b", "c")]
     for job in jobs:
         planner.place_job(job, now=0.0)
-    before = planner.book.price_per_hour()
+    before = planner.table.price_per_hour()
     _settled(planner, jobs)
-    assert planner.book.price_per_hour() <= before
+    assert planner.table.price_per_hour() <= before
 
 
 def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
@@ -97,10 +97,10 @@ def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     jobs = [planned_job(name, 300, 250, slo=1.2, nodes=2) for name in ("a", "b", "c")]
     for job in jobs:
         planner.place_job(job, now=0.0)
-    before = planner.book.price_per_hour()
+    before = planner.table.price_per_hour()
     moved = _settled(planner, jobs)
     assert moved
-    saved = before - planner.book.price_per_hour()
+    saved = before - planner.table.price_per_hour()
     assert saved > 0.0
     assert f"saves {saved:.2f} $/h" in moved[0].reason
     assert all(len(move.placement.rollout_nodes) == 2 for move in moved)
@@ -168,13 +168,13 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
         ]
         for event in events:
             _tally(event(now=now), up, on_the_way)
-            groups = [cell.as_group() for cell in planner.book.cells.values()]
+            groups = [group.as_group() for group in planner.table.groups.values()]
             assert group_faults(groups, nodes=up, jobs=jobs) == ()
             assert {node for one in groups for node in one.rollout_nodes + one.training_nodes} == {
                 *up
             }
             assert {facts.job.job for facts in planner.facts.values() if facts.moving} == on_the_way
-    assert planner.book.cells == {}
+    assert planner.table.groups == {}
     assert not up
 
 

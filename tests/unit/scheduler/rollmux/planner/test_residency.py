@@ -49,26 +49,26 @@ def test_a_lost_node_s_jobs_are_to_be_on_the_fresh_one() -> None:
 
 
 def test_a_move_that_keeps_a_node_needs_its_memory_there_once() -> None:
-    book = GroupTable(TYPES)
-    cell = book.fresh_group()
+    table = GroupTable(TYPES)
+    group = table.fresh_group()
     first, second = _placement(A, R0), _placement(A, R1)
-    book.pin(first, cell, 1500)
-    book.unpin(A, 1500, stays_resident=True)
-    book.pin(second, cell, 1500)
-    assert book.resident.nodes_of(A) == (R1, T0, R0)
-    assert book.planned.nodes_of(A) == (R1, T0)
-    assert book.resident.free_bytes(T0, Pool.TRAINING) == 500
-    assert book.resident.free_bytes(R0, Pool.ROLLOUT) == 500
-    assert book.left(A, 1500) == (R0,)
-    assert book.resident.nodes_of(A) == (R1, T0)
+    table.pin(first, group, 1500)
+    table.unpin(A, 1500, stays_resident=True)
+    table.pin(second, group, 1500)
+    assert table.resident.nodes_of(A) == (R1, T0, R0)
+    assert table.planned.nodes_of(A) == (R1, T0)
+    assert table.resident.free_bytes(T0, Pool.TRAINING) == 500
+    assert table.resident.free_bytes(R0, Pool.ROLLOUT) == 500
+    assert table.left(A, 1500) == (R0,)
+    assert table.resident.nodes_of(A) == (R1, T0)
 
 
 def test_the_book_refuses_what_memory_cannot_hold_and_stays_as_it_was() -> None:
-    book = GroupTable(TYPES)
-    cell = book.fresh_group()
-    book.pin(_placement(A, R0), cell, 1500)
+    table = GroupTable(TYPES)
+    group = table.fresh_group()
+    table.pin(_placement(A, R0), group, 1500)
     with pytest.raises(ValueError, match="lack 600 bytes"):
-        book.pin(_placement(B, R0), cell, 600)
-    assert list(cell.pinned) == [A]
-    assert book.resident.jobs_on(R0) == (A,)
-    assert book.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
+        table.pin(_placement(B, R0), group, 600)
+    assert list(group.pinned) == [A]
+    assert table.resident.jobs_on(R0) == (A,)
+    assert table.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}

@@ -42,7 +42,7 @@ def test_the_one_group_that_admits_a_job_is_found_wherever_it_stands(shares: int
     planner = _full(150, shares=shares)
     effects = planner.place_job(planned_job("late", 40, 15, slo=4.0), now=150.0)
     (placed,) = arrivals(effects)
-    assert set(planner.book.cells[placed.group].pinned) == {f"j{shares}", "late"}
+    assert set(planner.table.groups[placed.group].pinned) == {f"j{shares}", "late"}
 
 
 def test_a_refusal_names_the_number_of_examined_groups() -> None:
@@ -50,7 +50,7 @@ def test_a_refusal_names_the_number_of_examined_groups() -> None:
     with pytest.raises(Exhausted, match="none of the 70 groups admits it"):
         planner.place_job(planned_job("late", 40, 15, slo=4.0), now=70.0)
     assert JobId("late") not in planner.facts
-    assert JobId("late") not in planner.book.home
+    assert JobId("late") not in planner.table.home
 
 
 def test_one_pool_may_be_limited_alone() -> None:
@@ -58,7 +58,7 @@ def test_one_pool_may_be_limited_alone() -> None:
     planner.place_job(planned_job("a", 300, 300, slo=1.0), now=0.0)
     with pytest.raises(Exhausted, match=r"^needs 1 t of which 0 are free,"):
         planner.place_job(planned_job("b", 300, 300, slo=1.0), now=0.0)
-    assert planner.book.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
+    assert planner.table.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
 
 
 def test_a_group_is_examined_again_once_its_jobs_are_known_to_leave_room() -> None:
@@ -101,7 +101,7 @@ def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignPlace], li
     jobs = [planned_job(name, 200, 100, slo=1.9) for name in ("a", "b")]
     for job in jobs:
         planner.place_job(job, now=0.0)
-    assert len(planner.book.cells) == 1
+    assert len(planner.table.groups) == 1
     for job in jobs:
         for _ in range(30):
             for kind, seconds in ((PhaseKind.ROLLOUT, 200.0), (PhaseKind.TRAINING, 600.0)):
@@ -122,9 +122,9 @@ def test_a_review_moves_onto_no_node_that_is_not_there() -> None:
     assert added
     planner, moved, added = _endangered(1)
     assert (moved, added) == ([], [])
-    assert planner.book.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
+    assert planner.table.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
     assert not any(facts.moving for facts in planner.facts.values())
-    assert not any(planner.book.is_leaving(job) for job in planner.facts)
+    assert not any(planner.table.is_leaving(job) for job in planner.facts)
 
 
 def test_a_node_that_is_being_left_is_not_free_before_it_is_left() -> None:
@@ -134,14 +134,14 @@ def test_a_node_that_is_being_left_is_not_free_before_it_is_left() -> None:
     with pytest.raises(Exhausted):
         planner.place_job(late, now=6 * HOUR_S)
     planner.complete_move(move.placement.job, now=6 * HOUR_S)
-    assert planner.book.up == {Pool.ROLLOUT: 2, Pool.TRAINING: 2}
+    assert planner.table.up == {Pool.ROLLOUT: 2, Pool.TRAINING: 2}
 
 
 def test_an_evacuated_job_that_finds_no_place_gets_nodes_that_are_still_to_come() -> None:
     planner = _planner(1, 1, resubmits=True)
     (up, _, _) = planner.place_job(planned_job("a", 300, 200, slo=1.0), now=0.0)
     assert isinstance(up, AddNode)
-    planner.book.supply = {Pool.ROLLOUT: 0, Pool.TRAINING: 1}
+    planner.table.supply = {Pool.ROLLOUT: 0, Pool.TRAINING: 1}
     effects = planner.fail_node(up.node.node, now=1.0)
     assert restarts(effects)
     assert sum(isinstance(one, AddNode) for one in effects) == 2

@@ -26,14 +26,14 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.policy.lease_book import LeaseBook, SlotLease
+from harvester.policy.lease_table import LeaseTable, SlotLease
 
 SLOT = SlotId("slot0")
 _secrets = count()
 
 
-def take(book: LeaseBook, wanted: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
-    return book.take(wanted, secret=f"secret{next(_secrets)}", now=now)
+def take(leases: LeaseTable, wanted: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
+    return leases.take(wanted, secret=f"secret{next(_secrets)}", now=now)
 
 
 def request(request_id: str, *, slot: SlotId = SLOT, job: str = "job-a") -> LeaseRequest:
@@ -47,11 +47,11 @@ def request(request_id: str, *, slot: SlotId = SLOT, job: str = "job-a") -> Leas
 
 
 @pytest.fixture
-def book() -> LeaseBook:
-    book = LeaseBook(node=NodeId("node"), ttl_s=10.0)
-    book.add_slot(SLOT, epoch=Epoch(0))
-    book.offer(SLOT, SlotState.OFFERED)
-    return book
+def leases() -> LeaseTable:
+    leases = LeaseTable(node=NodeId("node"), ttl_s=10.0)
+    leases.add_slot(SLOT, epoch=Epoch(0))
+    leases.offer(SLOT, SlotState.OFFERED)
+    return leases
 
 
 def granted(answer: object) -> LeaseGranted:
@@ -59,86 +59,86 @@ def granted(answer: object) -> LeaseGranted:
     return answer
 
 
-def test_repeating_a_request_gives_the_same_lease_and_no_more_time(book: LeaseBook) -> None:
-    first = granted(take(book, request("r1"), now=0.0))
-    again = granted(take(book, request("r1"), now=4.0))
+def test_repeating_a_request_gives_the_same_lease_and_no_more_time(leases: LeaseTable) -> None:
+    first = granted(take(leases, request("r1"), now=0.0))
+    again = granted(take(leases, request("r1"), now=4.0))
     assert (again.lease, again.epoch) == (first.lease, first.epoch)
     assert again.duration_s == 6.0
 
 
-def test_refuses_a_second_lease_with_a_reason(book: LeaseBook) -> None:
-    take(book, request("r1"), now=0.0)
-    refused = take(book, request("r2", job="job-b"), now=1.0)
+def test_refuses_a_second_lease_with_a_reason(leases: LeaseTable) -> None:
+    take(leases, request("r1"), now=0.0)
+    refused = take(leases, request("r2", job="job-b"), now=1.0)
     assert isinstance(refused, LeaseRefused)
     assert "job-a" in refused.reason
     assert refused.retry_after_s > 0
 
 
 @pytest.mark.parametrize("state", [s for s in SlotState if s is not SlotState.OFFERED])
-def test_refuses_a_slot_that_is_not_offered(book: LeaseBook, state: SlotState) -> None:
-    book.offer(SLOT, state, "because")
-    refused = take(book, request("r1"), now=0.0)
+def test_refuses_a_slot_that_is_not_offered(leases: LeaseTable, state: SlotState) -> None:
+    leases.offer(SLOT, state, "because")
+    refused = take(leases, request("r1"), now=0.0)
     assert isinstance(refused, LeaseRefused)
     assert "because" in refused.reason
 
 
-def test_refuses_an_unknown_slot(book: LeaseBook) -> None:
-    assert isinstance(take(book, request("r", slot=SlotId("x")), now=0.0), LeaseRefused)
+def test_refuses_an_unknown_slot(leases: LeaseTable) -> None:
+    assert isinstance(take(leases, request("r", slot=SlotId("x")), now=0.0), LeaseRefused)
 
 
-def test_never_grants_more_than_its_own_ttl(book: LeaseBook) -> None:
-    lease = granted(take(book, LeaseRequest(**{**_fields(), "duration_s": 1e9}), now=0.0))
+def test_never_grants_more_than_its_own_ttl(leases: LeaseTable) -> None:
+    lease = granted(take(leases, LeaseRequest(**{**_fields(), "duration_s": 1e9}), now=0.0))
     assert lease.duration_s == 10.0
     renewal = LeaseRenewal(epoch=lease.epoch, duration_s=1e9)
-    assert granted(book.renew(lease.lease, renewal, now=5.0)).duration_s == 10.0
+    assert granted(leases.renew(lease.lease, renewal, now=5.0)).duration_s == 10.0
 
 
-def test_an_expired_lease_says_so_and_the_epoch_rises(book: LeaseBook) -> None:
-    lease = granted(take(book, request("r1"), now=0.0))
-    ended = book.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=10.0)
+def test_an_expired_lease_says_so_and_the_epoch_rises(leases: LeaseTable) -> None:
+    lease = granted(take(leases, request("r1"), now=0.0))
+    ended = leases.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=10.0)
     assert ended == LeaseEnded(lease=lease.lease, reason=EndReason.EXPIRED)
-    assert book.view(SLOT).epoch > lease.epoch
-    assert book.view(SLOT).lease is None
+    assert leases.view(SLOT).epoch > lease.epoch
+    assert leases.view(SLOT).lease is None
 
 
-def test_releasing_twice_answers_the_same(book: LeaseBook) -> None:
-    lease = granted(take(book, request("r1"), now=0.0))
-    first = book.release(lease.lease, now=1.0)
+def test_releasing_twice_answers_the_same(leases: LeaseTable) -> None:
+    lease = granted(take(leases, request("r1"), now=0.0))
+    first = leases.release(lease.lease, now=1.0)
     assert first.reason is EndReason.RELEASED
-    assert book.release(lease.lease, now=2.0) == first
+    assert leases.release(lease.lease, now=2.0) == first
 
 
-def test_a_renewal_under_a_wrong_epoch_prolongs_nothing(book: LeaseBook) -> None:
-    lease = granted(take(book, request("r1"), now=0.0))
+def test_a_renewal_under_a_wrong_epoch_prolongs_nothing(leases: LeaseTable) -> None:
+    lease = granted(take(leases, request("r1"), now=0.0))
     stale = LeaseRenewal(epoch=Epoch(lease.epoch - 1), duration_s=10)
-    assert isinstance(book.renew(lease.lease, stale, now=5.0), LeaseEnded)
-    book.expire(now=10.0)
-    assert book.view(SLOT).lease is None
+    assert isinstance(leases.renew(lease.lease, stale, now=5.0), LeaseEnded)
+    leases.expire(now=10.0)
+    assert leases.view(SLOT).lease is None
 
 
-def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(book: LeaseBook) -> None:
-    lease = granted(take(book, request("r1"), now=0.0))
-    ended = book.end(lease.lease, EndReason.DRAIN, deadline_s=3.0, now=1.0)
+def test_a_revoked_lease_runs_to_its_deadline_and_is_not_renewed(leases: LeaseTable) -> None:
+    lease = granted(take(leases, request("r1"), now=0.0))
+    ended = leases.end(lease.lease, EndReason.DRAIN, deadline_s=3.0, now=1.0)
     assert ended.deadline_s == 3.0
-    answer = book.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=2.0)
+    answer = leases.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10), now=2.0)
     assert answer == LeaseEnded(lease=lease.lease, reason=EndReason.DRAIN, deadline_s=2.0)
-    assert book.view(SLOT).ending
-    book.expire(now=4.0)
-    assert [reason for _, reason in book.news()] == [EndReason.DRAIN]
+    assert leases.view(SLOT).ending
+    leases.expire(now=4.0)
+    assert [reason for _, reason in leases.news()] == [EndReason.DRAIN]
 
 
-def recorded_by(book: LeaseBook, slot: SlotId = SLOT) -> SlotLease:
-    lease = book.live(slot)
+def recorded_by(leases: LeaseTable, slot: SlotId = SLOT) -> SlotLease:
+    lease = leases.live(slot)
     assert lease is not None
     return lease
 
 
 def test_a_successor_goes_on_with_the_recorded_lease_its_tenant_and_its_job(
-    book: LeaseBook,
+    leases: LeaseTable,
 ) -> None:
-    first = granted(take(book, request("r1"), now=0.0))
-    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
-    heir.add_slot(SLOT, epoch=first.epoch, recorded=recorded_by(book))
+    first = granted(take(leases, request("r1"), now=0.0))
+    heir = LeaseTable(node=NodeId("node"), ttl_s=10.0)
+    heir.add_slot(SLOT, epoch=first.epoch, recorded=recorded_by(leases))
     view = heir.view(SLOT)
     assert (view.epoch, view.tenant, view.job) == (first.epoch, "tenant", "job-a")
     renewed = granted(heir.renew(first.lease, LeaseRenewal(epoch=first.epoch, duration_s=5), now=1))
@@ -151,7 +151,7 @@ def test_a_successor_goes_on_with_the_recorded_lease_its_tenant_and_its_job(
 def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
     page: int, then: int
 ) -> None:
-    heir = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    heir = LeaseTable(node=NodeId("node"), ttl_s=10.0)
     over = SlotLease(
         lease=LeaseId("l"),
         slot=SLOT,
@@ -167,37 +167,37 @@ def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
     assert answer == LeaseEnded(lease=LeaseId("l"), reason=EndReason.UNKNOWN)
 
 
-def test_a_guessed_epoch_gets_and_ends_nothing(book: LeaseBook) -> None:
-    lease = granted(take(book, request("r1"), now=0.0))
+def test_a_guessed_epoch_gets_and_ends_nothing(leases: LeaseTable) -> None:
+    lease = granted(take(leases, request("r1"), now=0.0))
     renewal = LeaseRenewal(epoch=lease.epoch, duration_s=10)
-    for guess in ("slot0.1", "node.slot0.1", book.view(SLOT).lease or "", lease.lease[:-1]):
-        assert isinstance(book.renew(LeaseId(guess), renewal, now=1.0), LeaseEnded)
-        assert book.release(LeaseId(guess), now=1.0).reason is EndReason.UNKNOWN
-    assert recorded_by(book).lease == lease.lease
-    empty = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+    for guess in ("slot0.1", "node.slot0.1", leases.view(SLOT).lease or "", lease.lease[:-1]):
+        assert isinstance(leases.renew(LeaseId(guess), renewal, now=1.0), LeaseEnded)
+        assert leases.release(LeaseId(guess), now=1.0).reason is EndReason.UNKNOWN
+    assert recorded_by(leases).lease == lease.lease
+    empty = LeaseTable(node=NodeId("node"), ttl_s=10.0)
     empty.add_slot(SLOT, epoch=lease.epoch)
     assert isinstance(empty.renew(lease.lease, renewal, now=1.0), LeaseEnded)
 
 
 def test_a_grant_that_is_withdrawn_leaves_the_slot_free_under_a_raised_epoch(
-    book: LeaseBook,
+    leases: LeaseTable,
 ) -> None:
-    lease = granted(take(book, request("r1"), now=0.0))
-    refused = book.withdraw(lease, "no record")
+    lease = granted(take(leases, request("r1"), now=0.0))
+    refused = leases.withdraw(lease, "no record")
     assert (refused.slot, refused.reason) == (SLOT, "no record")
-    assert book.live(SLOT) is None
-    assert book.news() == ()
-    again = granted(take(book, request("r1"), now=1.0))
+    assert leases.live(SLOT) is None
+    assert leases.news() == ()
+    again = granted(take(leases, request("r1"), now=1.0))
     assert again.epoch > lease.epoch
     assert again.lease != lease.lease
 
 
 def test_an_id_is_a_name_however_long_the_slots_is() -> None:
-    book = LeaseBook(node=NodeId("n" * 64), ttl_s=10.0)
+    leases = LeaseTable(node=NodeId("n" * 64), ttl_s=10.0)
     slot = SlotId("s" * 64)
-    book.add_slot(slot, epoch=Epoch(10**9))
-    book.offer(slot, SlotState.OFFERED)
-    answer = book.take(request("r", slot=slot), secret="f" * 32, now=0.0)
+    leases.add_slot(slot, epoch=Epoch(10**9))
+    leases.offer(slot, SlotState.OFFERED)
+    answer = leases.take(request("r", slot=slot), secret="f" * 32, now=0.0)
     assert is_name(granted(answer).lease)
 
 
@@ -231,21 +231,21 @@ class LeaseMachine(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        self.book = LeaseBook(node=NodeId("node"), ttl_s=10.0)
+        self.leases = LeaseTable(node=NodeId("node"), ttl_s=10.0)
         for slot in self.SLOTS:
             left = self.records.get(slot)
             recorded = None if left is None else replace(left, ends_s=self.now + 10.0)
-            self.book.add_slot(slot, epoch=self.pages[slot], recorded=recorded)
-            self.book.offer(slot, SlotState.OFFERED)
+            self.leases.add_slot(slot, epoch=self.pages[slot], recorded=recorded)
+            self.leases.offer(slot, SlotState.OFFERED)
 
     def beat(self) -> None:
         """The agent's writes: records of ended leases go first, pages come after."""
-        self.book.expire(now=self.now)
+        self.leases.expire(now=self.now)
         for slot in self.SLOTS:
-            live = self.book.live(slot)
+            live = self.leases.live(slot)
             if slot in self.records and (live is None or live.lease != self.records[slot].lease):
                 del self.records[slot]
-            self.pages[slot] = self.book.view(slot).epoch
+            self.pages[slot] = self.leases.view(slot).epoch
 
     @rule(elapsed_s=st.floats(0.0, 6.0))
     def time_passes(self, elapsed_s: float) -> None:
@@ -275,10 +275,10 @@ class LeaseMachine(RuleBasedStateMachine):
     def take(self, wanted: LeaseRequest, reply_lost: bool, written: str) -> object:
         """The agent dies before all its writes, or answers after them."""
         sent_s = self.now
-        answer = take(self.book, wanted, now=self.now)
+        answer = take(self.leases, wanted, now=self.now)
         if isinstance(answer, LeaseGranted):
             self.granted_on[answer.lease] = (answer.slot, answer.epoch)
-            live = self.book.live(wanted.slot)
+            live = self.leases.live(wanted.slot)
             assert live is not None
             if written != "nothing":
                 self.records[wanted.slot] = live
@@ -298,7 +298,7 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         holder = self.holders[data.draw(st.sampled_from(sorted(self.holders)))]
         renewal = LeaseRenewal(epoch=holder.lease.epoch, duration_s=10.0)
-        answer = self.book.renew(holder.lease.lease, renewal, now=self.now)
+        answer = self.leases.renew(holder.lease.lease, renewal, now=self.now)
         if isinstance(answer, LeaseGranted):
             assert (answer.slot, answer.epoch) == (holder.lease.slot, holder.lease.epoch)
         if reply_lost:
@@ -310,14 +310,14 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(epoch=st.integers(0, 9), slot=st.sampled_from(SLOTS), data=st.data())
     def a_stranger_tries(self, epoch: int, slot: SlotId, data: st.DataObject) -> None:
-        view = self.book.view(slot)
+        view = self.leases.view(slot)
         guess = data.draw(st.sampled_from([f"{slot}.{epoch}", view.lease or "x", f"n.{slot}.1"]))
         renewal = LeaseRenewal(epoch=Epoch(epoch), duration_s=10.0)
-        before = {slot: self.book.view(slot) for slot in self.SLOTS}
-        assert isinstance(self.book.renew(LeaseId(guess), renewal, now=self.now), LeaseEnded)
-        self.book.release(LeaseId(guess), now=self.now)
-        self.book.expire(now=self.now)
-        assert before == {slot: self.book.view(slot) for slot in self.SLOTS}
+        before = {slot: self.leases.view(slot) for slot in self.SLOTS}
+        assert isinstance(self.leases.renew(LeaseId(guess), renewal, now=self.now), LeaseEnded)
+        self.leases.release(LeaseId(guess), now=self.now)
+        self.leases.expire(now=self.now)
+        assert before == {slot: self.leases.view(slot) for slot in self.SLOTS}
 
     @rule(data=st.data(), reply_lost=st.booleans(), written=st.booleans())
     def release(self, data: st.DataObject, reply_lost: bool, written: bool) -> None:
@@ -326,7 +326,7 @@ class LeaseMachine(RuleBasedStateMachine):
         lease = data.draw(st.sampled_from(sorted(self.holders)))
         # The holder stops using it before it releases it.
         self.holders[lease].ends_s = self.now
-        self.book.release(lease, now=self.now)
+        self.leases.release(lease, now=self.now)
         if not written:
             self.start()
             return
@@ -336,11 +336,11 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(slot=st.sampled_from(SLOTS), state=st.sampled_from(SlotState))
     def offer_changes(self, slot: SlotId, state: SlotState) -> None:
-        self.book.offer(slot, state)
+        self.leases.offer(slot, state)
 
     @invariant()
     def no_two_holders_believe_in_one_slot(self) -> None:
-        self.book.expire(now=self.now)
+        self.leases.expire(now=self.now)
         believed = [h.lease.slot for h in self.holders.values() if h.ends_s > self.now]
         assert len(believed) == len(set(believed))
 
@@ -348,14 +348,14 @@ class LeaseMachine(RuleBasedStateMachine):
     def a_believed_lease_is_the_live_one_under_the_current_epoch(self) -> None:
         for lease, holder in self.holders.items():
             if holder.ends_s > self.now:
-                live = self.book.live(holder.lease.slot)
+                live = self.leases.live(holder.lease.slot)
                 assert live is not None
                 assert (live.lease, live.epoch) == (lease, holder.lease.epoch)
 
     @invariant()
     def a_live_lease_is_on_the_slot_and_under_the_epoch_that_it_was_granted_for(self) -> None:
         for slot in self.SLOTS:
-            live = self.book.live(slot)
+            live = self.leases.live(slot)
             if live is not None:
                 assert self.granted_on[live.lease] == (slot, live.epoch)
 
@@ -363,7 +363,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def epochs_that_were_written_only_rise(self) -> None:
         for slot in self.SLOTS:
             assert self.pages[slot] >= self.epochs[slot]
-            assert self.book.view(slot).epoch >= self.epochs[slot]
+            assert self.leases.view(slot).epoch >= self.epochs[slot]
             self.epochs[slot] = self.pages[slot]
 
 

@@ -53,7 +53,7 @@ class SlotEntry:
     lease: SlotLease | None = None
 
 
-class LeaseBook:
+class LeaseTable:
     def __init__(self, *, node: NodeId, ttl_s: float) -> None:
         """`ttl_s` bounds every lease."""
         self.node = node
