@@ -15,12 +15,12 @@ from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec, dedicated
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
+from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.trajectories import Turn, TurnCounters
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.state import SchedulerState
 
 JOB = JobId("job")
 _UP_S = 300.0

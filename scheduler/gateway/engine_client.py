@@ -299,24 +299,30 @@ def generate_body(
     own: dict[str, Any] = {TRAJECTORY_ARGUMENT: f"{attempt.job}/{attempt.trajectory}"}
     if attempt.emitted:
         own[EMITTED_ARGUMENT] = attempt.emitted
-    return named | {
-        "request_id": f"{request_id}.{attempt.number}",
-        "token_ids": attempt.token_ids,
-        "cache_salt": _salt(attempt, model),
-        "stream": True,
-        "priority": priority,
-        "sampling_params": msgspec.to_builtins(sampling)
+    return (
+        named
+        | attempt.reasoning
         | {
-            "logprobs": max(1, sampling.logprobs or 0),
-            "detokenize": bool(sampling.stop),
-            "extra_args": (sampling.extra_args or {}) | own,
-        },
-    }
+            "request_id": f"{request_id}.{attempt.number}",
+            "token_ids": attempt.token_ids,
+            "cache_salt": _salt(attempt, model),
+            "stream": True,
+            "priority": priority,
+            "sampling_params": msgspec.to_builtins(sampling)
+            | {
+                "logprobs": max(1, sampling.logprobs or 0),
+                "detokenize": bool(sampling.stop),
+                "extra_args": (sampling.extra_args or {}) | own,
+            },
+        }
+    )
 
 
 def _salt(attempt: Attempt, model: str | None) -> str:
     """A digest, because vLLM takes neither long names nor every separator."""
     named = f"{attempt.job}/{attempt.version}/{model or ''}"
+    if attempt.cache_salt:
+        named += f"/{attempt.cache_salt}"
     return xxhash.xxh3_128_hexdigest(named.encode())
 
 

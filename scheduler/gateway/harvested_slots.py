@@ -24,6 +24,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.engine_fleet import EngineFleet, Member
+from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,
     CapacityPolicy,
@@ -38,7 +39,6 @@ from scheduler.gateway.policy.capacity import (
 )
 from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.settings import EngineSettings
-from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, EngineKind, Lease
 
 _log = logging.getLogger(__name__)

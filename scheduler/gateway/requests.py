@@ -221,6 +221,10 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
         ),
         (len(stops) <= _MAX_STOP_TOKENS, f"stop_token_ids: at most {_MAX_STOP_TOKENS}"),
         (_all_below(bound, stops), f"stop_token_ids: {ids}"),
+        (
+            request.cache_salt is None or 0 < len(request.cache_salt) <= 1024,
+            "cache_salt: 1 to 1024 characters",
+        ),
         (-(1 << 63) <= request.priority < 1 << 63, "priority: between -2^63 and 2^63 - 1"),
         (
             all(version is None or version >= 0 for version in (pin.exact, pin.minimum)),

@@ -21,6 +21,7 @@ from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.engine_fleet import EngineFleet, Member, dedicated_places, watch_health
 from scheduler.gateway.gateway_metrics import GatewayMetrics
+from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.open_turns import Listen, OpenTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
@@ -31,7 +32,6 @@ from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated, VersionPublished, VersionsConfig
 from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
-from scheduler.gateway.state import SchedulerState
 from scheduler.gateway.turns import TurnRunner
 from scheduler.model import Engine, EngineKind
 

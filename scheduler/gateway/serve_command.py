@@ -38,8 +38,8 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
     from harvester.contracts.clock import MonotonicClock
     from harvester.platform.http_kit import listen, run_until, serving, stop_event
     from scheduler.gateway.gateway import Gateway
+    from scheduler.gateway.gateway_state import SchedulerState
     from scheduler.gateway.scheduler import Scheduler
-    from scheduler.gateway.state import SchedulerState
 
     clock = MonotonicClock()
     stop = stop_event()

@@ -275,7 +275,7 @@ def without_stop(text: str, stop_reason: int | str | None) -> str:
 
 
 def trajectory_of(request: web.Request, name: str, session: object = None) -> TrajectoryId:
-    """By the first session header that the client sent, its `session_id`, or the request alone."""
+    """Identity from the first session header, else the `session_id`, else the request itself."""
     given = next(
         (request.headers[each] for each in SESSION_HEADERS if each in request.headers), None
     )
@@ -290,7 +290,7 @@ def wants_usage(stream_options: object) -> bool:
     return isinstance(stream_options, dict) and bool(stream_options.get("include_usage"))
 
 
-class EventStream:
+class EventSender:
     """Server-sent events of one reply; its status is decided by what comes before the first."""
 
     def __init__(self, request: web.Request) -> None:
@@ -304,9 +304,9 @@ class EventStream:
 
 
 @asynccontextmanager
-async def event_stream(request: web.Request) -> AsyncIterator[EventStream]:
+async def event_stream(request: web.Request) -> AsyncIterator[EventSender]:
     """Ends the stream by `[DONE]`, or by an error event where a fault comes after the start."""
-    send = EventStream(request)
+    send = EventSender(request)
     try:
         yield send
     except (RoseMuxError, web.HTTPException) as error:

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
 from scheduler.gateway.gateway import Gateway
+from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.state import SchedulerState
 from scheduler.gateway.tenants import Tenants
 from tests.integration.fake_engine import FakeEngine, next_token
 

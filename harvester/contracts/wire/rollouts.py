@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     thinking_token_budget: int | None = None
     repetition_detection: dict[str, Any] | None = None
     skip_special_tokens: bool = True
-    """Of the text in which stop strings are looked for."""
+    """Applies to the text in which the engine looks for stop strings."""
     extra_args: dict[str, Any] | None = None
     """vLLM's `vllm_xargs`, for its plugins."""
 

@@ -8,6 +8,7 @@ Holds no socket and reads no clock.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import xxhash
@@ -64,6 +65,9 @@ class Attempt:
     version: WeightVersion
     token_ids: tuple[int, ...]
     sampling_params: SamplingParams
+    cache_salt: str | None = None
+    reasoning: dict[str, Any] = field(default_factory=dict)
+    """Fields of vLLM's renderer about reasoning, passed on."""
     emitted: tuple[int, ...] = ()
     """The turn's output so far, for an engine that goes on from it as from its own; [] where
     `token_ids` ends with it."""
@@ -84,6 +88,14 @@ def counts_output(sampling: SamplingParams) -> bool:
         or sampling.repetition_detection
         or sampling.extra_args
     )
+
+
+def reasoning_fields(request: GenerateRequest) -> dict[str, Any]:
+    told = {
+        "reasoning_ended": request.reasoning_ended,
+        "reasoning_parser_kwargs": request.reasoning_parser_kwargs,
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def continued_seed(seed: int | None, offset: int) -> int | None:
@@ -184,6 +196,8 @@ class Turn:
             version=version,
             token_ids=self.request.token_ids + (() if resumes else output),
             sampling_params=sampling,
+            cache_salt=self.request.cache_salt,
+            reasoning=reasoning_fields(self.request),
             emitted=output if resumes else (),
         )
         self._open_from = offset

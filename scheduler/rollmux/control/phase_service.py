@@ -25,8 +25,8 @@ from scheduler.rollmux.cluster.runtime_events import (
     RuntimeEvent,
     Submit,
 )
+from scheduler.rollmux.control.control_state import PermitState
 from scheduler.rollmux.control.metrics import PhaseMetrics
-from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,

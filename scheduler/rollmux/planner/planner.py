@@ -182,7 +182,7 @@ class GroupPlanner:
         return self.evacuation.replace(node)
 
     def review(self, *, now: float) -> tuple[GroupEffect, ...]:
-        """Looks for SLOs in danger and for nodes that could be spared."""
+        """Looks for SLOs at risk and for nodes that could be spared."""
         self.packer.now_s = now
         if not self.config.moves:
             return ()

@@ -23,55 +23,30 @@ _SUFFIXES = (
 _DERIVED_STEM_MIN = 3
 UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 
-TWICE = pytest.mark.xfail(strict=True, reason="file names that stand twice are being renamed")
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
 REMAINING = frozenset(
     {
-        "CellRecord",
         "Conversation",
         "Glance",
-        "GuestWishes",
-        "HolderHeard",
         "JobStory",
         "LeaseTable",
         "Meddling",
         "PermitStory",
-        "PhaseAsked",
-        "PulseBook",
-        "Stint",
-        "TellMove",
         "Told",
         "Wanted",
-        "Wish",
         "_asked",
         "_asked_latest",
-        "_asked_to_unload",
-        "_guest_said",
         "_heard",
-        "_is_wanted_at",
-        "_restore_book",
-        "_said",
         "_said_terms",
-        "_standing",
-        "_stint",
         "_told",
-        "_wishes",
         "asked",
-        "cell_price_per_hour",
         "conversation",
         "heard",
         "job_story",
-        "meddling",
-        "owners_told",
         "permit_story",
-        "pulse_book",
-        "said",
-        "said_ratio",
         "standing",
-        "stint",
         "story_entry",
-        "told_contents",
         "wanted",
         "wanted_terms",
     }
@@ -149,12 +124,7 @@ def test_no_public_class_name_stands_for_two_classes(trees: dict[str, ast.Module
 
 @pytest.mark.parametrize(
     "package",
-    [
-        pytest.param("harvester", marks=TWICE),
-        "coserve",
-        pytest.param("weightsync", marks=TWICE),
-        pytest.param("scheduler", marks=TWICE),
-    ],
+    ["harvester", "coserve", "weightsync", "scheduler"],
 )
 def test_no_file_name_stands_twice_in_a_package(package: str, trees: dict[str, ast.Module]) -> None:
     places: dict[str, list[str]] = defaultdict(list)

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -71,6 +72,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.SamplingParams,
     rollouts.VersionPin,
     rollouts.GenerateReply,
+    rollouts.Usage,
     rollouts.Choice,
     rollouts.Logprobs,
     rollouts.TokenLogprob,
@@ -202,7 +204,9 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
     settings = GatewaySettings.model_validate(
         {"jobs": [{"id": "job"}], "engines": [{"id": "engine"}]}
     )
-    gateway = Gateway(cast(Any, None), settings, Tenants({}), MonotonicClock())
+    gateway = Gateway(
+        cast(Any, SimpleNamespace(renderer=None)), settings, Tenants({}), MonotonicClock()
+    )
     apps = {
         "| method | path | takes |": application(cast(Any, None), token=None),
         "| method | path | what |": gateway.app,

@@ -20,9 +20,9 @@ from harvester.contracts.wire.leases import (
 )
 from harvester.policy.lease_table import LeaseTable
 from scheduler.decision_log import DecisionLog
+from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
-from scheduler.gateway.state import SchedulerState
 from scheduler.model import Engine, Lease
 
 SLOTS = tuple(SlotId(f"slot{number}") for number in range(3))

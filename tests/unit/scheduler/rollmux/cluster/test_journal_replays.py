@@ -15,8 +15,8 @@ from harvester.contracts.ids import JobId
 from harvester.contracts.journal import Decided, JournalWriter, Opened, read_journal
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
+from scheduler.rollmux.control.control_state import PermitState
 from scheduler.rollmux.control.explanation import EVER, explanation
-from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.permits.events import (
     Beat,

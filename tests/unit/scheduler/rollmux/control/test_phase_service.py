@@ -9,8 +9,8 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import phase_service as service_module
+from scheduler.rollmux.control.control_state import PermitState
 from scheduler.rollmux.control.phase_service import PhaseService
-from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,

@@ -13,8 +13,8 @@ from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
     Submit,
 )
+from scheduler.rollmux.control.control_state import PermitState
 from scheduler.rollmux.control.phase_service import PhaseService
-from scheduler.rollmux.control.state import PermitState
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,

@@ -7,7 +7,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
-from scheduler.gateway.state import SchedulerState, StoredJob
+from scheduler.gateway.gateway_state import SchedulerState, StoredJob
 from scheduler.model import Lease
 
 A, B = JobId("a"), JobId("b")
