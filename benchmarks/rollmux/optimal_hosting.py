@@ -15,7 +15,7 @@ from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape, best_shape
 from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all
 from scheduler.rollmux.forecast.judge import OUR_RULES, Judge
-from scheduler.rollmux.forecast.scenarios import Glance, Horizon
+from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun
 from scheduler.rollmux.forecast.stages import Rules
 from scheduler.rollmux.planner.assignments import Masks
 from scheduler.rollmux.planner.group_table import GroupState
@@ -26,7 +26,7 @@ from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
-NO_GLANCE: Final = Glance(warm_up=0.0, cycles=0.0, margin=float("inf"))
+NO_GLANCE: Final = ShortRun(warm_up=0.0, cycles=0.0, margin=float("inf"))
 LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)
 """Eight cycles, the planner's horizon, admit groups that break an SLO by more than a per cent over
 hundreds. Without doubt about means the scenarios of a forecast are equal, so two are enough."""

@@ -17,7 +17,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineChanged, EngineClient, EngineLost
 from scheduler.gateway.identity import Change
-from scheduler.gateway.policy.engine_health import FaultStreak, Meddling
+from scheduler.gateway.policy.engine_health import FaultStreak, ForeignUpdates
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     EngineOffered,
@@ -70,7 +70,7 @@ class Member:
     probing: "asyncio.Task[Change] | None" = None
     quiesced_at_s: float | None = None
     updating: "asyncio.Task[None] | None" = None
-    meddling: Meddling = field(default_factory=Meddling)
+    meddling: ForeignUpdates = field(default_factory=ForeignUpdates)
 
     @property
     def vocabulary_tokens(self) -> int | None:

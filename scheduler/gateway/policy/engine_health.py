@@ -31,7 +31,7 @@ class FaultStreak:
 
 
 @dataclass(slots=True)
-class Meddling:
+class ForeignUpdates:
     """Back-off for an engine whose weights another scheduler changes.
 
     Two schedulers that publish to one engine would undo each other's work without end. Each returns

@@ -12,10 +12,10 @@ import msgspec
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, is_name
-from scheduler.rollmux.control.job_story import JobStory
+from scheduler.rollmux.control.history_entry import SUMMARISED, Entry, seconds
+from scheduler.rollmux.control.job_history import JobHistory
 from scheduler.rollmux.control.journal_lines import journal_lines
-from scheduler.rollmux.control.permit_story import PermitSummary, behind_in_words
-from scheduler.rollmux.control.story_entry import SUMMARISED, Entry, seconds
+from scheduler.rollmux.control.permit_history import PermitSummary, behind_in_words
 
 EVER: Final = datetime.min.replace(tzinfo=UTC)
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -52,7 +52,7 @@ def explanation(directory: Path, job: str, *, since: datetime, permits: bool) ->
     """
     if not is_name(job):
         raise ConfigError(f"{job[:80]!r} is no job's name")
-    story = JobStory(JobId(job), since=since)
+    story = JobHistory(JobId(job), since=since)
     entries: list[Entry] = []
     for line in journal_lines(directory):
         told = story.heard(line)

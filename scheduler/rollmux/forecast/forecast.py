@@ -15,7 +15,7 @@ from scheduler.model import Pool
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records, compiled
-from scheduler.rollmux.forecast.scenarios import Glance, Horizon, keeps, slowdown_table
+from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, keeps, slowdown_table
 from scheduler.rollmux.forecast.stages import EVENT, JOB, WAITS_ROLLOUT, Rules, empty_nodes
 
 
@@ -99,7 +99,7 @@ def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
 
 
 def keeps_all(
-    roster: Roster, *, rules: Rules, horizon: Horizon, glance: Glance, quantile: float
+    roster: Roster, *, rules: Rules, horizon: Horizon, glance: ShortRun, quantile: float
 ) -> bool:
     """Whether `upper_bound` of each slow-down over the horizon is within its SLO."""
     return keeps(roster.jobs, _NODES, roster.beliefs, glance, horizon, quantile, rules, _NO_LOG)

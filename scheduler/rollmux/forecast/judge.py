@@ -12,19 +12,19 @@ from scheduler.rollmux.beliefs.slo import ChanceConstraint
 from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
-from scheduler.rollmux.forecast.scenarios import Glance, Horizon, upper_bound
+from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, upper_bound
 from scheduler.rollmux.forecast.stages import Rules
 
 OUR_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
 OUR_HORIZON = Horizon()
-OUR_GLANCE = Glance()
+OUR_GLANCE = ShortRun()
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     rules: Rules = OUR_RULES
     horizon: Horizon = OUR_HORIZON
-    glance: Glance = OUR_GLANCE
+    glance: ShortRun = OUR_GLANCE
     constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
 
     def with_warm_start(self, seconds: float) -> "Judge":

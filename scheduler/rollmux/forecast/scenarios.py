@@ -34,7 +34,7 @@ class Horizon(NamedTuple):
     cycles: float = 8.0
 
 
-class Glance(NamedTuple):
+class ShortRun(NamedTuple):
     """A short forecast of the means, which rules out most of what will not do."""
 
     warm_up: float = 1.0
@@ -170,7 +170,7 @@ def keeps(
     template: Records,
     nodes: Records,
     beliefs: Records,
-    glance: Glance,
+    glance: ShortRun,
     horizon: Horizon,
     quantile: float,
     rules: Rules,

@@ -9,7 +9,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.control.explanation import EVER, explanation
-from scheduler.rollmux.control.story_entry import Told
+from scheduler.rollmux.control.history_entry import Told
 from scheduler.sim.replay import replay_journal
 from scheduler.sim.rollmux.arms import ARMS, runtime_of
 from scheduler.sim.rollmux.disruptions import Disruptions

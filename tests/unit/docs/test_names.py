@@ -28,11 +28,6 @@ ALLOWED = frozenset({"_cell"})
 REMAINING = frozenset(
     {
         "Conversation",
-        "Glance",
-        "JobStory",
-        "LeaseTable",
-        "Meddling",
-        "PermitStory",
         "Told",
         "Wanted",
         "_asked",
@@ -43,10 +38,7 @@ REMAINING = frozenset(
         "asked",
         "conversation",
         "heard",
-        "job_story",
-        "permit_story",
         "standing",
-        "story_entry",
         "wanted",
         "wanted_terms",
     }

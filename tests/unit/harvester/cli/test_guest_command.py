@@ -185,7 +185,7 @@ def test_mps_is_consent_in_the_slot_and_a_word_in_the_guest(
     driver("GPU-1, Default\\n")
     code, shown = said(write(agreed), capsys)
     assert code == 0
-    assert "mps is agreed to and not asked for" in shown
+    assert "mps has consent but no guest uses it" in shown
     daemon.stop()
     code, shown = said(write(*asked, agreed), capsys)
     assert code == 2

@@ -7,7 +7,7 @@ from scheduler.gateway.policy.engine_health import (
     FORGOTTEN_S,
     MOST_IN_A_ROW,
     FaultStreak,
-    Meddling,
+    ForeignUpdates,
 )
 
 
@@ -36,7 +36,7 @@ def test_an_attempt_that_comes_to_its_end_ends_the_row() -> None:
 
 
 def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
-    meddling = Meddling()
+    meddling = ForeignUpdates()
     assert meddling.seen(now=0)
     assert meddling.until_s <= 0
     waits = []
@@ -47,7 +47,7 @@ def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
 
 
 def test_a_foreign_change_after_the_memory_s_end_is_reported_again() -> None:
-    meddling = Meddling()
+    meddling = ForeignUpdates()
     meddling.seen(now=0)
     meddling.seen(now=1)
     assert meddling.seen(now=2 + FORGOTTEN_S)

@@ -18,9 +18,9 @@ from scheduler.rollmux.cluster.runtime_events import (
 )
 from scheduler.rollmux.control.command import explain
 from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
+from scheduler.rollmux.control.history_entry import Told
 from scheduler.rollmux.control.journal_lines import journal_lines
 from scheduler.rollmux.control.phase_service import PhaseService
-from scheduler.rollmux.control.story_entry import Told
 from scheduler.rollmux.permits.events import (
     Beat,
     Enter,

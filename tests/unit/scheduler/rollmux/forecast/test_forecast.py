@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.forecast.forecast import Occupant, Roster, keeps_all, slowdowns
 from scheduler.rollmux.forecast.judge import OUR_RULES
-from scheduler.rollmux.forecast.scenarios import Glance, Horizon, least_bound, upper_bound
+from scheduler.rollmux.forecast.scenarios import Horizon, ShortRun, least_bound, upper_bound
 
 HORIZON = Horizon()
 occupants = st.builds(
@@ -40,7 +40,7 @@ occupants = st.builds(
 def test_a_verdict_is_that_of_the_glance_and_of_every_scenario(
     members: list[Occupant], quantile: float, margin: float
 ) -> None:
-    roster, glance = Roster.of(members), Glance(margin=margin)
+    roster, glance = Roster.of(members), ShortRun(margin=margin)
     short = Horizon(scenarios=1, warm_up=glance.warm_up, cycles=glance.cycles)
     glanced = slowdowns(roster, rules=OUR_RULES, horizon=short)[0]
     bound = upper_bound(slowdowns(roster, rules=OUR_RULES, horizon=HORIZON), quantile)

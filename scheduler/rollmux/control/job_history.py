@@ -23,9 +23,9 @@ from scheduler.rollmux.cluster.runtime_events import (
     Submit,
 )
 from scheduler.rollmux.cluster.submission import Submission
+from scheduler.rollmux.control.history_entry import Entry, Told, seconds
 from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
-from scheduler.rollmux.control.permit_story import PermitStory
-from scheduler.rollmux.control.story_entry import Entry, Told, seconds
+from scheduler.rollmux.control.permit_history import PermitHistory
 from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Place
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 
@@ -33,10 +33,10 @@ _CAUSES: Final = frozenset({"submit", "place", "forget", "node", "control_resume
 """Samples that a story needs beside what follows from them."""
 
 
-class JobStory:
+class JobHistory:
     def __init__(self, job: JobId, *, since: datetime) -> None:
         """Follows events before `since` without reporting them."""
-        self.permits = PermitStory(job)
+        self.permits = PermitHistory(job)
         self.is_known = self.was_known = False
         self._job = job
         self._since = since

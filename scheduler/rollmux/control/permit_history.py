@@ -9,8 +9,8 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect
+from scheduler.rollmux.control.history_entry import Entry, Told, nodes_in_words, seconds
 from scheduler.rollmux.control.journal_lines import Moment
-from scheduler.rollmux.control.story_entry import Entry, Told, nodes_in_words, seconds
 from scheduler.rollmux.permits.events import (
     DropPlace,
     EndPermit,
@@ -106,7 +106,7 @@ class NodeHolders:
                 self._on.pop(node, None)
 
 
-class PermitStory:
+class PermitHistory:
     def __init__(self, job: JobId) -> None:
         self.summaries: dict[PhaseKind, PermitSummary] = {}
         self._job = job
