@@ -3,22 +3,27 @@
 Two real engines in float32 follow a store through the gateway. Each setting of the sampling surface
 is asked for twice: once unmoved, once cut and moved to the other engine at one to three random
 tokens. Greedy, so that the ids must be equal; a turn that differs is listed with the gap between
-the two best candidates where it first does.
+the two best candidates where it first does. The control moves the same turns as longer prompts.
 """
 
 import argparse
 import asyncio
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 from benchmarks.migration.cluster import Cluster, cluster, engines
 from benchmarks.migration.comparison import Pair, summary
 from benchmarks.migration.model import BOS_ID, VOCABULARY, publish_model, write_model
 from benchmarks.migration.surface import MAX_TOKENS, SURFACE, Setting
+from scheduler.gateway.engine_fleet import Member
+from scheduler.gateway.policy.trajectories import Turn
 
 CONTEXT_TOKENS = 512
 PORTS = [18461, 18462]
@@ -50,17 +55,30 @@ async def measured(*, turns: int, seed: int) -> dict[str, Any]:
                 await both.publish("store")
                 pairs = await _pairs(both, turns=turns, random=Random(seed))
                 counters = asdict(both.counters)
-    return summary(pairs) | {"ledger": counters, "seed": seed, "turns_each": turns}
+                with output_as_prompt():
+                    control = await _pairs(both, turns=turns, random=Random(seed), name="control")
+    found = summary(pairs) | {"ledger": counters, "seed": seed, "turns_each": turns}
+    return found | {"control": summary(control)["settings"]}
 
 
-async def _pairs(both: Cluster, *, turns: int, random: Random) -> list[Pair]:
+@contextmanager
+def output_as_prompt() -> Iterator[None]:
+    """The control: turns go on elsewhere as longer prompts, whatever their sampling."""
+    with (
+        mock.patch.object(Member, "resumes", False),
+        mock.patch.object(Turn, "counts_output", False),
+    ):
+        yield
+
+
+async def _pairs(both: Cluster, *, turns: int, random: Random, name: str = "pair") -> list[Pair]:
     pairs = []
     for number in range(turns):
         prompt = [
             BOS_ID,
             *(random.randrange(3, VOCABULARY) for _ in range(random.randrange(4, 24))),
         ]
-        plain = await both.turn(f"plain-{number}", prompt, _greedy({}), moves=[])
+        plain = await both.turn(f"{name}-plain-{number}", prompt, _greedy({}), moves=[])
         pieces = [await both.text([token]) for token in plain.token_ids]
         for setting in SURFACE:
             pairs.append(

@@ -82,7 +82,11 @@ class Cluster:
     async def turn(
         self, name: str, prompt: list[int], sampling: dict[str, Any], *, moves: list[int]
     ) -> Turn:
-        """Serves a turn, which leaves its engine at each number of tokens of `moves`."""
+        """Serves a turn, which leaves its engine at each number of tokens of `moves`.
+
+        At the first it goes to the other engine, later to either: a stalled engine is avoided for
+        some seconds.
+        """
         body = {"request_id": name, "token_ids": prompt, "sampling_params": sampling}
         request = decode_generate(json.dumps(body).encode())
         left = sorted(moves)
@@ -90,8 +94,9 @@ class Cluster:
         def on_turn(turn: Turn) -> Any:
             def moved() -> None:
                 if left and len(turn.token_ids) >= left[0] and not turn.ended:
+                    first = len(left) == len(moves)
                     left.pop(0)
-                    self._move(turn)
+                    self._move(turn, Cut.STALL if first else Cut.SWITCH)
 
             return moved
 
@@ -114,11 +119,11 @@ class Cluster:
         async with self._session.post(f"{self._urls[0]}/detokenize", json=body) as reply:
             return str((await reply.json())["prompt"])
 
-    def _move(self, turn: Turn) -> None:
+    def _move(self, turn: Turn, why: Cut) -> None:
         for member in self.scheduler.fleet.members.values():
             for running in member.running:
                 if isinstance(running, RunningAttempt) and running.turn is turn:
-                    running.cut(Cut.STALL)
+                    running.cut(why)
 
 
 @asynccontextmanager

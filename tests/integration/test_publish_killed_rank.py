@@ -94,7 +94,7 @@ def test_the_version_before_stays_and_the_killed_rank_is_named(tmp_path: Path, v
     assert said[victim] == ""
     for rank in {0, 1, 2} - {victim}:
         assert f"rank {victim}" in said[rank]
-        assert "said nothing for" in said[rank]
+        assert "did not report for" in said[rank]
     assert Receiver(tmp_path).latest() == 1
     assert torch.equal(_held(tmp_path, 1), first)
     with _ranks(tmp_path, victim=-1) as processes:

@@ -130,7 +130,7 @@ class RankZero:
         self._is_over = True
         silent = ", ".join(str(rank) for rank in range(self._ranks) if rank not in answers)
         raise Exhausted(
-            f"step {self._step}: rank {silent} of {self._ranks} said nothing for "
+            f"step {self._step}: rank {silent} of {self._ranks} did not report for "
             f"{self._timeout_s:g} s; the version before stays in force"
         )
 

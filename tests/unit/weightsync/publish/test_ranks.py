@@ -73,7 +73,7 @@ def test_every_rank_raises_an_error_of_one_rank(tmp_path: Path, failing: int, tu
 def test_silent_ranks_are_named(tmp_path: Path) -> None:
     first = _alone_at(tmp_path, 0, ranks=3)
     with (
-        pytest.raises(Exhausted, match=r"step 4: rank 1, 2 of 3 said nothing for 5 s"),
+        pytest.raises(Exhausted, match=r"step 4: rank 1, 2 of 3 did not report for 5 s"),
         first.conversation(4) as talk,
     ):
         talk.gather(Said("offer"))
