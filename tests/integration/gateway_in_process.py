@@ -52,6 +52,10 @@ class GatewayInProcess:
         self._site = site
         self._session = aiohttp.ClientSession()
 
+    @property
+    def url(self) -> str:
+        return self._site.url
+
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         async with self._session.post(self._site.url + path, json=body) as response:
             return response.status, await response.json()
