@@ -1,4 +1,4 @@
-"""One slot in virtual time: the real pulse book, agent policy and gate around a fake engine.
+"""One slot in virtual time: the real pulse state, agent policy and gate around a fake engine.
 
 Production and guest share one device that runs one step at a time and never interrupts one, which
 is the worst case of a gate without an isolation backend: every admitted step delays production by
@@ -53,14 +53,14 @@ class FakeProduction:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     served: list[Request] = field(default_factory=list)
-    book: PulseState = field(default_factory=lambda: PulseState(step_tokens=STEP_TOKENS))
+    state: PulseState = field(default_factory=lambda: PulseState(step_tokens=STEP_TOKENS))
 
     def arrive(self, request: Request) -> None:
         self.waiting.append(request)
         if request.unseen:
             return
         body_bytes = 100 + _BYTES_PER_TOKEN * request.prompt_tokens
-        self.leases.arrive(request.key, body_bytes=body_bytes, now_ns=_ns(request.at_s))
+        self.state.arrive(request.key, body_bytes=body_bytes, now_ns=_ns(request.at_s))
 
     @property
     def kv_usage_ratio(self) -> float:
@@ -100,7 +100,7 @@ class FakeProduction:
         for one in self.running:
             if not one.left and one.produced >= one.leaves_after:
                 one.left = True
-                self.leases.finish(one.key, now_ns=_ns(now))
+                self.state.finish(one.key, now_ns=_ns(now))
 
     def _admit(self) -> None:
         while self.waiting:
@@ -124,11 +124,11 @@ class FakeProduction:
             finished_prompt_tokens=tuple(one.prompt_tokens for one in done),
             ours=bool(first or gaps),
         )
-        self.leases.step(step, now_ns=_ns(end_s))
+        self.state.step(step, now_ns=_ns(end_s))
         for one in done:
             self.running.remove(one)
             self.served.append(one)
-            self.leases.finish(one.key, now_ns=_ns(end_s))
+            self.state.finish(one.key, now_ns=_ns(end_s))
         for one in gone:
             self.running.remove(one)
 
@@ -199,7 +199,7 @@ class FakeSlot:
     def pulse(self) -> Reading[Pulse]:
         if self.now < self.down_until_s:
             return Reading(None, PageFault.EXPIRED)
-        return Reading(self.production.book.pulse(now_ns=_ns(self.now)), None)
+        return Reading(self.production.state.pulse(now_ns=_ns(self.now)), None)
 
     def _guest_step(self) -> bool:
         decision = self._decide()
@@ -234,7 +234,7 @@ class FakeSlot:
         self._next_beat_s = self.now + self.settings.beat_s
         if self.now >= self._next_refit_s:
             self._next_refit_s = self.now + 1.0
-            self.production.book.refit()
+            self.production.state.refit()
         reading = self.pulse()
         steps = len(self.guest_steps)
         guest = Guest(
@@ -249,11 +249,11 @@ class FakeSlot:
         effects = self.policy.observe(sample, now=self.now)
         (self.grant,) = [one.grant for one in effects if isinstance(one, WriteGrant)]
         self.beats.append(Beat(self.now, self.grant, effects))
-        book = self.production.book
+        state = self.production.state
         if self.grant.mode.admits and self._guest:
-            book.alone_since_ns = None
-        elif book.alone_since_ns is None:
-            book.alone_since_ns = _ns(self.now)
+            state.alone_since_ns = None
+        elif state.alone_since_ns is None:
+            state.alone_since_ns = _ns(self.now)
 
     def _withheld(self) -> int:
         """The guest obeys at once."""

@@ -82,7 +82,7 @@ def test_a_restart_of_production_is_learnt_anew_before_the_guest_steps_again() -
     opened = [one.at_s for one in slot.beats if one.at_s > back_s and one.grant.mode.admits]
     assert opened
     assert slot.guest_steps[begun][0] >= opened[0]
-    assert slot.production.book.times.learned >= slot.settings.model_samples_min
+    assert slot.production.state.times.learned >= slot.settings.model_samples_min
 
 
 def unseen(since_s: float, until_s: float, *, every_s: float) -> list[Request]:
@@ -130,7 +130,7 @@ def test_no_load_that_the_middleware_sees_is_taken_for_unseen_requests() -> None
     slot = FakeSlot(guest=True)
     slot.run(160.0, arrivals)
     assert not [one for one in slot.beats if "nothing is in flight" in one.grant.reason]
-    assert slot.production.book.pulse(now_ns=int(160e9)).unseen_steps_total == 0
+    assert slot.production.state.pulse(now_ns=int(160e9)).unseen_steps_total == 0
     assert slot.guest_time_s(LEARNED_S, 158.0) > 10.0
 
 

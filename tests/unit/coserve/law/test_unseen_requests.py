@@ -1,6 +1,6 @@
 """Requests that reach production past the middleware: what the engine does for them is no idleness.
 
-The book hears of them by the statistics logger alone; the gate has the pulse that it publishes.
+The state hears of them by the statistics logger alone; the gate has the pulse that it publishes.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Engine:
     """Production as its logger sees it; the middleware sees what a test lets arrive."""
 
     def __init__(self) -> None:
-        self.leases, self.now_ns = PulseState(), START_NS
+        self.state, self.now_ns = PulseState(), START_NS
 
     def after(self, seconds: float) -> "Engine":
         self.now_ns += round(seconds * 1e9)
@@ -50,7 +50,7 @@ class Engine:
         if running is None:
             waiting = None
         step = EngineStep(running=running, waiting=waiting, **(told | fields))
-        self.leases.step(step, now_ns=self.now_ns)
+        self.state.step(step, now_ns=self.now_ns)
 
     def decode(self, requests: int, *, step_s: float = 0.02) -> None:
         self.after(step_s).step(
@@ -58,13 +58,13 @@ class Engine:
         )
 
     def arrive(self, key: int) -> None:
-        self.leases.arrive(key, body_bytes=300, now_ns=self.now_ns)
+        self.state.arrive(key, body_bytes=300, now_ns=self.now_ns)
 
     def finish(self, key: int) -> None:
-        self.leases.finish(key, now_ns=self.now_ns)
+        self.state.finish(key, now_ns=self.now_ns)
 
     def pulse(self) -> PulseHead:
-        return self.leases.pulse(now_ns=self.now_ns)
+        return self.state.pulse(now_ns=self.now_ns)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_nothing_is_unseen_while_the_middleware_sees_as_much(engine: Engine, gra
     engine.after(0.05).step(running=4, first_tokens=2, prompt_tokens=80, generation_tokens=2)
     (terms,) = terms_of([engine.pulse()], grant)
     assert (terms.decoding, terms.unseen) == (2, 0)
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
 
 
 def test_a_probe_is_no_way_past_unseen_requests(engine: Engine, grant: Grant) -> None:
@@ -206,16 +206,16 @@ def test_an_aborted_request_is_work_until_its_engine_says_that_it_is_gone(
     assert decision(grant, engine.pulse(), now_ns=engine.now_ns + 10_000_000).tokens == 0
     engine.after(0.02).step(running=0, ours=False)
     assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 512
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
 
 
 def test_a_step_after_the_last_reply_counts_as_unseen_only_if_it_served(engine: Engine) -> None:
     engine.step(running=0, ours=False)
     engine.step(running=2, ours=False)
     engine.step(running=None, ours=True)
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
     engine.decode(1)
-    pulse = engine.book.pulse(now_ns=engine.now_ns)
+    pulse = engine.state.pulse(now_ns=engine.now_ns)
     assert (pulse.unseen_steps_total, pulse.unseen_step_ns) == (1, engine.now_ns)
 
 
@@ -223,10 +223,10 @@ def test_time_with_unseen_requests_is_busy_time(engine: Engine) -> None:
     engine.decode(8)
     for _ in range(100):
         engine.decode(8)
-    assert engine.book.pulse(now_ns=engine.now_ns).busy_s_total == pytest.approx(2.0)
+    assert engine.state.pulse(now_ns=engine.now_ns).busy_s_total == pytest.approx(2.0)
     engine.decode(0, step_s=60.0)
     engine.after(60.0).decode(1)
-    assert engine.book.pulse(now_ns=engine.now_ns).busy_s_total == pytest.approx(2.0, abs=0.1)
+    assert engine.state.pulse(now_ns=engine.now_ns).busy_s_total == pytest.approx(2.0, abs=0.1)
 
 
 @given(
@@ -247,7 +247,7 @@ def test_no_moment_is_busy_twice(events: list[tuple[str, float]]) -> None:
             engine.finish(open_keys.pop(0))
         else:
             engine.decode(1, step_s=0.0)
-        busy_s = engine.book.pulse(now_ns=engine.now_ns).busy_s_total
+        busy_s = engine.state.pulse(now_ns=engine.now_ns).busy_s_total
         assert before_s <= busy_s <= (engine.now_ns - START_NS) * 1e-9 + 1e-6
         before_s = busy_s
 
@@ -257,7 +257,7 @@ def test_a_response_in_the_background_is_work_from_the_end_of_its_reply(
 ) -> None:
     engine.arrive(1)
     engine.after(0.001)
-    engine.book.finish(1, now_ns=engine.now_ns, outlived=True)
+    engine.state.finish(1, now_ns=engine.now_ns, outlived=True)
     engine.after(0.05)
     assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 0, "it prefills"
     engine.step(running=1, first_tokens=1, prompt_tokens=40, generation_tokens=1)
@@ -279,29 +279,29 @@ def test_a_request_that_is_refused_holds_nothing_back(engine: Engine, grant: Gra
 def test_an_open_websocket_is_in_flight_and_its_steps_are_seen(
     engine: Engine, grant: Grant
 ) -> None:
-    engine.book.connect(7)
+    engine.state.connect(7)
     engine.after(60.0)
-    pulse = engine.book.pulse(now_ns=engine.now_ns)
+    pulse = engine.state.pulse(now_ns=engine.now_ns)
     assert (pulse.in_flight, pulse.sockets, pulse.waiting, pulse.decoding) == (1, 1, 0, 0)
     assert pulse.busy_s_total == 0.0, "nobody speaks"
     assert decision(grant, pulse, now_ns=engine.now_ns).tokens == 512, "no hung engine either"
-    engine.book.spoken_ns = engine.now_ns
+    engine.state.spoken_ns = engine.now_ns
     engine.decode(1)
     engine.after(0.01)
     assert decision(grant, engine.pulse(), now_ns=engine.now_ns).tokens == 0
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
-    engine.book.finish(7, now_ns=engine.now_ns)
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+    engine.state.finish(7, now_ns=engine.now_ns)
     assert engine.pulse().in_flight == 0
 
 
 def test_an_hour_of_websockets_that_speak_leaves_no_unseen_step(engine: Engine) -> None:
     for key in range(3):
-        engine.book.connect(key)
+        engine.state.connect(key)
     for _ in range(3600):
         engine.after(0.9)
-        engine.book.spoken_ns = engine.now_ns
+        engine.state.spoken_ns = engine.now_ns
         engine.decode(3, step_s=0.1)
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
 
 
 @pytest.mark.parametrize(
@@ -310,8 +310,8 @@ def test_an_hour_of_websockets_that_speak_leaves_no_unseen_step(engine: Engine) 
 def test_a_websocket_hides_no_request_of_another_door(
     engine: Engine, grant: Grant, silent_s: float, requests: int
 ) -> None:
-    engine.book.connect(7)
-    engine.book.spoken_ns = engine.now_ns
+    engine.state.connect(7)
+    engine.state.spoken_ns = engine.now_ns
     engine.after(silent_s)
     for _ in range(3):
         engine.after(0.1).step(
@@ -321,21 +321,21 @@ def test_a_websocket_hides_no_request_of_another_door(
             generation_tokens=requests,
             finished_prompt_tokens=(8000,) * requests,
         )
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 3
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 3
 
 
 def test_once_the_websocket_is_closed_it_explains_nothing(engine: Engine) -> None:
-    engine.book.connect(7)
-    engine.book.spoken_ns = engine.now_ns
+    engine.state.connect(7)
+    engine.state.spoken_ns = engine.now_ns
     engine.finish(7)
     engine.step(running=1, prompt_tokens=512)
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 1
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 1
 
 
 def test_a_step_for_a_websocket_is_work_a_moment_later_too(engine: Engine, grant: Grant) -> None:
     """Its next step may follow, and the cores tell of it at its end only."""
-    engine.book.connect(7)
-    engine.book.spoken_ns = engine.now_ns
+    engine.state.connect(7)
+    engine.state.spoken_ns = engine.now_ns
     engine.step(
         running=0, first_tokens=1, prompt_tokens=40, generation_tokens=1,
         finished_prompt_tokens=(40,),
@@ -396,7 +396,7 @@ def test_requests_of_another_api_server_are_not_unseen_by_this_one() -> None:
     """A step that gave it nothing may tell it of theirs."""
     engine = Engine()
     for _ in range(10):
-        engine.book.step(
+        engine.state.step(
             EngineStep(
                 running=2, waiting=0, kv_usage_ratio=0.5, first_tokens=0, prompt_tokens=0,
                 generation_tokens=0, inter_token_s=(), finished_prompt_tokens=(), ours=False,
@@ -404,4 +404,4 @@ def test_requests_of_another_api_server_are_not_unseen_by_this_one() -> None:
             now_ns=engine.now_ns,
             beside=Siblings(in_flight=2, decoding=2, requests_total=2),
         )  # fmt: skip
-    assert engine.book.pulse(now_ns=engine.now_ns).unseen_steps_total == 0
+    assert engine.state.pulse(now_ns=engine.now_ns).unseen_steps_total == 0

@@ -15,7 +15,7 @@ class Production:
     """An engine whose clock advances by the duration of each event."""
 
     def __init__(self) -> None:
-        self.leases = PulseState()
+        self.state = PulseState()
         self.now_ns = START_NS
 
     def after(self, seconds: float) -> "Production":
@@ -23,10 +23,10 @@ class Production:
         return self
 
     def arrive(self, key: int, *, body_bytes: int = 300) -> None:
-        self.leases.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
+        self.state.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
 
     def finish(self, key: int) -> None:
-        self.leases.finish(key, now_ns=self.now_ns)
+        self.state.finish(key, now_ns=self.now_ns)
 
     def step(self, beside: Siblings | None = NO_SIBLINGS, **fields: Any) -> None:
         defaults: dict[str, Any] = {
@@ -39,10 +39,10 @@ class Production:
             "finished_prompt_tokens": (),
         }
         step = EngineStep(**(defaults | fields))
-        self.leases.step(step, now_ns=self.now_ns, beside=beside)
+        self.state.step(step, now_ns=self.now_ns, beside=beside)
 
     def pulse(self) -> Pulse:
-        return self.leases.pulse(now_ns=self.now_ns)
+        return self.state.pulse(now_ns=self.now_ns)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_a_body_of_unknown_length_is_a_prompt_of_one_token_and_no_error(
 def test_the_p99_prompt_is_that_of_finished_requests(production: Production) -> None:
     production.step(finished_prompt_tokens=tuple(range(1, 101)))
     assert production.pulse().prompt_tokens_p99 == 0, "slow figures come with refit"
-    production.book.refit()
+    production.state.refit()
     assert production.pulse().prompt_tokens_p99 == 100
 
 
@@ -189,7 +189,7 @@ def test_learns_prefills_from_requests_that_were_alone_until_their_first_token(
         production.arrive(key)
         production.after(0.05).step(first_tokens=1, prompt_tokens=100)
         production.after(0.01).finish(key)
-    production.book.refit()
+    production.state.refit()
     assert production.pulse().model.prefill_s(100) == pytest.approx(0.05)
 
 
@@ -197,7 +197,7 @@ def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production)
     """Measured from the end of the step that ran at the arrival, less the decodes' share."""
     for requests in (1, 2) * 15:
         production.step(inter_token_s=(0.003 + 0.001 * requests,) * requests)
-    production.book.refit()
+    production.state.refit()
     production.arrive(0)
     production.arrive(1)
     production.after(0.04).step(first_tokens=2, prompt_tokens=100)
@@ -206,7 +206,7 @@ def test_learns_prefills_of_an_engine_that_is_never_idle(production: Production)
         production.after(0.002).step(inter_token_s=(0.005, 0.005))
         production.after(0.042).step(first_tokens=1, prompt_tokens=100, inter_token_s=(0.042,) * 2)
         production.after(0.005).finish(key)
-    production.book.refit()
+    production.state.refit()
     assert production.pulse().model.prefill_s(100) == pytest.approx(0.04)
 
 
@@ -219,9 +219,9 @@ def test_learns_prefills_that_wait_for_one_another_from_all_of_them(
     production.arrive(3)
     production.after(0.0412).step(first_tokens=1, prompt_tokens=400)
     production.after(0.0512).step(first_tokens=1, prompt_tokens=400)
-    assert not production.book.times.prefills
+    assert not production.state.times.prefills
     production.after(0.0176).step(first_tokens=1, prompt_tokens=400)
-    assert production.book.times.prefills.pop() == (400, pytest.approx(0.04))
+    assert production.state.times.prefills.pop() == (400, pytest.approx(0.04))
 
 
 def test_an_engine_that_never_catches_up_teaches_too(production: Production) -> None:
@@ -229,7 +229,7 @@ def test_an_engine_that_never_catches_up_teaches_too(production: Production) -> 
         production.arrive(key)
     for _ in range(39):
         production.after(0.04).step(first_tokens=1, prompt_tokens=400)
-    assert list(production.book.times.prefills) == [(400, pytest.approx(0.04))] * 2
+    assert list(production.state.times.prefills) == [(400, pytest.approx(0.04))] * 2
 
 
 def test_prefills_teach_nothing_where_a_request_went_away(production: Production) -> None:
@@ -240,18 +240,18 @@ def test_prefills_teach_nothing_where_a_request_went_away(production: Production
     production.after(0.02).arrive(3)
     production.after(0.01).step(inter_token_s=(0.03,))
     production.after(0.04).step(first_tokens=1, prompt_tokens=400)
-    assert list(production.book.times.prefills) == [(400, pytest.approx(0.04))]
+    assert list(production.state.times.prefills) == [(400, pytest.approx(0.04))]
 
 
 def test_waiting_for_room_is_no_prefill(production: Production) -> None:
-    production.book.step_tokens = 512
+    production.state.step_tokens = 512
     production.arrive(1)
     production.arrive(2)
     production.after(0.04).step(first_tokens=1, prompt_tokens=400)
     for _ in range(50):
         production.after(0.01).step(inter_token_s=(0.01,))
     production.after(0.04).step(first_tokens=1, prompt_tokens=400)
-    assert not production.book.times.prefills
+    assert not production.state.times.prefills
 
 
 def test_a_step_that_may_hold_a_piece_of_a_prompt_is_no_decode(production: Production) -> None:
@@ -259,17 +259,17 @@ def test_a_step_that_may_hold_a_piece_of_a_prompt_is_no_decode(production: Produ
     production.after(0.01).step(first_tokens=1, prompt_tokens=20)
     production.arrive(2)
     production.after(0.05).step(inter_token_s=(0.05,))
-    assert not production.book.times.decodes
+    assert not production.state.times.decodes
     production.after(0.05).step(inter_token_s=(0.05,), first_tokens=1, prompt_tokens=900)
     production.after(0.01).step(inter_token_s=(0.01, 0.01))
-    assert list(production.book.times.decodes) == [(2, 0.01)]
+    assert list(production.state.times.decodes) == [(2, 0.01)]
 
 
 def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> None:
     for _ in range(30):
         production.step(inter_token_s=(0.004, 0.005, 0.006))
         production.step(inter_token_s=(0.040, 0.040), first_tokens=1, prompt_tokens=100)
-    production.book.refit()
+    production.state.refit()
     assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
 
 
@@ -277,10 +277,10 @@ def test_the_pulse_says_how_well_its_model_held(production: Production) -> None:
     for _ in range(30):
         production.step(inter_token_s=(0.005,))
     assert production.pulse().decode_calibration.steps == 0
-    production.book.refit()
+    production.state.refit()
     for _ in range(10):
         production.step(inter_token_s=(0.010,))
-    production.book.refit()
+    production.state.refit()
     pulse = production.pulse()
     assert (pulse.decode_calibration.steps, pulse.decode_calibration.over_ratio) == (10, 1.0)
     assert pulse.decode_calibration.p90_ratio == pytest.approx(2.0)
@@ -288,15 +288,15 @@ def test_the_pulse_says_how_well_its_model_held(production: Production) -> None:
 
 
 def test_a_step_beside_a_guest_is_not_learned(production: Production) -> None:
-    times = production.book.times
+    times = production.state.times
     production.arrive(1)
-    production.book.alone_since_ns = None
+    production.state.alone_since_ns = None
     production.after(0.05).step(first_tokens=1, prompt_tokens=100)
     production.after(0.01).step(inter_token_s=(0.01,))
     assert not times.prefills
     assert not times.decodes
     production.after(0.005)
-    production.book.alone_since_ns = production.now_ns
+    production.state.alone_since_ns = production.now_ns
     production.after(0.005).step(inter_token_s=(0.01,))
     assert not times.decodes, "it began while a guest was let in"
     production.after(0.01).step(inter_token_s=(0.01,))
@@ -321,54 +321,54 @@ def test_the_model_rests_on_no_more_than_its_lesser_half(production: Production)
 def test_publishes_no_model_before_there_are_enough_samples(production: Production) -> None:
     for _ in range(19):
         production.step(inter_token_s=(0.005,))
-    production.book.refit()
+    production.state.refit()
     assert production.pulse().model.decode_s(1) == 0.0
 
 
 def test_a_prefill_beside_one_of_another_api_server_teaches_nothing(
     production: Production,
 ) -> None:
-    book = production.book
-    book.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=Siblings())
+    state = production.state
+    state.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=Siblings())
     production.after(0.05).step(
         beside=Siblings(in_flight=1, decoding=1, requests_total=1), first_tokens=1, prompt_tokens=50
     )
-    assert not book.times.prefills, "the other's prompt may have been in the step"
+    assert not state.times.prefills, "the other's prompt may have been in the step"
     production.after(0.01).finish(1)
     quiet = Siblings(in_flight=1, decoding=1, requests_total=1)
-    book.arrive(2, body_bytes=300, now_ns=production.now_ns, beside=quiet)
+    state.arrive(2, body_bytes=300, now_ns=production.now_ns, beside=quiet)
     production.after(0.05).step(beside=quiet, first_tokens=1, prompt_tokens=50)
-    assert list(book.times.prefills) == [(50, pytest.approx(0.05))]
+    assert list(state.times.prefills) == [(50, pytest.approx(0.05))]
 
 
 def test_a_prompt_that_waits_for_room_that_others_hold_teaches_nothing(
     production: Production,
 ) -> None:
-    book = production.book
-    book.step_tokens = 512
+    state = production.state
+    state.step_tokens = 512
     before = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=100)
-    book.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=before)
+    state.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=before)
     later = Siblings(in_flight=1, decoding=1, requests_total=1, steps_total=160)
     production.after(3.0).step(beside=later, first_tokens=1, prompt_tokens=50)
-    assert not book.times.prefills
+    assert not state.times.prefills
 
 
 def test_decodes_of_other_api_servers_are_in_the_batch(production: Production) -> None:
-    book = production.book
+    state = production.state
     for beside in (None, Siblings(in_flight=4, waiting=1, decoding=3, requests_total=4)):
         production.step(beside=beside, inter_token_s=(0.01, 0.01))
         production.step(beside=beside, inter_token_s=(0.01, 0.01))
-    assert not book.times.decodes, "what they have is not known, or may be a prefill"
+    assert not state.times.decodes, "what they have is not known, or may be a prefill"
     for _ in range(2):
         decoding = Siblings(in_flight=3, decoding=3, requests_total=4)
         production.after(0.01).step(beside=decoding, inter_token_s=(0.01, 0.01))
-    assert list(book.times.decodes) == [(5, 0.01)]
+    assert list(state.times.decodes) == [(5, 0.01)]
 
 
 def test_engine_cores_that_step_side_by_side_teach_only_what_was_one_cores(
     production: Production,
 ) -> None:
-    times = production.book.times
+    times = production.state.times
     production.step(rank=0, inter_token_s=(0.01,))
     production.after(0.002).step(rank=1, inter_token_s=(0.02,))
     production.after(0.002).step(rank=0, inter_token_s=(0.012, 0.012))
