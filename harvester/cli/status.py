@@ -24,7 +24,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
-from harvester.platform.bearer import authorization, read_own_token
+from harvester.platform.bearer import authorization, read_token
 
 _TIMEOUT_S = 3.0
 _MAX_REPLY_BYTES = 1 << 20
@@ -181,7 +181,7 @@ def _ask(agent_url: str, token_file: Path | None) -> SlotOffers:
         raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
     request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots")
     if token_file is not None:
-        request.headers.update(authorization(read_own_token(token_file)))
+        request.headers.update(authorization(read_token(token_file).decode()))
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
             return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)

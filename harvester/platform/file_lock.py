@@ -13,6 +13,7 @@ class FileLock:
     """
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
+        self.descriptor = -1
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self.descriptor = os.open(path, flags, mode)
 
@@ -39,7 +40,11 @@ class FileLock:
 
     def close(self) -> None:
         """Close this process's descriptor; the lock holds while another process has it."""
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    __del__ = close
 
 
 def locked(path: Path, *, taken: str) -> FileLock:

@@ -14,8 +14,11 @@ def opened(
     version: int,
     pragmas: Iterable[str],
     lock_s: float = 5.0,
+    threads: bool = False,
 ) -> sqlite3.Connection:
-    """A connection without implicit transactions, for one thread at a time; None is in memory.
+    """A connection without implicit transactions; None is in memory.
+
+    `threads`: used by several threads, by one of them at a time.
 
     `schema` creates what is missing. `lock_s` is how long to wait for another process's lock.
     Raises ConfigError if the file is locked, no database or of another version.
@@ -24,7 +27,9 @@ def opened(
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=lock_s)
+        db = sqlite3.connect(
+            where, isolation_level=None, check_same_thread=not threads, timeout=lock_s
+        )
         for pragma in pragmas:
             db.execute(f"PRAGMA {pragma}")
         (found,) = db.execute("PRAGMA user_version").fetchone()

@@ -17,6 +17,8 @@ from harvester.contracts.errors import Exhausted, RoseMuxError
 from harvester.platform.http_kit import body_of
 
 _MOST_BYTES = 64 << 20
+_WRONG_REQUEST = (400, 413, 422)
+"""Replies that every renderer would give; after any other the next one is asked."""
 _ENCODER = msgspec.json.Encoder()
 
 Body = dict[str, Any]
@@ -124,7 +126,7 @@ class Renderer:
                     raw = await body_of(response, most_bytes=_MOST_BYTES)
                     if response.status == 200:
                         return msgspec.json.decode(raw)
-                    if response.status < 500 and response.status not in (403, 429):
+                    if response.status in _WRONG_REQUEST:
                         raise RenderRefused(response.status, raw)
                     fault = f"{url}{path}: {response.status} {raw[:200].decode(errors='replace')}"
             except (

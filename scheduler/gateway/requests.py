@@ -35,6 +35,7 @@ _RESERVED_ARGUMENTS = frozenset(
 
 _MAX_ID_CHARS = 200
 _MAX_STOP_TOKENS = 256
+_MAX_STRING_CHARS = 1024
 _NEUTRAL_BYTES = 64
 
 
@@ -102,7 +103,7 @@ def decode_generate(body: bytes, *, vocabulary_tokens: int | None = None) -> Gen
     """
     try:
         request = _DECODER.decode(body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         request = _decode_without_neutral_fields(body)
     _check(request, vocabulary_tokens)
     return request
@@ -212,6 +213,15 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
             f"stop: at most {_MAX_STOP_TOKENS} strings, none of them empty",
         ),
         (
+            _short_texts(stop_strings(sampling)) and _short_texts(sampling.bad_words or ()),
+            f"stop, bad_words: at most {_MAX_STOP_TOKENS} texts of {_MAX_STRING_CHARS} characters",
+        ),
+        (
+            len(sampling.logit_bias or ()) <= bound
+            and len(sampling.allowed_token_ids or ()) <= bound,
+            "logit_bias, allowed_token_ids: more ids than the vocabulary has",
+        ),
+        (
             not _RESERVED_ARGUMENTS.intersection(sampling.extra_args or {}),
             f"extra_args: {', '.join(sorted(_RESERVED_ARGUMENTS))} are the gateway's own",
         ),
@@ -242,6 +252,10 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
 
 def stop_strings(sampling: SamplingParams) -> tuple[str, ...]:
     return (sampling.stop,) if isinstance(sampling.stop, str) else sampling.stop or ()
+
+
+def _short_texts(texts: tuple[str, ...]) -> bool:
+    return len(texts) <= _MAX_STOP_TOKENS and all(len(text) <= _MAX_STRING_CHARS for text in texts)
 
 
 def _all_below(bound: int, token_ids: tuple[int, ...]) -> bool:

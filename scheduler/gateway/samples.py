@@ -112,7 +112,8 @@ class Samples:
             return None
         choice = turn.choice(start=self._sent_tokens[index])
         ended = choice.finish_reason is not None
-        if not choice.token_ids and not ended:
+        if not choice.token_ids and not (ended and self._tasks[index].done()):
+            # A turn without a token may have been refused, which only its task says.
             return None
         self._sent_tokens[index] += len(choice.token_ids)
         self._sent_end[index] = ended

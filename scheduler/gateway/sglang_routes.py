@@ -14,18 +14,21 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest
-from scheduler.gateway.renderer import Body
-from scheduler.gateway.samples import Samples, follow, samples_of
+from harvester.platform.http_kit import json_reply
+from scheduler.gateway.renderer import COMPLETION, Body
+from scheduler.gateway.requests import stop_strings
+from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.text_routes import (
     Admit,
     JobOf,
     event_stream,
     json_object,
-    json_reply,
+    text_tokens,
     trajectory_of,
+    turns_of,
+    without_stop,
 )
 
 MAX_PROMPTS = 4096
@@ -81,7 +84,8 @@ class SglangRoutes:
         ]
 
     async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response()
+        up = any(member.up for member in self._scheduler.fleet.members.values())
+        return web.Response(status=200 if up else 503)
 
     async def _info(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
@@ -100,8 +104,8 @@ class SglangRoutes:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         job = self._job_of(request)
         asked = _Asked(await json_object(request))
-        prompts = asked.input_ids or [await self._tokens(text) for text in asked.texts]
-        turns = [turn for i, ids in enumerate(prompts) for turn in self._turns(job, asked, ids, i)]
+        ids = asked.input_ids or [await self._tokens(text) for text in asked.texts]
+        turns = turns_of([self._admit(job, asked.generate(each, i)) for i, each in enumerate(ids)])
         trajectory = trajectory_of(request, asked.name, asked.session)
         async with follow(self._scheduler, job, trajectory, turns) as samples:
             if asked.stream:
@@ -125,11 +129,6 @@ class SglangRoutes:
                 told = await self._told(asked, turn.choice(), turns[chunk.index])
                 await send(told | {"index": chunk.index})
         return send.response
-
-    def _turns(
-        self, job: JobId, asked: "_Asked", ids: list[int], index: int
-    ) -> list[GenerateRequest]:
-        return samples_of(self._admit(job, asked.generate(ids, index)))
 
     async def _tokens(self, text: str) -> list[int]:
         told = await self._scheduler.renderer.post("/tokenize", {"prompt": text})
@@ -165,13 +164,33 @@ class SglangRoutes:
                     [[each.logprob, each.token_id, None] for each in token.top_logprobs]
                     for token in content
                 ]
-        text = ""
-        if asked.texts and choice.token_ids:
-            told = await self._scheduler.renderer.post(
-                "/detokenize", {"tokens": list(choice.token_ids)}
-            )
-            text = told["prompt"]
+        text = await self._text(choice, turn) if asked.texts else ""
         return {"text": text, "output_ids": choice.token_ids, "meta_info": meta}
+
+    async def _text(self, choice: Choice, turn: GenerateRequest) -> str:
+        """The choice's text, without what ended it and without special tokens, as SGLang's."""
+        sampling = turn.sampling_params
+        ids = choice.token_ids[: text_tokens(choice, turn)]
+        if not ids:
+            return ""
+        ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
+        told = await self._scheduler.renderer.derender(
+            COMPLETION,
+            {"prompt": "", "skip_special_tokens": sampling.skip_special_tokens},
+            [list(turn.token_ids)],
+            [
+                {
+                    "request_id": turn.request_id,
+                    "choices": [
+                        {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
+                    ],
+                }
+            ],
+        )
+        text: str = told["choices"][0]["text"]
+        if sampling.include_stop_str_in_output:
+            return text
+        return without_stop(text, choice.stop_reason, stop_strings(sampling))
 
 
 class _Asked:
@@ -195,15 +214,22 @@ class _Asked:
         count = len(self.texts) + len(self.input_ids)
         if not 0 < count <= MAX_PROMPTS or not all(isinstance(each, str) for each in self.texts):
             raise PeerProtocolError(f"text, input_ids: send 1 to {MAX_PROMPTS} prompts")
-        sampling = body.get("sampling_params") or {}
-        if isinstance(sampling, list) or not isinstance(sampling, dict):
+        sampling = body.get("sampling_params")
+        if sampling is None:
+            sampling = {}
+        if not isinstance(sampling, dict):
             raise PeerProtocolError("sampling_params: send one object for all prompts")
         self._sampling = _translated(sampling)
-        self.name = str(body.get("rid") or secrets.token_hex(16))
+        rid, candidates = body.get("rid"), body.get("top_logprobs_num") or 0
+        if rid is not None and not isinstance(rid, str):
+            raise PeerProtocolError("rid: send one string for the request")
+        if not isinstance(candidates, int) or isinstance(candidates, bool):
+            raise PeerProtocolError("top_logprobs_num: send one number for all prompts")
+        self.name: str = secrets.token_hex(16) if rid is None else rid
         self.session = body.get("session_id")
         self.stream = bool(body.get("stream"))
         self.logprobs = bool(body.get("return_logprob"))
-        self.candidates = int(body.get("top_logprobs_num") or 0)
+        self.candidates = candidates
         self._more = {
             name: body[name]
             for name in ("weight_version", "priority", "model")

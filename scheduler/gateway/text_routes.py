@@ -11,7 +11,7 @@ client that leaves takes all of its turns with it.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,7 +22,8 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.leases import SESSION_HEADER
-from harvester.contracts.wire.rollouts import Choice, GenerateRequest
+from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
+from harvester.platform.http_kit import decoded_body, json_reply
 from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect
 from scheduler.gateway.requests import checked_trajectory, stop_strings
 from scheduler.gateway.samples import Samples, follow, samples_of
@@ -41,6 +42,9 @@ _OWN_FIELDS = ("weight_version", "session_id", "model", "stream", "stream_option
 """Fields that the gateway answers itself; the renderer is given all others."""
 _RENDERER_FIELDS = ("skip_clone", "output_kind", "output_text_buffer_length")
 """Sampling fields of a rendered request that mean something within vLLM only."""
+
+MAX_TURNS = 1 << 14
+"""Turns of one request, over all of its prompts: as many as may wait in the queue."""
 
 JobOf: TypeAlias = Callable[[web.Request], JobId]
 Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
@@ -84,8 +88,9 @@ class TextRoutes:
         job = self._job_of(request)
         text = _TextRequest(dialect, job, await json_object(request))
         rendered = await self._renderer.render(dialect, text.to_render)
+        check_count(len(rendered))
         prompts = [self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)]
-        turns = [turn for prompt in prompts for turn in samples_of(prompt)]
+        turns = turns_of(prompts)
         trajectory = trajectory_of(request, text.name, text.session)
         async with follow(self._scheduler, job, trajectory, turns) as samples:
             if text.stream:
@@ -113,8 +118,7 @@ class TextRoutes:
         reply |= {"id": text.name, "model": text.model}
         for index, told in enumerate(reply["choices"]):
             choice = msgspec.structs.replace(choices[index], index=index)
-            if not turns[index].sampling_params.include_stop_str_in_output:
-                text.change_text(told, partial(without_stop, stop_reason=choice.stop_reason))
+            text.end_text(told, choice, turns[index])
             text.complete(told, choice, turns[index])
         reply["usage"] = msgspec.to_builtins(samples.usage())
         if text.returns_ids and not text.dialect.many:
@@ -147,7 +151,7 @@ class TextRoutes:
                 told |= {"id": text.name, "model": text.model}
                 told.pop("usage", None)
                 for each in told["choices"]:
-                    text.change_text(each, partial(texts[choice.index].feed, choice=choice))
+                    text.change_streamed(each, texts[choice.index], choice)
                     text.complete(each, choice, turn)
                 await send(told)
             if wants_usage(text.stream_options):
@@ -203,24 +207,45 @@ class _TextRequest:
 
         Without the stop token that ended it, which is not part of the text.
         """
-        told: Body = msgspec.to_builtins(choice)
-        ids, content = told["token_ids"], told["logprobs"]["content"]
         sampling = turn.sampling_params
-        if isinstance(choice.stop_reason, int) and not sampling.include_stop_str_in_output:
-            ids, content = ids[:-1], content[:-1]
+        ids = choice.token_ids[: text_tokens(choice, turn)]
+        content: Any = choice.logprobs.content[: len(ids)]
+        if sampling.logprobs == 1:
+            # The one candidate that was asked for is the sampled token itself.
+            content = [msgspec.structs.replace(each, top_logprobs=(each,)) for each in content]
+        whole = choice.finish_reason is not None
         return {
             "index": index,
-            "token_ids": ids,
-            "logprobs": None if sampling.logprobs is None else {"content": content},
+            # vLLM derenders no choice without tokens; `end_text` takes their text away again.
+            "token_ids": ids or (choice.token_ids or turn.token_ids[-1:] if whole else ids),
+            "logprobs": None if sampling.logprobs is None or not ids else {"content": content},
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+
+    def change_streamed(self, told: Body, held: "StoppedText", choice: Choice) -> None:
+        """Passes a chunk's text through what is held back; vLLM's last chunk may have none."""
+        holder, name = (told, "text") if self.dialect.many else (_message(told), "content")
+        text = holder.get(name)
+        if isinstance(text, str) or held.holds:
+            holder[name] = held.feed(text or "", choice)
 
     def change_text(self, told: Body, change: Callable[[str], str]) -> None:
         """Changes the text of a choice of the reply, where it has one."""
         holder, name = (told, "text") if self.dialect.many else (_message(told), "content")
         if isinstance(holder.get(name), str):
             holder[name] = change(holder[name])
+
+    def end_text(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
+        """Cuts the whole text of a choice at its stop string, and empties that of no tokens."""
+        sampling = turn.sampling_params
+        if not text_tokens(choice, turn):
+            self.change_text(told, lambda _text: "")
+        elif not sampling.include_stop_str_in_output:
+            stops = stop_strings(sampling)
+            self.change_text(
+                told, partial(without_stop, stop_reason=choice.stop_reason, stops=stops)
+            )
 
     def complete(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
         """Adds to a choice of the reply what the renderer does not know of."""
@@ -255,23 +280,50 @@ class StoppedText:
         sampling = turn.sampling_params
         stops = () if sampling.include_stop_str_in_output else stop_strings(sampling)
         self._hold_chars = max(map(len, stops), default=1) - 1
+        self._stops = stops
         self._held = ""
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
 
     def feed(self, text: str, choice: Choice) -> str:
         """The text that may be sent now."""
         self._held += text
         if choice.finish_reason is not None:
-            return without_stop(self._held, choice.stop_reason)
+            text, self._held = self._held, ""
+            return without_stop(text, choice.stop_reason, self._stops)
         cut = len(self._held) - self._hold_chars
         ready, self._held = self._held[: max(0, cut)], self._held[max(0, cut) :]
         return ready
 
 
-def without_stop(text: str, stop_reason: int | str | None) -> str:
-    if not isinstance(stop_reason, str):
+def without_stop(text: str, stop_reason: int | str | None, stops: Collection[str]) -> str:
+    """The text before the stop string that ended it; vLLM also names other reasons as strings."""
+    if not isinstance(stop_reason, str) or stop_reason not in stops:
         return text
-    found = text.rfind(stop_reason)
+    found = text.find(stop_reason)
     return text if found < 0 else text[:found]
+
+
+def text_tokens(choice: Choice, turn: GenerateRequest) -> int:
+    """How many of its tokens are text: all but the stop token or EOS that ended it."""
+    ended = choice.finish_reason is FinishReason.STOP and not isinstance(choice.stop_reason, str)
+    kept = turn.sampling_params.include_stop_str_in_output
+    return len(choice.token_ids) - (ended and not kept and bool(choice.token_ids))
+
+
+def check_count(prompts: int) -> None:
+    if not 0 < prompts <= MAX_TURNS:
+        raise PeerProtocolError(f"{prompts} prompts: send 1 to {MAX_TURNS} in a request")
+
+
+def turns_of(prompts: list[GenerateRequest]) -> list[GenerateRequest]:
+    """The turns of all prompts. Raises PeerProtocolError for more than the queue would hold."""
+    count = sum(prompt.sampling_params.n for prompt in prompts)
+    if count > MAX_TURNS:
+        raise PeerProtocolError(f"{count} samples: a request may ask for {MAX_TURNS}")
+    return [turn for prompt in prompts for turn in samples_of(prompt)]
 
 
 def trajectory_of(request: web.Request, name: str, session: object = None) -> TrajectoryId:
@@ -312,7 +364,7 @@ async def event_stream(request: web.Request) -> AsyncIterator[EventSender]:
     except (RoseMuxError, web.HTTPException) as error:
         if not send.response.prepared:
             raise
-        await send({"error": {"message": str(error), "code": 500}})
+        await send({"error": {"message": str(error), "code": getattr(error, "status", 500)}})
     if not send.response.prepared:
         await send.response.prepare(request)
     await send.response.write(b"data: [DONE]\n\n")
@@ -320,11 +372,4 @@ async def event_stream(request: web.Request) -> AsyncIterator[EventSender]:
 
 
 async def json_object(request: web.Request) -> Body:
-    try:
-        return msgspec.json.decode(await request.read(), type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise PeerProtocolError(f"body: {error}") from error
-
-
-def json_reply(body: object) -> web.Response:
-    return web.Response(body=_ENCODER.encode(body), content_type="application/json")
+    return await decoded_body(request, dict[str, Any], name="body")

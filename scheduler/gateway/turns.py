@@ -44,6 +44,8 @@ _DRAIN_S = 1.0
 """A finished stream is read to its end for this long, so that its connection can be used again."""
 _FAILED_PAUSE_S = 5.0
 _ABORTED_PAUSE_S = 0.25
+_UNFIT_S = 5.0
+"""A turn that counts output looks this often for engines that may serve it."""
 
 
 class TurnRunner:
@@ -125,7 +127,9 @@ class TurnRunner:
             await asyncio.sleep(min(wait_s, _WATCH_S))
             return None
         avoid = self._shunned(suspect) | course.avoids(now=self._clock.now())
-        avoid |= dict.fromkeys(self._unfit(turn), math.inf)
+        # Looked at again soon: an engine may be described by then, or another one be there.
+        unfit_until_s = self._clock.now() + _UNFIT_S
+        avoid |= dict.fromkeys(self._unfit(turn), unfit_until_s)
         placed = await self._dispatcher.place(
             turn,
             resumed=course.resumed,
@@ -148,7 +152,10 @@ class TurnRunner:
         return shunned if up - shunned.keys() else {}
 
     def _nowhere(self, turn: Turn) -> bool:
-        return self._unfit(turn) == self._fleet.members.keys()
+        """Whether every engine is known and none goes on from output. Guests may come back."""
+        members = self._fleet.members.values()
+        known = all(member.description is not None for member in members)
+        return bool(members) and known and len(self._unfit(turn)) == len(members)
 
     def _unfit(self, turn: Turn) -> set[EngineId]:
         """Engines that a turn whose sampling counts output must not be on.
@@ -217,7 +224,8 @@ class TurnRunner:
         if not stalls and silent_s > running.course.stall_after_s(
             stall_s, usual_first_token_s=usual_s
         ):
-            avoid = tuple(sorted(running.course.avoids(now=now)))
+            unfit = self._unfit(running.turn)
+            avoid = tuple(sorted(running.course.avoids(now=now).keys() | unfit))
             stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
         if stalls:
             running.cut(Cut.STALL)
@@ -235,6 +243,11 @@ class TurnRunner:
         running = RunningAttempt(
             turn, began_s=now, heard_s=now, course=course, trial=self._suspected(turn)
         )
+        there = self._fleet.members.get(engine)
+        if turn.token_ids and turn.counts_output and there is not None and not there.resumes:
+            # It has changed since the place was given: another process, without the feature.
+            self._dispatcher.observe(TurnLeft(turn=turn.key))
+            return
         member = self._fleet.began(engine, running)
         if member is None:
             self._dispatcher.observe(TurnLeft(turn=turn.key))

@@ -204,6 +204,13 @@ async def test_sglang_s_clients_get_ids_in_its_form() -> None:
             "/generate", {"text": ["hello", "world"], "sampling_params": {"max_new_tokens": 3}}
         )
         refused, why = await gateway.post("/generate", {"input_ids": IDS, "image_data": ["x"]})
+        for wrong in (
+            {"top_logprobs_num": "x"},
+            {"rid": ["a"]},
+            {"sampling_params": []},
+            {"text": 5},
+        ):
+            assert (await gateway.post("/generate", {"input_ids": IDS} | wrong))[0] == 400
     wanted = continued(IDS, 5, version=0)
     assert (status, told["output_ids"]) == (200, wanted)
     assert told["meta_info"]["finish_reason"] == {"type": "length", "length": 5}

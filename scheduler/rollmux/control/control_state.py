@@ -36,7 +36,7 @@ class PermitState:
         # A write-ahead log would need shared memory, which no network file system has.
         pragmas = ("locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE", "synchronous=FULL")
         self._db = sqlite_file.opened(
-            path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas, lock_s=lock_s
+            path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas, lock_s=lock_s, threads=True
         )
 
     def snapshot(self) -> dict[str, Any] | None:

@@ -61,6 +61,8 @@ def test_takes_a_request_and_what_is_always_so() -> None:
         ({"sampling_params": {"repetition_penalty": 0}}, "repetition_penalty"),
         ({"sampling_params": {"min_tokens": 1000}}, "min_tokens"),
         ({"sampling_params": {"stop": ["a", ""]}}, "stop"),
+        ({"sampling_params": {"bad_words": ["x"] * 257}}, "bad_words"),
+        ({"sampling_params": {"stop": ["x" * 1025]}}, "stop, bad_words"),
         ({"sampling_params": {"extra_args": {"rosemux_emitted_tokens": [1]}}}, "gateway's own"),
         ({"sampling_params": {"extra_args": {"kv_transfer_params": {}}}}, "gateway's own"),
         ({"sampling_params": {"stop_token_ids": [-4]}}, "stop_token_ids"),
@@ -118,7 +120,19 @@ def test_says_so_where_no_vocabulary_is_known_yet() -> None:
         decode_generate(_with(token_ids=[UNKNOWN_VOCABULARY_TOKENS]))
 
 
-@pytest.mark.parametrize("deep", [b"[" * 100_000, b'{"features":' + b"[" * 100_000])
+NESTED = b"[" * 5000 + b"]" * 5000
+
+
+@pytest.mark.parametrize(
+    "deep",
+    [
+        b"[" * 100_000,
+        b'{"features":' + b"[" * 100_000,
+        b'{"request_id":"r","token_ids":[1],"sampling_params":{"max_tokens":1,"extra_args":{"a":'
+        + NESTED
+        + b"}}}",
+    ],
+)
 def test_too_deep_nesting_is_a_protocol_error(deep: bytes) -> None:
     with pytest.raises(PeerProtocolError):
         decode_generate(deep)

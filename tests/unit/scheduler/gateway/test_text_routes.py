@@ -9,16 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import (
     Choice,
     FinishReason,
     GenerateRequest,
     SamplingParams,
 )
+from scheduler.gateway.renderer import CHAT, COMPLETION
 from scheduler.gateway.text_routes import (
+    MAX_TURNS,
     SESSION_HEADERS,
     StoppedText,
+    _TextRequest,
+    text_tokens,
     trajectory_of,
+    turns_of,
     without_stop,
 )
 
@@ -55,8 +61,58 @@ def test_text_that_only_begins_like_a_stop_string_is_sent_whole() -> None:
 
 def test_a_stop_string_that_is_wanted_stays() -> None:
     assert sent(text("END", include=True), ["aEND"], stop=None) == "aEND"
-    assert without_stop("aEND", "END") == "a"
-    assert without_stop("aEND", 17) == "aEND"
+    assert without_stop("aEND", "END", ("END",)) == "a"
+    assert without_stop("aEND", 17, ("END",)) == "aEND"
+    assert without_stop("foo\n\n", "\n", ("\n",)) == "foo", "cut at the first, as vLLM does"
+    assert without_stop("repetition", "repetition", ()) == "repetition", "a reason, no string"
+
+
+def test_a_last_chunk_without_text_gives_what_was_held_back() -> None:
+    held = text("</answer>")
+    request = _TextRequest(CHAT, JobId("job"), {"messages": []})
+    chunk = {"delta": {"content": "The answer is 42."}}
+    request.change_streamed(chunk, held, Choice())
+    last: dict[str, Any] = {"delta": {"content": None}}
+    request.change_streamed(last, held, Choice(finish_reason=FinishReason.STOP))
+    assert chunk["delta"]["content"] + last["delta"]["content"] == "The answer is 42."
+
+
+@pytest.mark.parametrize(
+    ("finish", "stop", "include", "kept"),
+    [
+        (FinishReason.STOP, None, False, 2),
+        (FinishReason.STOP, 9, False, 2),
+        (FinishReason.STOP, "x", False, 3),
+        (FinishReason.STOP, None, True, 3),
+        (FinishReason.LENGTH, None, False, 3),
+        (None, None, False, 3),
+    ],
+)
+def test_the_token_that_ends_a_turn_is_not_part_of_its_text(finish, stop, include, kept) -> None:
+    sampling = SamplingParams(max_tokens=9, include_stop_str_in_output=include)
+    turn = GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling)
+    choice = Choice(token_ids=(5, 6, 7), finish_reason=finish, stop_reason=stop)
+    assert text_tokens(choice, turn) == kept
+
+
+def test_an_answer_of_its_stop_token_alone_is_an_empty_text() -> None:
+    request = _TextRequest(COMPLETION, JobId("job"), {"prompt": "x"})
+    turn = GenerateRequest(
+        request_id="r", token_ids=(1,), sampling_params=SamplingParams(max_tokens=9)
+    )
+    choice = Choice(token_ids=(2,), finish_reason=FinishReason.STOP, stop_reason=2)
+    assert request.engine_choice(choice, turn, 0)["token_ids"], "vLLM renders no empty choice"
+    told = {"text": "<eos>"}
+    request.end_text(told, choice, turn)
+    assert told["text"] == ""
+
+
+def test_a_request_asks_for_no_more_turns_than_the_queue_holds() -> None:
+    sampling = SamplingParams(max_tokens=1, n=1024)
+    prompt = GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling)
+    assert len(turns_of([prompt] * 16)) == MAX_TURNS
+    with pytest.raises(PeerProtocolError, match="samples"):
+        turns_of([prompt] * 17)
 
 
 @pytest.mark.parametrize("header", SESSION_HEADERS)
