@@ -178,14 +178,7 @@ class SglangRoutes:
             COMPLETION,
             {"prompt": "", "skip_special_tokens": sampling.skip_special_tokens},
             [list(turn.token_ids)],
-            [
-                {
-                    "request_id": turn.request_id,
-                    "choices": [
-                        {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
-                    ],
-                }
-            ],
+            [{"request_id": turn.request_id, "choices": [ended]}],
         )
         text: str = told["choices"][0]["text"]
         if sampling.include_stop_str_in_output:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.wire.engines import (
+    CONTINUATION_FEATURE,
     ENGINE_HEADER,
     ENGINE_ROUTE,
     WEIGHTS_FEATURE,
@@ -128,7 +129,7 @@ async def test_no_token_of_a_restarted_engine_is_labelled_with_the_version_befor
     assert (told.model, told.architecture) == ("policy", "Qwen2ForCausalLM")
     assert (told.context_tokens, told.dtype) == (CONTEXT_TOKENS, "bfloat16")
     assert told.logprobs_mode == "processed_logprobs"
-    assert told.features == (WEIGHTS_FEATURE,)
+    assert told.features == (WEIGHTS_FEATURE, CONTINUATION_FEATURE)
     assert told.vocabulary == VOCABULARY_SIZE
     async with gateway_on(url, timeouts={"queue_s": 60}) as gateway:
         status, base = await gateway.generate("base", 24)
