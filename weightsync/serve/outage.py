@@ -1,4 +1,4 @@
-"""What a relay answers while upstream does not: upstream's LATEST and indexes, one file each.
+"""Answers of a relay while upstream is away: its LATEST files and indexes, one file each.
 
     <cache>/.remembered/<store>/LATEST
     <cache>/.remembered/<store>/<version>      its index

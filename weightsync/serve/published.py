@@ -1,4 +1,4 @@
-"""What an index tells without a framework: a version's shards for a relay, a line for people.
+"""An index read without a framework: a version's shards for a relay, a line for people.
 
 Receivers read the whole index (manifest.py); here all tensor fields are skipped.
 """

@@ -1,4 +1,4 @@
-"""What the group planner asks of the cluster: nodes, and places of jobs on them."""
+"""Requests of the group planner to the cluster: nodes, and places of jobs on them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
