@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON ?= python3.11
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench compat kvcached kernels lock clean
+.PHONY: help setup demo test check bench compat clients kvcached kernels lock clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -33,6 +33,9 @@ bench: setup ## one benchmark: make bench NAME=step_gate
 
 compat: setup ## every upstream symbol that we touch, in each supported vLLM's wheel
 	$(BIN)/python -m tests.compat build/wheels --download $(ARGS)
+
+clients: setup ## unmodified clients of RL frameworks against the gateway: make clients ARGS="trl tinker" takes some
+	$(BIN)/python -m tests.clients $(ARGS)
 
 kvcached: setup ## the tests of shared KV over kvcached's own code, which needs no GPU for them
 	deploy/kvcached/install

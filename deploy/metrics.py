@@ -96,6 +96,18 @@ _AGENT = (
         "slot decision reason",
         "Grants written, by whether they are open or closed and why.",
     ),
+    _agent(
+        "lent_step_tokens",
+        Kind.GAUGE,
+        "slot",
+        "Tokens of a guest step beside idle production; 0 is nothing.",
+    ),
+    _agent(
+        "lent_share_ratio",
+        Kind.GAUGE,
+        "slot",
+        "Share of production's idle time that such steps may take.",
+    ),
     _agent("grant_step_tokens", Kind.GAUGE, "slot", "Token cap per guest step; 0 while closed."),
     _agent("guest_tokens_total", Kind.COUNTER, "slot", "Tokens that the guest's steps processed."),
     _agent(
@@ -247,8 +259,22 @@ _AGENT = (
         "error_budget_spent_ratio",
         Kind.GAUGE,
         "slot",
-        "Harvesting's misses in 28 days / its share of the service's error budget.",
+        "Harvesting's misses in 28 days / the slot's allowance, or its allotment under a lease.",
     ),
+    _agent(
+        "guard_value",
+        Kind.GAUGE,
+        "slot guard",
+        "What a guard measures: share of misses (level_ttft, level_itl), misses charged "
+        "(error_budget), burn rate (burn_1h, burn_6h), evidence of harm (proof).",
+    ),
+    _agent(
+        "guard_limit",
+        Kind.GAUGE,
+        "slot guard",
+        "The value above which the guard reduces or stops harvesting.",
+    ),
+    _agent("guard_binds", Kind.GAUGE, "slot guard", "1 while it reduces or stops harvesting."),
     _agent(
         "impact_ratio",
         Kind.GAUGE,
@@ -278,9 +304,16 @@ _AGENT = (
 
 _GATEWAY = (
     _gateway("build_info", Kind.GAUGE, "version", "Always 1; the version is a label."),
+    _gateway("turns_held", Kind.GAUGE, "rl_job", "Turns whose pin no engine meets yet."),
     _gateway("turns_queued", Kind.GAUGE, "rl_job", "Turns waiting for an engine."),
     _gateway("turns_running", Kind.GAUGE, "engine kind", "Turns on an engine (dedicated, guest)."),
     _gateway("turns_total", Kind.COUNTER, "rl_job outcome", "Turns ended, by outcome."),
+    _gateway(
+        "interruptions_total",
+        Kind.COUNTER,
+        "rl_job cause outcome",
+        "Turns with tokens that lost their engine, by cause, and whether they went on.",
+    ),
     _gateway(
         "trajectories_total",
         Kind.COUNTER,
@@ -299,6 +332,13 @@ _GATEWAY = (
         Kind.HISTOGRAM,
         "kind",
         "One engine's switch, from its last old token to serving again.",
+    ),
+    _gateway(
+        "service_misses",
+        Kind.GAUGE,
+        "service part",
+        "Misses of 28 days that harvesting may cause a service (part: budget), that are charged to "
+        "it (spent), and that are allotted or lost with a slot's history (outstanding).",
     ),
     _gateway("leases_held", Kind.GAUGE, "rl_job", "Leases in use."),
 )

@@ -1,60 +1,41 @@
-"""Publish a checkpoint as the next version of a job, and tell the gateway.
+"""Publish a checkpoint as the next version of a job; the publisher tells the gateway.
 
     python examples/publish.py --checkpoint model.safetensors --store /srv/weights/job-a --job job-a
 
-In a trainer it is three lines, the first of them once:
+In a trainer it is two lines, the first of them once:
 
-    publisher = Publisher("/srv/weights/job-a")
+    publisher = Publisher("/srv/weights/job-a", announce="http://127.0.0.1:8300/v1/jobs/job-a")
     published = publisher.publish(model.state_dict())
-    announce(gateway_url, "job-a", announcement(published, "job-a"))
 
-The second returns when the version is durable, the third when every dedicated engine serves it.
+The second returns when the version is durable. The gateway hears of it in the background, and
+`publisher.announced(timeout_s)` says whether every dedicated engine serves it.
 
-A sharded trainer (FSDP2, tensor parallel) calls the first two on every rank, without a gather:
+A sharded trainer (FSDP2, tensor parallel) does the same on every rank, without a gather:
 
-    publisher = sharded_publisher("/srv/weights/job-a")
+    publisher = sharded_publisher("/srv/weights/job-a", announce=job_url)
     published = publisher.publish(model.named_parameters(), step=step)
-    if dist.get_rank() == 0:
-        announce(gateway_url, "job-a", announcement(published, "job-a"))
 
 Megatron-style ranks declare their parts: `("embed_tokens.weight", rows_of(part, rank, shape))`.
 """
 
 import argparse
-import json
-import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightsync.publish.intake import ShardSlice
-from weightsync.publisher import Published, Publisher
+from weightsync.publisher import Publisher
 
 if TYPE_CHECKING:
     import torch
 
 
-def announcement(published: Published, store: str) -> dict[str, Any]:
-    """`store` is the directory's name under the engines' ROSEMUX_WEIGHT_ROOT."""
-    return {"version": published.version, "store": store}
-
-
-def announce(gateway_url: str, job: str, body: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"{gateway_url}/v1/jobs/{job}/versions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=150) as reply:
-        switched: dict[str, Any] = json.load(reply)
-    return switched
-
-
-def sharded_publisher(store: str) -> Publisher:
+def sharded_publisher(store: str, *, announce: str = "") -> Publisher:
     """This rank's; the copy in `copy_dir` lets a restarted trainer go on with a delta."""
     import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    return Publisher(store, rank=rank, ranks=ranks, copy_dir="/var/tmp/rosemux-copies")
+    copies = "/var/tmp/rosemux-copies"
+    return Publisher(store, rank=rank, ranks=ranks, copy_dir=copies, announce=announce)
 
 
 def rows_of(part: "torch.Tensor", rank: int, shape: tuple[int, ...]) -> ShardSlice:
@@ -72,12 +53,14 @@ def main() -> None:
 
     from safetensors.torch import load_file
 
-    with Publisher(given.store) as publisher:
+    job = f"{given.gateway}/v1/jobs/{given.job}"
+    with Publisher(given.store, announce=job) as publisher:
         published = publisher.publish(load_file(given.checkpoint))
-    print(f"version {published.version}: {published.bytes_sent} of {published.bytes_dense} bytes")
-    switched = announce(given.gateway, given.job, announcement(published, given.store.name))
-    for engine, state in switched["engines"].items():
-        print(f"{engine}: {state}")
+        print(
+            f"version {published.version}: {published.bytes_sent} of {published.bytes_dense} bytes"
+        )
+        served = publisher.announced(timeout_s=150)
+    print("every dedicated engine serves it" if served else "the gateway has not confirmed it yet")
 
 
 if __name__ == "__main__":

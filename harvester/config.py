@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
-from harvester.platform.bearer import is_loopback, read_token
+from harvester.platform.bearer import read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
+from harvester.platform.tls import ServerTls, open_to_network
 from harvester.platform.yaml_file import (
     Where,
     explained,
@@ -58,14 +59,16 @@ class HttpConfig(_Model):
     port: int = Field(default=9711, ge=0, le=65535)
     """0 takes a free port and prints it."""
     token_file: Path | None = None
-    """File whose content callers send as `Authorization: Bearer ...`."""
+    """Tokens, one a line, of which callers send one as `Authorization: Bearer ...`."""
+    tls: ServerTls | None = None
+    """Required off loopback, unless `plain_http` says otherwise."""
+    plain_http: bool = False
+    """Consent to listen off loopback without TLS: a proxy or mesh in front has it."""
 
     @model_validator(mode="after")
-    def _token_off_loopback(self) -> "HttpConfig":
-        if not is_loopback(self.host) and self.token_file is None:
-            raise ValueError(
-                f"host {self.host} is not loopback: set token_file, or host to 127.0.0.1"
-            )
+    def _safe_off_loopback(self) -> "HttpConfig":
+        if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
+            raise ValueError(fault)
         return self
 
 
@@ -164,8 +167,13 @@ class SlotConfig(_Model):
     owners: OwnersConfig | None = None
     """Replaces the node's owners if this slot's engines run as other users."""
     engine_url: str = ""
-    """Base URL at which a lease holder reaches the guest."""
+    """Base URL of the guest on this machine; lease holders use it too, unless there is another."""
+    offered_url: str = ""
+    """Base URL at which lease holders on other machines reach the guest: its engine proxy's."""
     model: str = ""
+    service: str = Field(default="", max_length=256)
+    """Service whose error budget the slot shares with all slots of this name, on any node; by
+    default `model`, without one the slot's own name."""
     concurrency: int = Field(default=16, ge=1, le=1 << 16)
     kv_tokens: int = Field(default=0, ge=0, le=1 << 40)
     memory_group: Path | None = None
@@ -291,12 +299,14 @@ class AgentConfig(_Model):
         return None if group is None else int(group)
 
     def check_here(self) -> None:
-        """Raises ConfigError if this machine lacks a user, the group or the token file."""
+        """Raises ConfigError if this machine lacks a user, the group or a file of `http`."""
         _ = self.page_gid
         for slot in self.slots:
             self.owners_of(slot)
         if self.http.token_file is not None:
-            read_token(self.http.token_file)
+            read_tokens(self.http.token_file)
+        if self.http.tls is not None:
+            self.http.tls.context()
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))

@@ -1,4 +1,12 @@
-"""Phases of RL jobs on shared nodes: the names that a job's code imports, each loaded on first use.
+"""Imports of a job's code, each loaded on first use: rollouts, and phases on shared nodes.
+
+    from scheduler import RolloutClient
+
+    with RolloutClient("http://127.0.0.1:8300", "math-7b") as client:
+        turn = client.generate([1, 17, 42, 9], {"max_tokens": 64}, trajectory="a", weight_version=3)
+        turn.token_ids, turn.log_probs, turn.spans
+
+`AsyncRolloutClient` is the same for code in an event loop; examples/rollout.py runs. Phases:
 
     from pathlib import Path
 
@@ -20,33 +28,35 @@
         permit.check()
     phases.forget()
 
-`PhaseControl(..., harvesting=Harvesting(gateway=URL))` lets the rollouts use leases of idle serving
-slots. The whole contract: docs/phases.md.
+The whole contract: docs/phases.md.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scheduler.client.blocking import RolloutClient
+    from scheduler.client.rollout_client import AsyncRolloutClient
     from scheduler.model import PhaseKind
     from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
     from scheduler.rollmux.control.control import PhaseControl
-    from scheduler.rollmux.control.harvesting import Harvesting
     from scheduler.rollmux.control.socket_control import SocketControl
 
 __all__ = [
+    "AsyncRolloutClient",
     "DeclaredPhase",
-    "Harvesting",
     "PhaseControl",
     "PhaseKind",
+    "RolloutClient",
     "SocketControl",
     "Submission",
 ]
 _MODULES = {
+    "AsyncRolloutClient": "scheduler.client.rollout_client",
     "DeclaredPhase": "scheduler.rollmux.cluster.submission",
-    "Harvesting": "scheduler.rollmux.control.harvesting",
     "PhaseControl": "scheduler.rollmux.control.control",
     "PhaseKind": "scheduler.model",
+    "RolloutClient": "scheduler.client.blocking",
     "SocketControl": "scheduler.rollmux.control.socket_control",
     "Submission": "scheduler.rollmux.cluster.submission",
 }

@@ -11,8 +11,8 @@
 True
 >>> receiver.close(); where.cleanup()
 
-`ShardSlice` is one rank's part of a tensor, `Adapter` what a store of LoRA adapters belongs to,
-`TensorTarget` a state dict that `Receiver.sync` changes in place.
+`ShardSlice` is one rank's part of a tensor, `TensorTarget` a state dict that `Receiver.sync`
+changes in place.
 """
 
 from importlib import import_module
@@ -20,15 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightsync.follower import Follower
-    from weightsync.layout.adapter import Adapter
     from weightsync.publish.intake import ShardSlice
     from weightsync.publisher import Publisher
     from weightsync.receive.target import TensorTarget
     from weightsync.receiver import Receiver
 
-__all__ = ["Adapter", "Follower", "Publisher", "Receiver", "ShardSlice", "TensorTarget"]
+__all__ = ["Follower", "Publisher", "Receiver", "ShardSlice", "TensorTarget"]
 _MODULES = {
-    "Adapter": "layout.adapter",
     "Follower": "follower",
     "Publisher": "publisher",
     "Receiver": "receiver",

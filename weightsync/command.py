@@ -139,10 +139,11 @@ def _listening(
     host: str, port: int, token_file: Path | None, cert: Path | None, key: Path | None
 ) -> "Listening":
     from harvester.platform.bearer import read_token
+    from harvester.platform.tls import server_tls
     from weightsync.serve.listener import Listening
 
     token = None if token_file is None else read_token(token_file)
-    return Listening(host=host, port=port, token=token, cert=cert, key=key)
+    return Listening(host=host, port=port, token=token, tls=server_tls(cert, key))
 
 
 def _limits(max_mbit: float | None, max_transfers: int) -> "ServingLimits":

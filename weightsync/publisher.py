@@ -9,10 +9,12 @@ none gathers. The publisher compares with its own copy of the last published sta
 trainer's list of changes, and updates that copy only after the new version is in the store.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
@@ -29,9 +31,13 @@ from weightsync.publish.share import Share
 from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
 
+if TYPE_CHECKING:
+    from weightsync.publish.announcer import Announcer
+
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20
 SHARD_BYTES = 32 << 20
+ANNOUNCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class Publisher(AbstractContextManager["Publisher"]):
     `adapter`: the store holds LoRA adapters of that base. `rank_timeout_s`: bound on rank 0's wait
     for the slowest rank. `ranks_dir`: a directory that every rank reaches, for their agreement; by
     default the store's own, which an object store lacks. `write`: writer for files of a directory.
+    `announce`: the job's URL at each gateway (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells
+    it of every version, in the background, with the bearer token of `announce_token_file`.
     """
 
     def __init__(
@@ -81,6 +89,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         shard_bytes: int = SHARD_BYTES,
         clock: Clock | None = None,
         write: FileWriter = write_durably,
+        announce: str | Sequence[str] = (),
+        announce_token_file: Path | str | None = None,
     ) -> None:
         _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
         self._encoding = encoding
@@ -92,6 +102,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         )
         self._adapter = adapter
         self._clock = clock or MonotonicClock()
+        self._announcer = (
+            _announcer(store, announce, announce_token_file, self._clock)
+            if announce and rank == 0
+            else None
+        )
         self._steps = 0
         self._lead: VersionWriter | None = None
         words = _ranks_dir(self._store, ranks, ranks_dir)
@@ -127,11 +142,17 @@ class Publisher(AbstractContextManager["Publisher"]):
         self.close()
 
     def close(self) -> None:
-        """Release the store's lock."""
+        """Release the store's lock; a last announcement is waited for, at most 10 s."""
+        if self._announcer is not None:
+            self._announcer.close(ANNOUNCE_S)
         self._pool.shutdown()
         self._copy.close()
         if self._lead is not None:
             self._lead.close()
+
+    def announced(self, timeout_s: float) -> bool:
+        """Whether, within this time, all gateways serve the newest version on dedicated engines."""
+        return self._announcer is None or self._announcer.wait(timeout_s)
 
     def publish(self, state: State, *, step: int | None = None) -> Published:
         """Write the next version; returns when it is durable and LATEST names it.
@@ -156,6 +177,8 @@ class Publisher(AbstractContextManager["Publisher"]):
             # The version is published: what cannot be deleted now is pruned next time.
             with suppress(Exhausted):
                 self._lead.prune()
+        if self._announcer is not None:
+            self._announcer.announce(published.version)
         return published
 
     def _warm_up(self) -> None:
@@ -239,6 +262,21 @@ class Publisher(AbstractContextManager["Publisher"]):
         else:
             copy.adopt(file, manifest.version, manifest.state_hash, self._pool)
         return copy
+
+
+def _announcer(
+    store: Path | str | WritableStore,
+    jobs: str | Sequence[str],
+    token_file: Path | str | None,
+    clock: Clock,
+) -> "Announcer":
+    from weightsync.publish.announcer import Announcer
+
+    if not isinstance(store, Path | str):
+        raise ConfigError("announce: give the store as a path or URL, which names it to engines")
+    name = str(store).rstrip("/").rpartition("/")[2]
+    urls = (jobs,) if isinstance(jobs, str) else jobs
+    return Announcer(urls, store=name, token_file=token_file, clock=clock)
 
 
 def _check(

@@ -1,6 +1,6 @@
 """Effect of the guest on production: `python -m benchmarks.coserve --trace FILE --json PATH`.
 
-Real engines on one slot, as in the demo; rollouts without end on the guest. Eight arms take turns
+Real engines on one slot, as in the demo; rollouts without end on the guest. Nine arms take turns
 in one run, with the same requests in each round. See README.md beside this file.
 """
 
@@ -15,8 +15,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.coserve import goals, load
 from benchmarks.coserve.activation import Activations
-from benchmarks.coserve.arms import NO_VERDICT, SETTINGS, Arm
+from benchmarks.coserve.arms import ESSENTIAL, NO_VERDICT, SETTINGS, Arm, arms_on
 from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.failsafe import FailSafe, TrialLog
 from benchmarks.coserve.figures import Facts, figures
@@ -25,27 +28,29 @@ from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Rollouts
-from benchmarks.coserve.rounds import Runner
-from benchmarks.coserve.run_length import FULL, SHORT
+from benchmarks.coserve.round_log import Plan, RoundLog, RunSettings
+from benchmarks.coserve.rounds import Runner, Slice
+from benchmarks.coserve.run_length import FULL, SHORT, RunLength
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.calibration import Replayed
-from benchmarks.testbed.gpu_hardware import find_hardware
+from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
 from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.interleaving import interleaved
+from benchmarks.testbed.origin import origin
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
 from benchmarks.testbed.prerequisites import free_ports
-from benchmarks.testbed.processes import Processes
+from benchmarks.testbed.processes import Processes, freeze
 from benchmarks.testbed.production import ProductionClient, Prompts, production_session
 from benchmarks.testbed.production_model import PROMPT_IDS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.reporting import report
-from benchmarks.testbed.rotation import rotated
 from benchmarks.testbed.run_directory import run_directory
-from benchmarks.testbed.slo import FIRST_LEVEL, choose_slo
-from benchmarks.testbed.slot import AGENT, PRODUCTION, ServingSlot, SlotPorts, url
+from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
+from benchmarks.testbed.slot import AGENT, PRODUCTION, STOCK, ServingSlot, SlotPorts, url
 from benchmarks.testbed.trace import Trace, read_trace
 from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
@@ -62,6 +67,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--trace", type=Path, help="else bursts of the project's own generator")
     parser.add_argument("--seconds", type=float, help="measured, for each arm: 160, or 30 in short")
+    parser.add_argument("--slice", type=float, help="of one arm in one round: 20 s, or 10 in short")
+    parser.add_argument(
+        "--arms", type=Arm, choices=tuple(Arm), nargs="+", default=tuple(Arm), help="of the rounds"
+    )
+    parser.add_argument(
+        "--goals", action="store_const", const=ESSENTIAL, dest="arms", help="arms of the goals"
+    )
+    parser.add_argument(
+        "--slo", type=float, nargs=2, metavar="MS", help="TTFT and ITL; else chosen beforehand"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the rounds of earlier pieces"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no round begins, nor a part"
+    )
     parser.add_argument("--failsafe", type=int, default=10, help="kills and stops of the agent")
     parser.add_argument(
         "--failsafe-file", type=Path, help="of their trials: those in it count, new ones are added"
@@ -90,6 +111,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
     if given.trace is not None:
         trace = read_trace(given.trace)
+    log = round_log(given, trace, hardware)
+    if given.resume:
+        log.resume()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = given.json.parent / f"{given.json.stem}.run"
     with (
@@ -97,10 +121,16 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         Processes(paths.logs) as processes,
     ):
         parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
-        production, guest, agent = free_ports(3)
+        production, guest, agent, stock = free_ports(4)
+        serves_stock = "rounds" in given.only and Arm.STOCK in log.settings.arms
         slot = ServingSlot(
             parts,
-            SlotPorts(production=production, guest=guest, agent=agent),
+            SlotPorts(
+                production=production,
+                guest=guest,
+                agent=agent,
+                stock=stock if serves_stock else None,
+            ),
             hardware=hardware,
             isolation=hardware.isolation(),
             concurrency=hardware.rollouts.concurrency,
@@ -108,23 +138,49 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             production_context=CONTEXT_TOKENS,
             production_arguments=KV_ARGUMENTS,
         )
-        return asyncio.run(Bench(slot, trace, given).run())
+        return asyncio.run(Bench(slot, trace, given, log).run())
+
+
+def length_of(given: argparse.Namespace) -> RunLength:
+    length = SHORT if given.short else FULL
+    return replace(
+        length,
+        slice_s=given.slice or length.slice_s,
+        seconds=length.seconds if given.seconds is None else given.seconds,
+        within_s=min(length.within_s, 60.0 * given.minutes),
+    )
+
+
+def round_log(given: argparse.Namespace, trace: Trace, hardware: Hardware) -> RoundLog:
+    length = length_of(given)
+    settings = RunSettings(
+        trace=trace.name,
+        seed=given.seed,
+        slice_s=length.slice_s,
+        rounds=max(1, round(length.seconds / length.slice_s)),
+        arms=arms_on(hardware, given.arms),
+        slo_ms=None if given.slo is None else tuple(given.slo),
+    )
+    accelerator = hardware.gpu.uuid if isinstance(hardware, GpuHardware) else ""
+    file = given.json.parent / f"{given.json.stem}.rounds.jsonl"
+    return RoundLog(file, settings, origin(accelerator))
 
 
 class Bench:
     """One run: engines, preparation, rounds, then stops of the guest."""
 
-    def __init__(self, slot: ServingSlot, trace: Trace, given: argparse.Namespace) -> None:
-        self.slot, self.given = slot, given
+    def __init__(
+        self, slot: ServingSlot, trace: Trace, given: argparse.Namespace, log: RoundLog
+    ) -> None:
+        self.slot, self.given, self.log = slot, given, log
         self.hardware: Hardware = slot.hardware
-        self.length = SHORT if given.short else FULL
+        self.length = length_of(given)
         self.clock = MonotonicClock()
         self.started_s = self.clock.now()
         self.trials = TrialLog(given.failsafe, given.failsafe_file)
         self.requests: list[ProductionRequest] = []
         self.load = Load(trace=trace, sizes=self.hardware.scales[0], rate=_FIRST_RATE)
-        seconds = self.length.seconds if given.seconds is None else given.seconds
-        self.rounds = max(1, round(seconds / self.length.slice_s))
+        self.rounds = log.settings.rounds
         # Beside the logs.
         self.kept = PartialResult(slot.parts.paths.logs.parent / "parts.json")
         pages = slot.pages
@@ -186,6 +242,8 @@ class Bench:
             level=FIRST_LEVEL,
             requests=self.requests,
         )
+        for name in self.slot.parts.running.keys() & {STOCK}:
+            freeze(self.slot.parts.running[name])
         windows = await self._prepared(runner)
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "rounds": lambda: self._rounds(runner, windows),
@@ -232,33 +290,51 @@ class Bench:
             f"requests/s of {self.load.sizes.input_scale:g} times the trace's input and "
             f"{self.load.sizes.output_scale:g} times its output"
         )
+        self.log.begin(Plan(sizes=self.load.sizes, rate=self.load.rate, level=runner.level))
         rounds_s: list[float] = []
-        found: dict[str, Any] = {}
-        for turn, arms in groupby(rotated(tuple(Arm), self.rounds), key=lambda pair: pair[1]):
+        found = self._figures(runner.level, windows) if self.log.rounds else {}
+        order = interleaved(self.log.settings.arms, self.rounds, first=len(self.log.rounds))
+        for turn, arms in groupby(order, key=lambda pair: pair[1]):
             if rounds_s and not self._fits(f"round {turn + 1}", max(rounds_s)):
                 break
-            began_s = self.clock.now()
+            began_s, slices = self.clock.now(), list[Slice]()
+            self.requests.clear()
             for arm, _ in arms:
                 done = await runner.run(arm, turn, windows[turn])
+                slices.append(done)
                 self.on_progress(
-                    f"round {turn + 1} {arm}: production busy "
-                    f"{done.production_busy_s / done.seconds:.0%}, on its core "
-                    f"{done.production_core_s / done.seconds:.0%}, guest "
+                    f"round {turn + 1} {arm}: production on its core "
+                    f"{done.production_core_s / done.seconds:.0%}, nothing in flight "
+                    f"{done.idle_s / done.seconds:.0%}, guest "
                     f"{done.guest_tokens / done.seconds:,.0f} tokens/s"
                 )
             rounds_s.append(self.clock.now() - began_s)
-            facts = Facts(
-                trace=self.load.trace.name,
-                requests_per_s=mean_rate(windows[: len(rounds_s)]),
-                seed=self.given.seed,
-            )
-            found = figures(self.requests, runner.slices, facts)
-            self.kept.keep({"rounds": len(rounds_s)} | found)
+            self.log.add(slices, self.requests)
+            found = self._figures(runner.level, windows)
+            self.kept.keep(found)
+        # Other parts are measured under rules of their own.
+        await runner.instruct(SETTINGS[Arm.ROSEMUX])
         return found
+
+    def _figures(self, level: ServiceLevel, windows: tuple[Window, ...]) -> dict[str, Any]:
+        facts = Facts(
+            trace=self.load.trace.name,
+            requests_per_s=mean_rate(windows[: len(self.log.rounds)]),
+            level=level,
+            arms=self.log.settings.arms,
+        )
+        pieces = [msgspec.to_builtins(piece) for piece in self.log.pieces]
+        return figures(self.log.requests, self.log.slices, facts) | {"pieces": pieces}
 
     async def _reclaim(self, runner: Runner, windows: tuple[Window, ...]) -> dict[str, Any]:
         self.on_progress("the grant closed under load")
-        reclaim = await closings(runner, windows[-1], self._grant, seconds=self.length.closings_s)
+        reclaim = await closings(
+            runner,
+            windows[-1],
+            self._grant,
+            self._guest.read_left,
+            seconds=self.length.closings_s,
+        )
         self.on_progress("KV back, a sleeping guest to its first token, a surge")
         arrivals = tuple(a for window in windows for a in window.arrivals)
         shrinks = Shrinks(runner, self._grant, self._guest, self.session)
@@ -291,16 +367,44 @@ class Bench:
         return {"unseen": found}
 
     async def _prepared(self, runner: Runner) -> tuple[Window, ...]:
-        """The windows of the rounds, once both engines have learned their steps."""
+        """The windows of the rounds, once both engines have learned their steps.
+
+        Load and SLO are fixed here, and by the first of several pieces for all of them.
+        """
         preparation_s = self.length.preparation_s
+        plan = self.log.plan
+        if plan is not None:
+            self.load = replace(self.load, sizes=plan.sizes, rate=plan.rate)
         await self._replayed(self.load.windows(preparation_s, count=1)[0].evenly(), runner)
-        self._aim(())
-        runner.instruct(SETTINGS[Arm.ROSEMUX])
+        if plan is None:
+            self._aim(())
+        await runner.instruct(SETTINGS[Arm.ROSEMUX])
         async with self.lease.holding(), self.rollouts.running():
             await asyncio.sleep(preparation_s)
         await runner.quiet()
-        self._aim((await self._replayed(self.load.windows(preparation_s, count=1)[0], runner),))
-        return self.load.windows(self.length.slice_s, count=self.rounds)
+        if plan is None:
+            self._aim((await self._replayed(self.load.windows(preparation_s, count=1)[0], runner),))
+            # The SLO is of the load of the rounds.
+            await self._replayed(self.load.windows(2 * preparation_s, count=1)[0], runner)
+        else:
+            runner.level = plan.level
+        if self.log.settings.slo_ms is not None:
+            ttft_ms, itl_ms = self.log.settings.slo_ms
+            runner.level = ServiceLevel(ttft_s=ttft_ms * 1e-3, itl_s=itl_ms * 1e-3)
+        windows = self.load.windows(self.length.slice_s, count=self.rounds)
+        if self.slot.ports.stock is not None:
+            await self._warm_up_stock(runner, windows[0])
+        return windows
+
+    async def _warm_up_stock(self, runner: Runner, window: Window) -> None:
+        """An engine's first requests are no measurement."""
+        client, _ = runner.served(Arm.STOCK)
+        self.slot.show_stock(alone=True)
+        start_s = self.clock.now()
+        await replace(client, record=lambda _: None).replay(
+            window.arrivals, arm=Arm.STOCK, block=-1, start_s=start_s
+        )
+        self.slot.show_stock(alone=False)
 
     async def _replayed(self, window: Window, runner: Runner) -> Replayed:
         seen: list[ProductionRequest] = []
@@ -320,6 +424,10 @@ class Bench:
             slice_s=self.length.slice_s,
             rounds=self.rounds,
             step_tokens=self.hardware.step_tokens,
+            # A verdict on a goal needs more of them.
+            requests_min=goals.REQUESTS_MIN
+            if self.log.settings.arms == ESSENTIAL
+            else load.REQUESTS_MIN,
         )
         self.load = aim.load(self.load, self.pulse().model, replays=replays)
 

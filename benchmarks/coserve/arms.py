@@ -1,16 +1,18 @@
-"""The arms: their loads, and the rule of each."""
+"""The arms: their loads, the rule of each, and the agent that enforces it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from benchmarks.testbed.hardware import Hardware
 from harvester.contracts.page import Law
-from harvester.policy.settings import SlotSettings
 
 
 class Arm(StrEnum):
+    STOCK = "stock"
     ALONE = "alone"
-    ALONE_AGAIN = "alone_again"
+    AWAKE = "alone_awake"
     ROLLOUTS = "rollouts_alone"
     UNGATED = "ungated"
     SATURATION = "saturation_law"
@@ -25,11 +27,13 @@ class Setting:
     rollouts: bool = True
     isolated: bool = False
     """The guest under the machine's isolation backend; without one its steps block production."""
+    shipped: bool = False
+    """The agent with its shipped defaults and state of its own: other rules teach it nothing."""
     policy: dict[str, Any] = field(default_factory=dict)
-    """Settings over the slot's own policy."""
+    """Settings over the slot's own policy; none where the agent is the shipped one."""
 
 
-# The proof compares hours of one rule; here eight rules pass by in minutes, and the worst of them
+# The proof compares hours of one rule; here other rules pass by in minutes, and the worst of them
 # would end harvesting for all. It goes on taking its time in the arms that are RoseMux's.
 NO_VERDICT: dict[str, Any] = {"limit_ratio": 1e6}
 # The agent's own brakes belong to RoseMux; other rules are measured without them.
@@ -46,8 +50,9 @@ _BLOCKING = {"blocking_ratio": 1.0}
 _UNISOLATED = {**_BLOCKING, "epsilon": 0.25}
 
 SETTINGS = {
+    Arm.STOCK: Setting(rollouts=False, policy=_OURS),
     Arm.ALONE: Setting(rollouts=False, policy=_OURS),
-    Arm.ALONE_AGAIN: Setting(rollouts=False, policy=_OURS),
+    Arm.AWAKE: Setting(rollouts=False, policy=_OURS),
     Arm.ROLLOUTS: Setting(production=False, policy={"ungated": True, **_BLOCKING, **BARE}),
     Arm.UNGATED: Setting(policy={"ungated": True, **_BLOCKING, **BARE}),
     Arm.SATURATION: Setting(policy={"law": Law.SATURATION.value, **_BLOCKING, **BARE}),
@@ -55,9 +60,27 @@ SETTINGS = {
     Arm.GATE_ONLY: Setting(policy={**_OURS, **_UNISOLATED}),
     Arm.ROSEMUX: Setting(isolated=True, policy=_OURS),
 }
-ALONE = (Arm.ALONE, Arm.ALONE_AGAIN)
-# The shipped settings, also on a slot whose own policy bounds less so that its guest steps at all.
-AS_SHIPPED = Setting(isolated=True, policy={**_OURS, "epsilon": SlotSettings().epsilon})
-IN_ROUNDS = SETTINGS | {Arm.ROSEMUX: AS_SHIPPED}
+UNMIXED = (Arm.STOCK, Arm.ALONE, Arm.AWAKE)
+"""Production without rollouts."""
+# In the rounds RoseMux has every brake on, and so does the slot of production alone.
+IN_ROUNDS = SETTINGS | {
+    arm: replace(SETTINGS[arm], shipped=True, policy={}) for arm in (*UNMIXED, Arm.ROSEMUX)
+}
 WITH_PRODUCTION = tuple(arm for arm in Arm if SETTINGS[arm].production)
 BESIDE = tuple(arm for arm in WITH_PRODUCTION if SETTINGS[arm].rollouts)
+ESSENTIAL = (Arm.STOCK, Arm.ALONE, Arm.AWAKE, Arm.ROLLOUTS, Arm.ROSEMUX)
+"""The arms that the goals need."""
+
+
+def arms_on(hardware: Hardware, wanted: Sequence[Arm]) -> tuple[Arm, ...]:
+    """The wanted arms that exist on the hardware, in the order of `Arm`.
+
+    On a GPU a third engine has no memory, and no process of the host keeps a GPU awake.
+    """
+    absent = () if hardware.shares_core else (Arm.STOCK, Arm.AWAKE)
+    return tuple(arm for arm in Arm if arm in wanted and arm not in absent)
+
+
+def baseline(arms: Sequence[Arm]) -> Arm:
+    """The arm below every ratio: with rollouts the core is awake, so it is in this arm."""
+    return Arm.AWAKE if Arm.AWAKE in arms else Arm.ALONE

@@ -48,7 +48,7 @@ async def closed_gate(
         found = share_figures(windows)
         found |= opening_figures(await openings(runner, grant, seconds=length.openings_s))
     await runner.quiet()
-    runner.instruct(SETTINGS[Arm.ROSEMUX])
+    await runner.instruct(SETTINGS[Arm.ROSEMUX])
     return found
 
 

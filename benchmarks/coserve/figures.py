@@ -1,110 +1,120 @@
 """Figures from requests and slices. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from benchmarks.coserve.arms import ALONE, BESIDE, WITH_PRODUCTION, Arm
+from benchmarks.coserve.arms import BESIDE, IN_ROUNDS, Arm, baseline
+from benchmarks.coserve.blocking import percentile_of
+from benchmarks.coserve.goals import verdicts
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice
-from benchmarks.testbed.bootstrap import ratio_draws
-from benchmarks.testbed.latency_ratios import PARTS, latency_ratios
+from benchmarks.testbed.bootstrap import Latencies, itl_of, ttft_of
+from benchmarks.testbed.interleaving import cycle_rounds
+from benchmarks.testbed.latency_ratios import latency_ratios
 from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.round_ratios import STATISTICS
 from benchmarks.testbed.serving_figures import ArmRequests, arms_of, serving_of
-from benchmarks.testbed.slo import choose_slo
-
-_INCONCLUSIVE = 0.05
+from benchmarks.testbed.slo import ServiceLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     trace: str
     requests_per_s: float
-    seed: int
+    level: ServiceLevel
+    """The SLO, fixed before the first round."""
+    arms: tuple[Arm, ...]
 
 
 def figures(
     requests: Sequence[ProductionRequest], slices: Sequence[Slice], facts: Facts
 ) -> dict[str, Any]:
     """Every latency rests on the requests that all arms replayed."""
-    given = arms_of(requests, WITH_PRODUCTION)
-    alone = ArmRequests(
-        sent=tuple(r for arm in ALONE for r in given[arm].sent),
-        shared=tuple(r for arm in ALONE for r in given[arm].shared),
-    )
-    slo = choose_slo(alone.shared)
-    busy = fmean(s.production_busy_s / s.seconds for s in slices if s.arm in ALONE)
-    used = fmean(s.production_core_s / s.seconds for s in slices if s.arm in ALONE)
-    speeds = {arm: _speed(slices, arm) for arm in Arm}
-    arms: dict[str, dict[str, Any]] = {}
-    for arm in WITH_PRODUCTION:
-        serving = serving_of(given[arm], ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
-        arms[arm] = {
-            "ttft_p50_ms": serving.ttft_p50_ms,
-            "ttft_p99_ms": serving.ttft_p99_ms,
-            "itl_p50_ms": serving.itl_p50_ms,
-            "itl_p99_ms": serving.itl_p99_ms,
-            "slo_attainment": serving.slo_attainment,
-            "rollout_tokens_per_s": speeds[arm],
-            "requests": serving.requests,
-            "failed": serving.failed,
-        }
-    arms[Arm.ROLLOUTS] = {"rollout_tokens_per_s": speeds[Arm.ROLLOUTS]}
-    base = serving_of(alone, ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
+    serving = tuple(arm for arm in facts.arms if IN_ROUNDS[arm].production)
+    given = arms_of(requests, serving)
+    base = baseline(facts.arms)
+    arms = {arm: _arm(given[arm], facts.level) for arm in serving}
+    for arm in facts.arms:
+        arms.setdefault(arm, {})["rollout_tokens_per_s"] = _mean(
+            slices, arm, lambda each: each.guest_tokens
+        )
     beside = {
-        arm: latency_ratios(given[arm], alone, seed=facts.seed)
-        | {"slo_attainment_drop": _points(base.slo_attainment, arms[arm]["slo_attainment"])}
-        | residual_figures(slices, arm, seed=facts.seed)
-        for arm in BESIDE
+        arm: latency_ratios(given[arm], given[base])
+        | {"slo_attainment_drop": _drop(arms, base, arm)}
+        | residual_figures(slices, arm, base=base)
+        for arm in serving
+        if arm in BESIDE
     }
-    ours, gate = beside[Arm.ROSEMUX], beside[Arm.GATE_ONLY]
-    return {
+    over_stock = {
+        arm: latency_ratios(given[arm], given[Arm.STOCK])
+        for arm in serving
+        if Arm.STOCK in serving and arm is not Arm.STOCK
+    }
+    rounds = len({each.round for each in slices})
+    result: dict[str, Any] = {
         "trace": facts.trace,
         "requests_per_s": facts.requests_per_s,
-        "slo": {"ttft_ms": slo.ttft_s * 1e3, "itl_ms": slo.itl_s * 1e3},
+        "rounds": rounds,
+        "orders_balanced": rounds % cycle_rounds(len(facts.arms)) == 0,
+        "slo": {"ttft_ms": facts.level.ttft_s * 1e3, "itl_ms": facts.level.itl_s * 1e3},
+        "ratios_over": base,
         "arms": arms,
-        "ratios": ours["ratios"],
-        "intervals": ours["intervals"],
-        "gate_only_ratios": gate["ratios"],
-        "gate_only_intervals": gate["intervals"],
-        "aa_p95": {f"{name}_p99": _aa_p95(given, of, seed=facts.seed) for name, of in PARTS},
-        "slo_attainment_drop": ours["slo_attainment_drop"],
-        "gate_only_slo_attainment_drop": gate["slo_attainment_drop"],
-        "production_busy_share": busy,
-        "production_core_share": used,
-        "residual_share": ours["residual_share"],
-        "residual_interval": ours["residual_interval"],
-        "gate_only_residual_share": gate["residual_share"],
-        "gate_only_residual_interval": gate["residual_interval"],
+        "production_busy_share": _mean(slices, base, lambda each: each.production_busy_s or 0.0),
+        "production_core_share": _mean(slices, base, lambda each: each.production_core_s),
         "beside": beside,
-        "step_overhead_us": 1e6 * fmean(s.decide_s_mean for s in slices if s.arm is Arm.ROSEMUX),
-        "inconclusive": inconclusive(ours["intervals"]),
+        "over_stock": over_stock,
+    }
+    if Arm.ROSEMUX in beside:
+        result |= beside[Arm.ROSEMUX] | _steps_of(slices, Arm.ROSEMUX)
+        fewest = min(arms[arm]["requests"] for arm in serving)
+        result["verdicts"] = verdicts(result, requests=fewest)
+    return result
+
+
+def _arm(given: ArmRequests, level: ServiceLevel) -> dict[str, Any]:
+    serving = serving_of(given, ttft_slo_s=level.ttft_s, itl_slo_s=level.itl_s)
+    return {
+        f"{name}_{statistic}_ms": _ms(of(given.shared), figure)
+        for name, of in (("ttft", ttft_of), ("itl", itl_of))
+        for statistic, figure in STATISTICS.items()
+    } | {
+        "slo_attainment": serving.slo_attainment,
+        "requests": serving.requests,
+        "failed": serving.failed,
     }
 
 
-def inconclusive(intervals: Mapping[str, tuple[float, float] | None]) -> list[str]:
-    """Names of the intervals that are too wide to say anything about a few per cent."""
-    return [
-        name
-        for name, interval in intervals.items()
-        if interval is None or (interval[1] - interval[0]) / 2 > _INCONCLUSIVE
-    ]
+def _ms(latencies: Latencies, figure: Callable[[Any], float]) -> float | None:
+    return 1e3 * figure(latencies.values_s) if len(latencies.values_s) else None
 
 
-def _aa_p95(given: Mapping[Arm, ArmRequests], of: Any, *, seed: int) -> float | None:
-    """95th percentile of production alone over itself: what this machine calls equal."""
-    one, other = (of(given[arm].shared) for arm in ALONE)
-    draws = ratio_draws(other, one, percent=99, seed=seed)
-    return float(np.percentile(draws, 95)) if len(draws) else None
+def _steps_of(slices: Sequence[Slice], arm: Arm) -> dict[str, Any]:
+    """Our own work in a step, and the guest steps that requests met."""
+    own = [each for each in slices if each.arm is arm]
+    met: Counter[int] = Counter()
+    for each in own:
+        met.update(each.steps_met)
+    steps = sum(each.guest_steps for each in own)
+    histogram = dict(sorted(met.items()))
+    return {
+        "step_overhead_us": 1e6 * sum(s.step_work_s for s in own) / steps if steps else None,
+        "steps_met": histogram,
+        # Without a step there is nothing to meet.
+        "steps_met_p99": percentile_of(histogram, 99) if steps else None,
+        "steps_unseen_ratio": sum(s.steps_missed for s in own) / steps if steps else None,
+    }
 
 
-def _speed(slices: Sequence[Slice], arm: Arm) -> float:
-    own = [s for s in slices if s.arm is arm]
-    return sum(s.guest_tokens for s in own) / sum(s.seconds for s in own)
+def _mean(slices: Sequence[Slice], arm: Arm, of: Callable[[Slice], float]) -> float | None:
+    """Amount in a second, over all of an arm's slices, which are equally long."""
+    rates = [of(each) / each.seconds for each in slices if each.arm is arm]
+    return fmean(rates) if rates else None
 
 
-def _points(alone: float | None, beside: float | None) -> float | None:
+def _drop(arms: Mapping[Arm, Mapping[str, Any]], base: Arm, arm: Arm) -> float | None:
+    """Points of SLO attainment that are lost."""
+    alone, beside = arms[base]["slo_attainment"], arms[arm]["slo_attainment"]
     return None if alone is None or beside is None else 100.0 * (alone - beside)

@@ -37,6 +37,7 @@ class Aim:
     rounds: int
     step_tokens: int
     """Production's budget for one step."""
+    requests_min: int = REQUESTS_MIN
 
     def load(
         self, before: Load, model: ProductionModel, *, replays: Sequence[Replayed] = ()
@@ -50,7 +51,7 @@ class Aim:
         for sizes in self.scales:
             load = self._half_busy(replace(before, sizes=sizes), model, ratio)
             windows = load.windows(self.slice_s, count=self.rounds)
-            if sum(len(window.arrivals) for window in windows) >= REQUESTS_MIN:
+            if sum(len(window.arrivals) for window in windows) >= self.requests_min:
                 break
         return load
 

@@ -18,11 +18,11 @@ from benchmarks.coserve.rounds import Runner
 from benchmarks.testbed.slot import AGENT, ServingSlot
 from benchmarks.testbed.window import Window
 from harvester.contracts.clock import Clock, monotonic_ns
-from harvester.contracts.page import Grant, GrantMode, Guest, PageReader
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.page import Grant, Guest, PageReader, Reading
 
 _POLL_S = 0.001
-_AFTER_S = 0.1
-"""A step that has not ended so long after the grant closed is taken for one that began later."""
+_STOPS_S = 60.0
 # Longer than the grant's time to live and any step of the benchmark's guest.
 _GONE_S = 1.5
 
@@ -34,14 +34,21 @@ class Yielded:
     seconds: float
     """Time to the end of its last step; 0 without a running step."""
     steps: int
+    is_over: bool = True
+    """False if the grant opened again before: the guest needed longer than `seconds`."""
 
 
 async def closings(
-    runner: Runner, window: Window, grant: PageReader[Grant], *, seconds: float
+    runner: Runner,
+    window: Window,
+    grant: PageReader[Grant],
+    guest: Callable[[], Reading[Guest]],
+    *,
+    seconds: float,
 ) -> dict[str, Any]:
     """Closings of the grant in every other half second, under production's load."""
     setting = SETTINGS[Arm.ROSEMUX]
-    runner.instruct(replace(setting, policy=RECLAIM))
+    await runner.instruct(replace(setting, policy=RECLAIM))
     async with runner.lease.holding(), runner.rollouts.running():
         stopped = asyncio.Event()
         start_s = runner.clock.now()
@@ -50,41 +57,68 @@ async def closings(
                 window.endless(), arm="reclaim", block=-1, start_s=start_s, stopped=stopped
             )
         )
-        found = await watch_closings(grant, runner.guest, seconds=seconds, clock=runner.clock)
+        found = await watch_closings(grant, guest, seconds=seconds, clock=runner.clock)
         stopped.set()
         await replay
     await runner.quiet()
-    runner.instruct(setting)
+    await runner.instruct(setting)
     return {
         "closings": len(found),
+        "closings_not_over": sum(not each.is_over for each in found),
         "compute_p99_ms": percentile([1e3 * each.seconds for each in found], 99),
         "compute_p99_steps": percentile([float(each.steps) for each in found], 99),
     }
 
 
 async def watch_closings(
-    grant: PageReader[Grant], guest: Callable[[], Guest], *, seconds: float, clock: Clock
+    grant: PageReader[Grant],
+    guest: Callable[[], Reading[Guest]],
+    *,
+    seconds: float,
+    clock: Clock,
 ) -> list[Yielded]:
-    """Every closing of the grant within `seconds` that found the guest stepping."""
+    """Every closing of the grant within `seconds` that found the guest with requests, each watched
+    until the guest's last step has ended."""
     until_s = clock.now() + seconds
     found: list[Yielded] = []
-    was_open, before = False, guest()
+    was_open, before = False, guest().record
     while clock.now() < until_s:
         reading = grant.read()
-        record = reading.record
-        is_open = record is not None and record.mode is not GrantMode.CLOSED
-        if was_open and not is_open and record is not None:
-            await asyncio.sleep(_AFTER_S)
-            after = guest()
+        is_open = _admits(reading)
+        if was_open and not is_open and reading.record is not None and before is not None:
+            after, is_over = await _quiet_page(grant, guest, reading.stamp_ns, clock)
             late_s = (after.last_step_end_ns - reading.stamp_ns) * 1e-9
-            if 0.0 < late_s < _AFTER_S:
-                found.append(Yielded(late_s, after.steps_finished - before.steps_finished))
-            elif before.running:
-                found.append(Yielded(0.0, 0))
+            if not is_over:
+                late_s = clock.now() - reading.stamp_ns * 1e-9
+            if before.running or late_s > 0.0:
+                steps = after.steps_finished - before.steps_finished if late_s > 0.0 else 0
+                found.append(Yielded(max(0.0, late_s), steps, is_over))
         was_open = is_open
-        before = guest()
+        before = guest().record or before
         await asyncio.sleep(_POLL_S)
     return found
+
+
+async def _quiet_page(
+    grant: PageReader[Grant], guest: Callable[[], Reading[Guest]], closed_ns: int, clock: Clock
+) -> tuple[Guest, bool]:
+    """The guest's first page since the closing without a launched step; False if the grant opened
+    before there was one. Raises ConfigError if the guest never stops."""
+    until_s = clock.now() + _STOPS_S
+    while clock.now() < until_s:
+        page = guest()
+        if page.record is not None:
+            launched = page.record.steps_launched - page.record.steps_finished
+            if page.stamp_ns > closed_ns and launched == 0:
+                return page.record, True
+            if _admits(grant.read()):
+                return page.record, False
+        await asyncio.sleep(_POLL_S)
+    raise ConfigError(f"the guest still steps {_STOPS_S:.0f} s after its grant closed")
+
+
+def _admits(reading: Reading[Grant]) -> bool:
+    return reading.record is not None and reading.record.mode.admits
 
 
 async def after_loss(

@@ -5,85 +5,51 @@
 
 The time share is what the rule granted: the guest's processor time over production's remainder
 when alone. The pace is the guest's output per core second, over that of the guest alone:
-contention, cold caches, and a machine that was faster in one slice than in the other. Pure.
+contention, cold caches, and a machine that was faster in one slice than in the other. Intervals are
+Student's t over rounds, each of which has a share of its own. Pure.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from benchmarks.coserve.arms import ALONE, Arm
+from benchmarks.coserve.arms import Arm
 from benchmarks.coserve.rounds import Slice
+from benchmarks.testbed.round_ratios import student_interval
 
-_RESAMPLES = 1000
-_PERCENTS = (2.5, 97.5)
-
-Weights = NDArray[np.float64]
-"""Number of times that each round counts, by draw and round."""
+Amount = Callable[[Slice], float | None]
 
 
-def residual_figures(slices: Sequence[Slice], arm: Arm, *, seed: int) -> dict[str, Any]:
-    """Figures, each None if the guest did nothing alone; the 95 % interval resamples rounds."""
-    rounds = len({each.round for each in slices})
-    once = np.ones((1, rounds))
-    share, time_share = (float(of(slices, arm, once)[0]) for of in (_share, _time_share))
+def residual_figures(slices: Sequence[Slice], arm: Arm, *, base: Arm) -> dict[str, Any]:
+    """Figures of one arm, each None if the guest did nothing alone. `base` is production alone."""
+    rounds = sorted({each.round for each in slices})
+    by_round = [_share([s for s in slices if s.round == number], arm, base) for number in rounds]
+    share = _share(slices, arm, base)
+    time_share = _share(slices, arm, base, lambda each: each.guest_core_s)
+    known = [each for each in by_round if each is not None]
     return {
-        "residual_share": _finite(share),
-        "residual_interval": _interval(slices, arm, rounds, seed),
-        "time_share": _finite(time_share),
-        "pace_ratio": _finite(share / time_share) if time_share else None,
+        "residual_share": share,
+        "residual_interval": student_interval(known),
+        "time_share": time_share,
+        "pace_ratio": None if share is None or not time_share else share / time_share,
+        "nothing_in_flight_share": _rate(slices, arm, lambda each: each.idle_s),
     }
 
 
-def _share(slices: Sequence[Slice], arm: Arm, weights: Weights) -> NDArray[np.float64]:
-    return _of_the_rest(slices, arm, weights, lambda each: each.guest_tokens)
-
-
-def _time_share(slices: Sequence[Slice], arm: Arm, weights: Weights) -> NDArray[np.float64]:
-    return _of_the_rest(slices, arm, weights, lambda each: each.guest_core_s)
-
-
-def _of_the_rest(
-    slices: Sequence[Slice], arm: Arm, weights: Weights, of: Callable[[Slice], float]
-) -> NDArray[np.float64]:
+def _share(
+    slices: Sequence[Slice], arm: Arm, base: Arm, of: Amount = lambda each: each.guest_tokens
+) -> float | None:
     """Guest's rate of `of` beside production, over its rate alone times the core share left."""
-    beside = _rate(slices, (arm,), weights, of)
-    alone = _rate(slices, (Arm.ROLLOUTS,), weights, of)
-    used = _rate(slices, ALONE, weights, lambda each: each.production_core_s)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(beside / (alone * (1.0 - used)))
-
-
-def _rate(
-    slices: Sequence[Slice], arms: Sequence[Arm], weights: Weights, of: Callable[[Slice], float]
-) -> NDArray[np.float64]:
-    places = {each: place for place, each in enumerate(sorted({s.round for s in slices}))}
-    amount, seconds = np.zeros(len(places)), np.zeros(len(places))
-    for each in slices:
-        if each.arm in arms:
-            amount[places[each.round]] += of(each)
-            seconds[places[each.round]] += each.seconds
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray((weights @ amount) / (weights @ seconds))
-
-
-def _interval(
-    slices: Sequence[Slice], arm: Arm, rounds: int, seed: int
-) -> tuple[float, float] | None:
-    if rounds < 2:
+    beside, alone = _rate(slices, arm, of), _rate(slices, Arm.ROLLOUTS, of)
+    used = _rate(slices, base, lambda each: each.production_core_s)
+    if beside is None or not alone or used is None or used >= 1.0:
         return None
-    drawn = np.random.default_rng(seed).multinomial(
-        rounds, np.full(rounds, 1.0 / rounds), size=_RESAMPLES
-    )
-    shares = _share(slices, arm, drawn.astype(float))
-    shares = shares[np.isfinite(shares)]
-    if not len(shares):
+    return beside / (alone * (1.0 - used))
+
+
+def _rate(slices: Sequence[Slice], arm: Arm, of: Amount) -> float | None:
+    own = [each for each in slices if each.arm is arm]
+    amounts = [amount for each in own if (amount := of(each)) is not None]
+    if not own or len(amounts) < len(own):
         return None
-    low, high = np.percentile(shares, _PERCENTS)
-    return float(low), float(high)
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
+    return math.fsum(amounts) / math.fsum(each.seconds for each in own)

@@ -1,34 +1,39 @@
 """One slice after another: the arms in turn, the same requests in each of a round."""
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.coserve.arms import ALONE, IN_ROUNDS, Arm, Setting
+import msgspec
+
+from benchmarks.coserve.arms import IN_ROUNDS, Arm, Setting
+from benchmarks.coserve.blocking import StepWatch, blocking_histogram
 from benchmarks.coserve.rollouts import Rollouts
+from benchmarks.coserve.spinner import awake
 from benchmarks.testbed.core_time import account, used
 from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.production_request import ProductionRequest
-from benchmarks.testbed.slo import ServiceLevel, choose_slo
-from benchmarks.testbed.slot import GUEST, PRODUCTION, ServingSlot
+from benchmarks.testbed.slo import ServiceLevel
+from benchmarks.testbed.slot import GUEST, PRODUCTION, STOCK, ServingSlot, url
 from benchmarks.testbed.window import Window
 from coserve.guest.isolation import NO_ISOLATION
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse
 
-# Until the guest's steps are under way, and what the last arm left has gone.
+# What the last arm left has gone by then.
 _SETTLE_S = 1.0
+_UNDER_WAY_STEPS = 5
+_UNDER_WAY_S = 10.0
+"""A guest that a guard holds back takes no step; its slice is measured all the same."""
 _QUIET_S = 20.0
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of one arm in one round."""
 
     arm: Arm
@@ -36,13 +41,21 @@ class Slice:
     seconds: float
     guest_tokens: int
     """Prefilled and generated."""
-    production_busy_s: float
-    """Busy time by production's steps, in s."""
+    guest_steps: int
+    production_busy_s: float | None
+    """Busy time by production's steps, in s; None for the stock engine, which does not say."""
     production_core_s: float
     """Processor time of its engine and its front end; on a GPU, that of its steps."""
-    guest_core_s: float
-    """Core time of the guest, in s; NaN on a GPU, which does not report it."""
-    decide_s_mean: float
+    idle_s: float
+    """Time in which production had nothing in flight, in s, as its client saw it."""
+    guest_core_s: float | None
+    """Core time of the guest, in s; None on a GPU, which does not report it."""
+    step_work_s: float
+    """CPU time of RoseMux's own work in the guest's steps, in s."""
+    steps_met: dict[int, int] = {}
+    """Requests by the number of guest steps that each met before its first token."""
+    steps_missed: int = 0
+    """Guest steps that ended between two looks, and are in no count."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,24 +70,25 @@ class Runner:
     level: ServiceLevel
     """Production's SLO as of now."""
     requests: list[ProductionRequest]
-    slices: list[Slice] = field(default_factory=list)
 
     async def run(self, arm: Arm, number: int, window: Window) -> Slice:
         setting = IN_ROUNDS[arm]
-        async with self.arranged(setting):
+        async with AsyncExitStack() as around:
+            await around.enter_async_context(self.arranged(setting))
+            if arm is Arm.AWAKE:
+                await around.enter_async_context(awake(self.slot))
+            if setting.rollouts:
+                await self._under_way()
+            if arm is Arm.STOCK:
+                self.slot.show_stock(alone=True)
+                around.callback(self.slot.show_stock, alone=False)
             await asyncio.sleep(_SETTLE_S)
-            measured = await self._measured(arm, number, window, serving=setting.production)
-        self.slices.append(measured)
-        if arm in ALONE:
-            seen = [r for r in self.requests if r.arm in ALONE and r.block >= 0]
-            if seen:
-                self.level = choose_slo(seen).level
-        return measured
+            return await self._measured(arm, number, window)
 
     @asynccontextmanager
     async def arranged(self, setting: Setting) -> AsyncIterator[None]:
         """The arm's rule in force and its rollouts under way; afterwards the guest has ended."""
-        self.instruct(setting)
+        await self.instruct(setting)
         async with AsyncExitStack() as rollouts:
             if setting.rollouts:
                 await rollouts.enter_async_context(self.lease.holding())
@@ -82,9 +96,21 @@ class Runner:
             yield
         await self.quiet()
 
-    def instruct(self, setting: Setting) -> None:
+    async def instruct(self, setting: Setting) -> None:
         self.slot.isolate(self.slot.isolation if setting.isolated else NO_ISOLATION)
-        self.policy(setting.policy)
+        if setting.shipped != self.slot.shipped:
+            policy = self.slot.shipped_policy if setting.shipped else self.slot.policy
+            await self.slot.replace_agent(policy(self.level), shipped=setting.shipped)
+        if not setting.shipped:
+            self.policy(setting.policy)
+
+    async def _under_way(self) -> None:
+        """Waits for the guest's first steps; a guard that holds it back ends the wait."""
+        steps = self.guest().steps_finished
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_UNDER_WAY_S):
+                while self.guest().steps_finished < steps + _UNDER_WAY_STEPS:  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
 
     def policy(self, changes: dict[str, Any]) -> None:
         """Policy over the slot's own; the guest's isolation stays as it is."""
@@ -104,14 +130,20 @@ class Runner:
             steps = guest.steps_finished
             await asyncio.sleep(_POLL_S)
 
-    async def _measured(self, arm: Arm, number: int, window: Window, *, serving: bool) -> Slice:
+    async def _measured(self, arm: Arm, number: int, window: Window) -> Slice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
-        trees = [self.slot.parts.running[name].tree() for name in (PRODUCTION, GUEST)]
+        client, production = self.served(arm)
+        seen: list[ProductionRequest] = []
+        trees = [self.slot.parts.running[name].tree() for name in (production, GUEST)]
         ran = [account(tree) for tree in trees]
         stopped = asyncio.Event()
-        arrivals = window.arrivals if serving else ()
+        arrivals = window.arrivals if IN_ROUNDS[arm].production else ()
+        steps = StepWatch(self.guest)
+        watching = asyncio.ensure_future(steps.run())
         replay = asyncio.ensure_future(
-            self.client.replay(arrivals, arm=arm, block=number, start_s=start_s, stopped=stopped)
+            replace(client, record=seen.append).replay(
+                arrivals, arm=arm, block=number, start_s=start_s, stopped=stopped
+            )
         )
         try:
             await asyncio.sleep(start_s + window.duration_s - self.clock.now())
@@ -121,21 +153,47 @@ class Runner:
                 sum(used(before, account(tree)).values())
                 for before, tree in zip(ran, trees, strict=True)
             )
-            if not self.slot.hardware.shares_core:
-                production_s, guest_s = busy_s, math.nan
             stopped.set()
             await replay
         finally:
             replay.cancel()
+            watching.cancel()
         if after.steps_finished < guest.steps_finished:
             raise ConfigError("the guest began anew within a slice")
+        self.requests += seen
+        shares_core = self.slot.hardware.shares_core
         return Slice(
             arm=arm,
             round=number,
             seconds=end_s - start_s,
             guest_tokens=after.tokens_total - guest.tokens_total,
-            production_busy_s=busy_s,
-            production_core_s=production_s,
-            guest_core_s=guest_s,
-            decide_s_mean=after.decide_s_mean,
+            guest_steps=after.steps_finished - guest.steps_finished,
+            production_busy_s=None if arm is Arm.STOCK else busy_s,
+            production_core_s=production_s if shares_core else busy_s,
+            idle_s=idle_s(seen, start_s=start_s, end_s=end_s),
+            guest_core_s=guest_s if shares_core else None,
+            step_work_s=after.step_work_s_total - guest.step_work_s_total,
+            steps_met=blocking_histogram(seen, steps.steps_s) if IN_ROUNDS[arm].rollouts else {},
+            steps_missed=steps.missed,
         )
+
+    def served(self, arm: Arm) -> tuple[ProductionClient, str]:
+        """The client of the arm's production engine, and that engine's name."""
+        port = self.slot.ports.stock
+        if arm is not Arm.STOCK or port is None:
+            return self.client, PRODUCTION
+        return replace(self.client, url=url(port), model=STOCK), STOCK
+
+
+def idle_s(requests: Iterable[ProductionRequest], *, start_s: float, end_s: float) -> float:
+    """Seconds between the two times in which no request was in flight."""
+    idle, busy_until_s = 0.0, start_s
+    for due_s, over_s in sorted((r.due_s, _over_s(r)) for r in requests):
+        idle += max(0.0, min(due_s, end_s) - busy_until_s)
+        busy_until_s = max(busy_until_s, min(over_s, end_s))
+    return idle + end_s - busy_until_s
+
+
+def _over_s(request: ProductionRequest) -> float:
+    """Time of the last token."""
+    return request.due_s + (request.ttft_s or 0.0) + sum(request.itl_s)

@@ -9,17 +9,14 @@ import numpy as np
 
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
-from benchmarks.testbed.bootstrap import Latencies, ratio_interval
+from benchmarks.testbed.bootstrap import Latencies
+from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.production_request import ProductionRequest
-from benchmarks.testbed.rotation import rotated
-from benchmarks.testbed.serving_figures import ratio
+from benchmarks.testbed.round_ratios import STATISTICS, round_ratio
 from benchmarks.testbed.trace import Arrival
 
 _BEFORE_S = 3.0
 _LOOK_S = 0.05
-PERCENTS = (50, 99)
-_SEED = 1
-"""Seed of the intervals' resampling."""
 
 Seen = dict[Arm, list[ProductionRequest]]
 
@@ -41,7 +38,7 @@ class SideBySide:
         seen: Seen = {Arm.ALONE: [], Arm.ROSEMUX: []}
         if self.warmed_up:
             await self._trial(Arm.ALONE, name, -1, arrivals, [])
-        for arm, trial in rotated(tuple(seen), self.trials):
+        for arm, trial in interleaved(tuple(seen), self.trials):
             await self._trial(arm, name, trial, arrivals, seen[arm])
         return seen
 
@@ -81,10 +78,10 @@ def compared(
         "requests": sum(len(requests) for requests in seen.values()),
         "failed": sum(r.failed for requests in seen.values() for r in requests),
     }
-    for percent in PERCENTS:
-        name = f"ttft_p{percent}"
-        found[f"{name}_ratio"] = ratio(above.percentile_s(percent), below.percentile_s(percent))
-        found[f"{name}_interval"] = ratio_interval(above, below, percent=percent, seed=_SEED)
+    for statistic, figure in STATISTICS.items():
+        over = round_ratio(above, below, figure)
+        found[f"ttft_{statistic}_ratio"] = over.ratio
+        found[f"ttft_{statistic}_interval"] = over.interval
     return found
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.interleaving import interleaved
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
@@ -62,7 +62,7 @@ class Run:
 
 
 def runs(arms: tuple[Arm, ...], rounds: int) -> tuple[Run, ...]:
-    return tuple(Run(arm, number) for arm, number in rotated(arms, rounds))
+    return tuple(Run(arm, number) for arm, number in interleaved(arms, rounds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

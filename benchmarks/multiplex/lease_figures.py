@@ -25,7 +25,6 @@ from benchmarks.testbed.slo import Slo, choose_slo
 from examples.grpo.events import StepDone
 
 _TAIL_KEYS = ("moved", "seconds", "returned", "lost")
-_SEED = 1
 
 
 def lease_figures(
@@ -81,7 +80,7 @@ def _production(requests: Sequence[ProductionRequest], served: Sequence[Served])
             arm.value: _arm(given[arm], [each for each in served if each.run.arm is arm], slo)
             for arm in BESIDE_PRODUCTION
         },
-        **latency_ratios(leased, control, seed=_SEED),
+        **latency_ratios(leased, control),
     }
 
 

@@ -57,7 +57,6 @@ def measured(pulses: int) -> dict[str, dict[str, dict[str, float]]]:
             pulses=names,
             ttft_slo_s=0.25,
             itl_slo_s=0.05,
-            phantom_prompt_tokens=512,
             production=MODEL,
         )
         grant_page = pages.grant_writer()
@@ -111,6 +110,8 @@ def write_all(writers: list[PageWriter[Pulse]], step: int) -> None:
         itl_s_recent=SAMPLES_S,
         model=MODEL,
         cores=(EngineCore(told_ns=now_ns, kv_usage_ratio=0.5),),
+        prompt_tokens_quantiles=tuple(range(80, 880, 80)),
+        prompt_tokens_p99=820,
         shape="Qwen2ForCausalLM 48x5120 bfloat16 tp4 pp1 on NVIDIA H100 80GB HBM3",
     )
     for writer in writers:

@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from benchmarks.testbed.prerequisites import check_machine
+from benchmarks.testbed.processes import OPERATORS_GROUPS
 from benchmarks.testbed.production_model import SMALL, STEP_TOKENS, ModelShape
 from benchmarks.testbed.window import TokenScale
 from coserve.guest import isolation
-from coserve.guest.isolation import Isolation
+from coserve.guest.isolation import PREEMPTED, Isolation, IsolationBackend
 from coserve.vllm.launch import GpuOwner, GpuShare
 from examples.grpo.model import PolicyShape, write_checkpoint
 
@@ -138,8 +139,16 @@ class CpuHardware(Hardware):
 
     def isolate(self, pids: Sequence[int], *, first: int, backend: Isolation) -> None:
         for pid in pids:
+            OPERATORS_GROUPS.leave(pid)
             isolation.lift_from_process(pid)
-            isolation.apply_to_process(backend, pid, guest=first)
+            if backend.backend is IsolationBackend.IDLE_GROUP:
+                OPERATORS_GROUPS.enter(pid, guest=first)
+            else:
+                isolation.apply_to_process(backend, pid, guest=first)
+
+    def isolation_at_start(self, backend: Isolation) -> Isolation | None:
+        # The guest looks by itself whether it holds, as one that `rosemux guest` starts.
+        return backend if backend.backend in PREEMPTED else None
 
     def write_policy(self, directory: Path, shape: PolicyShape) -> None:
         write_checkpoint(directory, shape)

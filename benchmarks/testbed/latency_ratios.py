@@ -2,20 +2,20 @@
 
 from typing import Any
 
-from benchmarks.testbed.bootstrap import itl_of, ratio_interval, ttft_of
-from benchmarks.testbed.serving_figures import ArmRequests, ratio
+from benchmarks.testbed.bootstrap import itl_of, ttft_of
+from benchmarks.testbed.round_ratios import STATISTICS, RoundRatio, round_ratio
+from benchmarks.testbed.serving_figures import ArmRequests
 
-PARTS = (("ttft", ttft_of), ("itl", itl_of))
 
-
-def latency_ratios(above: ArmRequests, below: ArmRequests, *, seed: int) -> dict[str, Any]:
-    """`ratios` of P50 and P99, and their `intervals` by the paired block bootstrap."""
-    ratios: dict[str, float | None] = {}
-    intervals: dict[str, tuple[float, float] | None] = {}
-    for name, of in PARTS:
+def latency_ratios(above: ArmRequests, below: ArmRequests) -> dict[str, Any]:
+    """`ratios` of P50, mean and P99, their 95 % `intervals` over rounds and `half_widths`."""
+    found: dict[str, RoundRatio] = {}
+    for name, of in (("ttft", ttft_of), ("itl", itl_of)):
         upper, lower = of(above.shared), of(below.shared)
-        for percent in (50, 99):
-            key = f"{name}_p{percent}"
-            ratios[key] = ratio(upper.percentile_s(percent), lower.percentile_s(percent))
-            intervals[key] = ratio_interval(upper, lower, percent=percent, seed=seed)
-    return {"ratios": ratios, "intervals": intervals}
+        for statistic, figure in STATISTICS.items():
+            found[f"{name}_{statistic}"] = round_ratio(upper, lower, figure)
+    return {
+        "ratios": {name: each.ratio for name, each in found.items()},
+        "intervals": {name: each.interval for name, each in found.items()},
+        "half_widths": {name: each.half_width for name, each in found.items()},
+    }

@@ -41,6 +41,8 @@ class Parts:
     paths: RunPaths
     clock: Clock
     running: dict[str, Child] = field(default_factory=dict)
+    may_end: set[str] = field(default_factory=set)
+    """Names of parts whose end is a measurement, and not the run's."""
 
     def engine(
         self, name: str, command: EngineCommand, environment: Mapping[str, str] | None = None
@@ -78,8 +80,9 @@ class Parts:
     async def one_dies(self) -> None:
         """Raises ConfigError as soon as a part has died; never returns."""
         while True:
-            for child in self.running.values():
-                child.check()
+            for name, child in tuple(self.running.items()):
+                if name not in self.may_end:
+                    child.check()
             await asyncio.sleep(_POLL_S)
 
 

@@ -1,4 +1,4 @@
-"""What engines need of a machine, checked before anything starts, each fault with its remedy."""
+"""Checks that a machine can run engines, before anything starts; each fault with its remedy."""
 
 import os
 import socket

@@ -21,12 +21,15 @@ import psutil
 from coserve.guest import isolation
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
+from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.parent import end_with
 
 _TERM_S = 8.0
 _KILL_S = 5.0
 _TAIL_BYTES = 2000
 _SHARED_MEMORY = Path("/dev/shm")
+OPERATORS_GROUPS = IdleGroups(prefix="rosemux-slice-")
+"""Idle groups like the shipped `rosemux.slice`: an operator's, so that no agent lifts a guest."""
 
 
 @dataclass(slots=True)
@@ -140,6 +143,15 @@ class Processes:
         for child in self._children:
             child.check()
 
+    def end(self, child: Child) -> None:
+        """Ask a process to end, wait for it, and forget it."""
+        child.process.terminate()
+        try:
+            child.process.wait(timeout=_TERM_S)
+        except subprocess.TimeoutExpired:
+            child.process.kill()
+        self.kill(child)
+
     def kill(self, child: Child) -> None:
         """All of its processes at once, as the kernel does when memory is out."""
         tree = child.tree()
@@ -159,6 +171,7 @@ class Processes:
             ending = [child.process] if child.process.poll() is None else child.tree()
             for process in ending:
                 _signal(process.pid, signal.SIGTERM)
+            thaw(child)
         _, alive = psutil.wait_procs(trees, timeout=_TERM_S)
         _kill(alive)
         for child in self._children:
@@ -167,6 +180,18 @@ class Processes:
         for path in shared:
             path.unlink(missing_ok=True)
         isolation.clear()
+        OPERATORS_GROUPS.clear()
+
+
+def freeze(child: Child) -> None:
+    """Stop every process of the tree, as if it were not there, until `thaw`."""
+    for process in child.tree():
+        _signal(process.pid, signal.SIGSTOP)
+
+
+def thaw(child: Child) -> None:
+    for process in child.tree():
+        _signal(process.pid, signal.SIGCONT)
 
 
 def pin(child: Child, core: int | None) -> None:

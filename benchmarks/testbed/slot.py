@@ -7,6 +7,7 @@ Engines start on both cores, because starting is import-bound, and are pinned on
 Where they are on a GPU nothing is pinned, and the guest starts once production answers.
 """
 
+import asyncio
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import yaml
 
 from benchmarks.testbed.hardware import CpuHardware, Hardware, RolloutLoad
 from benchmarks.testbed.parts import Parts
-from benchmarks.testbed.processes import pin
+from benchmarks.testbed.processes import freeze, pin, thaw
 from benchmarks.testbed.production_model import write_production_checkpoint
 from benchmarks.testbed.slo import SLO_EDGES_ITL_S, SLO_EDGES_TTFT_S, ServiceLevel
 from benchmarks.testbed.unpaced_start import unpaced
@@ -36,6 +37,7 @@ SERVING_CORE = 0
 ROLLOUT_CORE = 1
 SLOT = "slot-0"
 PRODUCTION = "production"
+STOCK = "stock"
 GUEST = "guest-0"
 AGENT = "agent"
 ROLLOUT_CONCURRENCY = RolloutLoad().concurrency
@@ -48,6 +50,8 @@ class SlotPorts:
     production: int
     guest: int
     agent: int
+    stock: int | None = None
+    """A second production engine, without any part of RoseMux; None starts none."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ class ServingSlot:
     production_arguments: tuple[str, ...] = ()
     """Arguments for vLLM, besides the demo's."""
     pages: PageDirectory = field(init=False)
+    shipped: bool = False
+    """Whether the running agent is the shipped one."""
 
     def __post_init__(self) -> None:
         self.pages = PageDirectory.create(self.parts.paths.pages / SLOT)
@@ -89,37 +95,46 @@ class ServingSlot:
         self.hardware.write_policy(self.policy_model, self.shape)
         paths.weights.mkdir(parents=True, exist_ok=True)
         self.start_production()
+        if self.ports.stock is not None:
+            self.parts.engine(
+                STOCK,
+                launch.stock(self._production_engine(STOCK, self.ports.stock)),
+                # Not even the entry points of an installed RoseMux are loaded.
+                self.hardware.engine_environment(paths.cache) | {"VLLM_PLUGINS": ""},
+            )
         if not self.hardware.starts_in_turn:
-            self._start_guest()
+            self.start_guest()
 
     def start_production(self) -> None:
         """Starts production, also again after its end."""
-        paths = self.parts.paths
         self.parts.engine(
             PRODUCTION,
             launch.production(
-                EngineSpec(
-                    name=PRODUCTION,
-                    model=paths.run / "models" / PRODUCTION,
-                    port=self.ports.production,
-                    max_model_len=self.production_context,
-                    max_num_seqs=self.hardware.production_requests,
-                    vllm=self.vllm,
-                    gpu=self.hardware.production(),
-                    extra_arguments=(
-                        *("--load-format", "dummy"),
-                        *("--max-num-batched-tokens", str(self.hardware.step_tokens)),
-                        *_histogram_buckets(self.vllm),
-                        *self.hardware.engine_arguments(),
-                        *self.production_arguments,
-                    ),
-                ),
-                pages=self.pages.path,
+                self._production_engine(PRODUCTION, self.ports.production), pages=self.pages.path
             ),
-            self.hardware.engine_environment(paths.cache),
+            self.hardware.engine_environment(self.parts.paths.cache),
         )
 
-    def _start_guest(self) -> None:
+    def _production_engine(self, name: str, port: int) -> EngineSpec:
+        return EngineSpec(
+            name=name,
+            model=self.parts.paths.run / "models" / PRODUCTION,
+            port=port,
+            max_model_len=self.production_context,
+            max_num_seqs=self.hardware.production_requests,
+            vllm=self.vllm,
+            gpu=self.hardware.production(),
+            extra_arguments=(
+                *("--load-format", "dummy"),
+                *("--max-num-batched-tokens", str(self.hardware.step_tokens)),
+                *_histogram_buckets(self.vllm),
+                *self.hardware.engine_arguments(),
+                *self.production_arguments,
+            ),
+        )
+
+    def start_guest(self) -> None:
+        """Starts the guest, also again after its end."""
         paths = self.parts.paths
         self.parts.engine(
             GUEST,
@@ -152,11 +167,13 @@ class ServingSlot:
     async def engines_answer(self, on_progress: Callable[[str], None]) -> None:
         """A guest that starts in its turn starts here, and the agent after this."""
         await self.parts.answers(PRODUCTION, url(self.ports.production), on_progress)
+        if self.ports.stock is not None:
+            await self.parts.answers(STOCK, url(self.ports.stock), on_progress)
         if not self.hardware.starts_in_turn:
             await self.parts.answers(GUEST, url(self.ports.guest), on_progress)
             return
         async with unpaced(self.pages):
-            self._start_guest()
+            self.start_guest()
             await self.parts.answers(GUEST, url(self.ports.guest), on_progress)
 
     def bind(self) -> None:
@@ -165,7 +182,7 @@ class ServingSlot:
         Raises Unsupported where the backend would do nothing.
         """
         running = self.parts.running
-        for name in (PRODUCTION, GUEST):
+        for name in running.keys() & {PRODUCTION, STOCK, GUEST}:
             pin(running[name], self.hardware.core(self.core))
         client_core = self.hardware.core(self.agent_core)
         if client_core is not None:
@@ -183,7 +200,8 @@ class ServingSlot:
         pids = [process.pid for process in guest.tree()]
         self.hardware.isolate(pids, first=guest.process.pid, backend=backend)
 
-    def start_agent(self, policy: dict[str, Any]) -> None:
+    def start_agent(self, policy: dict[str, Any], *, shipped: bool = False) -> None:
+        self.shipped = shipped
         self._write_agent_config(policy)
         self.parts.service(
             AGENT,
@@ -196,6 +214,24 @@ class ServingSlot:
     async def agent_answers(self, on_progress: Callable[[str], None]) -> None:
         await self.parts.answers(AGENT, url(self.ports.agent), on_progress, path="/healthz")
 
+    async def replace_agent(self, policy: dict[str, Any], *, shipped: bool) -> None:
+        """The other agent takes the slot over, with a state of its own."""
+        child = self.parts.running.pop(AGENT)
+        await asyncio.to_thread(self.parts.processes.end, child)
+        self.start_agent(policy, shipped=shipped)
+        await self.agent_answers(lambda _: None)
+
+    def show_stock(self, *, alone: bool) -> None:
+        """Freeze all but the stock engine, or the stock engine: frozen processes take no time."""
+        if self.ports.stock is None:
+            return
+        # An agent that saw a frozen engine would count it as hung: first to go, last to return.
+        names = (AGENT, GUEST, PRODUCTION)
+        for name in names if alone else (STOCK,):
+            freeze(self.parts.running[name])
+        for name in (STOCK,) if alone else reversed(names):
+            thaw(self.parts.running[name])
+
     def instruct(self, policy: dict[str, Any]) -> None:
         """Give the agent another policy; it reloads its file and keeps the old one on error."""
         self._write_agent_config(policy)
@@ -207,11 +243,17 @@ class ServingSlot:
             "ttft_slo_s": level.ttft_s,
             "itl_slo_s": level.itl_s,
             "blocking_ratio": self.isolation.blocking_ratio,
-            # The SLO stands where production alone already misses it now and then, so every budget
-            # would be overspent by production itself.
-            "budget": {"enforced": False},
-            "proof": {"slice_s": 0.5},
+            # The slot has proven itself: minutes are measured, not its first half hour.
+            "proof": {"slice_s": 0.5, "proving_s": 0.0},
             **self.hardware.policy,
+        }
+
+    def shipped_policy(self, level: ServiceLevel) -> dict[str, Any]:
+        """Nothing but the SLO over the shipped defaults; the slot's first half hour has passed."""
+        return {
+            "ttft_slo_s": level.ttft_s,
+            "itl_slo_s": level.itl_s,
+            "proof": {"proving_s": 0.0},
         }
 
     @property
@@ -224,9 +266,9 @@ class ServingSlot:
             "node": "demo",
             "mode": "harvest",
             # Laws of others, and arms without one, are measured here.
-            "unsafe_experiments": True,
+            "unsafe_experiments": not self.shipped,
             "page_root": str(paths.pages),
-            "state_dir": str(paths.run / AGENT),
+            "state_dir": str(paths.run / (f"{AGENT}-shipped" if self.shipped else AGENT)),
             "http": {"port": self.ports.agent},
             "slots": [
                 {

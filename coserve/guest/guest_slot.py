@@ -6,6 +6,8 @@ Imports nothing of vLLM.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time_ns
@@ -17,6 +19,8 @@ from coserve.guest.memory_deadline import MemoryDeadline
 from coserve.law.engine_terms import idle, terms_of
 from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
 from coserve.law.granted_pulses import GrantedPulses
+from coserve.law.lending import lending
+from coserve.law.phantom import rest_s
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
@@ -25,6 +29,7 @@ from harvester.contracts.page import (
     GrantMode,
     Guest,
     GuestMemory,
+    Lending,
     PageDirectory,
     PageOwners,
     PulseHead,
@@ -38,6 +43,7 @@ _GRACE_MAX_S, _DEADLINE_MAX_S = 600.0, 60.0
 agent's settings."""
 _LOOK_NS = 100_000_000
 """Interval at which the guest checks that its page still exists."""
+_LENDING_NS = 1_000_000_000
 _FAULT_CHARACTERS = 300
 
 
@@ -81,7 +87,9 @@ class GuestSlot:
         self._token_limit = token_limit
         self.steps = GuestSteps()
         self.load = GuestQueue()
-        self.last = StepDecision(0, Closed.NO_GRANT, 0.0)
+        self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
+        self._mean_wait_s: float | None = None
+        """As of the decision on the launched step; none is launched beside one that owes a rest."""
         self._grant: Reading[Grant] = self._grant_page.read()
         self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
         """The last one that could be read; without a grant nothing falls asleep or wakes up."""
@@ -89,7 +97,8 @@ class GuestSlot:
         self._watch: IsolationWatch | None = None
         self._granted_ns = monotonic_ns()
         self._closings = self._aborted = 0
-        self._decide_s = 0.0
+        self._decide_s = self._work_s = 0.0
+        self._lending_ns, self._lends = 0, Lending()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -113,6 +122,8 @@ class GuestSlot:
                 context_tokens=self.load.kv_tokens,
                 launched_s=self.steps.launched_s,
                 cap=self._token_limit,
+                rest_s=self.steps.rest_s,
+                last_end_ns=self.steps.last_end_ns,
             )
             may_probe = now_ns > self.steps.probe_ns
             decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
@@ -120,6 +131,7 @@ class GuestSlot:
                 self._closings += 1
             self.last = decision
             if for_step:
+                self._for_step = decision
                 self._decide_s += 0.01 * ((thread_time_ns() - began_ns) * 1e-9 - self._decide_s)
             return decision
 
@@ -184,12 +196,23 @@ class GuestSlot:
                 production=self._production(now_ns),
                 now_ns=now_ns,
             )
+            self._mean_wait_s = self._for_step.mean_wait_s
 
     def finished(self) -> None:
         """Record the end of the oldest launched step."""
         with self._lock:
             now_ns = monotonic_ns()
             self.steps.finish(production=self._production(now_ns), now_ns=now_ns)
+            wait_s, self._mean_wait_s, self.steps.rest_s = self._mean_wait_s, None, 0.0
+            if wait_s is not None:
+                self.steps.rest_s = rest_s(self.steps.last_step_s, wait_s, self.granted)
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Accounts for the CPU time of the calling thread, which is the engine loop's."""
+        began_ns = thread_time_ns()
+        yield
+        self._work_s += (thread_time_ns() - began_ns) * 1e-9
 
     def aborted(self, requests: int) -> None:
         self._aborted += requests
@@ -248,18 +271,31 @@ class GuestSlot:
             aborted_total=self._aborted,
             closings_total=self._closings,
             decide_s_mean=self._decide_s,
+            step_work_s_total=self._work_s,
+            lending=self._lending(now_ns),
         )
+
+    def _lending(self, now_ns: int) -> Lending:
+        """Renewed once a second; nothing known without grant and pulses."""
+        if now_ns >= self._lending_ns:
+            self._lending_ns = now_ns + _LENDING_NS
+            pulses = self._pulses.read(self.granted, now_ns=now_ns)
+            present = [pulse.record for pulse in pulses if pulse.record is not None]
+            self._lends = Lending()
+            if present and len(present) == len(pulses):
+                self._lends = lending(
+                    present, self.granted, self.steps.model, token_limit=self._token_limit
+                )
+        return self._lends
 
     def _production(self, now_ns: int) -> ProductionMoment | None:
         grant = self._grant.record
         if grant is None:
             return None
-        pulses: list[PulseHead] = []
-        for page in self._pulses.pages:
-            pulse = page.read(now_ns=now_ns).record
-            if pulse is None:
-                return None
-            pulses.append(pulse)
+        read = [page.read(now_ns=now_ns).record for page in self._pulses.pages]
+        pulses = [pulse for pulse in read if pulse is not None]
+        if len(pulses) < len(read):
+            return None
         return ProductionMoment(
             idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
             sum([pulse.requests_total for pulse in pulses]),

@@ -46,6 +46,8 @@ class GuestSteps:
     last_end_ns: int = 0
     probe_ns: int = 0
     """Earliest time of the next probe."""
+    rest_s: float = 0.0
+    """Idle time of production that the last step owes."""
     _launched: deque[_Launched] = field(default_factory=deque)
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     _calibrated_ns: int = 0

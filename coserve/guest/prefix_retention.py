@@ -145,6 +145,15 @@ class PrefixRetention:
                 del self._users[block]
         known.blocks = ()
 
+    def ended(self, trajectory: str) -> None:
+        """Forget a trajectory that never returns, as its job reported."""
+        known = self._trajectories.get(trajectory)
+        if known is None or known.here:
+            return
+        self._times(known).stayed_away()
+        self.drop(trajectory)
+        del self._trajectories[trajectory]
+
     def given_up(self, *, now: float) -> list[str]:
         """Forget the trajectories that are not expected back; returns their names."""
         gone: list[str] = []

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from coserve.law.phantom import Phantom, phantom
 from harvester.contracts.page import Grant, ProductionModel, PulseHead, engine_of, latest_cores
 
 # A pulse beats every 100 ms, so requests of one step each are visible only at the end of a beat.
@@ -22,7 +23,10 @@ UNSEEN_HOLD_NS = 300_000_000
 class EngineTerms(msgspec.Struct):
     model: ProductionModel
     """Step-time model of the engine running alone."""
-    phantom_prompt_tokens: int
+    prompts: tuple[int, ...]
+    """Tokens of production's prompts, each for an equal share of them; empty if unknown."""
+    longest_prompt: int
+    """P99 of the prompts, in tokens."""
     decoding: int
     """Decoding requests of the whole engine, over its processes, or its batch if that is larger."""
     cores: int = 1
@@ -43,6 +47,11 @@ class EngineTerms(msgspec.Struct):
     def unseen_since_ns(self) -> int:
         """Start of the interval in which the next step for unseen requests runs (ns)."""
         return self.last_word_ns if self.unseen else self.unseen_step_ns
+
+    def phantom(self, grant: Grant) -> Phantom:
+        """The waits of a request that might arrive now."""
+        slo_s, epsilon = grant.ttft_slo_s, grant.epsilon
+        return phantom(self.prompts, self.longest_prompt, self.model, slo_s, epsilon)
 
 
 def terms_of(pulses: Sequence[PulseHead], grant: Grant) -> list[EngineTerms]:
@@ -80,12 +89,11 @@ def idle(pulses: Sequence[PulseHead], terms: Sequence[EngineTerms], *, now_ns: i
 
 
 def _of_one(pulse: PulseHead, grant: Grant) -> EngineTerms:
-    phantom = grant.phantom_prompt_tokens
-    if grant.own_models:
-        return EngineTerms(
-            pulse.model, phantom or pulse.prompt_tokens_p99, pulse.decoding, len(pulse.cores) or 1
-        )
-    return EngineTerms(grant.production, phantom, pulse.decoding, len(pulse.cores) or 1)
+    model = pulse.model if grant.own_models else grant.production
+    fixed = grant.phantom_prompt_tokens
+    prompts = (fixed,) if fixed else pulse.prompt_tokens_quantiles
+    longest = fixed or pulse.prompt_tokens_p99
+    return EngineTerms(model, prompts, longest, pulse.decoding, len(pulse.cores) or 1)
 
 
 def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
@@ -94,8 +102,9 @@ def _join(terms: EngineTerms, pulse: PulseHead, grant: Grant) -> None:
     terms.cores = max(terms.cores, len(pulse.cores))
     if grant.own_models:
         terms.model = terms.model.upper(pulse.model)
-        if not grant.phantom_prompt_tokens:
-            terms.phantom_prompt_tokens = max(terms.phantom_prompt_tokens, pulse.prompt_tokens_p99)
+    if not grant.phantom_prompt_tokens:
+        terms.prompts += pulse.prompt_tokens_quantiles
+        terms.longest_prompt = max(terms.longest_prompt, pulse.prompt_tokens_p99)
 
 
 def _tells(pulse: PulseHead) -> bool:

@@ -4,7 +4,8 @@ It decides from page readings alone and the time that is passed in. Whatever it 
 it: an expired grant, a missing, torn or foreign pulse, a production engine that hangs. Once the
 grant is open and every pulse is present and fresh, the grant's law admits the step:
 
-    slack        RoseMux's: the largest step that fits into production's slack
+    slack        RoseMux's: the largest step that fits into production's slack; where none does, a
+                 short step beside idle production, and then a rest
     rose         ROSE, section 4.1: chunks of 512 tokens while TTFT and TPOT slack to the SLO itself
                  are positive
     saturation   llm-d's probabilistic admitter (inference scheduler 520af478): new work is shed
@@ -21,7 +22,8 @@ from random import random
 import msgspec
 
 from coserve.law.engine_terms import EngineTerms, idle, terms_of
-from coserve.law.slack import events_slack_s, hung, slack_s, step_budget_s
+from coserve.law.phantom import MOST_RESTED_STEPS, Phantom, lesser, rest_s, step_budget_s
+from coserve.law.slack import events_slack_s, hung, slack_s
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, Law, PageFault, PulseHead, Reading
 
@@ -31,6 +33,9 @@ _FULL_WAITING = 5.0
 _FULL_KV_RATIO = 0.8
 _SHED_FACTOR = 300.0
 _SHED_POWER = 5
+_BRIEF_STEPS = 2.0
+"""Steps of so many times the shortest one lend most tokens a second, where the rest after a step
+grows with its square."""
 
 
 class Closed(StrEnum):
@@ -43,6 +48,7 @@ class Closed(StrEnum):
     PULSE_FAULT = "pulse_fault"
     HUNG = "hung"
     NO_SLACK = "no_slack"
+    RESTING = "resting"
 
 
 _BY_GRANT = (Closed.NO_GRANT, Closed.GRANT_FAULT, Closed.GRANT_CLOSED)
@@ -56,6 +62,10 @@ class StepDecision(msgspec.Struct, frozen=True):
     fault: PageFault | None = None
     probe: bool = False
     """Open for one token against the prediction, to learn whether it is right."""
+    mean_wait_s: float | None = None
+    """Mean wait that arrivals can bear, if the step owes a rest for it; else None."""
+    rest_s: float = 0.0
+    """Time until the rest is over, if production stays idle."""
 
     @property
     def open(self) -> bool:
@@ -79,6 +89,10 @@ class GuestLoad(msgspec.Struct, frozen=True):
     """Predicted time of steps that are launched and not finished."""
     cap: int
     """Token limit of a step, by the engine; a law is asked with the grant's as well."""
+    rest_s: float = 0.0
+    """Idle time of production that the last step owes."""
+    last_end_ns: int = 0
+    """End of the last step."""
 
 
 def decide(
@@ -92,8 +106,8 @@ def decide(
 ) -> StepDecision:
     """The grant's law over all pulses of a slot.
 
-    With `may_probe` (the last step is long enough ago) idle production admits one token against the
-    prediction: one that is too long would admit no step, and so never be corrected.
+    With `may_probe` (the last step is long enough ago) idle production admits one token against a
+    prediction by which not even a short step fits: it would never be corrected.
     """
     record = grant.record
     if record is None:
@@ -123,11 +137,70 @@ def decide(
             found = rose_law(present, record, guest, terms=terms, now_ns=now_ns)
         case Law.SATURATION:
             found = saturation_law(present, guest, chance=chance())
-    if found.open or not may_probe:
+    if record.law is not Law.SLACK or guest.cap <= 0 or guest.launched_s > 0.0:
         return found
-    could = found.slack_s > 0.0 and guest.launched_s == 0.0 and guest.cap > 0
-    if could and idle(present, terms, now_ns=now_ns):
+    if not idle(present, terms, now_ns=now_ns):
+        return found
+    if guest.rest_s > 0.0:
+        since_ns = max([guest.last_end_ns, *[pulse.last_step_end_ns for pulse in present]])
+        left_s = guest.rest_s - (now_ns - since_ns) * 1e-9
+        if left_s > 0.0:
+            return StepDecision(0, Closed.RESTING, found.slack_s, rest_s=left_s)
+    step = idle_step(waits_of(terms, record), record, guest)
+    if step.tokens > 0:
+        return StepDecision(step.tokens, None, found.slack_s, mean_wait_s=step.mean_wait_s)
+    if may_probe and found.slack_s > 0.0:
         return StepDecision(1, None, found.slack_s, probe=True)
+    return found
+
+
+class IdleStep(msgspec.Struct, frozen=True):
+    """The step that lends most while production is idle."""
+
+    tokens: int
+    mean_wait_s: float | None = None
+    """As of `StepDecision`."""
+    share_ratio: float = 1.0
+    """Share of idle time that these steps take."""
+
+
+def idle_step(waits: Phantom, grant: Grant, guest: GuestLoad) -> IdleStep:
+    """A step that any arrival may wait for, if most of its time is tokens; else the better of it
+    and a longer one that rests. 0 tokens if neither fits."""
+    model, decodes, context = guest.step_time, guest.decodes, guest.context_tokens
+
+    def within(budget_s: float) -> tuple[int, float]:
+        """Tokens that fit, and the time that they take."""
+        fit = model.tokens_within_s(
+            budget_s, decodes=decodes, context_tokens=context, cap=guest.cap
+        )
+        prefill = max(0, fit - decodes)
+        return fit, model.predict_s(
+            decodes=fit - prefill, prefill_tokens=prefill, context_tokens=context
+        )
+
+    each_s = step_budget_s(waits.each_s, grant)
+    brief_s = _BRIEF_STEPS * model.predict_s(decodes=0, prefill_tokens=0, context_tokens=context)
+    tokens, step_s = within(each_s)
+    ample = tokens > 0 and (tokens == guest.cap or each_s >= brief_s)
+    if ample or not waits.mean_s > 0.0:
+        return IdleStep(tokens)
+    # Up to here a rest is a multiple of its step, beyond it grows with the square of the step.
+    steady_s = step_budget_s(MOST_RESTED_STEPS * waits.mean_s, grant)
+    steady_s *= 2.0 if grant.blocking_ratio >= 1.0 else 1.0
+    longest_s = lesser(step_budget_s(waits.longest_s, grant), max(brief_s, steady_s))
+    rested, rested_s = within(longest_s)
+    cycle_s = rested_s + rest_s(rested_s, waits.mean_s, grant)
+    if tokens * cycle_s >= rested * step_s:
+        return IdleStep(tokens)
+    return IdleStep(rested, waits.mean_s, rested_s / cycle_s)
+
+
+def waits_of(terms: Sequence[EngineTerms], grant: Grant) -> Phantom:
+    """The waits that a request of any engine can bear."""
+    found = terms[0].phantom(grant)
+    for of_engine in terms[1:]:
+        found = found.least(of_engine.phantom(grant))
     return found
 
 

@@ -15,7 +15,8 @@ from time import thread_time
 
 from coserve.law.engine_terms import terms_of
 from coserve.law.granted_pulses import GrantedPulses
-from coserve.law.slack import hung, slack_s, step_budget_s
+from coserve.law.phantom import step_budget_s
+from coserve.law.slack import hung, slack_s
 from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, PulseHead, Reading
 

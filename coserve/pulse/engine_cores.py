@@ -22,7 +22,10 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None
     """None if this process got no scheduler statistics for the step."""
     kv_usage_ratio: float | None
-    first_tokens: int = 0
+    ttft_s: tuple[float, ...] = ()
+    """One for each request that got its first token, as vLLM measures it: since its own arrival."""
+    wall_s: float = 0.0
+    """The step's wall time, against which `ttft_s` is measured."""
     prompt_tokens: int = 0
     generation_tokens: int = 0
     inter_token_s: tuple[float, ...] = ()
@@ -33,6 +36,10 @@ class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the step held requests of this process."""
     waiting: int | None = None
     """Requests without a place in the batch; None as for `running`."""
+
+    @property
+    def first_tokens(self) -> int:
+        return len(self.ttft_s)
 
     @property
     def served(self) -> bool:

@@ -1,20 +1,21 @@
 """A production engine's state as one of its API-server processes sees it; source of its pulse.
 
 Fed by two read-only hooks of stock vLLM: the ASGI middleware reports when a request arrives and
-ends, the statistics logger reports each engine step. Their requests share no ids, so first tokens
-are matched to arrivals in order. Steps that cannot be attributed to this process's requests alone
-(other API servers, several engine cores) teach no step time. Steps that serve requests while none
-is in flight are published as unseen steps: the middleware misses requests whose flag is lost, that
-come by another entry point than HTTP, or that outlive their reply. Touches no clock and no page.
+ends, the statistics logger reports each engine step with vLLM's own latencies. Their requests share
+no ids, so a first token ends the wait of the request whose arrival fits vLLM's time for it. Steps
+that cannot be attributed to this process's requests alone (other API servers, several engine cores)
+teach no step time. Steps that serve requests while none is in flight are published as unseen steps:
+the middleware misses requests whose flag is lost, that come by another entry point than HTTP, or
+that outlive their reply. Touches no clock and no page.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from math import ceil
 
 import msgspec
 
+from coserve.law.phantom import quantiles_of
 from coserve.law.production_time import ProductionTime
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineCores, EngineStep, Siblings
 from harvester.contracts.page import Calibration, Pulse
@@ -33,6 +34,11 @@ _ENVELOPE_BYTES = 100
 _RUN_STEPS_MAX = 16
 # Longest pause between steps of unseen requests that still counts as busy.
 _UNSEEN_PAUSE_NS = 300_000_000
+_SAME_ARRIVAL_S = 2e-6
+"""Precision of vLLM's arrivals. All samples (n) and prompts (a list) of a request have one."""
+_ARRIVALS = 64
+_BURST_NS = 20_000_000
+"""Requests that come within this time get their first tokens in order of arrival."""
 _SPEECH_NS = 5_000_000_000
 """Steps within this time after a WebSocket message may serve it: a streaming client sends more
 often than this."""
@@ -81,6 +87,8 @@ class PulseState:
     """API servers of the engine; 0 if unknown."""
     shape: str = ""
     """Model, parallelism and accelerator that the step times belong to."""
+    unfit: str = ""
+    """Why no guest may run beside the engine."""
     root: ProcessId | None = None
     """Root process of the engine."""
     middleware: bool | None = None
@@ -96,6 +104,8 @@ class PulseState:
     messages flow; further requests came by another entry point."""
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
     """In order of arrival."""
+    _answered: deque[float] = field(default_factory=lambda: deque(maxlen=_ARRIVALS))
+    """Arrivals by vLLM's wall clock, in s, of the latest first tokens."""
     _run: _PrefillRun | None = None
     _busy_since_ns: int = 0
     _busy_ns: int = 0
@@ -122,6 +132,7 @@ class PulseState:
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     """Calibrations of prefills and of decodes."""
     _prompt_p99: int = 0
+    _prompt_quantiles: tuple[int, ...] = ()
 
     def arrive(
         self, key: int, *, body_bytes: int, now_ns: int, beside: Siblings | None = NO_SIBLINGS
@@ -190,8 +201,9 @@ class PulseState:
         self._prompt_tokens += step.prompt_tokens
         self._generation_tokens += step.generation_tokens
         self._prompts.extend(step.finished_prompt_tokens)
-        self._follow_run(step, beside, now_ns)
-        self._first_tokens(step, now_ns)
+        answered = self._answered_by(step, now_ns)
+        self._follow_run(step, beside, answered=len(answered), now_ns=now_ns)
+        self._first_tokens(step, answered)
         if step.inter_token_s:
             self._itl.extend(step.inter_token_s[-_RECENT:])
             self._itl_total += len(step.inter_token_s)
@@ -230,6 +242,7 @@ class PulseState:
         if self._prompts:
             ordered = sorted(self._prompts)
             self._prompt_p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+            self._prompt_quantiles = quantiles_of(ordered)
 
     def pulse(self, *, now_ns: int) -> Pulse:
         waiting = self._waiting.values()
@@ -251,6 +264,7 @@ class PulseState:
             requests_total=self._requests,
             kv_usage_ratio=self._cores.kv_usage_ratio,
             prompt_tokens_p99=self._prompt_p99,
+            prompt_tokens_quantiles=self._prompt_quantiles,
             ttft_s_recent=tuple(self._ttft),
             itl_s_recent=tuple(self._itl),
             samples_total=self._ttft_total,
@@ -267,6 +281,7 @@ class PulseState:
             unseen_step_ns=self._unseen_step_ns,
             unseen_steps_total=self._unseen_steps,
             middleware=self.middleware,
+            unfit=self.unfit,
         )
 
     def _alone_since(self, begun_ns: int) -> bool:
@@ -281,7 +296,31 @@ class PulseState:
             return None  # On which core they decode is not known.
         return beside.decoding
 
-    def _follow_run(self, step: EngineStep, beside: Siblings | None, now_ns: int) -> None:
+    def _answered_by(self, step: EngineStep, now_ns: int) -> list[int]:
+        """Keys of the waiting requests that get their first token in this step."""
+        keys: list[int] = []
+        for ttft_s in step.ttft_s:
+            arrival_s = step.wall_s - ttft_s
+            if any(abs(arrival_s - other_s) < _SAME_ARRIVAL_S for other_s in self._answered):
+                continue
+            self._answered.append(arrival_s)
+            # The middleware sees a request before vLLM does.
+            latest_ns = now_ns - int((ttft_s - _SAME_ARRIVAL_S) * 1e9)
+            found = None
+            for key, request in self._waiting.items():
+                if request.arrival_ns > latest_ns + _BURST_NS:
+                    break
+                if key not in keys:
+                    found = key
+                    if request.arrival_ns >= latest_ns - _BURST_NS:
+                        break
+            if found is not None:
+                keys.append(found)
+        return keys
+
+    def _follow_run(
+        self, step: EngineStep, beside: Siblings | None, *, answered: int, now_ns: int
+    ) -> None:
         run = self._run
         if run is None:
             return
@@ -297,7 +336,7 @@ class PulseState:
         run.tokens += step.prompt_tokens
         run.decodes += len(self._open) - len(self._waiting)
         run.decodes += 0 if beside is None else beside.decoding
-        caught_up = step.first_tokens >= len(self._waiting)
+        caught_up = answered >= len(self._waiting)
         if caught_up or run.steps == _RUN_STEPS_MAX:
             self._observe(run, beside, now_ns)
             self._run = None if caught_up else _PrefillRun(now_ns, begun_ns=now_ns, beside=beside)
@@ -318,15 +357,12 @@ class PulseState:
             tokens=round(run.tokens / run.steps), seconds=max(0.0, seconds / run.steps)
         )
 
-    def _first_tokens(self, step: EngineStep, now_ns: int) -> None:
-        body_bytes = 0
-        given = list(islice(self._waiting.items(), step.first_tokens))
-        for key, request in given:
-            del self._waiting[key]
-            body_bytes += request.body_bytes - _ENVELOPE_BYTES
-            self._ttft.append((now_ns - request.arrival_ns) * 1e-9)
-        self._ttft_total += len(given)
-        if step.prompt_tokens and body_bytes > 0 and len(given) == step.first_tokens:
+    def _first_tokens(self, step: EngineStep, answered: list[int]) -> None:
+        requests = [self._waiting.pop(key) for key in answered]
+        body_bytes = sum(request.body_bytes - _ENVELOPE_BYTES for request in requests)
+        self._ttft.extend(step.ttft_s[-_RECENT:])
+        self._ttft_total += len(step.ttft_s)
+        if step.prompt_tokens and body_bytes > 0 and len(requests) == step.first_tokens:
             ratio = max(0.5, body_bytes / step.prompt_tokens)
             # The bound must not come out too small: follow smaller ratios fast, larger ones slowly.
             weight = 0.2 if ratio < self._bytes_per_token else 0.02

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from coserve.guest.prefix_retention import PrefixRetention
-from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
+from harvester.contracts.wire.rollouts import ENDED_ARGUMENT, TRAJECTORY_ARGUMENT
 
 # The only group of a model whose layers all cache alike; other models keep no prefixes.
 _GROUP = [0]
@@ -37,6 +37,9 @@ class PrefixKeeper:
 
     def arrive(self, request: Any, *, now: float) -> None:
         """A request is new in the engine."""
+        for ended in ended_trajectories(request):
+            self._retention.ended(ended)
+            self._count_dropped(ended)
         trajectory = trajectory_of(request)
         if trajectory is None:
             return
@@ -129,6 +132,15 @@ class PrefixKeeper:
 
 def trajectory_of(request: Any) -> str | None:
     """The trajectory that the gateway named; None for any other request."""
-    extra = getattr(request.sampling_params, "extra_args", None) or {}
-    trajectory = extra.get(TRAJECTORY_ARGUMENT)
+    trajectory = _extra_args(request).get(TRAJECTORY_ARGUMENT)
     return trajectory if isinstance(trajectory, str) else None
+
+
+def ended_trajectories(request: Any) -> list[str]:
+    """Trajectories whose end the gateway reports with this request."""
+    ended = _extra_args(request).get(ENDED_ARGUMENT)
+    return [each for each in ended if isinstance(each, str)] if isinstance(ended, list) else []
+
+
+def _extra_args(request: Any) -> dict[str, Any]:
+    return getattr(request.sampling_params, "extra_args", None) or {}

@@ -43,7 +43,8 @@ def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> Engin
         return EngineStep(rank=rank, ours=False, **told)
     return EngineStep(
         rank=rank,
-        first_tokens=len(iteration_stats.time_to_first_tokens_iter),
+        ttft_s=tuple(iteration_stats.time_to_first_tokens_iter),
+        wall_s=iteration_stats.iteration_timestamp,
         prompt_tokens=iteration_stats.num_prompt_tokens,
         generation_tokens=iteration_stats.num_generation_tokens,
         inter_token_s=tuple(iteration_stats.inter_token_latencies_iter),

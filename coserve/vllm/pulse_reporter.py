@@ -21,6 +21,7 @@ from typing import Any
 
 from coserve.pulse.engine_cores import NO_SIBLINGS, EngineStep, Siblings
 from coserve.pulse.pulse_state import PulseState
+from coserve.vllm.deployment import unfit_deployment
 from coserve.vllm.environment import Role, SlotEnvironment, slot_environment
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
@@ -56,6 +57,8 @@ class EngineShape:
     shape: str = ""
     """Model, parallelism and accelerator, to which the step times belong: at most 120 characters;
     "" if unknown."""
+    unfit: str = ""
+    """Why no guest may run beside it; "" if one may."""
 
 
 def shape_of(vllm_config: Any) -> EngineShape:
@@ -70,6 +73,7 @@ def shape_of(vllm_config: Any) -> EngineShape:
         processes=0 if alone else count,
         process=parallel.data_parallel_rank * count + index if alone else index,
         shape=shape_line(vllm_config),
+        unfit=unfit_deployment(vllm_config),
     )
 
 
@@ -206,7 +210,7 @@ class PulseReporter:
 
     def _take(self, shape: EngineShape) -> None:
         self._state.step_tokens, self._state.processes = shape.step_tokens, shape.processes
-        self._state.shape = shape.shape
+        self._state.shape, self._state.unfit = shape.shape, shape.unfit
         if shape.process is not None:
             self._process = shape.process
         others = [place for place in range(shape.processes) if place != self._process]

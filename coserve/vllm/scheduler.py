@@ -117,9 +117,7 @@ class CoserveScheduler(AsyncScheduler):
 
     def add_request(self, request: Any) -> None:
         # The slack law cuts prefills, and vLLM's CPU runner fails on a cut prefill of a request
-        # with its own seed (it rewinds the generator, which CPU generators cannot). One request
-        # must not end the guest; a fleet that continues turns on other engines repeats no seed
-        # anyway.
+        # with its own seed: CPU generators cannot be rewound. Turns that move repeat no seed.
         if current_platform.is_cpu() and request.sampling_params is not None:
             request.sampling_params.seed = None
         self._prefixes.arrive(request, now=self._clock.now())
@@ -134,14 +132,14 @@ class CoserveScheduler(AsyncScheduler):
 
     def admits(self) -> bool:
         """Decide once whether a step may be launched now: there is work and the gate is open."""
-        self._granted_tokens = self._admitted_tokens()
+        with self._slot.own_work():
+            self._granted_tokens = self._admitted_tokens()
         return self._granted_tokens is not None
 
     @property
     def sleep_s(self) -> float | None:
-        """Seconds until a pause aborts the turns that it waits for, None without a pause: the
-        grace of a lost grant, counted while no step starts, since production may need the machine
-        for ever."""
+        """Seconds until a pause aborts the turns that it waits for: the grace of a lost grant,
+        counted while no step starts. None without a pause."""
         if self._drains_since_s is None:
             return None
         waited_s = self._clock.now() - self._drains_since_s
@@ -183,17 +181,17 @@ class CoserveScheduler(AsyncScheduler):
                 "no gate holds this engine loop: run the guest as a vLLM server with one "
                 "data-parallel rank and the plugin 'rosemux_coserve' enabled"
             )
-        self.max_num_scheduled_tokens = self._granted_tokens
-        now = self._clock.now()
-        self._prefixes.make_room(self._blocks_of_step(), now=now)
-        self._granted_tokens = None
+        with self._slot.own_work():
+            self.max_num_scheduled_tokens, self._granted_tokens = self._granted_tokens, None
+            now = self._clock.now()
+            self._prefixes.make_room(self._blocks_of_step(), now=now)
         output = super().schedule(*args, **kwargs)
-        stepping = output.num_scheduled_tokens
-        self._prefixes.stepped(stepping, open_requests=self.requests, now=now)
-        total = output.total_num_scheduled_tokens
-        if total > 0:
-            decodes = sum(1 for tokens in output.num_scheduled_tokens.values() if tokens == 1)
-            self._slot.launched(decodes=decodes, prefill_tokens=total - decodes)
+        with self._slot.own_work():
+            stepping = output.num_scheduled_tokens
+            self._prefixes.stepped(stepping, open_requests=self.requests, now=now)
+            if (total := output.total_num_scheduled_tokens) > 0:
+                decodes = sum(1 for tokens in stepping.values() if tokens == 1)
+                self._slot.launched(decodes=decodes, prefill_tokens=total - decodes)
         return output
 
     def update_from_output(
@@ -201,14 +199,14 @@ class CoserveScheduler(AsyncScheduler):
     ) -> Any:
         stepped = [self.requests.get(name) for name in scheduler_output.num_scheduled_tokens]
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        for request in stepped:
-            if request is not None and request.status in _BY_ITSELF:
-                self._prefixes.leave(
-                    request, most_blocks=self._most_retained(), now=self._clock.now()
-                )
-        if scheduler_output.total_num_scheduled_tokens > 0:
-            self._slot.finished()
-            self._slot.publish()
+        with self._slot.own_work():
+            for request in stepped:
+                if request is not None and request.status in _BY_ITSELF:
+                    most_blocks = self._most_retained()
+                    self._prefixes.leave(request, most_blocks=most_blocks, now=self._clock.now())
+            if scheduler_output.total_num_scheduled_tokens > 0:
+                self._slot.finished()
+                self._slot.publish()
         return outputs
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -301,9 +299,8 @@ class CoserveScheduler(AsyncScheduler):
         self._ask_workers()
 
     def _most_retained(self) -> int:
-        if not self._retains:
-            return 0
-        return int(self._slot.granted.kv_retained_ratio * self._kv.blocks_usable)
+        ratio = self._slot.granted.kv_retained_ratio if self._retains else 0.0
+        return int(ratio * self._kv.blocks_usable)
 
     def _blocks_of_step(self) -> int:
         """Blocks that the next step may take, so that no running request is preempted for a kept

@@ -2,9 +2,10 @@
 
 While the gate is closed the engine loop sleeps in its input queue. This thread sleeps too, until a
 page that can open the gate is written: the grant page if the grant has closed it, else any page of
-the slot. Slack only shrinks as time passes, so without a changed page only a probe can open a
-closed gate, and a probe may wait. The loop is woken when the gate opens, when it must return memory
-or may take it again, and once when the grace after a lost grant is over; it decides again itself.
+the slot. Slack only shrinks as time passes, so without a changed page only the end of a rest or a
+probe can open a closed gate, and a probe may wait. The loop is woken when the gate opens, when it
+must return memory or may take it again, and once when the grace after a lost grant is over; it
+decides again itself.
 """
 
 import logging
@@ -100,7 +101,8 @@ class Waker(threading.Thread):
 
     def _sleep(self, words: tuple[Word, ...], *, grant_only: bool) -> None:
         """Sleep until one of the words has changed. Without futexes, poll the words."""
-        until_ns = monotonic_ns() + int(BEAT_S * 1e9)
+        sleep_s = min(BEAT_S, self._slot.last.rest_s or BEAT_S)
+        until_ns = monotonic_ns() + int(sleep_s * 1e9)
         while (left_ns := until_ns - monotonic_ns()) > 0:
             sleep_until_rung(words, timeout_s=left_ns * 1e-9)
             if (self._bell.word(), *self._slot.written(grant_only=grant_only)) != words:

@@ -288,6 +288,15 @@ def rollouts() -> tuple[Lines | Stat, ...]:
             (latest("scheduler_stale_tokens_total", by="rl_job", fold="sum"), "{{rl_job}} stale"),
         ),
         lines(
+            "Error budgets of services",
+            "Misses of 28 days: at spent above budget no slot of the service is leased.",
+            COUNT,
+            (
+                latest("scheduler_service_misses", by="service, part", fold="sum"),
+                "{{service}} {{part}}",
+            ),
+        ),
+        lines(
             "Weight versions",
             "What each engine serves beside the newest announced.",
             COUNT,

@@ -11,21 +11,20 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from examples.grpo.environment import LINE_TOKENS, Episode, Task
 from examples.grpo.trajectory import OpenTrajectory, OutputToken, Trajectory
 from examples.grpo.vocabulary import STOP_ID
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError
-from harvester.contracts.ids import TrajectoryId, WeightVersion
+from harvester.contracts.ids import TrajectoryId
 from harvester.contracts.wire.rollouts import (
     Choice,
     FinishReason,
-    GenerateRequest,
     SamplingParams,
-    VersionPin,
 )
+from scheduler.client.rollout_client import TurnOptions
 
 _LOG = logging.getLogger(__name__)
 _RESUMES_MAX = 20
@@ -33,7 +32,9 @@ _RESUMES_MAX = 20
 
 
 class Generates(Protocol):
-    async def generate(self, request: GenerateRequest, trajectory: TrajectoryId) -> Choice: ...
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, **options: Unpack[TurnOptions]
+    ) -> Choice: ...
 
 
 @dataclass(slots=True)
@@ -152,21 +153,23 @@ class RolloutCollector:
         line: tuple[int, ...] = ()
         for resume in range(_RESUMES_MAX):
             where = f"{self._seed}/{place}/{trajectory.prompt_index}/{turn}/{resume}"
-            request = GenerateRequest(
-                request_id=f"{name}-t{turn}-r{resume}",
-                token_ids=tuple(trajectory.context),
-                sampling_params=SamplingParams(
-                    max_tokens=LINE_TOKENS - len(line),
-                    temperature=1.0,
-                    seed=_sampling_seed(where),
-                    stop_token_ids=(STOP_ID,),
-                ),
-                weight_version=VersionPin(exact=WeightVersion(version)),
+            request_id = f"{name}-t{turn}-r{resume}"
+            sampling = SamplingParams(
+                max_tokens=LINE_TOKENS - len(line),
+                temperature=1.0,
+                seed=_sampling_seed(where),
+                stop_token_ids=(STOP_ID,),
             )
-            choice = await self._gateway.generate(request, name)
+            choice = await self._gateway.generate(
+                trajectory.context,
+                sampling,
+                trajectory=name,
+                request_id=request_id,
+                weight_version=version,
+            )
             tokens = sampled_tokens(choice)
             if len(line) + len(tokens) > LINE_TOKENS:
-                raise PeerProtocolError(f"{request.request_id}: more tokens than were asked for")
+                raise PeerProtocolError(f"{request_id}: more tokens than were asked for")
             trajectory.write(tokens)
             line += tuple(token.token_id for token in tokens)
             if choice.finish_reason != FinishReason.ABORT or _is_whole(line):

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
-import aiohttp
 import uvloop
 
 from examples.grpo.config import JobConfig, read_config
@@ -33,14 +32,13 @@ from examples.grpo.events import (
     decoded_command,
     encoded_event,
 )
-from examples.grpo.gateway_client import GatewayClient
 from examples.grpo.master_weights import MasterWeights, policy_of
 from examples.grpo.rollout import RolloutCollector
 from examples.grpo.training_run import Collects, TrainingRun
 from examples.grpo.warm_up import WarmStart, use_one_thread, warm_start
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import JobId
+from scheduler.client.rollout_client import AsyncRolloutClient
 
 _LOG = logging.getLogger(__name__)
 _LINE_MAX_BYTES = 4096
@@ -98,9 +96,8 @@ async def opened_run(
     from weightsync.publisher import Publisher
 
     clock = MonotonicClock()
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session:
-        gateway = GatewayClient(session, url=config.gateway_url, job=JobId(config.job))
+    # What the demo measures is the gateway.
+    async with AsyncRolloutClient(config.gateway_url, config.job, fallback=False) as gateway:
         collector = RolloutCollector(
             gateway,
             job=config.job,

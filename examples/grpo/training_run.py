@@ -17,8 +17,7 @@ from examples.grpo.grpo import GrpoSettings, UpdateReport, update
 from examples.grpo.master_weights import MasterWeights
 from examples.grpo.rollout import StepBatch
 from harvester.contracts.clock import Clock
-from harvester.contracts.ids import WeightVersion
-from harvester.contracts.wire.rollouts import PublishedVersion, VersionSwitched
+from harvester.contracts.wire.rollouts import VersionSwitched
 
 
 class Receipt(Protocol):
@@ -37,7 +36,7 @@ class Publishes(Protocol):
 
 
 class Announces(Protocol):
-    async def announce(self, published: PublishedVersion) -> VersionSwitched: ...
+    async def announce(self, version: int, store: str) -> VersionSwitched: ...
 
 
 class Collects(Protocol):
@@ -84,9 +83,7 @@ class TrainingRun:
         started_s = self._clock.now()
         receipt = self._publisher.publish(self._weights.state_for_publish())
         published_s = self._clock.now()
-        await self._gateway.announce(
-            PublishedVersion(version=WeightVersion(receipt.version), store=self._store)
-        )
+        await self._gateway.announce(receipt.version, self._store)
         self._version = receipt.version
         switched_s = self._clock.now()
         return Switched(receipt, published_s - started_s, switched_s - published_s)

@@ -14,7 +14,7 @@ from harvester.agent.node import NodeAgent
 from harvester.config import LoadedConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.platform.bearer import read_token
+from harvester.platform.bearer import TokenFile
 from harvester.platform.http_kit import listen, serving, stop_event
 
 _log = logging.getLogger(__name__)
@@ -55,14 +55,15 @@ class AgentProcess:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
         _log_notes(self._loaded)
         path = self._config.http.token_file
-        token = None if path is None else read_token(path)
+        accepts = None if path is None else TokenFile(path).accepts
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
-        async with serving(application(node, token=token)) as runner:
+        async with serving(application(node, accepts=accepts)) as runner:
             try:
                 node.beat()
-                host, port = self._config.http.host, self._config.http.port
-                url = await listen(runner, host, port, remedy="choose another with --port")
-                _log.info("agent %s listens on %s", node.leases.node, url.removeprefix("http://"))
+                http = self._config.http
+                remedy = "choose another with --port"
+                url = await listen(runner, http.host, http.port, remedy=remedy, tls=http.tls)
+                _log.info("agent %s listens on %s", node.leases.node, url.partition("//")[2])
                 stop = stop_event()
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Calibration, Grant, Guest, GuestMemory, PageName, Pulse
+from harvester.contracts.page import (
+    Calibration,
+    Grant,
+    Guest,
+    GuestMemory,
+    Lending,
+    PageName,
+    Pulse,
+)
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
 from harvester.policy.lease_table import SlotLease
@@ -120,10 +128,16 @@ class SlotExposition:
         self._set("idle_ratio", _known(policy.idle_ratio))
         self._set("slo_objective_ratio", settings.budget.slo_target_ratio)
         self._set("impact_limit_ratio", settings.proof.limit_ratio)
-        spent, allowance = policy.budget.spent, policy.budget.allowance
-        ratio = spent / allowance if allowance > 0 else math.inf if spent else 0.0
+        spent, limit = policy.guards.budget.spent, policy.guards.budget.limit
+        if limit is None:
+            limit = spent
+        ratio = spent / limit if limit > 0 else math.inf if spent else 0.0
         self._set("error_budget_spent_ratio", ratio)
-        for slo, impact in policy.impact().items():
+        for guard in policy.guards.readings():
+            self._set("guard_value", guard.value, guard.guard)
+            self._set("guard_limit", guard.limit, guard.guard)
+            self._set("guard_binds", guard.binds, guard.guard)
+        for slo, impact in policy.guards.proof.impact().items():
             known = (math.nan,) * 3 if impact is None else (impact.low, impact.ratio, impact.high)
             bounds = dict(zip(("low", "mean", "high"), known, strict=True))
             self._set_each("impact_ratio", bounds, slo)
@@ -227,6 +241,9 @@ class SlotExposition:
         self._set_each("guest_kv_tokens", kv_tokens, known=guest is not None)
         self._set_each("guest_memory_bytes", memory_bytes, known=memory != GuestMemory())
         self._set("guest_step_over_ratio", math.nan if guest is None else guest.step_over_ratio)
+        lent = known.lending if known.lending != Lending() else None
+        self._set("lent_step_tokens", math.nan if lent is None else lent.tokens)
+        self._set("lent_share_ratio", math.nan if lent is None else lent.share_ratio)
         self._set("guest_weights_away", math.nan if guest is None else guest.weights_away)
         self._set("guest_asleep_bytes_max", memory.asleep_bytes_max or math.nan)
         self._set_one("guest_isolation", known.isolation, BACKENDS)

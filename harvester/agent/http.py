@@ -4,6 +4,8 @@ Protocol answers, refusals included, are 200 with the tagged value. 400 is a mal
 a missing token, 413 a body over the limit.
 """
 
+from collections.abc import Callable
+
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -21,11 +23,14 @@ from harvester.platform.http_kit import (
 _PROBES = ("/healthz", "/readyz")
 
 
-def application(node: NodeAgent, *, token: bytes | None) -> web.Application:
+def application(
+    node: NodeAgent, *, accepts: Callable[[str], bool] | None = None
+) -> web.Application:
+    """`accepts` judges Authorization headers; None accepts every caller."""
     routes = Routes(node)
     app = web.Application(
         client_max_size=SMALL_BODY_BYTES,
-        middlewares=[token_required(token, of="agent", probes=_PROBES), errors_as_replies()],
+        middlewares=[token_required(accepts, of="agent", probes=_PROBES), errors_as_replies()],
     )
     app.add_routes(
         [

@@ -71,7 +71,7 @@ class SlotRecord:
             policy.resume(left)
         elif self._path.exists():
             _log.warning("slot %s: a journal and no state: its budget counts as spent", self._slot)
-            policy.budget.stop("history not known: a journal and no state", now=now)
+            policy.guards.budget.stop("history not known: a journal and no state", now=now)
 
     def begin(self) -> None:
         """Write the first line. Raises OSError for faults that do not pass by themselves."""

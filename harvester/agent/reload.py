@@ -11,7 +11,7 @@ from typing import Any
 from harvester.config import AgentConfig, SlotConfig
 
 NODE_FIELDS = ("mode", "tenants", "unsafe_experiments")
-SLOT_FIELDS = ("engine_url", "model", "concurrency", "kv_tokens", "policy")
+SLOT_FIELDS = ("engine_url", "offered_url", "model", "concurrency", "kv_tokens", "policy")
 GUEST_FIELD = "guest"
 """`rosemux guest` reads it, when it starts."""
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 
 import msgspec
 
@@ -23,7 +24,9 @@ from harvester.contracts.journal import Opened, config_hash
 from harvester.contracts.page import (
     Grant,
     GrantMode,
+    Guest,
     KeptPage,
+    Lending,
     PageDirectory,
     PageHeld,
     PageName,
@@ -45,6 +48,7 @@ from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
+from harvester.policy.states import Condition
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +70,10 @@ class Slot:
         self.name = SlotId(slot.name)
         self.config = slot
         self._restart_needed: tuple[str, ...] = ()
+        self._lending = Lending()
+        self._lends: bool | None = None
+        """Whether anything was lent, as last logged."""
+        self._unfit = ""
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
         self.exposition = exposition
@@ -104,6 +112,7 @@ class Slot:
             first_line=self._first_line,
         )
         self._record.resume(self.policy, now=now)
+        self.policy.begin(secrets.token_hex(8))
         self._record.begin()
 
     def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
@@ -111,6 +120,7 @@ class Slot:
         self.lease_file.follow(self._leases.live(self.name))
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
+        self._report(sample.guest.record)
         unrecorded = self._record.decided(now=now, sample=sample, effects=effects)
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
@@ -126,6 +136,19 @@ class Slot:
         self._leases.offer(self.name, state, reason)
         self.exposition.observe(sample, effects, self.policy, self._leases.live(self.name))
         self.exposition.recorded(self.fault, self._record.missing_total)
+
+    def _report(self, guest: Guest | None) -> None:
+        """Log what the slot lends, and why nothing, each time that this begins to be so."""
+        unfit = self.policy.reason if self.policy.condition is Condition.UNFIT else ""
+        if unfit and unfit != self._unfit:
+            _log.error("slot %s lends nothing: %s", self.name, unfit)
+        self._unfit = unfit
+        self._lending = Lending() if guest is None else guest.lending
+        lends = self._lending.tokens > 0
+        if self._lending.summary and lends is not self._lends:
+            self._lends = lends
+            level = logging.INFO if lends else logging.WARNING
+            _log.log(level, "slot %s lends %s", self.name, self._lending.summary)
 
     @property
     def fault(self) -> str:
@@ -169,7 +192,7 @@ class Slot:
             slot=self.name,
             node=self._leases.node,
             state=state,
-            engine_url=self.config.engine_url,
+            engine_url=self.config.offered_url or self.config.engine_url,
             model=self.config.model,
             epoch=epoch,
             concurrency=self.config.concurrency,
@@ -181,6 +204,13 @@ class Slot:
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
             engine=self.guest_description.latest,
+            guards=self.policy.guards.readings(),
+            lending=self._lending,
+            budget=self.policy.budget_report(
+                self.config.service or self.config.model or self.name,
+                number=self._leases.allotted_number(self.name),
+                leased=lease is not None,
+            ),
         )
 
     def close(self, *, now: float) -> None:

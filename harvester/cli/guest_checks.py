@@ -108,13 +108,19 @@ def _pages(pages: PageDirectory) -> str:
     try:
         pages.path.lstat()
     except OSError as error:
-        raise ConfigError(f"no pages at {pages.path}: start `rosemux agent` first") from error
+        raise ConfigError(
+            f"no pages at {pages.path}: start `rosemux agent` first, or mount its directory here"
+        ) from error
     pages.check()
     if pages.owners.guest and os.geteuid() not in pages.owners.guest:
         raise ConfigError(
             f"owners.guest names user {' or '.join(map(str, sorted(pages.owners.guest)))}, and you "
             f"are user {os.geteuid()}: the agent would not believe this guest"
         )
+    for name in pages.pulse_names():
+        pulse = pages.pulse_reader(name).read().record
+        if pulse is not None and pulse.unfit:
+            raise ConfigError(f"production ({name}) does not fit: {pulse.unfit}")
     return f"{pages.path}, {_granted(pages)}"
 
 

@@ -55,6 +55,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="scheduler.gateway.serve_command:gateway",
         summary="Run the rollout gateway with its scheduler.",
     ),
+    "engine-proxy": LazyCommand(
+        target="harvester.proxy.proxy_command:engine_proxy",
+        summary="Let the gateway on another machine reach an engine that listens on loopback.",
+    ),
     "phases": LazyCommand(
         target="scheduler.rollmux.control.command:phases",
         summary="Run the phase control of jobs that share nodes, and show its state.",

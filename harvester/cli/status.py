@@ -24,7 +24,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
-from harvester.platform.bearer import authorization, read_token
+from harvester.platform.tls import Credentials
 
 _TIMEOUT_S = 3.0
 _MAX_REPLY_BYTES = 1 << 20
@@ -40,6 +40,9 @@ def status(
         str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
     ] = None,
     token_file: Annotated[Path | None, typer.Option(help="The agent's token.")] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option(help="Certificates to trust besides the system's.")
+    ] = None,
 ) -> None:
     """Show the slots of this machine: production, grant, guest and lease."""
     console = Console()
@@ -49,8 +52,10 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        offers = _ask(agent_url, token_file)
+        offers = _ask(agent_url, Credentials(token_file=token_file, ca_file=ca_file))
         console.print(_offer_table(offers))
+        console.print(_guard_table(offers))
+        console.print(_budget_table(offers))
         if offers.restart_needed:
             console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
 
@@ -92,8 +97,8 @@ def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
                 f"{guest.gate} {guest.reason}, epoch {guest.epoch}, running {guest.running}, "
                 f"waiting {guest.waiting}, {guest.tokens_total} tokens, "
                 f"{guest.kv_tokens_retained} retained, {guest.step_over_ratio:.0%} of steps longer "
-                f"than predicted{_held(guest)}{_isolated(guest)}{_floor(guest.memory)}"
-                f"{_asleep(guest)}"
+                f"than predicted{_held(guest)}{_lent(guest)}{_isolated(guest)}"
+                f"{_floor(guest.memory)}{_asleep(guest)}"
             )
         case Pulse() as pulse:
             return (
@@ -115,6 +120,10 @@ def _held(guest: Guest) -> str:
         if found.steps
     ]
     return f" (P50 and P90: {', '.join(said)})" if said else ""
+
+
+def _lent(guest: Guest) -> str:
+    return f"; is lent {guest.lending.summary}" if guest.lending.summary else ""
 
 
 def _isolated(guest: Guest) -> str:
@@ -163,7 +172,7 @@ def _over(calibration: Calibration, what: str) -> str:
 def _offer_table(offers: SlotOffers) -> Table:
     table = Table(
         "slot", "state", "tenant", "job", "epoch", "idle", "model", "engine", "isolation", "floor",
-        "reason",
+        "lends", "reason",
         title=f"Node {offers.node}",
     )  # fmt: skip
     for offer in offers.slots:
@@ -171,19 +180,54 @@ def _offer_table(offers: SlotOffers) -> Table:
         table.add_row(
             offer.slot, offer.state, offer.tenant, offer.job, str(offer.epoch), idle, offer.model,
             offer.engine_url, offer.isolation,
-            _gib(offer.floor_bytes) if offer.floor_bytes else "", offer.reason,
+            _gib(offer.floor_bytes) if offer.floor_bytes else "", offer.lending.summary,
+            offer.reason,
         )  # fmt: skip
     return table
 
 
-def _ask(agent_url: str, token_file: Path | None) -> SlotOffers:
+def _guard_table(offers: SlotOffers) -> Table:
+    """Every guard's value beside its limit; the slack law, in each guest step, is in the pages."""
+    table = Table("slot", "guard", "value", "limit", "", title="Guards", title_justify="left")
+    for offer in offers.slots:
+        for guard in offer.guards:
+            binds = "binds" if guard.binds else ""
+            table.add_row(
+                offer.slot, guard.guard, f"{guard.value:.4g}", f"{guard.limit:.4g}", binds
+            )
+    return table
+
+
+def _budget_table(offers: SlotOffers) -> Table:
+    """The service's error budget as of the last allotment."""
+    table = Table(
+        "slot", "service", "budget", "spent", "known", "charged to slot", "allotted",
+        title="Error budgets, misses of 28 d", title_justify="left",
+    )  # fmt: skip
+    for offer in offers.slots:
+        if (report := offer.budget) is None:
+            continue
+        last = report.allotment
+        whole = (
+            ("kept by this slot", "", "")
+            if last is None
+            else (f"{last.budget:.4g}", f"{last.spent:.4g}", f"{last.known_s / 3600:.1f} h")
+        )
+        limit = "no lease" if report.limit is None else f"{report.limit:.4g}"
+        table.add_row(offer.slot, report.service, *whole, f"{report.charged:.4g}", limit)
+    return table
+
+
+def _ask(agent_url: str, credentials: Credentials) -> SlotOffers:
     if not agent_url.startswith(("http://", "https://")):
         raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
-    request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots")
-    if token_file is not None:
-        request.headers.update(authorization(read_token(token_file).decode()))
+    if exposed := credentials.exposed_at(agent_url):
+        raise ConfigError(exposed)
+    headers = credentials.headers()
+    request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots", headers=headers)
+    tls = credentials.tls() if agent_url.startswith("https://") else None
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=tls) as reply:
             return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)
     except (OSError, msgspec.DecodeError) as error:
         raise Exhausted(f"agent at {agent_url} gives no answer: {error}") from error

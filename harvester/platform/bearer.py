@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
+from harvester.platform.renewed import Renewed
 
 MIN_TOKEN_BYTES = 16
 _MAX_TOKEN_BYTES = 4096
@@ -19,29 +20,43 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def read_token(path: Path) -> bytes:
-    """Raises ConfigError where the token is missing, short, no line or open to other users."""
+def read_tokens(path: Path) -> tuple[bytes, ...]:
+    """Tokens of a file, one a line: a server accepts each, so that its clients can change over.
+
+    Raises ConfigError where one is short or no ASCII, or the file is open to other users.
+    """
     try:
         if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             raise ConfigError(f"token file {path} is open to every user: chmod 600 {path}")
         with path.open("rb") as file:
-            token = file.read(_MAX_TOKEN_BYTES).strip()
+            lines = file.read(_MAX_TOKEN_BYTES).splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
-    if len(token) < MIN_TOKEN_BYTES or not token.isascii() or b"\n" in token:
+    tokens = tuple(filter(None, map(bytes.strip, lines)))
+    if not tokens or any(len(t) < MIN_TOKEN_BYTES or not t.isascii() for t in tokens):
         raise ConfigError(
             f"token file {path}: one line of at least {MIN_TOKEN_BYTES} ASCII characters"
         )
+    return tokens
+
+
+def read_token(path: Path) -> bytes:
+    """A client's token: the only one of its file. Raises ConfigError as above."""
+    token, *others = read_tokens(path)
+    if others:
+        raise ConfigError(f"token file {path}: a client's has one line, the token that it sends")
     return token
 
 
-def read_own_token(path: Path, *, what: str = "token file") -> str:
-    """A client's token, which its server judges. Raises ConfigError if the file is unreadable."""
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", error)
-        raise ConfigError(f"cannot read {what} {path}: {why}") from error
+class TokenFile:
+    """Tokens that a server accepts, as they stand in their file now. Raises ConfigError."""
+
+    def __init__(self, path: Path) -> None:
+        self._tokens = Renewed([path], lambda: read_tokens(path))
+
+    def accepts(self, authorization: str) -> bool:
+        """Whether an Authorization header carries one of them; all are compared."""
+        return sum(is_sent(token, authorization) for token in self._tokens.current()) > 0
 
 
 def authorization(token: str) -> dict[str, str]:

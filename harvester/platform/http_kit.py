@@ -7,7 +7,7 @@ import asyncio
 import errno
 import signal
 import ssl
-from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -23,7 +23,8 @@ from harvester.contracts.errors import (
     PeerProtocolError,
     Stale,
 )
-from harvester.platform.bearer import is_sent
+from harvester.platform.backoff import Backoff, retry_after_s
+from harvester.platform.tls import ServerTls
 
 STATUSES: Final[Mapping[type[Exception], int | None]] = {
     PeerProtocolError: 400,
@@ -31,9 +32,29 @@ STATUSES: Final[Mapping[type[Exception], int | None]] = {
     Exhausted: 503,
 }
 RETRY_AFTER: Final = {"Retry-After": "1"}
+RETRY_AFTER_MAX_S: Final = 1.0
+"""Services ask for whole seconds; a place is often free sooner, and back-off doubles by itself."""
+PASSING: Final = frozenset({409, 429, 500, 502, 503, 504})
+"""Statuses of a call that may succeed when it is repeated."""
 SMALL_BODY_BYTES: Final = 64 << 10
+BODY_S: Final = 60.0
+"""Longest time that a request's body may take: clients have it when they connect."""
+IDLE_S: Final = 75.0
+"""Longest time of a connection without a whole head of a request, at its beginning and between two
+requests: longer than clients and most proxies keep a connection themselves."""
+_BACKLOG: Final = 4096
+"""Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
+no room here tries again after 1 s, 2 s, 4 s, ..."""
 
 T = TypeVar("T")
+
+
+class HttpRefusal(PeerProtocolError):  # noqa: N818 - named for the answer
+    """A peer's error reply."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def json_reply(
@@ -80,20 +101,30 @@ def errors_as_replies(
 
 
 def token_required(
-    token: bytes | None, *, of: str, probes: Collection[str] = ("/healthz",)
+    accepts: Callable[[str], bool] | None, *, of: str, probes: Collection[str] = ("/healthz",)
 ) -> Middleware:
-    """Refuses requests without the token, if there is one. Probes carry none: health reveals no
-    secret.
+    """Refuses requests whose Authorization header is not accepted; None accepts all. Probes carry
+    no token: health reveals no secret.
     """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         sent = request.headers.get("Authorization", "")
-        if token is not None and request.path not in probes and not is_sent(token, sent):
+        if accepts is not None and request.path not in probes and not accepts(sent):
             return error_reply(401, f"send the {of}'s token as Authorization: Bearer ...")
         return await handler(request)
 
     return middleware
+
+
+async def whole_body(request: web.Request) -> bytes:
+    """Raises HTTPRequestTimeout for a body that takes longer than `BODY_S`."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError as error:
+        reason = f"the body was not whole within {BODY_S:g} s; send it at once"
+        raise web.HTTPRequestTimeout(reason=reason) from error
 
 
 async def decoded_body(
@@ -105,12 +136,12 @@ async def decoded_body(
     name: str = "",
 ) -> T:
     """The JSON body; `empty` stands for one without bytes. Raises PeerProtocolError, which begins
-    with `name`.
+    with `name`, and HTTPRequestTimeout.
     """
     if most_bytes is not None and (request.content_length or 0) > most_bytes:
         raise PeerProtocolError(f"body of more than {most_bytes} bytes")
     try:
-        return msgspec.json.decode(await request.read() or empty, type=kind)
+        return msgspec.json.decode(await whole_body(request) or empty, type=kind)
     except UNDECODABLE as error:
         raise PeerProtocolError(f"{name}: {error}" if name else str(error)) from error
 
@@ -130,16 +161,68 @@ async def body_of(reply: aiohttp.ClientResponse, *, most_bytes: int) -> bytes:
     return bytes(body)
 
 
+async def posted(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    backoff: Backoff,
+    *,
+    headers: Mapping[str, str],
+    timeout_s: float,
+    tls: ssl.SSLContext | bool = True,
+    most_bytes: int = SMALL_BODY_BYTES,
+) -> bytes:
+    """The reply's body. Repeats what may pass by itself: statuses of `PASSING`, no connection.
+
+    Raises Exhausted after the last one and at a timeout, HttpRefusal for any other status.
+    """
+    while True:
+        asked_s = 0.0
+        try:
+            async with session.post(
+                url,
+                data=body,
+                headers=headers,
+                ssl=tls,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as reply:
+                content = await body_of(reply, most_bytes=most_bytes)
+                if reply.status == 200:
+                    return content
+                problem = refusal_of(reply, content)
+                if reply.status not in PASSING:
+                    raise problem
+                asked_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
+        except TimeoutError as error:
+            raise Exhausted(f"POST {url} had no answer within {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            problem = HttpRefusal(f"{type(error).__name__} {error}".strip())
+        wait_s = backoff.wait_s(retry_after_s=asked_s)
+        if wait_s is None:
+            raise backoff.exhausted(f"POST {url}: {problem}")
+        await asyncio.sleep(wait_s)
+
+
+def refusal_of(reply: aiohttp.ClientResponse, content: bytes) -> "HttpRefusal":
+    shown = content[:300].decode(errors="replace")
+    return HttpRefusal(f"{reply.method} {reply.url.path}: {reply.status}: {shown}", reply.status)
+
+
 @asynccontextmanager
 async def serving(
-    app: web.Application, *, shutdown_s: float = 2.0
+    app: web.Application, *, shutdown_s: float = 2.0, idle_s: float = IDLE_S
 ) -> AsyncGenerator[web.AppRunner, None]:
     """Runs an application, which listens nowhere yet; ends it with `shutdown_s` for open requests.
 
-    A handler is cancelled when its client leaves.
+    A handler is cancelled when its client leaves. A connection without a whole head of a request
+    for `idle_s` is closed.
     """
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=shutdown_s,
+        keepalive_timeout=idle_s,
     )
     await runner.setup()
     try:
@@ -149,11 +232,12 @@ async def serving(
 
 
 async def listen(
-    runner: web.AppRunner, host: str, port: int, *, remedy: str, tls: ssl.SSLContext | None = None
+    runner: web.AppRunner, host: str, port: int, *, remedy: str, tls: ServerTls | None = None
 ) -> str:
     """Listens, and returns the URL; port 0 takes a free one. Raises ConfigError with `remedy`."""
+    context = None if tls is None else tls.context()
     try:
-        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+        await web.TCPSite(runner, host, port, ssl_context=context, backlog=_BACKLOG).start()
     except OSError as error:
         why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
         raise ConfigError(f"cannot listen on {host}:{port}: {why}; {remedy}") from error

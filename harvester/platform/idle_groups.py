@@ -37,7 +37,11 @@ _LIFTED = {"cpu.weight": "1000", "cpu.shares": "10240"}
 class IdleGroups:
     """Guests' groups. Holds only paths, so any process may use it."""
 
-    def __init__(self, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
+    def __init__(
+        self, *, proc: Path = PROC, cgroups: Path = CGROUPS, prefix: str = _PREFIX
+    ) -> None:
+        """`prefix` begins the names of the groups; groups with another one are an operator's."""
+        self._prefix = prefix
         self._proc = proc
         self._cgroups = cgroups
 
@@ -64,7 +68,7 @@ class IdleGroups:
         if self._is_given(pid):
             return
         self.clear()  # Guests that were killed left theirs.
-        group = self._writable_root() / f"{_PREFIX}{guest}"
+        group = self._writable_root() / f"{self._prefix}{guest}"
         failure: OSError | None = None
         for _ in range(_TRIES):
             try:
@@ -108,7 +112,7 @@ class IdleGroups:
     def clear(self) -> None:
         """Remove empty guest groups."""
         for root in hierarchies(self._cgroups):
-            for group in root.glob(f"{_PREFIX}*"):
+            for group in root.glob(f"{self._prefix}*"):
                 with suppress(OSError):
                     group.rmdir()
 
@@ -116,7 +120,7 @@ class IdleGroups:
         """Shell commands that put a new guest into its group; none where it is idle already."""
         if self._is_given(os.getpid()):
             return ()
-        group = self._writable_root() / f"{_PREFIX}$$"
+        group = self._writable_root() / f"{self._prefix}$$"
         return (f"mkdir -p {group}", f"echo 1 > {group / _IDLE}", f"echo $$ > {group / _MEMBERS}")
 
     def _set(self, pid: int, *, idle: bool) -> Path | None:
@@ -130,7 +134,7 @@ class IdleGroups:
             name = control_group(pid, proc=self._proc, cgroups=self._cgroups).lstrip("/")
         except OSError:
             return None
-        if not name.startswith(_PREFIX):
+        if not name.startswith(self._prefix):
             return None
         found = (root / name for root in hierarchies(self._cgroups) if (root / name).is_dir())
         return next(found, None)

@@ -1,15 +1,20 @@
 """The part of production's error budget that harvesting may spend, and when it must stop.
 
-Every SLO miss whose request overlapped a guest step counts as harvesting's. The allowance is
-`share * (1 - SLO) * requests` of the last 28 days; time without known traffic grants none, so an
-unknown history counts as spent. Harvesting also stops at half of the burn rates at which SREs page
-(SRE Workbook, "Alerting on SLOs": 14.4 over 1 h and 5 m, 6 over 6 h and 30 m).
+The proof's withheld slices show what production misses by itself, hour by hour: what is surely more
+than that is charged to harvesting. Without a proof every miss beside a guest step is. The allowance
+is `share * (1 - SLO) * requests` of the last 28 days; time without known traffic grants none, so an
+unknown history counts as spent. A slot whose scheduler keeps the budget of its service has an
+allotment in the place of the allowance, in force while its lease is. Harvesting also stops at half
+of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 over 1 h and 5 m, 6
+over 6 h and 30 m).
 """
 
 from dataclasses import dataclass
 
 import msgspec
 
+from harvester.contracts.served import COUNTS, Served, charged_misses
+from harvester.contracts.wire.error_budget import Allotment
 from harvester.policy.settings import BudgetSettings
 
 _MINUTE_S = 60.0
@@ -26,11 +31,17 @@ class BurnWindow:
     long_minutes: int
     short_minutes: int
 
+    @property
+    def guard(self) -> str:
+        return f"burn_{self.long_minutes // 60}h"
+
 
 BURN_WINDOWS = (
     BurnWindow(rate=14.4 / 2, long_minutes=60, short_minutes=5),
     BurnWindow(rate=6.0 / 2, long_minutes=360, short_minutes=30),
 )
+_DISPERSION_KEPT = 0.5 ** (1.0 / (7 * 24 * 60))
+"""A minute; half of it in a week."""
 RESUME_RATIO = 0.5
 """A burn stop ends below this share of the rate that caused it."""
 
@@ -41,44 +52,70 @@ class Ring(msgspec.Struct, kw_only=True):
     period_s: float
     requests: list[float]
     misses: list[float]
+    granted: list[float] = []
+    granted_misses: list[float] = []
+    granted_beats: list[float] = []
+    granted_late_beats: list[float] = []
+    withheld: list[float] = []
+    withheld_misses: list[float] = []
+    withheld_beats: list[float] = []
+    withheld_late_beats: list[float] = []
     head: int = -1
 
     def __post_init__(self) -> None:
-        if not self.period_s > 0 or not len(self.requests) == len(self.misses) > 0:
-            raise ValueError("a ring needs a period and as many requests as misses")
+        size = len(self.requests)
+        for name in COUNTS[2:]:
+            if not getattr(self, name):
+                setattr(self, name, [0] * size)
+        if not self.period_s > 0 or not size or any(len(each) != size for each in self._counts):
+            raise ValueError("a ring needs a period and as many of each count")
+
+    @property
+    def _counts(self) -> tuple[list[float], ...]:
+        return tuple(getattr(self, name) for name in COUNTS)
 
     def moved(self, periods: int) -> "Ring":
         """The same counts, that many periods later."""
         by = periods % len(self.requests)
-        requests, misses = (
-            counts[-by:] + counts[:-by] if by else counts for counts in (self.requests, self.misses)
-        )
-        return Ring(
-            period_s=self.period_s, requests=requests, misses=misses, head=self.head + periods
-        )
+        turned = {
+            name: counts[-by:] + counts[:-by] if by else counts
+            for name, counts in zip(COUNTS, self._counts, strict=True)
+        }
+        return Ring(period_s=self.period_s, head=self.head + periods, **turned)
 
-    def add(self, *, requests: float, misses: float, now: float) -> None:
+    def add(self, served: Served, *, now: float) -> None:
         self.advance(now)
-        slot = self.head % len(self.requests)
-        self.requests[slot] += requests
-        self.misses[slot] += misses
+        place = self.head % len(self.requests)
+        for name, counts in zip(COUNTS, self._counts, strict=True):
+            counts[place] += getattr(served, name)
 
     def advance(self, now: float) -> None:
         period = int(now // self.period_s)
         size = len(self.requests)
         for skipped in range(max(self.head + 1, period - size + 1), period + 1):
-            self.requests[skipped % size] = self.misses[skipped % size] = 0.0
+            for counts in self._counts:
+                counts[skipped % size] = 0
         self.head = max(self.head, period)
 
-    def last(self, periods: int) -> tuple[float, float]:
-        """Requests and misses of the newest `periods` periods, the running one included."""
+    def periods(self) -> list[Served]:
+        """Each period that had requests of both kinds."""
+        both = zip(self.granted, self.withheld, strict=True)
+        places = [place for place, (one, other) in enumerate(both) if one and other]
+        return [
+            Served(**dict(zip(COUNTS, [counts[place] for counts in self._counts], strict=True)))
+            for place in places
+        ]
+
+    def last(self, periods: int) -> Served:
+        """Sums of the newest `periods` periods, the running one included."""
         size = len(self.requests)
-        slots = [(self.head - back) % size for back in range(min(periods, size))]
-        return sum(self.requests[s] for s in slots), sum(self.misses[s] for s in slots)
+        places = [(self.head - back) % size for back in range(min(periods, size))]
+        sums = [sum([counts[place] for place in places]) for counts in self._counts]
+        return Served(**dict(zip(COUNTS, sums, strict=True)))
 
 
 def _ring(period_s: float, size: int) -> Ring:
-    return Ring(period_s=period_s, requests=[0.0] * size, misses=[0.0] * size)
+    return Ring(period_s=period_s, requests=[0] * size, misses=[0] * size)
 
 
 class BudgetState(msgspec.Struct, kw_only=True):
@@ -87,12 +124,26 @@ class BudgetState(msgspec.Struct, kw_only=True):
     stopped_at_s: float | None = None
     reason: str = ""
     judged_minute: int = -1
+    dispersion: float = 1.0
+    """Variance of misses between slices over that of independent requests; it falls slowly."""
+    guard: str = ""
+    """The guard that stopped harvesting: `error_budget` or a burn's."""
+    allotment: Allotment | None = None
+    """Taken last; None while no scheduler keeps the service's budget."""
+    limit: float | None = None
+    """Charged misses that the allotment of the lease in force allows; None without a lease."""
 
 
 class ErrorBudget:
-    def __init__(self, settings: BudgetSettings, state: BudgetState | None = None) -> None:
+    def __init__(
+        self, settings: BudgetSettings, state: BudgetState | None = None, *, proven: bool = True
+    ) -> None:
+        """`proven`: whether slices are withheld, which show what production misses by itself."""
         self._settings = settings
+        self._proven = proven
         self.state = state or BudgetState()
+        self._month: tuple[float, float] | None = None
+        """Requests and charged misses of 28 days, once asked for since the last beat."""
 
     @property
     def stopped(self) -> bool:
@@ -105,53 +156,137 @@ class ErrorBudget:
     @property
     def allowance(self) -> float:
         """Misses that harvesting may cause in the window."""
-        requests, _ = self.state.hours.last(_HOURS)
-        settings = self._settings
-        return settings.share_ratio * (1 - settings.slo_target_ratio) * requests
+        return self.allowed_ratio * self._whole()[0]
+
+    @property
+    def limit(self) -> float | None:
+        """Charged misses above which harvesting stops; None if nothing can be spent: a scheduler
+        keeps the service's budget, and there is no lease."""
+        return self.allowance if self.state.allotment is None else self.state.limit
+
+    @property
+    def allowed_ratio(self) -> float:
+        """Misses that harvesting may cause for each request of production."""
+        return self._settings.share_ratio * (1 - self._settings.slo_target_ratio)
+
+    def evidence(self, served: Served) -> Served:
+        """The counts that a service's budget is charged by."""
+        if self._proven:
+            return msgspec.structs.replace(served, misses=0.0)
+        return Served(requests=served.requests, misses=served.misses)
 
     @property
     def spent(self) -> float:
-        return self.state.hours.last(_HOURS)[1]
+        """Misses charged to harvesting in the window."""
+        return self._whole()[1]
 
-    def burn_rate(self, minutes: int) -> float:
-        """Misses over the even pace of the service's whole budget; 0 under minimum traffic."""
-        requests, misses = self.state.minutes.last(minutes)
-        if requests < self._settings.minimum_requests or misses < self._settings.minimum_misses:
+    def _whole(self) -> tuple[float, float]:
+        if self._month is None:
+            served = self.state.hours.last(_HOURS)
+            if not self._proven:
+                charged = served.misses
+            else:
+                charged = charged_misses(
+                    served, [hour.excess for hour in self.state.hours.periods()]
+                )
+            self._month = served.requests, charged
+        return self._month
+
+    def burn_rate(self, minutes: int, *, baseline_minutes: int | None = None) -> float:
+        """Misses that withheld slices of the baseline (the window itself) do not explain, over the
+        even pace of the service's whole budget; 0 under minimum traffic."""
+        served, settings = self.state.minutes.last(minutes), self._settings
+        misses = served.granted_misses + served.granted_late_beats
+        misses = misses if self._proven else served.misses
+        if served.requests < settings.minimum_requests or misses < settings.minimum_misses:
             return 0.0
-        return misses / requests / (1 - self._settings.slo_target_ratio)
+        rate = served.misses / served.requests
+        if self._proven:
+            baseline = self.state.minutes.last(baseline_minutes or minutes)
+            if not baseline.withheld and not baseline.unproven:
+                return 0.0
+            rate = served.rate_over(baseline, dispersion=self.state.dispersion)
+        return rate / (1 - settings.slo_target_ratio)
 
-    def observe(self, *, requests: float, misses: float, now: float) -> bool:
-        """Fold new counts in; True while harvesting must stop."""
+    def observe(
+        self,
+        served: Served,
+        *,
+        now: float,
+        dispersion: float = 1.0,
+        leased: bool = False,
+        allotment: Allotment | None = None,
+    ) -> bool:
+        """Fold new counts in; True while harvesting must stop. `allotment`: of the lease."""
         state = self.state
+        self._month = None
         for ring in (state.minutes, state.hours):
-            ring.add(requests=requests, misses=misses, now=now)
+            ring.add(served, now=now)
         # Without a new miss only the passing of time can change the verdict, minute by minute.
-        if misses > 0 or state.judged_minute != state.minutes.head:
+        missed = served.misses + served.granted_misses + served.granted_late_beats
+        changed = self._follow(allotment, leased=leased)
+        if changed or missed > 0 or state.judged_minute != state.minutes.head:
+            if state.judged_minute != state.minutes.head:
+                # Bursts are rare: what they have shown is forgotten in weeks, not in minutes.
+                state.dispersion = max(1.0, dispersion, state.dispersion * _DISPERSION_KEPT)
             state.judged_minute = state.minutes.head
             self._judge(now)
         return self.stopped and self._settings.enforced
 
+    def _follow(self, allotment: Allotment | None, *, leased: bool) -> bool:
+        """Take the lease's allotment over; True if what may be spent has changed."""
+        before, state = self.state.limit, self.state
+        if allotment is not None:
+            state.limit, changed = allotment.misses, allotment != state.allotment
+            state.allotment = allotment
+            return changed or state.limit != before
+        if not leased or state.allotment is None:
+            state.limit = None
+        elif state.limit is None:
+            # A restarted agent's lease before its renewal, or a scheduler that allots nothing.
+            state.limit = self.spent
+        return state.limit != before
+
     def stop(self, reason: str, *, now: float) -> None:
         """Stop harvesting for the hold time, as after a breach."""
         self.state.stopped_at_s, self.state.reason = now, reason
+        self.state.guard = "error_budget"
 
     def _judge(self, now: float) -> None:
         state = self.state
         if state.stopped_at_s is None:
-            state.reason = self._breach(1.0)
+            state.guard, state.reason = self._breach(1.0)
             if state.reason:
                 state.stopped_at_s = now
-        elif now - state.stopped_at_s >= self._settings.hold_s and not self._breach(RESUME_RATIO):
+        elif (
+            now - state.stopped_at_s >= self._settings.hold_s and not self._breach(RESUME_RATIO)[1]
+        ):
             state.stopped_at_s = None
-            state.reason = ""
+            state.guard = state.reason = ""
 
-    def _breach(self, strictness: float) -> str:
-        spent, allowance = self.spent, self.allowance
-        if spent >= self._settings.minimum_misses and spent > allowance:
-            return f"{spent:.0f} misses of {allowance:.1f} allowed in 28 d"
+    def _overspent(self) -> str:
+        """Why nothing more may be spent in 28 days; empty if something may."""
+        spent, limit, allotment = self.spent, self.limit, self.state.allotment
+        if limit is None:
+            return ""
+        if allotment is None:
+            least = self._settings.minimum_misses
+            over = spent >= least and spent > limit
+            return f"{spent:.0f} misses of {limit:.1f} allowed in 28 d" if over else ""
+        if allotment.spent > allotment.budget:
+            whole = f"{allotment.spent:.0f} misses of {allotment.budget:.1f}"
+            return f"the service has {whole} allowed in 28 d"
+        return f"{spent:.1f} misses of {limit:.1f} allotted in 28 d" if spent > limit else ""
+
+    def _breach(self, strictness: float) -> tuple[str, str]:
+        """The guard that is breached, and the reason; empty if none is."""
+        if overspent := self._overspent():
+            return "error_budget", overspent
         for window in BURN_WINDOWS:
-            long = self.burn_rate(window.long_minutes)
-            short = self.burn_rate(window.short_minutes)
+            minutes = window.long_minutes
+            long = self.burn_rate(minutes)
+            short = self.burn_rate(window.short_minutes, baseline_minutes=minutes)
             if min(long, short) >= window.rate * strictness:
-                return f"budget burns at {long:.1f} times its pace over {window.long_minutes} min"
-        return ""
+                reason = f"budget burns at {long:.1f} times its pace over {minutes} min"
+                return window.guard, reason
+        return "", ""

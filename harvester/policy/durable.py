@@ -13,6 +13,7 @@ from harvester.policy.blocking import BlockingState
 from harvester.policy.budget import BudgetState, Ring
 from harvester.policy.level import LevelState, MissState
 from harvester.policy.proof import ProofState
+from harvester.policy.proof import moved as moved_proof
 
 S = TypeVar("S", bound=msgspec.Struct)
 
@@ -20,17 +21,22 @@ S = TypeVar("S", bound=msgspec.Struct)
 class DurableState(msgspec.Struct, kw_only=True):
     """Fields are added with defaults and never renamed: an agent reads what an older one left."""
 
+    life: str = ""
+    """Random name of this history; a scheduler knows by it that a history was lost."""
+    run: int = 0
+    """Starts of the agent in this life."""
     quarantine: str = ""
     danger_at_s: float | None = None
     step_level: LevelState = msgspec.field(default_factory=LevelState)
     kv_level: LevelState = msgspec.field(default_factory=LevelState)
     misses: MissState = msgspec.field(default_factory=MissState)
+    """Counts of times to first token."""
+    itl_misses: MissState = msgspec.field(default_factory=MissState)
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
     guest_losses_s: list[float] = []
     guest_stopped: bool = False
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
-    proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
-    proof_itl: ProofState = msgspec.field(default_factory=ProofState)
+    proof: ProofState = msgspec.field(default_factory=ProofState)
 
 
 def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:
@@ -42,6 +48,7 @@ def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:
         step_level=_later(state.step_level, by_s),
         kv_level=_later(state.kv_level, by_s),
         misses=_later(state.misses, by_s),
+        itl_misses=_later(state.itl_misses, by_s),
         budget=msgspec.structs.replace(
             _later(budget, by_s),
             minutes=_ring(budget.minutes, from_s, to_s),
@@ -49,8 +56,7 @@ def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:
             judged_minute=-1,
         ),
         guest_losses_s=[at_s + by_s for at_s in state.guest_losses_s],
-        proof_ttft=_proof(state.proof_ttft, by_s),
-        proof_itl=_proof(state.proof_itl, by_s),
+        proof=moved_proof(_later(state.proof, by_s)),
     )
 
 
@@ -64,8 +70,3 @@ def _later(state: S, by_s: float) -> S:
 
 def _ring(ring: Ring, from_s: float, to_s: float) -> Ring:
     return ring.moved(int(to_s // ring.period_s) - int(from_s // ring.period_s))
-
-
-def _proof(proof: ProofState, by_s: float) -> ProofState:
-    """Without the slice that was under way: it was not seen whole."""
-    return msgspec.structs.replace(_later(proof, by_s), index=None, n=0.0, x=0.0)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -38,6 +39,8 @@ class SlotLease:
     ends_s: float
     ending: EndReason | None = None
     """Set while a revoked lease runs out its deadline; it is not renewed any more."""
+    allotment: Allotment | None = None
+    """Not recorded on disk: a restarted agent's slot spends nothing more until a renewal."""
 
     @property
     def name(self) -> str:
@@ -51,6 +54,8 @@ class SlotEntry:
     state: SlotState = SlotState.OFF
     reason: str = "starting"
     lease: SlotLease | None = None
+    number: int = 0
+    """Highest number of an allotment that was received."""
 
 
 class LeaseTable:
@@ -93,6 +98,9 @@ class LeaseTable:
         answered = self._answered.get(request.request_id)
         if answered is not None:
             return self._repeated(request, answered, entry, now)
+        allotment = _newer(entry, request.allotment)
+        if request.allotment is not None and allotment is None:
+            return self._refused(request, "this allotment was given before; use a new one")
         if entry.lease is not None:
             return self._refused(request, f"leased to job {entry.lease.job}")
         if entry.state is not SlotState.OFFERED:
@@ -108,6 +116,7 @@ class LeaseTable:
             epoch=entry.epoch,
             request_id=request.request_id,
             ends_s=now + min(request.duration_s, self.ttl_s),
+            allotment=allotment,
         )
         entry.lease = lease
         self._answered[request.request_id] = lease.lease
@@ -137,7 +146,8 @@ class LeaseTable:
         if held.ending is not None:
             return LeaseEnded(lease=lease, reason=held.ending, deadline_s=held.ends_s - now)
         ends_s = max(held.ends_s, now + min(renewal.duration_s, self.ttl_s))
-        entry.lease = replace(held, ends_s=ends_s)
+        allotment = _newer(entry, renewal.allotment) or held.allotment
+        entry.lease = replace(held, ends_s=ends_s, allotment=allotment)
         return _granted(entry.lease, now)
 
     def release(self, lease: LeaseId, *, now: float) -> LeaseEnded:
@@ -179,7 +189,12 @@ class LeaseTable:
             ending=entry.lease.ending is not None,
             tenant=entry.lease.tenant,
             job=entry.lease.job,
+            allotment=entry.lease.allotment,
         )
+
+    def allotted_number(self, slot: SlotId) -> int:
+        """Highest number of an allotment that the slot has received."""
+        return self._slots[slot].number
 
     def live(self, slot: SlotId) -> SlotLease | None:
         return self._slots[slot].lease
@@ -224,6 +239,14 @@ class LeaseTable:
 
     def _refused(self, request: LeaseRequest, reason: str) -> LeaseRefused:
         return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
+
+
+def _newer(entry: SlotEntry, allotment: Allotment | None) -> Allotment | None:
+    """The allotment if it is newer than all before it, which are void from now on."""
+    if allotment is None or allotment.number <= entry.number:
+        return None
+    entry.number = allotment.number
+    return allotment
 
 
 def _granted(lease: SlotLease, now: float) -> LeaseGranted:

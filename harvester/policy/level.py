@@ -78,6 +78,11 @@ class MissWindow:
             state.samples = state.misses = 0.0
         return breached
 
+    @property
+    def miss_ratio(self) -> float:
+        """Share of recent samples that missed; 0 without samples."""
+        return self.state.misses / self.state.samples if self.state.samples else 0.0
+
 
 def _elapsed(since_s: float | None, now: float) -> float:
     return math.inf if since_s is None else now - since_s

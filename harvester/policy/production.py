@@ -36,10 +36,9 @@ class Latencies:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionView:
     condition: Condition | None
-    """SILENT, RESTARTED, UNSEEN, UNLEARNED or HUNG; None when production may be believed."""
+    """UNFIT, SILENT, RESTARTED, UNSEEN, UNLEARNED or HUNG; None when production may be believed."""
     reason: str = ""
     model: ProductionModel = field(default_factory=ProductionModel)
-    phantom_prompt_tokens: int = 0
     ttft: Latencies = field(default_factory=Latencies)
     itl: Latencies = field(default_factory=Latencies)
     own_models: bool = False
@@ -100,7 +99,6 @@ class ProductionWatch:
             condition=condition,
             reason=reason,
             model=self._model(pulses),
-            phantom_prompt_tokens=max((p.prompt_tokens_p99 for p in pulses.values()), default=0),
             ttft=ttft,
             itl=itl,
             own_models=self._own_models(pulses),
@@ -112,6 +110,9 @@ class ProductionWatch:
     def _condition(
         self, silent: str, restarted: str, unseen: str, hung: str, pulses: dict[str, Pulse]
     ) -> tuple[Condition | None, str]:
+        unfit = [f"{name}: {pulse.unfit}" for name, pulse in sorted(pulses.items()) if pulse.unfit]
+        if unfit:
+            return Condition.UNFIT, unfit[0]
         if silent:
             return Condition.SILENT, silent
         if restarted:

@@ -1,35 +1,56 @@
-"""Randomised slices of time without a grant, and the impact of harvesting that they show.
+"""Randomised slices of time without a grant, and the harm of harvesting that they show.
 
-Whether a slice is withheld is a function of the seed and the slice's number alone, so it depends on
-no load and a replay withholds the same slices. A slice is the unit of the interval: samples within
-one are not independent. This module closes no gate; it reports `withheld` and `harmful`.
+A request counts to the slice in which it arrived. Slices last ten times production's P99 time to
+first token, and requests of a slice's first and last tenth count to none, so that hardly any
+waits in slices of both kinds. Whether a slice is withheld depends on the seed, its time and the
+evidence so far, never on the load, and a replay withholds the same ones. This module closes no
+gate; it reports `withheld` and `harmful`.
 """
 
+import math
+from collections.abc import Iterable, Iterator
 from statistics import NormalDist
 
 import msgspec
 import xxhash
 
+from harvester.policy.harm_test import SUSPICION, BetWealth, MedianTest, TailTest
 from harvester.policy.settings import ProofSettings
+
+_P99_TIMES = 10.0
+_SLICE_MOST_S = 120.0
+_ANSWER_LEAST_S, _ANSWER_SLOS = 10.0, 4.0
+"""Times in s and in SLOs of TTFT that a slice's requests are waited for: they may be very late."""
+_EDGE_RATIO = 0.1
+"""Part at a slice's beginning and at its end whose arrivals count to no slice."""
+_RECENT = 1024
+"""Latencies beside the guest, from which the P99 is taken."""
+_TAIL_LEAST = 100
+"""Latencies before there is a P99 of them."""
+_SLICE_KEPT = 256
+_SLICE_RECENT = 64
+"""Most latencies of one slice among the recent ones, which so are of many slices."""
+_MEDIAN_LEAST = 5
+_IMPACT_MEMORY_S = 12 * 3600.0
 
 
 class SliceSum(msgspec.Struct, kw_only=True):
-    """Sums over slices of a kind: n samples of sum x, and products for the variance."""
+    """Fading sums over slices of a kind: n samples of sum x, and products for the variance."""
 
-    slices: int = 0
+    slices: float = 0.0
     n: float = 0.0
     x: float = 0.0
     nn: float = 0.0
     nx: float = 0.0
     xx: float = 0.0
 
-    def add(self, *, n: float, x: float, sign: int = 1) -> None:
-        self.slices += sign
-        self.n += sign * n
-        self.x += sign * x
-        self.nn += sign * n * n
-        self.nx += sign * n * x
-        self.xx += sign * x * x
+    def add(self, *, n: float, x: float, kept: float) -> None:
+        self.slices = kept * self.slices + 1
+        self.n = kept * self.n + n
+        self.x = kept * self.x + x
+        self.nn = kept * self.nn + n * n
+        self.nx = kept * self.nx + n * x
+        self.xx = kept * self.xx + x * x
 
     @property
     def mean(self) -> float:
@@ -43,22 +64,117 @@ class SliceSum(msgspec.Struct, kw_only=True):
         return max(0.0, residual) * correction / self.n**2
 
 
-class FinishedSlice(msgspec.Struct, kw_only=True):
+class SliceSamples(msgspec.Struct, kw_only=True):
+    """Latencies of one kind in one slice."""
+
+    p99_s: float = 0.0
+    """The P99 from before the slice; 0 while there is none."""
+    n: int = 0
+    x: float = 0.0
+    above_p99: int = 0
+    misses: int = 0
+    kept_s: list[float] = []
+
+    def add(self, latency_s: float, *, slo_s: float, allowed: float) -> None:
+        """`allowed`: latencies may be this many times as long without being harm."""
+        self.n += 1
+        self.x += latency_s
+        self.above_p99 += latency_s > allowed * self.p99_s
+        self.misses += latency_s > allowed * slo_s
+        if len(self.kept_s) < _SLICE_KEPT:
+            self.kept_s.append(latency_s)
+
+
+class Slice(msgspec.Struct, kw_only=True):
+    begin_s: float
+    length_s: float
     withheld: bool
-    n: float
-    x: float
+    share: float
+    """Chance with which it was withheld."""
+    ttft: SliceSamples
+    itl: SliceSamples
+    eligible: bool = True
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.length_s
+
+    def holds(self, arrival_s: float) -> bool:
+        """Whether a request that arrived then counts to this slice."""
+        edge_s = _EDGE_RATIO * self.length_s
+        return self.begin_s + edge_s <= arrival_s < self.end_s - edge_s
+
+
+class LatencyEvidence(msgspec.Struct, kw_only=True):
+    """Latencies of one kind, of all slices, and the two tests on them."""
+
+    granted: SliceSum = msgspec.field(default_factory=SliceSum)
+    withheld: SliceSum = msgspec.field(default_factory=SliceSum)
+    recent_s: list[float] = []
+    """Recent latencies beside the guest."""
+    median: MedianTest = msgspec.field(default_factory=MedianTest)
+    p99: TailTest = msgspec.field(default_factory=TailTest)
+    slo: TailTest = msgspec.field(default_factory=TailTest)
+
+    def p99_s(self, *, allowed: float) -> float:
+        """The P99 that would be without harm, if what is allowed happens; 0 while there is none."""
+        return _p99(self.recent_s) / allowed if len(self.recent_s) >= _TAIL_LEAST else 0.0
+
+    def add(self, done: Slice, samples: SliceSamples, *, allowed: float) -> None:
+        if not samples.n:
+            return
+        if len(samples.kept_s) >= _MEDIAN_LEAST:
+            median_s = sorted(samples.kept_s)[len(samples.kept_s) // 2]
+            alone_s = median_s if done.withheld else median_s / allowed
+            self.median.observe(
+                max(alone_s, 1e-9),
+                withheld=done.withheld,
+                share=done.share,
+                slice_s=done.length_s,
+            )
+        for test, above in (
+            (self.p99 if samples.p99_s else None, samples.above_p99),
+            (self.slo, samples.misses),
+        ):
+            if test is not None:
+                test.observe(
+                    requests=samples.n,
+                    above=above,
+                    withheld=done.withheld,
+                    share=done.share,
+                    slice_s=done.length_s,
+                )
+        kept = math.exp(-done.length_s / _IMPACT_MEMORY_S)
+        total = self.withheld if done.withheld else self.granted
+        total.add(n=samples.n, x=samples.x, kept=kept)
+        if not done.withheld:
+            some_s = samples.kept_s[:: 1 + len(samples.kept_s) // _SLICE_RECENT]
+            self.recent_s = [*self.recent_s, *some_s][-_RECENT:]
+
+    def wealths(self) -> tuple[BetWealth, ...]:
+        return *self.median.wealths, *self.p99.wealths, *self.slo.wealths
+
+    def impact(self, settings: ProofSettings) -> "Impact | None":
+        """The impact; None below the minimum of slices of either kind."""
+        granted, withheld = self.granted, self.withheld
+        if min(granted.slices, withheld.slices) < settings.minimum_slices:
+            return None
+        if granted.x <= 0 or withheld.x <= 0:
+            return None
+        ratio = granted.mean / withheld.mean
+        relative = granted.variance / granted.mean**2 + withheld.variance / withheld.mean**2
+        z = NormalDist().inv_cdf((1 + settings.confidence_ratio) / 2)
+        half = z * ratio * relative**0.5
+        return Impact(ratio=ratio - 1, low=ratio - half - 1, high=ratio + half - 1)
 
 
 class ProofState(msgspec.Struct, kw_only=True):
-    index: int | None = None
-    n: float = 0.0
-    x: float = 0.0
-    eligible: bool = True
-    finished: list[FinishedSlice] = []
-    oldest: int = 0
-    """Index of the slice in the full ring that is overwritten next."""
-    granted: SliceSum = msgspec.field(default_factory=SliceSum)
-    withheld: SliceSum = msgspec.field(default_factory=SliceSum)
+    slices: list[Slice] = []
+    """The running one, the last, and those before it whose requests may still be on their way."""
+    ttft: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
+    itl: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
+    judged_s: float = 0.0
+    """Length of all slices that count."""
     stopped_at_s: float | None = None
 
 
@@ -68,85 +184,150 @@ class Impact(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     low: float
     high: float
-    slices_granted: int
-    slices_withheld: int
 
 
-class ProofSlices:
-    def __init__(self, settings: ProofSettings, state: ProofState | None = None) -> None:
+class Proof:
+    def __init__(
+        self,
+        settings: ProofSettings,
+        state: ProofState | None = None,
+        *,
+        ttft_slo_s: float,
+        itl_slo_s: float,
+    ) -> None:
         self._settings = settings
+        self._slo_s = ttft_slo_s, itl_slo_s
+        self._allowed = 1.0 + settings.limit_ratio
+        self._answer_s = max(_ANSWER_LEAST_S, min(_SLICE_MOST_S, _ANSWER_SLOS * ttft_slo_s))
+        """Time for which a request of an ended slice is waited for, at least."""
         self.state = state or ProofState()
 
     @property
     def harmful(self) -> bool:
         return self.state.stopped_at_s is not None
 
-    def withheld(self, *, now: float) -> bool:
-        return self._withheld(int(now // self._settings.slice_s))
+    @property
+    def evidence(self) -> float:
+        """Times that the tests' stakes have grown; harvesting stops at `evidence_limit`."""
+        wealths = self._wealths()
+        return sum(wealth.stakes for wealth in wealths) / len(wealths)
 
-    def observe(self, *, latencies_s: tuple[float, ...], eligible: bool, now: float) -> None:
-        """Fold in the latency samples (s) of a beat.
+    @property
+    def evidence_limit(self) -> float:
+        return 1.0 / self._settings.error_ratio
+
+    @property
+    def miss_dispersion(self) -> float:
+        """Variance of misses between slices over that of independent requests; 1 or above."""
+        return max(self.state.ttft.slo.dispersion, self.state.itl.slo.dispersion)
+
+    def impact(self) -> dict[str, Impact | None]:
+        state, settings = self.state, self._settings
+        return {"ttft": state.ttft.impact(settings), "itl": state.itl.impact(settings)}
+
+    def withheld(self, *, now: float) -> bool:
+        """Whether the slice at `now` is withheld; begins it if the one before has ended."""
+        slices = self.state.slices
+        if not slices or now >= slices[-1].end_s or now < slices[-1].begin_s:
+            slices.append(self._begin(now))
+        return slices[-1].withheld
+
+    def withheld_at(self, arrival_s: float, *, now: float) -> bool | None:
+        """Whether the slice in which a request arrived was withheld; None if it counts to none.
+
+        A request that waited for longer than slices are remembered counts as beside the guest.
+        """
+        if now - arrival_s > self._answer_s:
+            return False
+        for one in reversed(self.state.slices):
+            if one.holds(arrival_s):
+                return one.withheld if one.eligible else None
+        return None
+
+    def observe(
+        self, *, ttft_s: Iterable[float], itl_s: Iterable[float], eligible: bool, now: float
+    ) -> None:
+        """Fold in the latencies (s) of a beat.
 
         `eligible` is whether the grant would be open if no slice were withheld: a slice counts for
         either kind only if all of it was eligible, so that both kinds see the same production.
         """
-        state, slice_s = self.state, self._settings.slice_s
-        index = int(now // slice_s)
-        if index != state.index:
-            self._finish(now)
-            state.index, state.n, state.x, state.eligible = index, 0.0, 0.0, True
-        state.eligible = state.eligible and eligible
-        # A latency that began before the slice overlaps both kinds, so it counts for neither.
-        inside = [x for x in latencies_s if x <= now - index * slice_s]
-        state.n += len(inside)
-        state.x += sum(inside)
-
-    def impact(self) -> Impact | None:
-        """The impact; None below the minimum of slices of either kind."""
-        granted, withheld = self.state.granted, self.state.withheld
-        if min(granted.slices, withheld.slices) < self._settings.minimum_slices:
-            return None
-        if granted.x <= 0 or withheld.x <= 0:
-            return None
-        ratio = granted.mean / withheld.mean
-        relative = granted.variance / granted.mean**2 + withheld.variance / withheld.mean**2
-        z = NormalDist().inv_cdf((1 + self._settings.confidence_ratio) / 2)
-        half = z * ratio * relative**0.5
-        return Impact(
-            ratio=ratio - 1,
-            low=ratio - half - 1,
-            high=ratio + half - 1,
-            slices_granted=granted.slices,
-            slices_withheld=withheld.slices,
-        )
-
-    def _finish(self, now: float) -> None:
         state = self.state
-        if state.index is not None and state.eligible and state.n > 0:
-            kind = self._withheld(state.index)
-            self._keep(FinishedSlice(withheld=kind, n=state.n, x=state.x))
+        self.withheld(now=now)
+        state.slices[-1].eligible &= eligible
+        for name, latencies_s, slo_s in zip(
+            ("ttft", "itl"), (ttft_s, itl_s), self._slo_s, strict=True
+        ):
+            for latency_s in latencies_s:
+                one = next((s for s in reversed(state.slices) if s.holds(now - latency_s)), None)
+                if one is not None:
+                    allowed = 1.0 if one.withheld else self._allowed
+                    getattr(one, name).add(latency_s, slo_s=slo_s, allowed=allowed)
+        for done in self._finished(now):
+            self._judge(done)
         if state.stopped_at_s is None:
-            impact = self.impact()
-            if impact is not None and impact.low > self._settings.limit_ratio:
+            if self.evidence >= self.evidence_limit:
                 state.stopped_at_s = now
         elif now - state.stopped_at_s >= self._settings.hold_s:
             # The evidence that caused the stop is spent: harvesting must prove itself anew.
             self.state = ProofState()
 
-    def _keep(self, done: FinishedSlice) -> None:
-        state = self.state
-        if len(state.finished) < self._settings.window_slices:
-            state.finished.append(done)
-        else:
-            old = state.finished[state.oldest]
-            self._sum(old.withheld).add(n=old.n, x=old.x, sign=-1)
-            state.finished[state.oldest] = done
-            state.oldest = (state.oldest + 1) % self._settings.window_slices
-        self._sum(done.withheld).add(n=done.n, x=done.x)
+    def _wealths(self) -> tuple[BetWealth, ...]:
+        return *self.state.ttft.wealths(), *self.state.itl.wealths()
 
-    def _sum(self, withheld: bool) -> SliceSum:
-        return self.state.withheld if withheld else self.state.granted
+    def _finished(self, now: float) -> Iterator[Slice]:
+        """Slices whose requests have had enough time to get their first token."""
+        slices = self.state.slices
+        while len(slices) > 1:
+            first = slices[0]
+            answer_s = max(first.length_s, self._answer_s)
+            if first.begin_s <= now < first.end_s + answer_s:
+                return
+            yield slices.pop(0)
 
-    def _withheld(self, index: int) -> bool:
-        draw = xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed=self._settings.seed)
-        return draw / 2**64 < self._settings.share_ratio
+    def _judge(self, done: Slice) -> None:
+        if done.eligible:
+            self.state.judged_s += done.length_s
+            self.state.ttft.add(done, done.ttft, allowed=self._allowed)
+            self.state.itl.add(done, done.itl, allowed=self._allowed)
+
+    def _begin(self, now: float) -> Slice:
+        state, settings = self.state, self._settings
+        number = int(now // settings.slice_s)
+        p99_s = _p99(state.ttft.recent_s) if state.ttft.recent_s else 0.0
+        longest_s = max(settings.slice_s, min(_SLICE_MOST_S, _P99_TIMES * p99_s))
+        share = self._share()
+        end_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s))
+        return Slice(
+            begin_s=now,
+            length_s=end_s - now,
+            withheld=_draw(number, settings.seed) < share,
+            share=share,
+            ttft=SliceSamples(p99_s=state.ttft.p99_s(allowed=self._allowed)),
+            itl=SliceSamples(p99_s=state.itl.p99_s(allowed=self._allowed)),
+        )
+
+    def _share(self) -> float:
+        """More while nothing is known of the guest, and much more while it is under suspicion."""
+        settings = self._settings
+        if not settings.share_ratio:
+            return 0.0
+        if max(wealth.newest for wealth in self._wealths()) > SUSPICION:
+            return max(0.5, settings.share_ratio)
+        if self.state.judged_s < settings.proving_s:
+            return max(settings.proving_share_ratio, settings.share_ratio)
+        return settings.share_ratio
+
+
+def moved(state: ProofState) -> ProofState:
+    """For another clock: without slices under way, which were not seen whole."""
+    return msgspec.structs.replace(state, slices=[])
+
+
+def _p99(latencies_s: list[float]) -> float:
+    ordered = sorted(latencies_s)
+    return ordered[int(0.99 * (len(ordered) - 1))]
+
+
+def _draw(number: int, seed: int) -> float:
+    return xxhash.xxh3_64_intdigest(number.to_bytes(8, "little", signed=True), seed=seed) / 2**64

@@ -7,6 +7,7 @@ import msgspec
 from harvester.contracts.ids import Epoch
 from harvester.contracts.page import Guest, PageFault, Pulse, engine_of, pulse_page
 from harvester.contracts.process import ProcessId
+from harvester.contracts.wire.error_budget import Allotment
 
 MAX_PULSES = 32
 """Their names fit into the grant page."""
@@ -49,6 +50,11 @@ class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
     ending: bool = False
     tenant: str = ""
     job: str = ""
+    allotment: Allotment | None = None
+    """The slot's part of its service's error budget, in force while the lease is."""
+
+
+NO_LEASE = LeaseView(epoch=Epoch(0))
 
 
 class MemoryReading(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,29 +101,33 @@ class BudgetSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofSettings:
-    """Randomised slices of time without a grant, against which harvesting's impact is measured."""
+    """Randomised slices of time without a grant, against which harvesting's harm is measured."""
 
     share_ratio: float = 0.05
-    """Share of slices withheld; 0 measures nothing."""
+    """Share of slices withheld; 0 measures nothing. It is a half while there is a suspicion."""
+    proving_share_ratio: float = 0.25
+    """Share while little is known: harm that is there from the start is found in minutes."""
+    proving_s: float = 1800.0
     slice_s: float = 2.0
+    """Slices are multiples of it, at least ten times production's P99 time to first token."""
     seed: int = 0
-    window_slices: int = 20_000
-    """Slices remembered; 20 000 slices of 2 s are about 11 h."""
     minimum_slices: int = 20
-    """Slices with samples that each kind needs before there is a verdict."""
+    """Slices with samples that each kind needs before there is an impact."""
     limit_ratio: float = 0.1
-    """Harvesting stops when the impact's lower bound exceeds this share of the latency alone."""
+    """Latencies may be longer by this share of the latency alone."""
+    error_ratio: float = 0.2
+    """Chance that harvesting stops within 28 days although no latency is longer than that."""
     confidence_ratio: float = 0.95
+    """Coverage of the impact's interval."""
     hold_s: float = 3600.0
 
     def __post_init__(self) -> None:
         _check_numbers(self, above_0=("slice_s",))
         _check(0 <= self.share_ratio < 1, "share_ratio must be at least 0 and below 1")
         _check(0.5 <= self.confidence_ratio < 1, "confidence_ratio must be 0.5 to below 1")
-        _check(
-            2 <= self.minimum_slices <= self.window_slices,
-            "minimum_slices must be 2 to window_slices",
-        )
+        _check(0 <= self.proving_share_ratio < 1, "proving_share_ratio must be 0 to below 1")
+        _check(self.minimum_slices >= 2, "minimum_slices must be at least 2")
+        _check(0 < self.error_ratio < 1, "error_ratio must lie between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +172,8 @@ class SlotSettings:
     ttft_slo_s: float = 0.25
     itl_slo_s: float = 0.05
     epsilon: float = 0.05
-    """Production's events may take (1 + epsilon) of their time alone; 1e6 leaves only the SLO."""
+    """Production's events may take (1 + epsilon) of their time alone; 1e6 leaves only the SLO.
+    `docs/slo.md` has the promise, with and without isolation."""
     law: Law = Law.SLACK
     """`rose` and `saturation` are other projects' rules, for comparison with RoseMux's."""
     ungated: bool = False
@@ -177,7 +182,7 @@ class SlotSettings:
     kv_budget_tokens: int = 0
     """0 keeps the guest engine's own size."""
     phantom_prompt_tokens: int = 0
-    """Prompt of the request that might arrive now; 0 takes the largest P99 of the pulses."""
+    """Length of every prompt that might arrive; 0 draws it from production's own prompts."""
     blocking_ratio: float | Literal["auto"] = AUTO
     """Share of a running guest step that can delay production. `auto` takes the share that the
     guest's isolation promises while it is seen to hold, else 1; a number is an operator's

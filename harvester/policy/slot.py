@@ -7,20 +7,21 @@ The states and transitions are data in `harvester.policy.states`. This module de
 single steps (the guest's gate does) and touches no page, socket, clock or log.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode
+from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.blocking import Blocking, BlockingState
-from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.durable import DurableState
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.guards import GuardMemory, Guards
 from harvester.policy.guest_watch import GuestState, GuestWatch, lacks_consent
-from harvester.policy.level import Level, LevelState, MissState, MissWindow
+from harvester.policy.level import Level, LevelState
 from harvester.policy.production import ProductionView, ProductionWatch, WatchState
-from harvester.policy.proof import Impact, ProofSlices, ProofState
 from harvester.policy.reclaim import Reclaim, ReclaimState
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
@@ -29,6 +30,7 @@ from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.QUARANTINED: (EndReason.DRAIN, ""),
     Condition.UNRECORDED: (EndReason.DRAIN, ""),
+    Condition.UNFIT: (EndReason.DRAIN, ""),
     Condition.SILENT: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.RESTARTED: (EndReason.PRODUCTION_LOST, "production_lost_s"),
     Condition.UNSEEN: (EndReason.PRODUCTION_LOST, "production_lost_s"),
@@ -42,7 +44,16 @@ _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
 """Conditions that end a lease, each with its reason and the setting for its minimum duration."""
 
 
-class SlotMemory(msgspec.Struct, kw_only=True):
+_PROVEN_CONDITIONS = frozenset(
+    {
+        *(Condition.CLEAR, Condition.WITHHELD, Condition.COOLING),
+        *(Condition.SILENT, Condition.UNSEEN, Condition.HUNG),
+    }
+)
+"""Conditions whose time counts to the slices of the proof."""
+
+
+class SlotMemory(GuardMemory, kw_only=True):
     """Everything that the policy remembers, so that a journal file replays by itself."""
 
     state: State = State.OFF
@@ -52,18 +63,13 @@ class SlotMemory(msgspec.Struct, kw_only=True):
     danger_at_s: float | None = None
     quarantine: str = ""
     watch: WatchState = msgspec.field(default_factory=WatchState)
-    step_level: LevelState = msgspec.field(default_factory=LevelState)
     kv_level: LevelState = msgspec.field(default_factory=LevelState)
-    misses: MissState = msgspec.field(default_factory=MissState)
-    requests_total: float = 0.0
-    misses_total: float = 0.0
-    budget: BudgetState = msgspec.field(default_factory=BudgetState)
+    life: str = ""
+    run: int = 0
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     guest: GuestState = msgspec.field(default_factory=GuestState)
     unleased_since_s: float | None = None
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
-    proof_ttft: ProofState = msgspec.field(default_factory=ProofState)
-    proof_itl: ProofState = msgspec.field(default_factory=ProofState)
 
 
 _DURABLE = frozenset(DurableState.__struct_fields__) & frozenset(SlotMemory.__struct_fields__)
@@ -82,7 +88,7 @@ class SlotPolicy:
         return cls(msgspec.convert(config, SlotSettings))
 
     def snapshot(self) -> dict[str, Any]:
-        snapshot: dict[str, Any] = msgspec.to_builtins(self._remembered())
+        snapshot: dict[str, Any] = msgspec.to_builtins(self._memory)
         return snapshot
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -90,7 +96,7 @@ class SlotPolicy:
 
     def durable(self) -> DurableState:
         """The part of the memory that must survive this process."""
-        memory = self._remembered()
+        memory = self._memory
         return DurableState(
             guest_losses_s=memory.guest.losses_s,
             guest_stopped=memory.guest.stopped,
@@ -102,6 +108,12 @@ class SlotPolicy:
         guest = GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped)
         kept = {name: getattr(left, name) for name in _DURABLE}
         self._install(SlotMemory(guest=guest, **kept))
+        self.guards.budget.state.limit = None
+
+    def begin(self, life: str) -> None:
+        """Begin a run of the agent; `life` is a random name for a history that begins with it."""
+        self._memory.life = self._memory.life or life
+        self._memory.run += 1
 
     def quarantine(self, reason: str) -> None:
         self._memory.quarantine = reason
@@ -111,9 +123,8 @@ class SlotPolicy:
         """The verdicts that must survive this process; a change means they must be saved."""
         return (
             self._memory.quarantine,
-            self.budget.state.stopped_at_s,
-            self._proof_ttft.state.stopped_at_s,
-            self._proof_itl.state.stopped_at_s,
+            self.guards.budget.state.stopped_at_s,
+            self.guards.proof.state.stopped_at_s,
             *self.guest.state.losses_s,
             self.guest.state.stopped,
         )
@@ -138,10 +149,23 @@ class SlotPolicy:
     @property
     def accounted(self) -> tuple[float, float]:
         """Production requests, and how many of them missed the SLO beside a guest step."""
-        return self._memory.requests_total, self._memory.misses_total
+        return self._memory.served.requests, self._memory.served.misses
 
-    def impact(self) -> dict[str, Impact | None]:
-        return {"ttft": self._proof_ttft.impact(), "itl": self._proof_itl.impact()}
+    def budget_report(self, service: str, *, number: int, leased: bool) -> BudgetReport:
+        """`number`: highest of an allotment that the slot has received."""
+        memory, budget = self._memory, self.guards.budget
+        return BudgetReport(
+            service=service,
+            life=memory.life,
+            run=memory.run,
+            served=budget.evidence(memory.served),
+            charged=budget.spent,
+            number=number,
+            limit=budget.limit if leased else None,
+            allowed_ratio=budget.allowed_ratio,
+            minimum_misses=self.settings.budget.minimum_misses,
+            allotment=budget.state.allotment,
+        )
 
     def slot_state(self) -> SlotState:
         """The slot's state as a scheduler sees it."""
@@ -187,6 +211,7 @@ class SlotPolicy:
 
     def _release(self) -> None:
         self._memory.quarantine = ""
+        self.guards.budget.state.allotment = None
         self.guest.state.losses_s = []
         self.reclaim.state.unreached = ""
 
@@ -198,56 +223,39 @@ class SlotPolicy:
         self._memory.quarantine = f"guest owes memory and could not be ended: {fault}"
         return (Quarantine(reason=self._memory.quarantine),)
 
-    def _remembered(self) -> SlotMemory:
-        """The whole memory; the parts change it in place, but a proof begins a new one."""
-        memory = self._memory
-        memory.proof_ttft, memory.proof_itl = self._proof_ttft.state, self._proof_itl.state
-        return memory
-
     def _install(self, memory: SlotMemory) -> None:
         settings = self.settings
         self._memory = memory
         self._watch = ProductionWatch(settings, memory.watch)
         self.guest = GuestWatch(settings, memory.guest)
-        self._step_level = Level(settings.step_level, memory.step_level)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
-        self._misses = MissWindow(settings.misses, memory.misses)
         self.blocking = Blocking(memory.blocking)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
-        self.budget = ErrorBudget(settings.budget, memory.budget)
-        self._proof_ttft = ProofSlices(settings.proof, memory.proof_ttft)
-        self._proof_itl = ProofSlices(settings.proof, memory.proof_itl)
+        self.guards = Guards(settings, memory)
 
     def _account(self, production: ProductionView, sample: SlotSample, now: float) -> bool:
-        """Fold the beat's latencies into levels and budget; True if the budget is overspent."""
-        settings, beside = self.settings, self.guest.stepped_during
-        guest = sample.guest.record
+        """Fold the beat's latencies into levels and guards; True if the budget is overspent."""
+        guest, settings = sample.guest.record, self.settings
+        beside_step = partial(self.guest.stepped_during, now=now)
         if guest is not None:
             self.blocking.observe(
-                [x for x in production.itl.seen_s if beside(x, now=now)],
+                [x for x in production.itl.seen_s if beside_step(x)],
                 alone_s=production.model.decode_s(production.decoding),
                 guest_step_s=guest.last_step_s,
             )
-        late_ttft = [x for x in production.ttft.seen_s if x > settings.ttft_slo_s]
-        late_itl = [x for x in production.itl.seen_s if x > settings.itl_slo_s]
-        ttft_misses = sum(beside(x, now=now) for x in late_ttft) * production.ttft.weight
-        itl_misses = sum(beside(x, now=now) for x in late_itl) * production.itl.weight
-        breached = self._misses.observe(
-            samples=production.ttft.total + production.itl.total,
-            misses=ttft_misses + itl_misses,
-            now=now,
-        )
-        self._step_level.observe(breached=breached, now=now)
         shared = sample.memory
         full = shared is not None and shared.used_ratio >= settings.memory_high_ratio
         self._kv_level.observe(
             breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now
         )
-        # Late tokens of one beat belong to at most as many requests as were decoding.
-        late_requests = ttft_misses + min(itl_misses, float(max(1, production.decoding)))
-        self._memory.requests_total += production.ttft.total
-        self._memory.misses_total += late_requests
-        return self.budget.observe(requests=production.ttft.total, misses=late_requests, now=now)
+        return self.guards.account(
+            ttft=production.ttft,
+            itl=production.itl,
+            decoding=production.decoding,
+            beside_step=beside_step,
+            lease=sample.lease,
+            now=now,
+        )
 
     def _condition(
         self, sample: SlotSample, production: ProductionView, overspent: bool, now: float
@@ -267,8 +275,8 @@ class SlotPolicy:
         if production.condition is not None:
             return production.condition, production.reason
         if overspent:
-            return Condition.OVERSPENT, self.budget.reason
-        if self._proof_ttft.harmful or self._proof_itl.harmful:
+            return Condition.OVERSPENT, self.guards.budget.reason
+        if self.guards.proof.harmful:
             return Condition.HARMFUL, "latency beside the guest exceeds the limit"
         cooling_s = settings.cooldown_s
         if memory.danger_at_s is not None and now - memory.danger_at_s < cooling_s:
@@ -290,19 +298,15 @@ class SlotPolicy:
                 idle, reason = Condition.GUESTLESS, "guest under MPS without the slot's consent"
             elif sample.lease.lease is None:
                 idle, reason = Condition.UNLEASED, "no lease"
-        if idle is Condition.CLEAR and self._proof_ttft.withheld(now=now):
+        if idle is Condition.CLEAR and self.guards.proof.withheld(now=now):
             return Condition.WITHHELD, "proof slice"
         return idle, reason
 
     def _prove(self, production: ProductionView, now: float) -> None:
         memory = self._memory
-        eligible = (
-            self.settings.mode is Mode.HARVEST
-            and memory.condition in {Condition.CLEAR, Condition.WITHHELD}
-            and memory.state in {State.OPEN, State.CLOSED}
-        )
-        self._proof_ttft.observe(latencies_s=production.ttft.seen_s, eligible=eligible, now=now)
-        self._proof_itl.observe(latencies_s=production.itl.seen_s, eligible=eligible, now=now)
+        # Whatever may follow from a guest's step voids no slice: harm would hide itself.
+        eligible = self.settings.mode is Mode.HARVEST and memory.condition in _PROVEN_CONDITIONS
+        self.guards.prove(ttft=production.ttft, itl=production.itl, eligible=eligible, now=now)
 
     def _end_lease(self, sample: SlotSample, now: float) -> tuple[Effect, ...]:
         memory, lease = self._memory, sample.lease.lease
@@ -362,14 +366,13 @@ class SlotPolicy:
             epoch=sample.lease.epoch,
             mode=mode if may_run else GrantMode.CLOSED,
             reason=reason[:200],
-            step_tokens_cap=max(1, int(settings.step_tokens_max * self._step_level.ratio)),
+            step_tokens_cap=max(1, int(settings.step_tokens_max * self.guards.step_level.ratio)),
             kv_budget_tokens=self._kv_budget_tokens(),
             pulses=tuple(reading.name for reading in sample.pulses),
             ttft_slo_s=settings.ttft_slo_s,
             itl_slo_s=settings.itl_slo_s,
             epsilon=settings.epsilon,
-            phantom_prompt_tokens=settings.phantom_prompt_tokens
-            or (0 if production.own_models else production.phantom_prompt_tokens),
+            phantom_prompt_tokens=settings.phantom_prompt_tokens,
             production=production.model,
             own_models=production.own_models,
             blocking_ratio=self._blocking_ratio(sample, now),

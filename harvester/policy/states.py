@@ -28,6 +28,8 @@ class Condition(StrEnum):
     QUARANTINED = "quarantined"
     UNRECORDED = "unrecorded"
     """The journal or the state file cannot be written."""
+    UNFIT = "unfit"
+    """Production is deployed in a way beside which no guest may run."""
     SILENT = "silent"
     """An expected pulse is missing, expired, torn or foreign."""
     RESTARTED = "restarted"
@@ -69,6 +71,7 @@ _TARGET: dict[Condition, State] = {
     Condition.KILLED: State.OFF,
     Condition.QUARANTINED: State.OFF,
     Condition.UNRECORDED: State.OFF,
+    Condition.UNFIT: State.OFF,
     Condition.SILENT: State.COOLDOWN,
     Condition.RESTARTED: State.LEARNING,
     Condition.UNSEEN: State.COOLDOWN,

@@ -7,6 +7,7 @@ import msgspec
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, LeaseId, checked_name
+from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     LeaseEnded,
     LeaseGranted,
@@ -15,8 +16,9 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotOffers,
 )
-from harvester.platform.bearer import authorization
 from harvester.platform.http_kit import body_of
+from harvester.platform.peer import Peer
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 
 MAX_REPLY_BYTES = 1 << 20
 _TRIES = 2
@@ -39,11 +41,15 @@ class AgentClient:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, *, token: str = "", timeout_s: float
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        timeout_s: float,
+        credentials: Credentials = NO_CREDENTIALS,
     ) -> None:
-        self._session = session
-        self._url = url.rstrip("/")
-        self._headers = authorization(token)
+        """Raises ConfigError for credentials that cannot be used."""
+        self._peer = Peer(session, url, credentials)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def offers(self) -> SlotOffers:
@@ -53,10 +59,15 @@ class AgentClient:
         return await self._call("POST", "/v1/leases", request, _TAKEN)
 
     async def renew(
-        self, lease: LeaseId, *, epoch: Epoch, duration_s: float
+        self,
+        lease: LeaseId,
+        *,
+        epoch: Epoch,
+        duration_s: float,
+        allotment: Allotment | None = None,
     ) -> LeaseGranted | LeaseEnded:
         path = f"/v1/leases/{checked_name(lease, what='lease')}/renew"
-        renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s)
+        renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s, allotment=allotment)
         return await self._call("POST", path, renewal, _RENEWED)
 
     async def release(self, lease: LeaseId) -> LeaseEnded:
@@ -74,11 +85,11 @@ class AgentClient:
         data = None if body is None else msgspec.json.encode(body)
         for _ in range(_TRIES):
             try:
-                async with self._session.request(
+                async with self._peer.request(
                     method,
-                    self._url + path,
+                    path,
                     data=data,
-                    headers={"Content-Type": "application/json", **self._headers},
+                    headers={"Content-Type": "application/json"},
                     timeout=self._timeout,
                 ) as response:
                     raw = await body_of(response, most_bytes=MAX_REPLY_BYTES)
@@ -90,6 +101,8 @@ class AgentClient:
                 return decoder.decode(raw)
             except msgspec.MsgspecError as error:
                 excerpt = raw[:200].decode(errors="replace")
-                message = f"agent {self._url} {method} {path}: HTTP {status}, {error}: {excerpt}"
+                message = (
+                    f"agent {self._peer.url} {method} {path}: HTTP {status}, {error}: {excerpt}"
+                )
                 raise PeerProtocolError(message) from error
-        raise Exhausted(f"agent {self._url} does not answer: {fault}")
+        raise Exhausted(f"agent {self._peer.url} does not answer: {fault}")

@@ -3,22 +3,27 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
+    ForgetPrefix,
     QueueTurn,
     Refusal,
     RefuseTurn,
+    RequestArrived,
+    RequestLeft,
     RoutingEvent,
     TurnArrived,
     TurnLeft,
     TurnWithdrawn,
 )
 from scheduler.gateway.policy.trajectories import Turn
+from scheduler.gateway.pressure import Pressure
 
 
 class Dispatcher:
@@ -31,6 +36,7 @@ class Dispatcher:
         """Turns placed so far, by reason."""
         self.on_queued: Callable[[], None] = lambda: None
         """Called when a turn finds no place."""
+        self.on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None
         self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
         """Whether the job's engines exist but belong to another job for now."""
 
@@ -39,12 +45,29 @@ class Dispatcher:
             match effect:
                 case QueueTurn():
                     self.on_queued()
+                case ForgetPrefix():
+                    self.on_forgotten(effect)
                 case DispatchTurn() | RefuseTurn():
                     waiting = self._waiting.get(effect.turn)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(effect)
                     elif isinstance(effect, DispatchTurn):
                         self.observe(TurnLeft(turn=effect.turn))
+
+    @contextmanager
+    def admitting(self, turns: Sequence[str]) -> Iterator[None]:
+        """Room for all turns of a request, which arrive while the context is open.
+
+        Raises Pressure where the queue has too little.
+        """
+        arrived = RequestArrived(turns=tuple(turns))
+        for refused in self.policy.observe(arrived, now=self._clock.now()):
+            assert isinstance(refused, RefuseTurn)
+            raise Pressure(refused.reason)
+        try:
+            yield
+        finally:
+            self.observe(RequestLeft(turns=arrived.turns))
 
     async def place(
         self,
@@ -54,17 +77,24 @@ class Dispatcher:
         suspect: str = "",
         avoid: tuple[EngineId, ...] = (),
         until_s: float = math.inf,
+        pin_until_s: float = math.inf,
     ) -> DispatchTurn | RefuseTurn | None:
         """Wait for a place, but no longer than `until_s` (None).
 
-        A turn is refused that no engine could serve for `queue_s`, while its job might use one.
+        A turn is refused that no engine could serve for `queue_s`, while its job might use one, and
+        one whose pin no engine met until `pin_until_s`.
         """
-        arrived = arrival(turn, resumed=resumed, suspect=suspect, avoid=avoid)
+        arrived = arrival(
+            turn, resumed=resumed, suspect=suspect, avoid=avoid, pin_until_s=pin_until_s
+        )
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[arrived.turn] = waiting
         try:
             self.observe(arrived)
-            placed = await self._wait(arrived, waiting, until_s)
+            # Most turns find a place at once, without a turn of the event loop and a timer.
+            placed = (
+                waiting.result() if waiting.done() else await self._wait(arrived, waiting, until_s)
+            )
         except asyncio.CancelledError:
             self._give_up(arrived.turn, waiting)
             raise
@@ -87,15 +117,19 @@ class Dispatcher:
             if done:
                 return waiting.result()
             now = self._clock.now()
-            if self.policy.may_serve(arrived) or self.waits_for_permit(arrived.job):
+            held = self.policy.holds(arrived.turn)
+            if held or self.policy.may_serve(arrived) or self.waits_for_permit(arrived.job):
                 servable_s = now
             if now >= until_s:
                 self._give_up(arrived.turn, waiting)
                 return None
             if now - servable_s >= self._queue_s:
                 self._give_up(arrived.turn, waiting)
-                reason = f"no engine has served job {arrived.job} for {self._queue_s:.0f} s"
-                return RefuseTurn(turn=arrived.turn, refusal=Refusal.FULL, reason=reason)
+                served = f"no engine has served job {arrived.job}"
+                if arrived.numerics:
+                    served += f" with the numerics {arrived.numerics!r}"
+                reason = f"{served} for {self._queue_s:.0f} s"
+                return RefuseTurn(turn=arrived.turn, refusal=Refusal.UNSERVED, reason=reason)
 
     def close(self) -> None:
         """Refuse all waiting turns."""
@@ -103,7 +137,7 @@ class Dispatcher:
             if not waiting.done():
                 self.observe(TurnWithdrawn(turn=turn))
                 reason = "the gateway is shutting down"
-                waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.FULL, reason=reason))
+                waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=reason))
 
     def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
         arrived = arrival(turn, resumed=True, avoid=avoid)
@@ -118,17 +152,23 @@ class Dispatcher:
 
 
 def arrival(
-    turn: Turn, *, resumed: bool, suspect: str = "", avoid: tuple[EngineId, ...] = ()
+    turn: Turn,
+    *,
+    resumed: bool,
+    suspect: str = "",
+    avoid: tuple[EngineId, ...] = (),
+    pin_until_s: float = math.inf,
 ) -> TurnArrived:
-    pin = turn.request.weight_version
     return TurnArrived(
         turn=turn.key,
         trajectory=turn.trajectory,
         job=turn.job,
         tokens=turn.remaining_tokens,
         context_tokens=len(turn.request.token_ids) + turn.request.sampling_params.max_tokens,
-        exact=pin.exact,
-        minimum=pin.minimum,
+        exact=turn.pin.exact,
+        minimum=turn.pin.minimum,
+        pin_until_s=pin_until_s,
+        numerics=turn.needed_numerics,
         resumed=resumed,
         suspect=suspect,
         avoid=avoid,

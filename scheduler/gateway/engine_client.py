@@ -4,7 +4,8 @@ Measures nothing and decides nothing: each failure is an exception that names th
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,16 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxErro
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
-from harvester.contracts.wire.rollouts import EMITTED_ARGUMENT, TRAJECTORY_ARGUMENT
+from harvester.contracts.wire.rollouts import (
+    EMITTED_ARGUMENT,
+    ENDED_ARGUMENT,
+    TRAJECTORY_ARGUMENT,
+    PromptScores,
+    SamplingParams,
+)
+from harvester.platform.http_kit import body_of
+from harvester.platform.peer import Peer
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.identity import (
     Change,
     HeldWeights,
@@ -34,6 +44,7 @@ IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _RETRY_AFTER_S = 1.0
 _RETRY_AFTER_MAX_S = 30.0
 _WRONG_REQUEST = frozenset({400, 413, 422})
+_ADVICE = dict.fromkeys((401, 403), ", it refuses this gateway: see token_file and cert_file")
 
 
 class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
@@ -75,15 +86,32 @@ class _StageState(msgspec.Struct, frozen=True):
 _STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
 
 
+class _Scored(msgspec.Struct):
+    prompt_logprobs: msgspec.Raw = msgspec.Raw()
+    prompt_token_id_logprobs: str | None = None
+
+
+_SCORES_MAX_BYTES = 128 << 20
+
+
 class EngineClient:
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, connect_s: float) -> None:
-        self._session = session
-        self._url = url.rstrip("/")
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        connect_s: float,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
+        """Raises ConfigError for credentials that cannot be used."""
+        self.peer = Peer(session, url, credentials)
         self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
         self._transfer_ready = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
-        self._identity_client = IdentityClient(session, self._url, timeout_s=connect_s)
+        self._identity_client = IdentityClient(self.peer, timeout_s=connect_s)
+        self.health_fault = ""
+        """Why the last health check failed; "" if it did not."""
         self.identity = ""
         """Identity of the engine that the version in force was applied to; "" before that, or if
         none."""
@@ -91,24 +119,78 @@ class EngineClient:
         """Whether every reply carries the identity."""
 
     async def generate(
-        self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
+        self,
+        attempt: Attempt,
+        *,
+        request_id: str,
+        epoch: Epoch | None,
+        priority: int = 0,
+        ended: Sequence[str] = (),
     ) -> AsyncGenerator[EngineChoice, None]:
         """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
+
+        `ended`: trajectories whose prefixes the engine need not keep.
 
         Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy, EngineUnreachable,
         EngineChanged (before the first token of an engine that is not the one that was given the
         version) or another EngineLost.
         """
-        body = _ENCODER.encode(generate_body(attempt, request_id, priority, self._model))
+        body = generate_body(attempt, request_id, priority, self._model, ended)
+        async with self._replying(body, epoch) as response:
+            stream = EventStream()
+            while not stream.done:
+                data = await response.content.readany()
+                if not data:
+                    raise EngineLost("the stream ended early")
+                for chunk in stream.feed(data):
+                    if fault := chunk.fault:
+                        raise _refusal(chunk.fault_status, fault)
+                    for choice in chunk.choices:
+                        yield choice
+
+    async def score(
+        self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
+    ) -> PromptScores:
+        """The prompt's log-probabilities, which vLLM does not stream: by a call that samples one
+        token and drops it. Raises as generate."""
+        body = generate_body(attempt, f"{request_id}.prompt", priority, self._model)
+        wanted = attempt.sampling_params
+        body["stream"] = False
+        body["sampling_params"] = {
+            "max_tokens": 1,
+            "prompt_logprobs": wanted.prompt_logprobs,
+            "prompt_logprob_token_ids": wanted.prompt_logprob_token_ids,
+            "prompt_logprob_start": wanted.prompt_logprob_start,
+            "extra_args": body["sampling_params"]["extra_args"],
+        }
+        async with self._replying(body, epoch) as response:
+            raw = await body_of(response, most_bytes=_SCORES_MAX_BYTES)
+            try:
+                scored = msgspec.json.decode(raw, type=_Scored)
+            except msgspec.MsgspecError as error:
+                raise PeerProtocolError(f"unreadable scores: {error}") from error
+        values = bytes(scored.prompt_logprobs)
+        if values in (b"", b"null") and scored.prompt_token_id_logprobs is None:
+            raise RequestRefused("prompt_logprobs: the engine's vLLM returns none for this request")
+        return PromptScores(
+            prompt_logprobs=scored.prompt_logprobs if values else None,
+            prompt_token_id_logprobs=scored.prompt_token_id_logprobs,
+        )
+
+    @asynccontextmanager
+    async def _replying(
+        self, body: dict[str, Any], epoch: Epoch | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The reply of the engine that is meant, while it comes. Raises as generate."""
         headers = {"Content-Type": "application/json"}
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
         if self._stamped:
             headers[ENGINE_HEADER] = self.identity
         try:
-            async with self._session.post(
-                f"{self._url}/inference/v1/generate",
-                data=body,
+            async with self.peer.post(
+                "/inference/v1/generate",
+                data=_ENCODER.encode(body),
                 headers=headers,
                 timeout=self._stream_timeout,
             ) as response:
@@ -116,16 +198,7 @@ class EngineClient:
                 if response.status != 200:
                     retry_after = response.headers.get("Retry-After", "")
                     raise _refusal(response.status, await _message(response), retry_after)
-                stream = EventStream()
-                while not stream.done:
-                    data = await response.content.readany()
-                    if not data:
-                        raise EngineLost("the stream ended early")
-                    for chunk in stream.feed(data):
-                        if fault := chunk.fault:
-                            raise _refusal(chunk.fault_status, fault)
-                        for choice in chunk.choices:
-                            yield choice
+                yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
@@ -210,26 +283,47 @@ class EngineClient:
         await self._post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         await self._post("/resume")
 
+    async def adopt(self) -> tuple[EngineDescription, HeldWeights]:
+        """Take the engine as it is, with the weights that it holds; nothing is loaded.
+
+        Raises EngineLost. Its tokens are then these weights' only: any change ends the stream.
+        """
+        try:
+            description, held = await self._identified(updated=True)
+        except _BROKEN as error:
+            raise EngineLost(f"what the engine holds: {error!r}") from error
+        if len({(worker.store, worker.version) for worker in held}) != 1:
+            raise EngineLost("its workers do not report the same weights")
+        return description, held[0]
+
     async def _confirm(self, wanted: HeldWeights, *, adapter: str | None) -> EngineDescription:
         """Checks that every worker holds `wanted`; from here on the engine must stay the same
         one."""
-        before, stamped = await self._identity_client.report()
-        if wanted.version and not before.identity:
-            raise EngineLost(f"it has no identity: start it with {' '.join(IDENTITY_FLAG)}")
-        # A stock engine that has been given no weights may have no such call.
-        answers = wanted.version or WEIGHTS_FEATURE in before.description.features
-        held = await self._identity_client.held() if answers else (HeldWeights(),)
+        description, held = await self._identified(updated=bool(wanted.version))
         for worker in [each.of(adapter) for each in held]:
             if (worker.store, worker.version) != (wanted.store, wanted.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
                 raise EngineLost(f"a worker holds {named}")
         if not held:
             raise EngineLost("no worker reports its weights")
+        return description
+
+    async def _identified(
+        self, *, updated: bool
+    ) -> tuple[EngineDescription, tuple[HeldWeights, ...]]:
+        """The engine's description and its workers' weights, both of one identity. `updated`: it
+        may have been given weights."""
+        before, stamped = await self._identity_client.report()
+        if updated and not before.identity:
+            raise EngineLost(f"it has no identity: start it with {' '.join(IDENTITY_FLAG)}")
+        # A stock engine that has been given no weights may have no such call.
+        answers = updated or WEIGHTS_FEATURE in before.description.features
+        held = await self._identity_client.held() if answers else (HeldWeights(),)
         after, _ = await self._identity_client.report()
         if before.identity != after.identity:
             raise EngineChanged(f"{after.identity} answers, {before.identity} did before")
         self.identity, self._stamped = after.identity, stamped
-        return after.description
+        return after.description, held
 
     async def _check_identity(self, reply: aiohttp.ClientResponse) -> None:
         """A stock engine's process is asked for once its reply has begun: if the one that has the
@@ -262,9 +356,14 @@ class EngineClient:
 
     async def healthy(self) -> bool:
         try:
-            return (await self._identity_client.get("/health"))[0] == 200
-        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            status, _ = await self._identity_client.get("/health")
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            self.health_fault = f"/health: {error or type(error).__name__}"
             return False
+        self.health_fault = (
+            "" if status == 200 else f"/health: HTTP {status}{_ADVICE.get(status, '')}"
+        )
+        return status == 200
 
     async def vllm_version(self) -> str:
         """The vLLM version that the engine reports; empty without one."""
@@ -279,15 +378,19 @@ class EngineClient:
     ) -> None:
         # vLLM's server drops the connection after an error, and a POST is never sent twice: each of
         # these rare calls has a connection of its own.
-        async with self._session.post(
-            self._url + path, json=body, params=params, headers={"Connection": "close"}
+        async with self.peer.post(
+            path, json=body, params=params, headers={"Connection": "close"}
         ) as response:
             if response.status != 200:
                 raise EngineLost(f"{path}: {response.status} {await _message(response)}")
 
 
 def generate_body(
-    attempt: Attempt, request_id: str, priority: int, model: str | None = None
+    attempt: Attempt,
+    request_id: str,
+    priority: int,
+    model: str | None = None,
+    ended: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The attempt as vLLM's generate route takes it; each attempt has an id of its own.
 
@@ -295,8 +398,11 @@ def generate_body(
     also where an engine failed to drop it.
     """
     sampling = attempt.sampling_params
+    scored = sampling.logprob_token_ids or ()
     named = {} if model is None else {"model": model}
     own: dict[str, Any] = {TRAJECTORY_ARGUMENT: f"{attempt.job}/{attempt.trajectory}"}
+    if ended:
+        own[ENDED_ARGUMENT] = ended
     if attempt.emitted:
         own[EMITTED_ARGUMENT] = attempt.emitted
     return (
@@ -308,13 +414,31 @@ def generate_body(
             "cache_salt": _salt(attempt, model),
             "stream": True,
             "priority": priority,
-            "sampling_params": msgspec.to_builtins(sampling)
+            "sampling_params": msgspec.to_builtins(_streamed(sampling))
             | {
-                "logprobs": max(1, sampling.logprobs or 0),
+                # vLLM returns as many entries as `logprobs`, the sampled token's among them, and
+                # holds that number to the ids': one id twice leaves room for all of them.
+                "logprobs": max(1, len(scored) + bool(scored) or sampling.logprobs or 0),
+                **({"logprob_token_ids": (*scored, scored[0])} if scored else {}),
                 "detokenize": bool(sampling.stop),
                 "extra_args": (sampling.extra_args or {}) | own,
             },
         }
+    )
+
+
+def _streamed(sampling: SamplingParams) -> SamplingParams:
+    """Without what the gateway does itself, or asks for in a call of its own."""
+    return msgspec.structs.replace(
+        sampling,
+        stream_interval=None,
+        prompt_logprobs=None,
+        prompt_logprob_token_ids=None,
+        prompt_logprob_start=None,
+        # vLLM's own models set it beside `prompt_logprobs`.
+        skip_reading_prefix_cache=None
+        if sampling.scores_prompt
+        else sampling.skip_reading_prefix_cache,
     )
 
 
@@ -335,6 +459,8 @@ async def _message(response: aiohttp.ClientResponse) -> str:
 def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
     if status == 409:
         return Stale(message)
+    if status in _ADVICE:
+        return EngineLost(f"HTTP {status}{_ADVICE[status]}: {message}")
     if status in (429, 503):
         return EngineBusy(message, retry_after_s=_retry_after_s(retry_after))
     if status in _WRONG_REQUEST:

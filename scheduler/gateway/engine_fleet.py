@@ -22,6 +22,7 @@ from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     EngineOffered,
     EngineWithdrawn,
+    ForgetPrefix,
 )
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
@@ -45,6 +46,7 @@ from scheduler.model import Engine, EngineKind, Lease
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
+_ENDED_MAX = 256
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
 
@@ -58,6 +60,8 @@ class Member:
     """How often it was up and is not any more."""
     lease: Lease | None = None
     numerics: str = ""
+    release: str = ""
+    """Its vLLM version; empty if unknown."""
     description: EngineDescription | None = None
     """The engine's last description; None before the first."""
     is_described: bool = False
@@ -65,6 +69,8 @@ class Member:
     seen_context_tokens: int = 0
     """Length at which it ended an unfinished turn, in tokens; 0: never."""
     running: set[RunningAttempt] = field(default_factory=set)
+    ended_trajectories: deque[str] = field(default_factory=lambda: deque(maxlen=_ENDED_MAX))
+    """Reported with the engine's next request: it need not keep their prefixes."""
     fault: str = ""
     streak: FaultStreak = field(default_factory=FaultStreak)
     probing: "asyncio.Task[Change] | None" = None
@@ -123,6 +129,7 @@ class EngineFleet:
         self._context_limit: int | None = None
         self.leasable_contexts: Callable[[], Iterable[int]] = tuple
         """Contexts of engines that may yet be leased; 0 is not known."""
+        dispatcher.on_forgotten = self._forgotten
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
         """Called while its turns still are on it."""
@@ -239,6 +246,10 @@ class EngineFleet:
         known = (member.vocabulary_tokens for member in self.members.values())
         return min((tokens for tokens in known if tokens), default=None)
 
+    def context_tokens(self) -> int:
+        """Largest context of the engines; 0 while none is known."""
+        return max((member.context_tokens for member in self.members.values()), default=0)
+
     async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
         """Engines that serve the job prepare its next version while their turns run.
 
@@ -262,6 +273,10 @@ class EngineFleet:
             self.down(member, reason, cut=Cut.LEASE)
             del self.members[engine]
             self.review_contexts()
+
+    def _forgotten(self, effect: ForgetPrefix) -> None:
+        if (member := self.members.get(effect.engine)) is not None:
+            member.ended_trajectories.append(f"{effect.job}/{effect.trajectory}")
 
     def renewed(self, engine: EngineId, lease: Lease) -> None:
         member = self.members.get(engine)
@@ -347,9 +362,9 @@ class EngineFleet:
         target = self.policy.target
         assert target is not None
         for running in tuple(member.running):
-            pin = running.turn.request.weight_version
+            pin = running.turn.pin
             goes_on = running.turn.job == target.job and pin.exact is None
-            if goes_on and (pin.minimum is None or pin.minimum <= target.version):
+            if goes_on and pin.admits(target.version):
                 running.cut(Cut.SWITCH)
             elif effect.cut_exact:
                 running.cut(Cut.END)
@@ -419,10 +434,11 @@ class EngineFleet:
 
     async def _numerics(self, member: Member) -> str:
         described = member.description
-        version = await member.client.vllm_version()
+        version = member.release = await member.client.vllm_version()
         known = [f"vllm {version}" if version else ""]
         known += [described.dtype, described.logprobs_mode] if described is not None else []
-        return " ".join(filter(None, known))
+        # One that says nothing of itself is equal to no other engine.
+        return " ".join(filter(None, known)) or f"unknown, {member.engine.engine}"
 
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
@@ -446,6 +462,7 @@ class EngineFleet:
                 version=target.version,
                 usable_until_s=lease.expires_s if lease else None,
                 context_tokens=member.context_tokens,
+                numerics=member.numerics,
             )
         )
 
@@ -482,6 +499,8 @@ async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> 
         for member, healthy in zip(waiting, answers, strict=True):
             if healthy and fleet.members.get(member.engine.engine) is member:
                 fleet.up(member)
+            elif not healthy and not member.losses:
+                member.fault = member.client.health_fault
         fleet.observe(TimePassed())
         await asyncio.sleep(period_s)
 

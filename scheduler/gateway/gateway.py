@@ -5,14 +5,20 @@ POST /v1/jobs/{job}/versions            a version was published
 POST /v1/jobs/{job}/activate            the engines serve this job from now on
 POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
 POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
-/v1/jobs/{job}/vllm/...                 the job's engines as one vLLM server (weight_sync.py)
+/v1/jobs/{job}/vllm/..., /pause, ...    the job's engines as one vLLM server (weight_sync.py)
 /v1/chat/completions, ...               OpenAI's routes (text_routes.py)
 /generate, ...                          SGLang's (sglang_routes.py)
-GET  /v1/status   GET /metrics   GET /healthz
+/api/v1/asample, ...                    Tinker's (tinker_routes.py)
+/inference/v1/abort_requests, ...       aborts, and ends of trajectories (abort_routes.py)
+GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
+/jobs/{job}/...                         all of these again, for one job (job_paths.py)
 """
 
+import secrets
+from contextlib import ExitStack
 from functools import partial
-from typing import Annotated
+from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -35,14 +41,19 @@ from harvester.platform.http_kit import (
     error_reply,
     errors_as_replies,
     json_reply,
+    whole_body,
 )
+from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.gateway_status import render_metrics, status
+from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.renderer import RenderRefused
+from scheduler.gateway.openapi import openapi_route
+from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares
+from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
-from scheduler.gateway.scheduler import Scheduler, Switch
+from scheduler.gateway.scheduler import Scheduler, Switch, SwitchRequest
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import Tenants
@@ -50,23 +61,18 @@ from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     TextRoutes,
     event_stream,
+    named,
     trajectory_of,
     wants_usage,
 )
+from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
-FOR_MAX_S = 3600.0
 _MODEL_CHARS = 200
 
 
-class _Enabled(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    enabled: bool
-    for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
-    """Switched off after this long unless renewed, in s; None: it stays."""
-
-
-def _as_openai(response: web.StreamResponse) -> web.StreamResponse:
-    """The error as OpenAI's clients read it."""
+def _with_error_object(response: web.StreamResponse, route: str) -> web.StreamResponse:
+    """The error as an object, with the type that OpenAI or vLLM names in this dialect."""
     if response.status < 400 or not isinstance(response, web.Response):
         return response
     body = response.body
@@ -75,22 +81,47 @@ def _as_openai(response: web.StreamResponse) -> web.StreamResponse:
     told = msgspec.json.decode(body)["error"]
     if not isinstance(told, str):
         return response
-    kind = "invalid_request_error" if response.status < 500 else "server_error"
+    if route == GENERATE_ROUTE:
+        kind = HTTPStatus(response.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+    else:
+        kind = "invalid_request_error" if response.status < 500 else "server_error"
     error = {"message": told, "type": kind, "param": None, "code": response.status}
     response.body = msgspec.json.encode({"error": error})
     return response
 
 
 @web.middleware
-async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def dialect_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    route = route_of(request)
     try:
         response = await handler(request)
     except RenderRefused as error:
         return web.Response(status=error.status, body=error.body, content_type="application/json")
-    return _as_openai(response) if request.path in OPENAI_ROUTES else response
+    if response.status == PRESSURE_STATUS:
+        response.headers["Retry-After"] = _PRESSURE_RETRY_AFTER
+        if route in OPENAI_ROUTES:
+            response.set_status(OPENAI_PRESSURE_STATUS)
+    return _with_error_object(response, route) if route in _ERROR_OBJECTS else response
 
 
-_STATUSES = {RequestRefused: 400, IdInUse: 409, TurnRefused: None, web.HTTPException: None}
+PRESSURE_STATUS, OPENAI_PRESSURE_STATUS = 429, 503
+"""Answers where more turns or bytes wait than may be held, on OpenAI's routes and on all others.
+
+TRL retries 503 and never 429, OpenAI's SDK both; slime, miles and AReaL retry any status, and
+SGLang's own gateway answers 429 when its queue is full.
+"""
+_PRESSURE_RETRY_AFTER = "10"
+"""In s: a queue of thousands does not empty in one, and TRL tries again three times only."""
+_STATUSES = {
+    RequestRefused: 400,
+    IdInUse: 409,
+    TurnRefused: None,
+    Pressure: PRESSURE_STATUS,
+    web.HTTPException: None,
+}
+GENERATE_ROUTE = "/inference/v1/generate"
+_ERROR_OBJECTS = OPENAI_ROUTES | {GENERATE_ROUTE}
+_TURN_ROUTES = frozenset((GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE))
 
 
 class Gateway:
@@ -101,41 +132,67 @@ class Gateway:
         self._tenants = tenants
         self._clock = clock
         self._closing = False
+        self._max_body_bytes = settings.max_body_bytes
+        self.open_bodies = TenantShares(settings.max_open_bytes, name="max_open_bytes")
         self.app = web.Application(
-            middlewares=[openai_errors, errors_as_replies(_STATUSES, try_later=(409, 503))],
+            middlewares=[
+                dialect_errors,
+                errors_as_replies(_STATUSES, try_later=(409, PRESSURE_STATUS, 503)),
+                self._bound_bodies,
+            ],
             client_max_size=settings.max_body_bytes,
         )
         self.app.add_routes(
-            [
-                web.post("/inference/v1/generate", self._generate),
-                web.post("/v1/jobs/{job}/versions", self._publish),
-                web.post("/v1/jobs/{job}/activate", self._activate),
-                *(
-                    web.post(f"/v1/jobs/{{job}}/{switch}", partial(self._switch, switch))
-                    for switch in Switch
-                ),
-                *WeightSyncRoutes(scheduler, self._job_of_path).routes(),
-                *TextRoutes(scheduler, self._job_of_header, self._admitted).routes(),
-                *SglangRoutes(scheduler, self._job_of_header, self._admitted).routes(),
-                web.get("/v1/status", self._status),
-                web.get("/metrics", self._metrics),
-                web.get("/healthz", self._healthz),
-            ]
+            with_base_paths(
+                [
+                    web.post(GENERATE_ROUTE, self._generate),
+                    web.post("/v1/jobs/{job}/versions", self._publish),
+                    web.post("/v1/jobs/{job}/activate", self._activate),
+                    *(
+                        web.post(f"/v1/jobs/{{job}}/{switch}", partial(self._switch, switch))
+                        for switch in Switch
+                    ),
+                    *WeightSyncRoutes(scheduler, self._job).routes(),
+                    *TextRoutes(scheduler, self._job, self._admitted).routes(),
+                    *AbortRoutes(scheduler, self._job).routes(),
+                    *SglangRoutes(scheduler, self._job, self._admitted).routes(),
+                    *TinkerRoutes(scheduler, self._job, self._admitted, self.open_bodies).routes(),
+                    openapi_route(),
+                    web.get("/v1/status", self._status),
+                    web.get("/metrics", self._metrics),
+                    web.get("/healthz", self._healthz),
+                ]
+            )
         )
 
     def close(self) -> None:
         self._closing = True
 
+    @web.middleware
+    async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if route_of(request) not in _TURN_ROUTES:
+            return await handler(request)
+        known = request.content_length is not None and "Content-Encoding" not in request.headers
+        body_bytes = request.content_length if known else self._max_body_bytes
+        if body_bytes is not None and body_bytes > self._max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, body_bytes)
+        tenant = self._scheduler.jobs[self._job(request)].tenant
+        with ExitStack() as held:
+            held.enter_context(self.open_bodies.holding(tenant, body_bytes or 0))
+            request[HELD_BODY] = held
+            return await handler(request)
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        job = self._job_of_header(request)
-        asked = self._admitted(job, await request.read())
+        job = self._job(request)
+        asked = self._admitted(job, await whole_body(request))
         trajectory = trajectory_of(request, asked.request_id)
-        async with follow(self._scheduler, job, trajectory, samples_of(asked)) as samples:
+        parts, name = samples_of(asked), asked.request_id
+        async with follow(self._scheduler, job, trajectory, parts, name=name) as samples:
             if asked.stream:
                 return await _streamed(request, asked, samples)
             turns = await samples.results()
             choices = tuple(
-                msgspec.structs.replace(turn.choice(), index=index)
+                msgspec.structs.replace(named(turn.choice()), index=index)
                 for index, turn in enumerate(turns)
             )
             return json_reply(
@@ -144,7 +201,7 @@ class Gateway:
                     choices=choices,
                     model=asked.model or job,
                     usage=samples.usage(),
-                    prompt_token_ids=asked.token_ids if asked.return_token_ids else None,
+                    **_of_prompt(asked, samples) | samples.versions(),
                 )
             )
 
@@ -152,8 +209,14 @@ class Gateway:
         """Raises Exhausted at the end of the gateway, PeerProtocolError."""
         if self._closing:
             raise Exhausted("the gateway is shutting down")
-        vocabulary_tokens = self._scheduler.fleet.vocabulary_tokens()
-        turn_request = decode_generate(body, vocabulary_tokens=vocabulary_tokens)
+        fleet = self._scheduler.fleet
+        turn_request = decode_generate(
+            body,
+            vocabulary_tokens=fleet.vocabulary_tokens(),
+            context_tokens=fleet.context_tokens(),
+        )
+        if not turn_request.request_id:
+            turn_request = msgspec.structs.replace(turn_request, request_id=secrets.token_hex(16))
         names = self._scheduler.model_names(job)
         if turn_request.model is not None and turn_request.model not in names:
             raise PeerProtocolError(
@@ -163,7 +226,7 @@ class Gateway:
         return turn_request
 
     async def _publish(self, request: web.Request) -> web.Response:
-        job = self._job_of_path(request)
+        job = self._job(request)
         published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
         if published.version < 1:
             raise PeerProtocolError("version: versions begin at 1")
@@ -176,13 +239,13 @@ class Gateway:
         return json_reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
-        job = self._job_of_path(request)
+        job = self._job(request)
         version, engines = await self._scheduler.activate(job)
         return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
 
     async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
-        job = self._job_of_path(request)
-        wanted = await decoded_body(request, _Enabled, most_bytes=SMALL_BODY_BYTES)
+        job = self._job(request)
+        wanted = await decoded_body(request, SwitchRequest, most_bytes=SMALL_BODY_BYTES)
         if wanted.for_s is not None and not wanted.enabled:
             raise PeerProtocolError("for_s: goes with enabled: true")
         self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
@@ -204,22 +267,18 @@ class Gateway:
             return error_reply(503, "shutting down", headers=RETRY_AFTER)
         return json_reply({"status": "ok"})
 
-    def _job_of_header(self, request: web.Request) -> JobId:
-        return self._job(request, request.headers.get(JOB_HEADER))
-
-    def _job_of_path(self, request: web.Request) -> JobId:
-        return self._job(request, request.match_info["job"])
-
-    def _job(self, request: web.Request, given: str | None) -> JobId:
+    def _job(self, request: web.Request) -> JobId:
         """The job that is meant, if the caller may speak for it."""
-        tenant = self._tenant(request)
+        tenant, job = self._tenant(request), job_named(request)
         jobs = self._scheduler.jobs
-        if given is None:
-            if len(jobs) != 1:
-                raise PeerProtocolError(f"send the header {JOB_HEADER}: there are several jobs")
-            job = next(iter(jobs))
-        else:
-            job = JobId(checked_name(given, what="job"))
+        if job is None:
+            own = [name for name in jobs if tenant in (None, jobs[name].tenant)]
+            if len(own) != 1:
+                raise PeerProtocolError(
+                    f"send the header {JOB_HEADER}, or use /jobs/NAME as the base path: there are "
+                    "several jobs"
+                )
+            job = own[0]
         if job not in jobs or (tenant is not None and jobs[job].tenant != tenant):
             raise PeerProtocolError(f"job {job} is not configured for this caller")
         return job
@@ -227,7 +286,8 @@ class Gateway:
     def _tenant(self, request: web.Request) -> str | None:
         if self._tenants.open_to_all:
             return None
-        tenant = self._tenants.tenant_of(request.headers.get("Authorization", ""))
+        key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.
+        tenant = self._tenants.tenant_of(request.headers.get("Authorization", key))
         if tenant is None:
             raise web.HTTPUnauthorized(reason="send Authorization: Bearer <tenant's token>")
         return tenant
@@ -238,9 +298,22 @@ async def _streamed(
 ) -> web.StreamResponse:
     """The choices' tokens as server-sent events, as fast as the client reads."""
     reply = GenerateReply(request_id=turn_request.request_id, choices=())
+    options, unsent = turn_request.stream_options, True
     async with event_stream(request) as send:
         async for choice in samples.chunks():
-            await send(msgspec.structs.replace(reply, choices=(choice,)))
-        if wants_usage(turn_request.stream_options):
+            more: dict[str, Any] = {} if choice.finish_reason is None else samples.versions()
+            if unsent and choice.index == 0:
+                more |= _of_prompt(turn_request, samples)
+                unsent = False
+            if wants_usage(options) and (options or {}).get("continuous_usage_stats"):
+                more["usage"] = samples.usage(choice.index)
+            await send(msgspec.structs.replace(reply, choices=(named(choice),), **more))
+        if wants_usage(options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response
+
+
+def _of_prompt(asked: GenerateRequest, samples: Samples) -> dict[str, Any]:
+    """The reply's fields about the prompt, in a stream with the first choice's first event."""
+    told = samples.prompt_scores(0)
+    return told | ({"prompt_token_ids": asked.token_ids} if asked.return_token_ids else {})

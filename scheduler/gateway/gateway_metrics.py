@@ -22,10 +22,16 @@ class GatewayMetrics:
         self._info = self._gauge("build_info", "Always 1; the version is a label.", ["version"])
         self._info.labels(rosemux_version()).set(1)
         self.turns_queued = self._gauge("turns_queued", "Turns waiting for an engine.", job)
+        self.turns_held = self._gauge("turns_held", "Turns whose pin no engine meets yet.", job)
         self.turns_running = self._gauge(
             "turns_running", "Turns on an engine (dedicated, guest).", engine
         )
         self.turns = self._counter("turns", "Turns ended, by outcome.", ["rl_job", "outcome"])
+        self.interruptions = self._counter(
+            "interruptions",
+            "Turns with tokens that lost their engine, by cause, and whether they went on.",
+            ["rl_job", "cause", "outcome"],
+        )
         self.trajectories = self._counter(
             "trajectories",
             "Trajectories started, lost, duplicated or migrated.",
@@ -46,6 +52,11 @@ class GatewayMetrics:
             ["kind"],
             buckets=_SWITCH_BUCKETS_S,
             registry=self.registry,
+        )
+        self.service_budget = self._gauge(
+            "service_misses",
+            "Misses of 28 days: budget, spent, outstanding.",
+            ["service", "part"],
         )
         self.leases_held = self._gauge("leases_held", "Leases in use.", job)
 

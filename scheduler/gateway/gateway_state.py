@@ -1,14 +1,25 @@
-"""Durable facts of the scheduler in SQLite: what each job published, and the leases that are held.
+"""Durable facts of the scheduler in SQLite: what each job published, leases in hand, and the error
+budgets of services.
 
 A restart resumes with them. Lease times are not kept: after a restart a lease counts as held only
-once its agent has renewed it.
+once its agent has renewed it. Budgets have a time of their own, which stands still while no
+scheduler runs: no clock is compared over a restart.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
 from harvester.platform import sqlite_file
+from scheduler.gateway.policy.budget_ledger import (
+    BudgetLedger,
+    HourKey,
+    LifeKey,
+    ServiceHour,
+    SlotAccount,
+)
 from scheduler.model import Lease
 
 _SCHEMA_VERSION = 1
@@ -22,6 +33,14 @@ CREATE TABLE IF NOT EXISTS leases (
     epoch INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS parked (job TEXT PRIMARY KEY) STRICT;
+CREATE TABLE IF NOT EXISTS budget_time (one INTEGER PRIMARY KEY, at_s REAL NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS budget_accounts (
+    service TEXT NOT NULL, life TEXT NOT NULL, account BLOB NOT NULL, PRIMARY KEY (service, life)
+) STRICT;
+CREATE TABLE IF NOT EXISTS budget_hours (
+    service TEXT NOT NULL, hour INTEGER NOT NULL, counts BLOB NOT NULL,
+    PRIMARY KEY (service, hour)
+) STRICT;
 """
 
 
@@ -110,6 +129,45 @@ class SchedulerState:
 
     def end(self, lease: LeaseId) -> None:
         self._db.execute("DELETE FROM leases WHERE lease = ?", (lease,))
+
+    def budgets(self) -> tuple[BudgetLedger, float]:
+        """The ledger of error budgets, and its time when it was kept last."""
+        times = self._db.execute("SELECT at_s FROM budget_time").fetchone()
+        accounts = self._db.execute("SELECT service, life, account FROM budget_accounts")
+        hours = self._db.execute("SELECT service, hour, counts FROM budget_hours")
+        ledger = BudgetLedger(
+            {
+                LifeKey(service, life): msgspec.msgpack.decode(account, type=SlotAccount)
+                for service, life, account in accounts
+            },
+            {
+                HourKey(service, hour): msgspec.msgpack.decode(counts, type=ServiceHour)
+                for service, hour, counts in hours
+            },
+        )
+        return ledger, times[0] if times else 0.0
+
+    def keep_budgets(self, ledger: BudgetLedger, *, at_s: float) -> None:
+        """Keep all that has changed, or nothing. Raises sqlite3.Error."""
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute("INSERT OR REPLACE INTO budget_time VALUES (1, ?)", (at_s,))
+            for key in ledger.changed:
+                where = msgspec.structs.astuple(key)
+                value: SlotAccount | ServiceHour | None
+                if isinstance(key, HourKey):
+                    table, column, value = "hours", "hour", ledger.hours.get(key)
+                else:
+                    table, column, value = "accounts", "life", ledger.accounts.get(key)
+                self._db.execute(
+                    f"DELETE FROM budget_{table} WHERE service = ? AND {column} = ?", where
+                )
+                if value is not None:
+                    self._db.execute(
+                        f"INSERT INTO budget_{table} VALUES (?, ?, ?)",
+                        (*where, msgspec.msgpack.encode(value)),
+                    )
+        ledger.changed.clear()
 
     def close(self) -> None:
         self._db.close()

@@ -17,6 +17,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
         "target_version": target.version if target else None,
         "settled": policy.settled,
         "queued_turns": routing.queued_turns,
+        "held_turns": routing.held_turns,
         "open_turns": routing.open_turns,
         "dispatched": dict(scheduler.dispatcher.dispatched),
         "engines": {
@@ -43,6 +44,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "version": published.version if published else 0,
                 "store": published.store if published else "",
                 "harvesting": scheduler.harvesting(job),
+                "paused": scheduler.is_paused(job),
                 "dedicated": scheduler.fleet.may_use_dedicated(job),
                 "tokens": _tokens(scheduler, job),
                 "turns": asdict(ledger.counters),
@@ -66,6 +68,15 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
             slot: {"agent": agent, "state": offer.state, "idle_ratio": offer.idle_ratio}
             for slot, (agent, offer) in sorted(scheduler.harvest.offers.items())
         },
+        "services": {
+            each.service: {
+                "budget_misses": round(each.budget, 3),
+                "spent_misses": round(each.spent, 3),
+                "outstanding_misses": round(each.outstanding, 3),
+                "known_s": round(each.known_s, 3),
+            }
+            for each in scheduler.harvest.budgets.all()
+        },
         "silent_agents": dict(scheduler.harvest.silent_agents),
     }
 
@@ -83,8 +94,14 @@ def render_metrics(scheduler: Scheduler) -> bytes:
     """Bring the gauges up to date and render everything."""
     metrics, policy = scheduler.metrics, scheduler.fleet.policy
     routing = scheduler.dispatcher.policy
-    for gauge in (metrics.turns_running, metrics.engine_up, metrics.engine_version):
+    for gauge in (
+        *(metrics.turns_running, metrics.engine_up, metrics.engine_version),
+        metrics.service_budget,
+    ):
         gauge.clear()
+    for each in scheduler.harvest.budgets.all():
+        for part in ("budget", "spent", "outstanding"):
+            metrics.service_budget.labels(each.service, part).set(getattr(each, part))
     for engine, member in scheduler.fleet.members.items():
         labels = (engine, member.engine.kind)
         metrics.turns_running.labels(*labels).set(len(member.running))
@@ -93,6 +110,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
     for job, ledger in scheduler.ledgers.items():
         published = policy.published(job)
         metrics.turns_queued.labels(job).set(routing.queued_turns_of(job))
+        metrics.turns_held.labels(job).set(routing.held_turns_of(job))
         metrics.version.labels(job).set(published.version if published else 0)
         held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
         metrics.leases_held.labels(job).set(held)

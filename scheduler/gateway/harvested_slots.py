@@ -5,7 +5,7 @@ A lease in hand becomes a guest in the fleet; a lease that ends takes its guest 
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -20,6 +20,7 @@ from harvester.contracts.wire.leases import (
     SlotOffer,
     SlotState,
 )
+from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.engine_client import EngineClient
@@ -38,6 +39,7 @@ from scheduler.gateway.policy.capacity import (
     TakeLease,
 )
 from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.service_budgets import ServiceBudgets
 from scheduler.gateway.settings import EngineSettings
 from scheduler.model import Engine, EngineKind, Lease
 
@@ -58,10 +60,12 @@ class Harvest:
         *,
         agents: dict[str, AgentClient],
         guests: dict[SlotId, EngineSettings],
-        client_of: Callable[[str], EngineClient],
+        client_of: Callable[[str, Credentials], EngineClient],
+        credentials: Mapping[str, Credentials],
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
+        """`credentials`: for the guests of each agent; those of a guest's own entry go first."""
         self._policy = policy
         self._fleet = fleet
         self._state = state
@@ -70,11 +74,13 @@ class Harvest:
         self._agents = agents
         self._guests = guests
         self._client_of = client_of
+        self._credentials = credentials
         self._demands = demands
         self._tenant_of = tenant_of
         self._refusals: list[SlotRefusal] = []
         self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
+        self.budgets = ServiceBudgets(state, clock)
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
         self.silent_agents: dict[str, str] = {}
@@ -117,7 +123,8 @@ class Harvest:
                     slot=offer.slot,
                     agent=agent,
                     free=offer.state is SlotState.OFFERED
-                    and not self._fleet.clash_of(offer.engine),
+                    and not self._fleet.clash_of(offer.engine)
+                    and not self.budgets.exhausted(offer),
                     idle_ratio=offer.idle_ratio,
                 )
                 for agent, offer in self.offers.values()
@@ -173,7 +180,12 @@ class Harvest:
             first = others[twice[0]][0]
             self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
         fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
+        for slot, (_, offer) in tuple(fresh.items()):
+            if exposed := self._credentials_of(name, slot).exposed_at(offer.engine_url):
+                self.silent_agents[name] = f"slot {slot}: {exposed}"
+                del fresh[slot]
         self.offers = {**others, **fresh}
+        self.budgets.report(offer for _, offer in fresh.values())
         self._fleet.review_contexts()
 
     async def _apply(self, effect: CapacityEffect) -> None:
@@ -202,6 +214,7 @@ class Harvest:
             tenant=self._tenant_of(effect.job),
             job=effect.job,
             duration_s=effect.duration_s,
+            allotment=self.budgets.allot(self._offer(effect.slot, effect.agent)),
         )
         match await self._agents[effect.agent].take(request):
             case LeaseRefused() as refused:
@@ -225,8 +238,12 @@ class Harvest:
     async def _renew(self, lease: Lease) -> None:
         called_at_s, duration_s = self._clock.now(), self._policy.duration_s
         try:
+            offer = self._offer(lease.slot, lease.agent)
             reply = await self._agents[lease.agent].renew(
-                lease.lease, epoch=lease.epoch, duration_s=duration_s
+                lease.lease,
+                epoch=lease.epoch,
+                duration_s=duration_s,
+                allotment=self.budgets.allot(offer, epoch=lease.epoch),
             )
         except (Exhausted, PeerProtocolError) as error:
             self.silent_agents[lease.agent] = str(error)
@@ -250,17 +267,27 @@ class Harvest:
         if known is not None and known.epoch == lease.epoch:
             self._fleet.renewed(self._guest_id(lease.slot), lease)
             return
-        offered = self.offers.get(lease.slot)
-        if offered is None or offered[0] != lease.agent:
+        offer = self._offer(lease.slot, lease.agent)
+        if offer is None:
             return
         self._fleet.remove(self._guest_id(lease.slot), "leased anew")
-        engine = self._guest(lease, offered[1])
-        self._fleet.add(engine, self._client_of(engine.url), lease=lease)
+        engine = self._guest(lease, offer)
+        credentials = self._credentials_of(lease.agent, lease.slot)
+        self._fleet.add(engine, self._client_of(engine.url, credentials), lease=lease)
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)
         self._state.end(lease.lease)
         self._fleet.remove(self._guest_id(lease.slot), reason)
+
+    def _offer(self, slot: SlotId, agent: str) -> SlotOffer | None:
+        """The slot's offer, if this agent's."""
+        name, offer = self.offers.get(slot, ("", None))
+        return offer if name == agent else None
+
+    def _credentials_of(self, agent: str, slot: SlotId) -> Credentials:
+        own = self._guests.get(slot)
+        return own if own is not None and own.has_files else self._credentials[agent]
 
     def _guest_id(self, slot: SlotId) -> EngineId:
         settings = self._guests.get(slot)

@@ -15,6 +15,7 @@ import msgspec
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 from harvester.platform.http_kit import body_of
+from harvester.platform.peer import Peer
 
 _MOST_BYTES = 8 << 20
 _COUNTED = re.compile(r"[^.\s]+\.\d+")
@@ -76,9 +77,8 @@ _HELD = msgspec.json.Decoder(WorkerReplies[HeldWeights])
 class IdentityClient:
     """Raises PeerProtocolError for an invalid answer, and aiohttp's errors."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, *, timeout_s: float) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, peer: Peer, *, timeout_s: float) -> None:
+        self._peer = peer
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
 
     async def report(self) -> tuple[EngineReport, bool]:
@@ -111,7 +111,7 @@ class IdentityClient:
     ) -> tuple[T, ...]:
         """Every worker's reply. The caller bounds the wait: workers answer between steps."""
         route = "/collective_rpc"
-        async with self._session.post(self._url + route, json=call) as response:
+        async with self._peer.post(route, json=call) as response:
             raw = await body_of(response, most_bytes=_MOST_BYTES)
             if response.status != 200:
                 raise PeerProtocolError(f"{route}: HTTP {response.status}")
@@ -128,7 +128,7 @@ class IdentityClient:
         )
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        async with self._session.get(self._url + path, timeout=self._timeout) as response:
+        async with self._peer.get(path, timeout=self._timeout) as response:
             return response.status, await body_of(response, most_bytes=_MOST_BYTES)
 
 

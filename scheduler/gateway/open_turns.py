@@ -3,21 +3,23 @@
 A client that asks again, with the same body under the same id, joins the turn that it began: its
 first connection may have timed out or broken. A turn outlives its last client by `rejoin_s`, and so
 does an undelivered end; after that it is cancelled on its engine and forgotten.
-An id whose turn has been answered is free.
+An id whose turn has been answered is free. An aborted turn ends with its tokens so far, and its
+clients get them.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import TrajectoryId
+from harvester.contracts.ids import TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest
 from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.model import BASE_VERSION
 
 Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
 Listen = Callable[[Turn], Callable[[], None]]
@@ -27,18 +29,35 @@ class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
     """Another request is being served under this id."""
 
 
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """The client's request that a turn is a part of, and its session, as the client names them."""
+
+    request: str
+    session: TrajectoryId
+
+
 @dataclass(slots=True, eq=False)
 class _Open:
     turn: Turn
+    part_of: ClientRequest
     listeners: list[Callable[[], None]] = field(default_factory=list)
     clients: int = 0
     task: "asyncio.Task[RefuseTurn | None] | None" = None
     forget: asyncio.TimerHandle | None = None
     abandoned: bool = False
+    aborted: bool = False
 
     def hear(self) -> None:
         for listener in self.listeners:
             listener()
+
+    def is_named(self, ids: Collection[str] | None, session: TrajectoryId | None) -> bool:
+        names = {self.turn.request.request_id, self.part_of.request}
+        return (ids is None or not names.isdisjoint(ids)) and session in (
+            None,
+            self.part_of.session,
+        )
 
     def is_for(self, request: GenerateRequest, trajectory: TrajectoryId) -> bool:
         again = msgspec.structs.replace(request, stream=self.turn.request.stream)
@@ -55,6 +74,9 @@ class OpenTurns:
         self._rejoin_s = rejoin_s
         self._open: dict[str, _Open] = {}
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
     async def serve(
         self,
         request: GenerateRequest,
@@ -62,10 +84,13 @@ class OpenTurns:
         trajectory: TrajectoryId,
         on_turn: Listen | None,
         on_begin: Callable[[], None] = lambda: None,
+        newest: WeightVersion = BASE_VERSION,
+        part_of: ClientRequest | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
         """The turn at its end. Raises IdInUse, and what `run` raises.
 
-        `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new.
+        `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new. Its
+        pin is resolved against `newest`.
         """
         while (held := self._open.get(request.request_id)) is not None:
             if not held.abandoned and held.is_for(request, trajectory):
@@ -78,18 +103,42 @@ class OpenTurns:
             await self._cancel(held)
         if held is None:
             on_begin()
-            held = self._begin(request, trajectory)
+            part_of = part_of or ClientRequest(request.request_id, trajectory)
+            held = self._begin(request, trajectory, part_of, newest)
         return await self._follow(held, on_turn)
+
+    async def abort(
+        self, *, ids: Collection[str] | None = None, session: TrajectoryId | None = None
+    ) -> int:
+        """Ends open turns with their tokens so far, and returns how many; unknown names are none.
+
+        `ids`: names of turns or of the requests that they are parts of. `session`: of a trajectory.
+        Without both, all turns.
+        """
+        ending = []
+        for held in self._open.values():
+            if held.task and not held.task.done() and held.is_named(ids, session):
+                held.aborted = held.task.cancel()
+                ending.append(held.task)
+        if ending:
+            await asyncio.wait(ending)
+        return len(ending)
 
     async def close(self) -> None:
         """Closes all turns; those that have ended are delivered to their clients first."""
         for held in tuple(self._open.values()):
             await self._cancel(held)
 
-    def _begin(self, request: GenerateRequest, trajectory: TrajectoryId) -> _Open:
-        turn = self._ledger.open(request, trajectory=trajectory)
+    def _begin(
+        self,
+        request: GenerateRequest,
+        trajectory: TrajectoryId,
+        part_of: ClientRequest,
+        newest: WeightVersion,
+    ) -> _Open:
+        turn = self._ledger.open(request, trajectory=trajectory, newest=newest)
         assert turn is not None, "every open turn is held here"
-        held = self._open[request.request_id] = _Open(turn)
+        held = self._open[request.request_id] = _Open(turn, part_of)
         held.task = asyncio.create_task(self._run(turn, held.hear))
         held.task.add_done_callback(lambda task: self._ended(held, task))
         return held
@@ -116,6 +165,8 @@ class OpenTurns:
         try:
             await asyncio.wait((held.task,))
             heard = True
+            if held.aborted and held.task.cancelled():
+                return held.turn, None
             return held.turn, held.task.result()
         finally:
             held.clients -= 1

@@ -3,10 +3,11 @@
 The gateway's turns are token ids. What is text in a client's dialect is rendered and derendered by
 `vllm launch render`, a process without a GPU, or by a dedicated engine, which serves the same
 routes; never in the gateway's event loop. Faults that vLLM finds in a request go to its client as
-vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 0.30.
+vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 0.31.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,17 @@ import msgspec
 
 from harvester.contracts.errors import Exhausted, RoseMuxError
 from harvester.platform.http_kit import body_of
+from harvester.platform.peer import Peer
 
 _MOST_BYTES = 64 << 20
+_RENDERS = 64
+"""Requests that are rendered at once. A step's thousands wait for each other here, where their wait
+does not count against the time limit of a call."""
 _WRONG_REQUEST = (400, 413, 422)
 """Replies that every renderer would give; after any other the next one is asked."""
+_SEED_TOKENS = 64
+"""The end of a prompt, from which text is decoded where no parser reads all of it."""
+_DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids")
 _ENCODER = msgspec.json.Encoder()
 
 Body = dict[str, Any]
@@ -44,6 +52,8 @@ class Dialect:
     """Whether one request has several prompts, each rendered on its own."""
     chunk_object: str
     """The `object` of a streamed chunk."""
+    empty: Body
+    """The least that vLLM takes for a request of the dialect."""
 
 
 CHAT = Dialect(
@@ -52,6 +62,7 @@ CHAT = Dialect(
     "chat_request",
     many=False,
     chunk_object="chat.completion.chunk",
+    empty={"messages": []},
 )
 COMPLETION = Dialect(
     "/v1/completions",
@@ -59,22 +70,23 @@ COMPLETION = Dialect(
     "completion_request",
     many=True,
     chunk_object="text_completion",
+    empty={"prompt": " "},
 )
 
 
 class Renderer:
-    """`urls` gives the places to ask, in order; the next one is asked where one does not answer."""
+    """`peers` gives the places to ask, in order; the next one is asked where one does not
+    answer."""
 
-    def __init__(
-        self, session: aiohttp.ClientSession, urls: Callable[[], list[str]], *, timeout_s: float
-    ) -> None:
-        self._session = session
-        self._urls = urls
+    def __init__(self, peers: Callable[[], list[Peer]], *, timeout_s: float) -> None:
+        self._peers = peers
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._renders = asyncio.Semaphore(_RENDERS)
 
     async def render(self, dialect: Dialect, request: Body) -> list[Body]:
         """vLLM's generate requests, one for each prompt. Raises RenderRefused, Exhausted."""
-        rendered = await self.post(f"{dialect.route}/render", request)
+        async with self._renders:
+            rendered = await self.post(f"{dialect.route}/render", request)
         return rendered if isinstance(rendered, list) else [rendered]
 
     async def derender(
@@ -82,6 +94,8 @@ class Renderer:
     ) -> Body:
         """The reply of the dialect. Raises RenderRefused, Exhausted."""
         lengths = [len(prompt) for prompt in prompts]
+        if dialect.many:
+            prompts = [prompt[-_SEED_TOKENS:] for prompt in prompts]
         told = (
             (prompts, lengths, responses)
             if dialect.many
@@ -96,29 +110,20 @@ class Renderer:
         return reply
 
     async def derender_chunk(
-        self, dialect: Dialect, request: Body, prompt: list[int], chunk: Body, state: Body | None
+        self, text: "StreamedText", prompt: Sequence[int], chunk: Body, state: Body | None
     ) -> tuple[Body, Body]:
         """A chunk of the dialect's stream, and the state to send with the choice's next one."""
-        reply = await self.post(
-            f"{dialect.route}/derender",
-            {
-                "stream": True,
-                "generate_chunk": chunk,
-                "stream_state": state,
-                "prompt_tokens": len(prompt),
-                "prompt_token_ids": prompt,
-                dialect.request_field: request,
-            },
-        )
+        body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
+        reply = await self.post(f"{text.dialect.route}/derender", body | text.beside(prompt, state))
         return reply["chunk"], reply["stream_state"]
 
     async def post(self, path: str, body: Body) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
         fault = "no dedicated engine is up and no renderer is configured"
-        for url in self._urls():
+        for peer in self._peers():
             try:
-                async with self._session.post(
-                    url + path,
+                async with peer.post(
+                    path,
                     data=_ENCODER.encode(body),
                     headers={"Content-Type": "application/json"},
                     timeout=self._timeout,
@@ -128,12 +133,35 @@ class Renderer:
                         return msgspec.json.decode(raw)
                     if response.status in _WRONG_REQUEST:
                         raise RenderRefused(response.status, raw)
-                    fault = f"{url}{path}: {response.status} {raw[:200].decode(errors='replace')}"
+                    fault = (
+                        f"{peer.url}{path}: {response.status} {raw[:200].decode(errors='replace')}"
+                    )
             except (
                 aiohttp.ClientError,
                 TimeoutError,
                 ConnectionError,
                 msgspec.DecodeError,
             ) as error:
-                fault = f"{url}{path}: {error!r}"
+                fault = f"{peer.url}{path}: {error!r}"
         raise Exhausted(f"text cannot be rendered: {fault}")
+
+
+class StreamedText:
+    """The part of a request that goes with its stream's chunks: as little as decoding needs."""
+
+    def __init__(self, dialect: Dialect, request: Body, prompt: Sequence[int]) -> None:
+        """`prompt`: the first one; a dialect whose text is parsed has no other."""
+        self.dialect = dialect
+        self._whole = msgspec.Raw(_ENCODER.encode(request))
+        self._prompt = msgspec.Raw(_ENCODER.encode(prompt))
+        self._least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
+
+    def beside(self, prompt: Sequence[int], state: Body | None) -> Body:
+        """A parser reads the whole request and prompt with each chunk, and its state then holds the
+        output; without one the first chunk's state is all that decoding needs."""
+        many, field = self.dialect.many, self.dialect.request_field
+        decodes = state is not None and (many or bool(state.get("prev_tokens")))
+        if state is not None and decodes and not state.get("output_token_ids"):
+            return {field: self._least}
+        seed = prompt[-_SEED_TOKENS:] if many else self._prompt
+        return {"prompt_token_ids": seed, field: self._whole}

@@ -8,14 +8,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.ids import TrajectoryId
+from harvester.contracts.ids import TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
     EMITTED_ARGUMENT,
+    ENDED_ARGUMENT,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_TOKENS,
     TRAJECTORY_ARGUMENT,
@@ -26,11 +28,20 @@ from harvester.contracts.wire.rollouts import (
 UNKNOWN_VOCABULARY_TOKENS = 1 << 19
 """Bound while no engine has reported its vocabulary: twice the largest one published."""
 
+MAX_PIN_WAIT_S = 3600.0
 MAX_SAMPLES = 1024
+MAX_NUMERICS_CHARS = 256
 MAX_LOGPROBS = 20
 """Candidates at each token; vLLM's own default bound."""
+MAX_SCORED_IDS = 127
+"""Bound of `logprob_token_ids`: vLLM's own less the id that engine_client.py adds."""
+MAX_PROMPT_SCORES = 1 << 19
+"""Log-probabilities of one prompt: some 40 MB of an engine's reply."""
 _RESERVED_ARGUMENTS = frozenset(
-    (EMITTED_ARGUMENT, TRAJECTORY_ARGUMENT, "kv_transfer_params", "ec_transfer_params")
+    (
+        *(EMITTED_ARGUMENT, ENDED_ARGUMENT, TRAJECTORY_ARGUMENT),
+        *("kv_transfer_params", "ec_transfer_params"),
+    )
 )
 
 _MAX_ID_CHARS = 200
@@ -42,14 +53,14 @@ _NEUTRAL_BYTES = 64
 @dataclass(frozen=True, slots=True)
 class RefusedField:
     may_be: tuple[Any, ...]
-    """Values that change nothing and are taken."""
+    """Values that change nothing and are taken; empty: every value."""
     instead: str
 
 
 _MEDIA = "media is not routed; send a prompt of token ids alone"
 _ROUTED = "the gateway chooses the engine; leave it out"
 _NO_TEXT = "replies are token ids; it changes nothing"
-_ONLY_SAMPLED = "only the sampled tokens' log-probabilities are returned; leave it out"
+_ONE_FORM = "log-probabilities are returned in one form; it changes nothing"
 _INTERNAL = "vLLM sets it itself; leave it out"
 _NOT_OFFERED = "not offered; leave it out"
 
@@ -60,32 +71,26 @@ REFUSED_FIELDS: Mapping[str, RefusedField] = {
     "features": RefusedField((None,), _MEDIA),
     "kv_transfer_params": RefusedField((None,), _ROUTED),
     "output_mode": RefusedField(("tokens",), "replies are token ids; detokenize in the job"),
+    "parse_context": RefusedField((), "replies are token ids; it changes nothing"),
     "token_offsets": RefusedField((None,), _NOT_OFFERED),
 }
-"""Fields of vLLM's request (0.24 to 0.32) that are not honoured."""
+"""Fields of vLLM's request (0.24 to 0.33) that are not honoured."""
 
 REFUSED_SAMPLING_FIELDS: Mapping[str, RefusedField] = {
     "detokenize": RefusedField((True, False), _NO_TEXT),
-    "flat_logprobs": RefusedField((False,), _ONLY_SAMPLED),
-    "logprob_token_ids": RefusedField((None, []), _ONLY_SAMPLED),
+    "flat_logprobs": RefusedField((True, False), _ONE_FORM),
     "output_kind": RefusedField((0, 1, 2), "set by 'stream', so it changes nothing"),
     "output_text_buffer_length": RefusedField((0,), _INTERNAL),
-    "prompt_logprob_start": RefusedField((None,), _ONLY_SAMPLED),
-    "prompt_logprob_token_ids": RefusedField((None,), _ONLY_SAMPLED),
-    "prompt_logprobs": RefusedField((None,), _ONLY_SAMPLED),
-    "routed_experts_prompt_start": RefusedField((0,), _NOT_OFFERED),
     "skip_clone": RefusedField((False,), _INTERNAL),
-    "skip_reading_prefix_cache": RefusedField((None, False), _ROUTED),
     "spaces_between_special_tokens": RefusedField((True, False), _NO_TEXT),
-    "stream_interval": RefusedField((None, 1), "every token is passed on as it comes"),
     "trace_decode_token_ids": RefusedField((None,), _NOT_OFFERED),
     "watermarking": RefusedField((None, False), _NOT_OFFERED),
 }
-"""Fields of vLLM's sampling parameters (0.24 to 0.32) that are not honoured."""
+"""Fields of vLLM's sampling parameters (0.24 to 0.33) that are not honoured."""
 
 
 class _Sampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+    max_tokens: int | None = None  # type: ignore[assignment]
 
 
 class _Request(GenerateRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,17 +101,34 @@ _DECODER = msgspec.json.Decoder(_Request)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def decode_generate(body: bytes, *, vocabulary_tokens: int | None = None) -> GenerateRequest:
+def decode_generate(
+    body: bytes, *, vocabulary_tokens: int | None = None, context_tokens: int = 0
+) -> GenerateRequest:
     """Raises PeerProtocolError, naming the field, for anything that no engine should see.
 
-    `vocabulary_tokens`: token ids lie below it; None while it is not known.
+    `vocabulary_tokens`: token ids lie below it; None while it is not known. `context_tokens`: a
+    request without `max_tokens` may fill so many, as vLLM has it; 0 while it is not known.
     """
     try:
         request = _DECODER.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         request = _decode_without_neutral_fields(body)
+    if request.sampling_params.max_tokens is None:
+        request = _filling(request, context_tokens)
     _check(request, vocabulary_tokens)
     return request
+
+
+def _filling(request: _Request, context_tokens: int) -> _Request:
+    left = min(context_tokens - len(request.token_ids), MAX_OUTPUT_TOKENS)
+    if left < 1:
+        raise PeerProtocolError(
+            f"max_tokens: send it; {len(request.token_ids)} tokens fill the context"
+            if context_tokens
+            else "max_tokens: send it; no context is known to fill"
+        )
+    sampling = msgspec.structs.replace(request.sampling_params, max_tokens=left)
+    return msgspec.structs.replace(request, sampling_params=sampling)
 
 
 def checked_trajectory(given: str | None, *, request_id: str) -> TrajectoryId:
@@ -146,10 +168,13 @@ def _kept(
             near = get_close_matches(name[:_MAX_ID_CHARS], honoured, n=1)
             known = f"did you mean {near[0]!r}?" if near else "leave it out"
             raise PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: no such field; {known}")
-    return {name: value for name, value in fields.items() if name not in refused}
+    # Null is left out, as vLLM takes it for every field.
+    return {name: v for name, v in fields.items() if name not in refused and bytes(v) != b"null"}
 
 
 def _is_neutral(value: msgspec.Raw, rule: RefusedField) -> bool:
+    if not rule.may_be:
+        return True
     if len(bytes(value)) > _NEUTRAL_BYTES:
         return False
     given = msgspec.json.decode(value)
@@ -160,61 +185,70 @@ def _is_neutral(value: msgspec.Raw, rule: RefusedField) -> bool:
     )
 
 
+_INT64 = (1 << 63) - 1
+_POSITIVE = math.ulp(0.0)
+_SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_tokens": (1, MAX_OUTPUT_TOKENS),
+    "min_tokens": (0, MAX_OUTPUT_TOKENS),
+    "n": (1, MAX_SAMPLES),
+    "temperature": (0, 100),
+    "top_p": (_POSITIVE, 1),
+    "top_k": (-1, (1 << 31) - 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (_POSITIVE, 1 << 31),
+    "seed": (0, _INT64),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprob_start": (0, MAX_PROMPT_TOKENS),
+    "routed_experts_prompt_start": (0, MAX_PROMPT_TOKENS),
+    "stream_interval": (1, MAX_OUTPUT_TOKENS),
+}
+_VERSIONS = ("exact", "exact_version", "minimum", "min_version", "max_lag")
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "priority": (-_INT64 - 1, _INT64),
+    **{f"weight_version.{name}": (0, _INT64) for name in _VERSIONS},
+    "weight_version.wait_s": (0, MAX_PIN_WAIT_S),
+    **{f"sampling_params.{name}": each for name, each in _SAMPLING_RANGES.items()},
+}
+"""Least and most of each number; null is left to the field's type."""
+
+
 def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
-    sampling, pin = request.sampling_params, request.weight_version
+    for name, (least, most) in _RANGES.items():
+        value = attrgetter(name)(request)
+        if value is not None and not least <= value <= most:
+            low = "above 0 and at most" if least == _POSITIVE else f"between {least:g} and"
+            raise PeerProtocolError(f"{name}: {low} {most:g}")
+    sampling, pin, numerics = (
+        request.sampling_params,
+        request.weight_version,
+        request.equal_numerics,
+    )
+    resolved = pin.resolved(WeightVersion(0))
     prompt, stops = request.token_ids, sampling.stop_token_ids
+    scored, rows = sampling.logprob_token_ids or (), sampling.prompt_logprob_token_ids or ()
+    texts = (*stop_strings(sampling), *(sampling.bad_words or ()))
+    scores = len(prompt) * (1 + (sampling.prompt_logprobs or 0)) + sum(map(len, rows))
     bound = vocabulary_tokens or UNKNOWN_VOCABULARY_TOKENS
     ids = f"ids lie between 0 and {bound - 1}"
     if not vocabulary_tokens:
         ids += " (no engine has reported its vocabulary yet)"
     rules = (
         (
-            0 < len(request.request_id) <= _MAX_ID_CHARS and request.request_id.isprintable(),
-            f"request_id: use 1 to {_MAX_ID_CHARS} printable characters",
+            len(request.request_id) <= _MAX_ID_CHARS and request.request_id.isprintable(),
+            f"request_id: use at most {_MAX_ID_CHARS} printable characters",
         ),
         (
             0 < len(prompt) <= MAX_PROMPT_TOKENS,
             f"token_ids: {len(prompt)} tokens, 1 to {MAX_PROMPT_TOKENS} are possible",
         ),
         (_all_below(bound, prompt), f"token_ids: {ids}"),
+        (sampling.min_tokens <= sampling.max_tokens, "min_tokens: between 0 and max_tokens"),
         (
-            0 < sampling.max_tokens <= MAX_OUTPUT_TOKENS,
-            f"max_tokens: {sampling.max_tokens}, 1 to {MAX_OUTPUT_TOKENS} are possible",
-        ),
-        (
-            math.isfinite(sampling.temperature) and 0 <= sampling.temperature <= 100,
-            "temperature: between 0 and 100",
-        ),
-        (0 < sampling.top_p <= 1, "top_p: above 0 and at most 1"),
-        (-1 <= sampling.top_k < 1 << 31, "top_k: 0 or -1 for all, or a number of tokens"),
-        (0 <= sampling.min_p <= 1, "min_p: between 0 and 1"),
-        *(
-            (-2 <= value <= 2, f"{name}: between -2 and 2")
-            for name, value in (
-                ("presence_penalty", sampling.presence_penalty),
-                ("frequency_penalty", sampling.frequency_penalty),
-            )
-        ),
-        (
-            math.isfinite(sampling.repetition_penalty) and sampling.repetition_penalty > 0,
-            "repetition_penalty: above 0",
-        ),
-        (1 <= sampling.n <= MAX_SAMPLES, f"n: between 1 and {MAX_SAMPLES}"),
-        (
-            0 <= sampling.min_tokens <= sampling.max_tokens,
-            "min_tokens: between 0 and max_tokens",
-        ),
-        (
-            sampling.logprobs is None or 0 <= sampling.logprobs <= MAX_LOGPROBS,
-            f"logprobs: between 0 and {MAX_LOGPROBS}",
-        ),
-        (
-            len(stop_strings(sampling)) <= _MAX_STOP_TOKENS and all(stop_strings(sampling)),
-            f"stop: at most {_MAX_STOP_TOKENS} strings, none of them empty",
-        ),
-        (
-            _short_texts(stop_strings(sampling)) and _short_texts(sampling.bad_words or ()),
-            f"stop, bad_words: at most {_MAX_STOP_TOKENS} texts of {_MAX_STRING_CHARS} characters",
+            len(texts) <= _MAX_STOP_TOKENS and all(0 < len(t) <= _MAX_STRING_CHARS for t in texts),
+            f"stop, bad_words: at most {_MAX_STOP_TOKENS}, of 1 to {_MAX_STRING_CHARS} characters",
         ),
         (
             len(sampling.logit_bias or ()) <= bound
@@ -225,24 +259,43 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
             not _RESERVED_ARGUMENTS.intersection(sampling.extra_args or {}),
             f"extra_args: {', '.join(sorted(_RESERVED_ARGUMENTS))} are the gateway's own",
         ),
-        (
-            sampling.seed is None or 0 <= sampling.seed < 1 << 63,
-            "seed: null, or between 0 and 2^63 - 1",
+        *(
+            (
+                len(given) <= most and _all_below(bound, given),
+                f"{name}: at most {most} ids; {ids}",
+            )
+            for name, given, most in (
+                ("stop_token_ids", stops, _MAX_STOP_TOKENS),
+                ("logprob_token_ids", scored, MAX_SCORED_IDS),
+            )
         ),
-        (len(stops) <= _MAX_STOP_TOKENS, f"stop_token_ids: at most {_MAX_STOP_TOKENS}"),
-        (_all_below(bound, stops), f"stop_token_ids: {ids}"),
+        (
+            not sampling.scores_prompt or scores <= MAX_PROMPT_SCORES,
+            f"prompt_logprobs: {scores} values, at most {MAX_PROMPT_SCORES} are possible",
+        ),
+        (
+            sampling.routed_experts_prompt_start <= len(prompt),
+            "routed_experts_prompt_start: at most the prompt's length",
+        ),
         (
             request.cache_salt is None or 0 < len(request.cache_salt) <= 1024,
             "cache_salt: 1 to 1024 characters",
         ),
-        (-(1 << 63) <= request.priority < 1 << 63, "priority: between -2^63 and 2^63 - 1"),
         (
-            all(version is None or version >= 0 for version in (pin.exact, pin.minimum)),
-            "weight_version: versions are not negative",
+            pin.exact is None or pin.exact_version in (None, pin.exact),
+            "weight_version: exact and exact_version differ; send one",
         ),
         (
-            pin.exact is None or pin.minimum is None or pin.exact >= pin.minimum,
-            f"weight_version: exact {pin.exact} is older than minimum {pin.minimum}; send one",
+            resolved.exact is None or resolved.admits(resolved.exact),
+            f"weight_version: exact {resolved.exact} is older than minimum {resolved.minimum}",
+        ),
+        (
+            pin.max_lag is None or resolved.exact is None,
+            "weight_version: max_lag goes with no exact version; send one",
+        ),
+        (
+            isinstance(numerics, bool) or 0 < len(numerics) <= MAX_NUMERICS_CHARS,
+            f"equal_numerics: true, false, or a label of 1 to {MAX_NUMERICS_CHARS} characters",
         ),
     )
     for holds, message in rules:
@@ -252,10 +305,6 @@ def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
 
 def stop_strings(sampling: SamplingParams) -> tuple[str, ...]:
     return (sampling.stop,) if isinstance(sampling.stop, str) else sampling.stop or ()
-
-
-def _short_texts(texts: tuple[str, ...]) -> bool:
-    return len(texts) <= _MAX_STOP_TOKENS and all(len(text) <= _MAX_STRING_CHARS for text in texts)
 
 
 def _all_below(bound: int, token_ids: tuple[int, ...]) -> bool:

@@ -18,6 +18,8 @@ class Cut(StrEnum):
     LEASE = "lease"
     PERMIT = "permit"
     """The node is another job's now; the turn goes on where its job may run."""
+    PAUSE = "pause"
+    """The job is paused; the turn goes on once it is resumed."""
     STALL = "stall"
     ENGINE = "engine"
     WEIGHTS = "weights"
@@ -41,6 +43,8 @@ class RunningAttempt:
     """Time at which it was seen to fail, possibly before its engine is known to have died."""
     reached: bool = True
     """Whether the engine may have received it."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it holds no place any more."""
     refused_s: float | None = None
     """The engine did not take it and wants no more for this long."""
 

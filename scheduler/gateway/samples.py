@@ -2,26 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import JobId, TrajectoryId
+from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Usage
-from scheduler.gateway.open_turns import Listen
+from scheduler.gateway.open_turns import ClientRequest, Listen
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
 
 _SEED_BOUND = 1 << 63
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
+    Refusal.GONE: 410,
     Refusal.REQUEST: 422,
     Refusal.CONTEXT: 400,
     Refusal.JOB: 503,
-    Refusal.FULL: 503,
+    Refusal.UNSERVED: 503,
+    Refusal.FULL: 429,
 }
 
 
@@ -32,6 +34,12 @@ class TurnRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
 
 
 class TurnServer(Protocol):
+    def admitting(
+        self, job: JobId, requests: Sequence[GenerateRequest]
+    ) -> AbstractContextManager[None]:
+        """Around a request's turns. Raises Pressure where not all of them may wait."""
+        ...
+
     def generate(
         self,
         job: JobId,
@@ -39,22 +47,27 @@ class TurnServer(Protocol):
         request: GenerateRequest,
         *,
         on_turn: Listen | None = None,
+        part_of: ClientRequest | None = None,
     ) -> Awaitable[tuple[Turn, RefuseTurn | None]]:
         """Serves one turn to its end."""
         ...
 
 
 def samples_of(request: GenerateRequest) -> list[GenerateRequest]:
-    """The request's `n` turns; seeds count up from the request's, as vLLM's do."""
+    """The request's `n` turns; seeds count up from the request's, as vLLM's do, and the first one
+    scores the prompt."""
     sampling = request.sampling_params
     if sampling.n == 1:
         return [request]
+    unscored = msgspec.structs.replace(
+        sampling, prompt_logprobs=None, prompt_logprob_token_ids=None, prompt_logprob_start=None
+    )
     return [
         msgspec.structs.replace(
             request,
             request_id=f"{request.request_id}.{index}",
             sampling_params=msgspec.structs.replace(
-                sampling,
+                sampling if index == 0 else unscored,
                 n=1,
                 seed=None if sampling.seed is None else (sampling.seed + index) % _SEED_BOUND,
             ),
@@ -69,7 +82,7 @@ class Samples:
     def __init__(self, count: int) -> None:
         self.turns: list[Turn | None] = [None] * count
         self._more = asyncio.Event()
-        self._tasks: list[asyncio.Task[tuple[Turn, RefuseTurn | None]]] = []
+        self._tasks: list[asyncio.Task[Turn]] = []
         self._sent_tokens = [0] * count
         self._sent_end = [False] * count
 
@@ -79,24 +92,26 @@ class Samples:
 
     async def results(self) -> list[Turn]:
         """All turns at their ends. Raises TurnRefused, and what serving a turn raises."""
-        for done in asyncio.as_completed(self._tasks):
-            self._result(await done)
-        return [task.result()[0] for task in self._tasks]
+        return await asyncio.gather(*self._tasks)
 
-    async def chunks(self) -> AsyncIterator[Choice]:
-        """New tokens of each choice as they come, and each choice's end once. Raises as results."""
+    async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:
+        """New tokens of each choice as they come, at most `every_s` apart but for each choice's
+        end, which comes once and at once. Raises as results."""
         while not all(self._sent_end):
             await self._more.wait()
             self._more.clear()
             for index, task in enumerate(self._tasks):
                 if task.done():
-                    self._result(task.result())
+                    task.result()
                 if (choice := self._chunk(index)) is not None:
                     yield choice
+            if every_s and (open_ := [task for task in self._tasks if not task.done()]):
+                await asyncio.wait(open_, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
 
-    def usage(self) -> Usage:
-        """Prompts count once, however many samples they have."""
-        turns = [turn for turn in self.turns if turn is not None]
+    def usage(self, index: int | None = None) -> Usage:
+        """The tokens of all choices, or of one; prompts count once, whatever their samples."""
+        counted = self.turns if index is None else self.turns[index : index + 1]
+        turns = [turn for turn in counted if turn is not None]
         prompts = {id(turn.request.token_ids): len(turn.request.token_ids) for turn in turns}
         prompt_tokens = sum(prompts.values())
         completion_tokens = sum(len(turn.token_ids) for turn in turns)
@@ -106,12 +121,31 @@ class Samples:
             total_tokens=prompt_tokens + completion_tokens,
         )
 
+    def prompt_scores(self, index: int) -> dict[str, Any]:
+        """The fields of a reply with the log-probabilities of a turn's prompt."""
+        turn = self.turns[index]
+        return msgspec.structs.asdict(turn.scores) if turn is not None and turn.scores else {}
+
+    def versions(self) -> dict[str, WeightVersion]:
+        """Oldest version at the start of a choice and newest at the end of one, as slime, miles and
+        stitch read them; {} before the first token."""
+        made = [spans for turn in self.turns if turn and (spans := turn.choice().spans)]
+        if not made:
+            return {}
+        return {
+            "weight_version_start": min(spans[0].version for spans in made),
+            "weight_version_end": max(spans[-1].version for spans in made),
+        }
+
     def _chunk(self, index: int) -> Choice | None:
         turn = self.turns[index]
         if turn is None or self._sent_end[index]:
             return None
-        choice = turn.choice(start=self._sent_tokens[index])
+        choice = turn.choice(start=(sent := self._sent_tokens[index]))
         ended = choice.finish_reason is not None
+        least = turn.request.sampling_params.stream_interval or 1
+        if sent and len(choice.token_ids) < least and not ended:
+            return None
         if not choice.token_ids and not (ended and self._tasks[index].done()):
             # A turn without a token may have been refused, which only its task says.
             return None
@@ -120,29 +154,41 @@ class Samples:
         spans = turn.choice().spans if ended else choice.spans
         return msgspec.structs.replace(choice, index=index, spans=spans)
 
-    @staticmethod
-    def _result(done: tuple[Turn, RefuseTurn | None]) -> Turn:
-        turn, refused = done
-        if refused is not None:
-            raise TurnRefused(refused)
-        return turn
+
+async def _served(work: Awaitable[tuple[Turn, RefuseTurn | None]]) -> Turn:
+    turn, refused = await work
+    if refused is not None:
+        raise TurnRefused(refused)
+    return turn
 
 
 @asynccontextmanager
 async def follow(
-    server: TurnServer, job: JobId, trajectory: TrajectoryId, requests: Sequence[GenerateRequest]
+    server: TurnServer,
+    job: JobId,
+    trajectory: TrajectoryId,
+    requests: Sequence[GenerateRequest],
+    *,
+    name: str = "",
 ) -> AsyncIterator[Samples]:
-    """Serves the turns while the context is open; leaving it leaves all of them."""
-    samples = Samples(len(requests))
-    for index, request in enumerate(requests):
-        name = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
-        work = server.generate(job, name, request, on_turn=partial(samples._follow, index))
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(lambda _task: samples._more.set())
-        samples._tasks.append(task)
-    try:
-        yield samples
-    finally:
-        for task in samples._tasks:
-            task.cancel()
-        await asyncio.gather(*samples._tasks, return_exceptions=True)
+    """Serves the turns while the context is open; leaving it leaves all of them.
+
+    `name`: the id of the client's request that all of them are parts of.
+    """
+    with server.admitting(job, requests):
+        samples = Samples(len(requests))
+        for index, request in enumerate(requests):
+            part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
+            part_of = ClientRequest(name or request.request_id, trajectory)
+            work = server.generate(
+                job, part, request, on_turn=partial(samples._follow, index), part_of=part_of
+            )
+            task = asyncio.ensure_future(_served(work))
+            task.add_done_callback(lambda _task: samples._more.set())
+            samples._tasks.append(task)
+        try:
+            yield samples
+        finally:
+            for task in samples._tasks:
+                task.cancel()
+            await asyncio.gather(*samples._tasks, return_exceptions=True)

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -13,8 +14,9 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import GenerateRequest, SwitchState
-from harvester.platform.bearer import read_own_token
+from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt, SwitchState
+from harvester.platform.peer import Peer
+from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.dispatch import Dispatcher
@@ -23,24 +25,40 @@ from scheduler.gateway.engine_fleet import EngineFleet, Member, dedicated_places
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
-from scheduler.gateway.open_turns import Listen, OpenTurns
+from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import RoutingPolicy
-from scheduler.gateway.policy.routing_events import RefuseTurn, RoutingConfig
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.routing_events import (
+    JobPaused,
+    RefuseTurn,
+    RoutingConfig,
+    TrajectoryEnded,
+)
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated, VersionPublished, VersionsConfig
 from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
-from scheduler.model import Engine, EngineKind
+from scheduler.model import BASE_VERSION, Engine, EngineKind
 
 _log = logging.getLogger(__name__)
 
+FOR_MAX_S = 3600.0
 _SWITCHES_S = 0.25
 """Period of checks for expired switches, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
+
+
+class PauseMode(StrEnum):
+    """Treatment of a job's open turns when it is paused; vLLM's names."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    """Those on engines end first; those in the queue wait for the end of the pause."""
+    KEEP = "keep"
+    """They leave their engines and go on from their tokens after the pause."""
 
 
 class Switch(StrEnum):
@@ -48,6 +66,12 @@ class Switch(StrEnum):
     """The job's turns may run on dedicated engines."""
     HARVESTING = "harvesting"
     """The job may lease slots."""
+
+
+class SwitchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    enabled: bool
+    for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
+    """Switched off after this long unless renewed, in s; None: it stays."""
 
 
 class Scheduler:
@@ -63,7 +87,8 @@ class Scheduler:
         self.state = state
         self._clock = clock
         self._session = session
-        self.renderer = Renderer(session, self._renderer_urls, timeout_s=settings.timeouts.render_s)
+        self._renderers = [Peer(session, given.url, given) for given in settings.renderers]
+        self.renderer = Renderer(self._renderer_peers, timeout_s=settings.timeouts.render_s)
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
@@ -102,6 +127,8 @@ class Scheduler:
             self.fleet, self.dispatcher, clock, timeouts=times, max_attempts=settings.max_attempts
         )
         self.runner.on_left = self._count_tokens
+        self.runner.returns_partial = self._returns_partial
+        self.runner.on_interrupted = self._count_interruption
         self._open_turns = {
             job: OpenTurns(
                 ledger,
@@ -130,14 +157,15 @@ class Scheduler:
             agents={agent.id: self._agent(agent) for agent in settings.agents},
             guests={SlotId(e.slot): e for e in settings.engines if e.slot is not None},
             client_of=self._engine_client,
+            credentials={agent.id: agent.guests for agent in settings.agents},
             demands=self.demands,
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
 
-    def _renderer_urls(self) -> list[str]:
+    def _renderer_peers(self) -> list[Peer]:
         """The configured renderers; without any, the dedicated engines that are up."""
-        return [str(url).rstrip("/") for url in self.settings.renderers] or [
-            member.engine.url.rstrip("/")
+        return self._renderers or [
+            member.client.peer
             for member in self.fleet.members.values()
             if member.up and member.engine.kind is EngineKind.DEDICATED
         ]
@@ -151,15 +179,13 @@ class Scheduler:
             now=self._clock.now(),
         )
 
-    def _engine_client(self, url: str) -> EngineClient:
-        return EngineClient(self._session, url, connect_s=self.settings.timeouts.connect_s)
+    def _engine_client(self, url: str, credentials: Credentials) -> EngineClient:
+        connect_s = self.settings.timeouts.connect_s
+        return EngineClient(self._session, url, connect_s=connect_s, credentials=credentials)
 
     def _agent(self, agent: AgentSettings) -> AgentClient:
-        token = (
-            "" if agent.token_file is None else read_own_token(agent.token_file, what="agent token")
-        )
         timeout_s = self.settings.timeouts.agent_s
-        return AgentClient(self._session, agent.url, token=token, timeout_s=timeout_s)
+        return AgentClient(self._session, agent.url, timeout_s=timeout_s, credentials=agent)
 
     async def start(self) -> None:
         """Resume the state of the previous process, then watch engines, stalls and agents."""
@@ -175,7 +201,7 @@ class Scheduler:
                         concurrency=given.concurrency,
                         numerics=given.numerics,
                     ),
-                    self._engine_client(given.url),
+                    self._engine_client(given.url, given),
                 )
         loops: list[Coroutine[Any, Any, None]] = [
             watch_health(self.fleet, self._clock, period_s=times.health_s),
@@ -236,6 +262,7 @@ class Scheduler:
         request: GenerateRequest,
         *,
         on_turn: Listen | None = None,
+        part_of: ClientRequest | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
         """Serve one turn to its end, or join it where the job asked for the same before.
 
@@ -246,7 +273,48 @@ class Scheduler:
             trajectory=trajectory,
             on_turn=on_turn,
             on_begin=lambda: self._count_session(job, trajectory),
+            newest=self.version_of(job),
+            part_of=part_of,
         )
+
+    def admitting(
+        self, job: JobId, requests: Sequence[GenerateRequest]
+    ) -> AbstractContextManager[None]:
+        """Holds room for a request's turns, all of them, but those that it joins. Raises Pressure.
+
+        One turn alone is routing's own decision: it may find a free engine.
+        """
+        if len(requests) == 1:
+            return nullcontext()
+        held = self._open_turns[job]
+        new = [each.request_id for each in requests if each.request_id not in held]
+        return self.dispatcher.admitting([turn_key(job, name) for name in new])
+
+    async def abort(self, job: JobId, ids: Collection[str] | None) -> int:
+        """Ends the job's open turns of these names (None: all) with their tokens so far."""
+        return await self._open_turns[job].abort(ids=ids)
+
+    async def pause(self, job: JobId, mode: PauseMode) -> None:
+        """Begins no turn of the job, until it is resumed. A restarted gateway is not paused."""
+        self.dispatcher.observe(JobPaused(job=job, paused=True))
+        if mode is PauseMode.ABORT:
+            await self.abort(job, None)
+        else:
+            await self.runner.hold(job, cut=mode is PauseMode.KEEP)
+
+    def resume(self, job: JobId) -> None:
+        self.dispatcher.observe(JobPaused(job=job, paused=False))
+
+    def is_paused(self, job: JobId) -> bool:
+        return self.dispatcher.policy.is_paused(job)
+
+    async def end_trajectory(self, job: JobId, trajectory: TrajectoryId) -> int:
+        """Aborts what is open of a trajectory and forgets where its prefix is; returns the number
+        of aborted turns."""
+        aborted = await self._open_turns[job].abort(session=trajectory)
+        self._sessions.discard((job, trajectory))
+        self.dispatcher.observe(TrajectoryEnded(job=job, trajectory=trajectory))
+        return aborted
 
     def model_names(self, job: JobId) -> set[str]:
         """Model names that a request of the job may use."""
@@ -255,8 +323,8 @@ class Scheduler:
 
     def version_of(self, job: JobId) -> WeightVersion:
         """The job's newest published version; 0 before the first."""
-        facts = self.state.jobs().get(job)
-        return WeightVersion(facts.version if facts else 0)
+        published = self.fleet.policy.published(job)
+        return published.version if published else BASE_VERSION
 
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
@@ -311,7 +379,7 @@ class Scheduler:
                 job=job,
                 active=job == active,
                 harvesting=self._harvesting[job],
-                queued=routing.queued_turns_of(job),
+                queued=0 if routing.is_paused(job) else routing.queued_turns_of(job),
                 running=routing.open_turns_of(job),
                 dedicated_places=places if self.fleet.may_use_dedicated(job) else 0,
                 dispatched=dict(self.dispatcher.dispatched) if job == active else {},
@@ -325,6 +393,14 @@ class Scheduler:
             engine = member.engine
             self.metrics.generated_tokens.labels(turn.job, engine.engine, engine.kind).inc(tokens)
             self.tokens[turn.job][engine.kind] += tokens
+
+    def _returns_partial(self, turn: Turn) -> bool:
+        own = turn.request.on_interrupt
+        return (own or self.jobs[turn.job].on_interrupt) is OnInterrupt.RETURN_PARTIAL
+
+    def _count_interruption(self, turn: Turn, cause: str) -> None:
+        outcome = "returned" if self._returns_partial(turn) else "continued"
+        self.metrics.interruptions.labels(turn.job, cause, outcome).inc()
 
     async def _watch_switches(self) -> None:
         while True:
@@ -362,12 +438,10 @@ class Scheduler:
 
     def _count_end(self, turn: Turn) -> None:
         self.metrics.turns.labels(turn.job, turn.outcome).inc()
-        pin = turn.request.weight_version
         stale = sum(
             span.end - span.start
             for span in turn.choice().spans
-            if (pin.exact is not None and span.version != pin.exact)
-            or (pin.minimum is not None and span.version < pin.minimum)
+            if not turn.pin.admits(span.version)
         )
         if stale:
             self.metrics.stale_tokens.labels(turn.job).inc(stale)

@@ -1,5 +1,6 @@
 """`rosemux gateway`: the gateway process from its configuration file to its last open turn."""
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,9 @@ import typer
 if TYPE_CHECKING:
     from scheduler.gateway.settings import GatewaySettings
     from scheduler.gateway.tenants import Tenants
+
+_YOUNG_OBJECTS = 10_000
+"""Objects made and not freed between two collections of the youngest: a pause of about 0.5 ms."""
 
 
 def gateway(
@@ -22,6 +26,7 @@ def gateway(
     from scheduler.gateway.tenants import Tenants
 
     settings = load_settings(config)
+    settings.check_files()
     tenants = Tenants.load(settings.token_file)
     if check_config:
         typer.echo(f"{config} is good: {len(settings.engines)} engines, {len(settings.jobs)} jobs")
@@ -29,6 +34,17 @@ def gateway(
     # State and journals hold the ids of leases, with which every reader could end them.
     os.umask(0o077)
     uvloop.run(serve(settings, tenants))
+
+
+def _collect_less() -> None:
+    """Takes what a started gateway keeps out of garbage collection, and lets more turns end first.
+
+    Turns end by reference counts. At Python's own threshold every few of them cause a collection
+    that frees almost nothing: a fifth of the time of a busy gateway, and pauses.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS, 10, 10)
 
 
 async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
@@ -55,8 +71,11 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
         try:
             async with serving(front.app, shutdown_s=5.0) as runner:
                 remedy = "set another 'port', 0 takes a free one"
-                url = await listen(runner, settings.host, settings.port, remedy=remedy)
+                url = await listen(
+                    runner, settings.host, settings.port, remedy=remedy, tls=settings.tls
+                )
                 await scheduler.start()
+                _collect_less()
                 typer.echo(f"listening on {url}")
                 try:
                     await run_until(stop, scheduler.failed())

@@ -8,11 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
-from harvester.platform.bearer import is_loopback
+from harvester.contracts.wire.rollouts import OnInterrupt
+from harvester.platform.tls import NO_CREDENTIALS, Credentials, ServerTls, open_to_network
 from harvester.platform.yaml_file import explained, parse_fields, read_text
 from scheduler.gateway.policy.capacity import CapacityConfig
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionsConfig
+from scheduler.gateway.requests import MAX_NUMERICS_CHARS, MAX_PIN_WAIT_S
 from scheduler.model import EngineKind
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -24,8 +26,22 @@ class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class EngineSettings(_Settings):
-    """One rollout engine. Guests are found through their agents; an entry here adds to an offer."""
+class PeerSettings(Credentials):
+    """A server that the gateway calls, with the files for it. They are read again when they change:
+    certificates and tokens are rotated without a restart."""
+
+    url: Url
+
+    @model_validator(mode="after")
+    def _token_stays_secret(self) -> "PeerSettings":
+        if exposed := self.exposed_at(self.url):
+            raise ValueError(exposed)
+        return self
+
+
+class EngineSettings(PeerSettings):
+    """One rollout engine. Guests are found through their agents; an entry here adds to an offer,
+    and its files are used at the offer's URL."""
 
     id: Name
     url: Url = "http://127.0.0.1:8000"
@@ -34,7 +50,7 @@ class EngineSettings(_Settings):
     """The slot of a guest, as its agent offers it."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Turns at once."""
-    numerics: str = Field(default="", max_length=256)
+    numerics: str = Field(default="", max_length=MAX_NUMERICS_CHARS)
     """Key of all inputs of its log-probabilities (version, dtype, …); empty asks the engine."""
 
     @model_validator(mode="after")
@@ -44,13 +60,19 @@ class EngineSettings(_Settings):
         return self
 
 
-class AgentSettings(_Settings):
+class AgentSettings(PeerSettings):
     """One node agent whose slots may be leased."""
 
     id: Name
-    url: Url
-    token_file: Path | None = None
-    """Bearer token to send."""
+    guests: Credentials = NO_CREDENTIALS
+    """Files for the guests that it offers, unless an entry of `engines` has a guest's own."""
+
+
+class RendererSettings(PeerSettings):
+    @model_validator(mode="before")
+    @classmethod
+    def _from_url(cls, given: Any) -> Any:
+        return {"url": given} if isinstance(given, str) else given
 
 
 class GatewayJobSettings(_Settings):
@@ -62,6 +84,9 @@ class GatewayJobSettings(_Settings):
     """The job's store holds LoRA adapters; engines serve its newest under this name."""
     active: bool = False
     """Served from the start; otherwise the first publish of any job or an activation decides."""
+    on_interrupt: OnInterrupt = OnInterrupt.CONTINUE
+    """A turn that has tokens and loses its engine: `continue` elsewhere, or `return_partial`, which
+    ends it at once as `abort` with the cause. A request's own value counts before this one."""
 
 
 class Timeouts(_Settings):
@@ -80,6 +105,9 @@ class Timeouts(_Settings):
     queue_s: Seconds = 60.0
     """A turn that no engine could serve for this long is refused. While engines serve its job it
     waits as long as its client does: a synchronous step asks for its whole batch at once."""
+    pin_s: Annotated[float, Field(ge=0, le=MAX_PIN_WAIT_S)] = 60.0
+    """A turn whose version pin no engine meets yet is held for this long and then refused with 409;
+    its own `wait_s` counts for more. 0 refuses at once."""
     stuck_s: Seconds = 600.0
     """A turn without a token for this long, over all attempts, ends with its tokens so far."""
     rejoin_s: Seconds = 2.0
@@ -109,12 +137,17 @@ class GatewaySettings(_Settings):
     port: int = Field(default=8300, ge=0, le=65535)
     """Port; 0 takes a free one, which the line 'listening on' reports."""
     token_file: Path | None = None
-    """YAML map of tenant to bearer token; needed off loopback."""
+    """YAML map of tenant to bearer token, or to several while one is replaced; read again when it
+    changes. Needed off loopback, unless clients show certificates."""
+    tls: ServerTls | None = None
+    """The gateway's own TLS: cert_file, key_file, and client_ca_file for mutual TLS."""
+    plain_http: bool = False
+    """Consent to listen off loopback without TLS: a proxy or mesh in front has it."""
     engines: tuple[EngineSettings, ...] = ()
     agents: tuple[AgentSettings, ...] = ()
-    renderers: tuple[Url, ...] = ()
+    renderers: tuple[RendererSettings, ...] = ()
     """Processes that render text for OpenAI's routes (`vllm launch render`), in the order in which
-    they are asked; without any, the dedicated engines render."""
+    they are asked; without any, the dedicated engines render. A URL alone stands for `url`."""
     jobs: tuple[GatewayJobSettings, ...] = Field(min_length=1)
     state_file: Path | None = None
     """SQLite file of durable facts; none keeps them in memory."""
@@ -122,6 +155,10 @@ class GatewaySettings(_Settings):
     """Directory of recorded decisions; None records nothing."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16)
     max_body_bytes: int = Field(default=16 << 20, ge=1 << 10)
+    max_open_bytes: int = Field(default=1 << 30, ge=1 << 10)
+    """Bodies of all requests that are served or held, together; more are refused before they are
+    read. A tenant within its share, this over the number of tenants with open requests, is taken
+    in any case. In memory a body of token ids takes up to eight times its bytes."""
     max_attempts: int = Field(default=8, ge=1)
     """Engines that may die under one turn before it ends as lost."""
     capacity_period_s: Seconds = 1.0
@@ -145,6 +182,8 @@ class GatewaySettings(_Settings):
                 raise ValueError(f"{what} {twice[0]} is listed twice")
         if sum(job.active for job in self.jobs) > 1:
             raise ValueError("only one job can be active")
+        if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
+            raise ValueError(fault)
         if not self.engines and not self.agents:
             raise ValueError("list at least one engine or one agent")
         for kind, given in (
@@ -155,6 +194,14 @@ class GatewaySettings(_Settings):
             msgspec.convert(given, kind)
         return self
 
+    def check_files(self) -> None:
+        """Raises ConfigError if a file for TLS or a token to send cannot be used here."""
+        if self.tls is not None:
+            self.tls.context()
+        guests = (agent.guests for agent in self.agents)
+        for credentials in (*self.engines, *self.agents, *guests, *self.renderers):
+            credentials.check()
+
 
 def load_settings(path: Path) -> GatewaySettings:
     """Raises ConfigError, naming each field that is wrong with its line."""
@@ -163,9 +210,4 @@ def load_settings(path: Path) -> GatewaySettings:
         settings = GatewaySettings.model_validate(parse_fields(text, path))
     except ValidationError as error:
         raise ConfigError(explained(error, text, path)) from error
-    if settings.token_file is None and not is_loopback(settings.host):
-        raise ConfigError(
-            f"{path}: host {settings.host} is not loopback; "
-            "set token_file to a YAML map of tenant to token, or listen on 127.0.0.1"
-        )
     return settings

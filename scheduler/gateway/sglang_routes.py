@@ -1,7 +1,7 @@
 """SGLang's `/generate` over the gateway's turns, for RL frameworks that speak to SGLang's router.
 
 POST /generate          token ids or text in; one prompt or a list of them; JSON or SSE
-GET  /health  /health_generate  /get_model_info  /server_info
+GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get_weight_version
 
 Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
 Log-probabilities of prompts are not returned, and a request that asks for them is refused.
@@ -21,10 +21,14 @@ from scheduler.gateway.requests import stop_strings
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.text_routes import (
+    PIN_FIELDS,
+    SESSION_FIELDS,
     Admit,
     JobOf,
     event_stream,
+    given,
     json_object,
+    session_of,
     text_tokens,
     trajectory_of,
     turns_of,
@@ -59,8 +63,8 @@ _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 _FIELDS = frozenset(
     (
         *("text", "input_ids", "sampling_params", "rid", "return_logprob", "top_logprobs_num"),
-        *("logprob_start_len", "stream", "session_id", "weight_version", "return_text_in_logprobs"),
-        *("model", "priority"),
+        *("logprob_start_len", "stream", *SESSION_FIELDS, "return_text_in_logprobs"),
+        *("model", "priority", "on_interrupt", *PIN_FIELDS),
     )
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, -1, 0, "")
@@ -79,8 +83,11 @@ class SglangRoutes:
             web.post("/generate", self._generate),
             web.get("/health", self._health),
             web.get("/health_generate", self._health),
-            web.get("/get_model_info", self._info),
-            web.get("/server_info", self._info),
+            *(
+                web.get(path, self._info)
+                for path in ("/get_model_info", "/model_info", "/server_info")
+            ),
+            web.get("/get_weight_version", self._weight_version),
         ]
 
     async def _health(self, _request: web.Request) -> web.Response:
@@ -98,8 +105,30 @@ class SglangRoutes:
                 "is_generation": True,
                 "weight_version": str(version),
                 "engines": len(self._scheduler.fleet.members),
+                "vllm_config": self._vllm_config(),
             }
         )
+
+    async def _weight_version(self, request: web.Request) -> web.Response:
+        version = self._scheduler.version_of(self._job_of(request))
+        return json_reply({"weight_version": str(version)})
+
+    def _vllm_config(self) -> Body:
+        """The part of vLLM's `/server_info` that TRL reads. Without a transfer engine it pushes no
+        weights, where it would wait for ever for a group of ranks."""
+        members = self._scheduler.fleet.members.values()
+        known = next((member.description for member in members if member.description), None)
+        return {
+            "model_config": {
+                "model": known.model if known else "",
+                "dtype": known.dtype if known else "",
+                "logprobs_mode": known.logprobs_mode if known else "",
+                "max_model_len": self._scheduler.fleet.context_tokens(),
+            },
+            "lora_config": None,
+            "parallel_config": {"data_parallel_size": 1, "world_size": 1},
+            "weight_transfer_config": None,
+        }
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         job = self._job_of(request)
@@ -107,7 +136,7 @@ class SglangRoutes:
         ids = asked.input_ids or [await self._tokens(text) for text in asked.texts]
         turns = turns_of([self._admit(job, asked.generate(each, i)) for i, each in enumerate(ids)])
         trajectory = trajectory_of(request, asked.name, asked.session)
-        async with follow(self._scheduler, job, trajectory, turns) as samples:
+        async with follow(self._scheduler, job, trajectory, turns, name=asked.name) as samples:
             if asked.stream:
                 return await self._stream(request, asked, turns, samples)
             await samples.results()
@@ -154,8 +183,15 @@ class SglangRoutes:
             "cached_tokens": 0,
             "spans": msgspec.to_builtins(choice.spans),
         }
+        if choice.immovable:
+            meta["immovable"] = choice.immovable
         if choice.spans:
-            meta["weight_version"] = str(choice.spans[-1].version)
+            start, end = choice.spans[0].version, choice.spans[-1].version
+            # The oldest: what filters by staleness must not see less of it than there is.
+            meta["weight_version"] = str(start)
+            meta |= {"weight_version_start": start, "weight_version_end": end}
+        if choice.weight_versions is not None:
+            meta["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
         if asked.logprobs:
             content = choice.logprobs.content
             meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
@@ -176,7 +212,7 @@ class SglangRoutes:
         ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
         told = await self._scheduler.renderer.derender(
             COMPLETION,
-            {"prompt": "", "skip_special_tokens": sampling.skip_special_tokens},
+            COMPLETION.empty | {"skip_special_tokens": sampling.skip_special_tokens},
             [list(turn.token_ids)],
             [{"request_id": turn.request_id, "choices": [ended]}],
         )
@@ -219,15 +255,11 @@ class _Asked:
         if not isinstance(candidates, int) or isinstance(candidates, bool):
             raise PeerProtocolError("top_logprobs_num: send one number for all prompts")
         self.name: str = secrets.token_hex(16) if rid is None else rid
-        self.session = body.get("session_id")
+        self.session = session_of(body)
         self.stream = bool(body.get("stream"))
         self.logprobs = bool(body.get("return_logprob"))
         self.candidates = candidates
-        self._more = {
-            name: body[name]
-            for name in ("weight_version", "priority", "model")
-            if body.get(name) is not None
-        }
+        self._more = given(body, (*PIN_FIELDS, "priority", "model", "on_interrupt"))
 
     def generate(self, token_ids: list[int], index: int) -> bytes:
         """The body of a generate request for a prompt."""

@@ -1,4 +1,4 @@
-"""An engine's event stream, from bytes to chunks: one decode per event, nothing per token."""
+"""Event streams of engines, from bytes to chunks: one decode per event, nothing per token."""
 
 from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
@@ -6,9 +6,10 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.wire.rollouts import TokenLogprob
+from harvester.contracts.wire.rollouts import Span, TokenLogprob
 
-MAX_EVENT_BYTES = 4 << 20
+MAX_EVENT_BYTES = 64 << 20
+"""The routed experts of a long turn come in one event."""
 DONE = b"[DONE]"
 
 
@@ -26,6 +27,11 @@ class _Choice(msgspec.Struct, Generic[L]):
     logprobs: _Logprobs[L] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    spans: tuple[Span, ...] = ()
+    """From a gateway, as is `fault`; engines send neither."""
+    fault: str = ""
+    routed_experts: str | None = None
+    sampling_mask: list[tuple[int, ...]] | None = None
 
 
 class _Error(msgspec.Struct):
@@ -68,13 +74,20 @@ _NAMELESS_DECODER = msgspec.json.Decoder(_Chunk[_NamelessLogprob])
 def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
     """Each log-probability is that of the token in the same place."""
     content = choice.logprobs.content if choice.logprobs else None
-    if content is None:
-        return EngineChoice(choice.token_ids, None, choice.finish_reason, choice.stop_reason)
-    token_ids = choice.token_ids or []
-    if len(token_ids) != len(content):
-        raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
-    named = [TokenLogprob(at, each.logprob) for at, each in zip(token_ids, content, strict=True)]
-    return EngineChoice(token_ids, _Logprobs(named), choice.finish_reason, choice.stop_reason)
+    token_ids, named = choice.token_ids or [], None
+    if content is not None:
+        if len(token_ids) != len(content):
+            raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
+        pairs = zip(token_ids, content, strict=True)
+        named = _Logprobs([TokenLogprob(at, each.logprob) for at, each in pairs])
+    return EngineChoice(
+        token_ids,
+        named,
+        choice.finish_reason,
+        choice.stop_reason,
+        routed_experts=choice.routed_experts,
+        sampling_mask=choice.sampling_mask,
+    )
 
 
 def _chunk(event: memoryview) -> EngineChunk:
@@ -89,15 +102,20 @@ class EventStream:
     """Feed bytes in any portions; get the chunks that became whole. `done` is the end marker."""
 
     def __init__(self) -> None:
-        self._left = b""
+        self._left = bytearray()
         self.done = False
 
     def feed(self, data: bytes) -> Iterator[EngineChunk]:
         """Raises PeerProtocolError where the bytes are no event stream of chunks."""
-        *events, self._left = (self._left + data).split(b"\n\n")
-        if len(self._left) > MAX_EVENT_BYTES:
+        seen = max(0, len(self._left) - 1)
+        self._left += data
+        end = self._left.rfind(b"\n\n", seen)
+        if len(self._left) - max(end, 0) > MAX_EVENT_BYTES:
             raise PeerProtocolError(f"event of more than {MAX_EVENT_BYTES} bytes")
-        for event in events:
+        if end < 0:
+            return
+        whole, self._left = bytes(self._left[:end]), self._left[end + 2 :]
+        for event in whole.split(b"\n\n"):
             if not event.startswith(b"data: "):
                 continue
             if event == b"data: " + DONE:

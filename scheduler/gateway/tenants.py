@@ -6,50 +6,60 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import TenantId, checked_name
+from harvester.platform.renewed import Renewed
 from harvester.platform.yaml_file import parse_fields, read_text
 
 MIN_TOKEN_CHARS = 16
 
+Tokens = dict[bytes, TenantId]
+
 
 class Tenants:
-    """Tenants by token; without any, every client on loopback is trusted."""
+    """Tenants by token, read again when the file changes; without a file every client that can
+    connect is trusted."""
 
-    def __init__(self, tokens: dict[TenantId, str]) -> None:
+    def __init__(self, tokens: Renewed[Tokens] | None = None) -> None:
         self._tokens = tokens
 
     @classmethod
     def load(cls, path: Path | None) -> "Tenants":
-        if path is None:
-            return cls({})
-        try:
-            mode = path.stat().st_mode
-        except OSError as error:
-            raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
-        # Errors of this reader show no line of the file: tokens stand there.
-        given = parse_fields(read_text(path), path)
-        if mode & (stat.S_IRGRP | stat.S_IROTH):
-            raise ConfigError(f"token file {path} can be read by others; chmod 600 it")
-        if not given:
-            raise ConfigError(f"token file {path}: write one 'tenant: token' per line")
-        tokens: dict[TenantId, str] = {}
-        for tenant, token in given.items():
-            name = TenantId(checked_name(str(tenant), what="tenant"))
-            if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
-                raise ConfigError(
-                    f"token of {name} in {path}: use {MIN_TOKEN_CHARS} characters or more"
-                )
-            tokens[name] = token
-        return cls(tokens)
+        """Raises ConfigError, which shows no token."""
+        return cls() if path is None else cls(Renewed([path], lambda: _read(path)))
 
     @property
     def open_to_all(self) -> bool:
-        return not self._tokens
+        return self._tokens is None
 
     def tenant_of(self, authorization: str) -> TenantId | None:
         """The tenant of the token in the header; all tokens are compared, in constant time each."""
         scheme, _, given = authorization.partition(" ")
         found = None
-        for tenant, token in self._tokens.items():
-            if hmac.compare_digest(given.encode(), token.encode()):
+        for token, tenant in self._tokens.current().items() if self._tokens else ():
+            # aiohttp passes bytes that are no UTF-8 on as surrogates.
+            if hmac.compare_digest(given.encode(errors="replace"), token):
                 found = tenant
         return found if scheme.lower() == "bearer" else None
+
+
+def _read(path: Path) -> Tokens:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+    # Errors of this reader show no line of the file: tokens stand there.
+    given = parse_fields(read_text(path), path)
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ConfigError(f"token file {path} can be read by others; chmod 600 it")
+    if not given:
+        raise ConfigError(f"token file {path}: write one 'tenant: token' per line")
+    tokens: Tokens = {}
+    for tenant, values in given.items():
+        name = TenantId(checked_name(str(tenant), what="tenant"))
+        for token in values if isinstance(values, list) and values else [values]:
+            if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
+                raise ConfigError(
+                    f"token of {name} in {path}: use {MIN_TOKEN_CHARS} characters or more"
+                )
+            if tokens.setdefault(token.encode(), name) != name:
+                raise ConfigError(f"{path}: {name} and {tokens[token.encode()]} have one token")
+    return tokens

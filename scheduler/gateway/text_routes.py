@@ -2,7 +2,7 @@
 
 GET  /v1/models
 POST /v1/chat/completions   POST /v1/completions    JSON, or SSE with "stream": true
-POST /tokenize              POST /detokenize        as vLLM's own
+POST .../render    POST /tokenize    POST /detokenize    as vLLM's own
 
 A request is rendered to prompts of token ids (renderer.py), each prompt and each of its `n` samples
 is a turn of its own, and the turns' tokens are derendered to the dialect's reply, with what RL
@@ -11,7 +11,7 @@ client that leaves takes all of its turns with it.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,33 +22,76 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.leases import SESSION_HEADER
-from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
+from harvester.contracts.wire.rollouts import (
+    Choice,
+    FinishReason,
+    GenerateRequest,
+    Logprobs,
+    TokenLogprob,
+)
 from harvester.platform.http_kit import decoded_body, json_reply
-from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect
+from scheduler.gateway.job_paths import route_of
+from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
 from scheduler.gateway.requests import checked_trajectory, stop_strings
 from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 
 _ENCODER = msgspec.json.Encoder()
 OPENAI_ROUTES = frozenset(("/v1/models", CHAT.route, COMPLETION.route))
+REQUEST_ID_HEADER = "X-Request-Id"
 SESSION_HEADERS = (
     SESSION_HEADER,
     "X-SMG-Routing-Key",
     "X-Multi-Turn-Session-ID",
     "X-Session-Affinity",
+    "X-Claude-Code-Session-ID",
+    "Session-ID",
+    "Modal-Session-ID",
 )
-"""Names under which RL frameworks send a trajectory's identity; the first one that is there."""
-_OWN_FIELDS = ("weight_version", "session_id", "model", "stream", "stream_options", "cache_salt")
+"""Headers under which RL frameworks, routers and harnesses name a trajectory, the first that is
+there: SkyRL, verifiers, prime-rl and vllm-router; slime, miles and sglang-router; Fireworks (two);
+harnesses that vllm-router knows (two); Modal's stitch. Names of users, tenants and single requests
+are no trajectories."""
+SESSION_FIELDS = ("session_id", "routing_key", "program_id", "session_params.session_id")
+"""The same in bodies, after the headers: vLLM and SkyRL; SGLang; ThunderAgent; vllm-router."""
+PIN_FIELDS = ("weight_version", "equal_numerics")
+"""Fields of the generate request in every dialect."""
+_OWN_FIELDS = (
+    *(field.partition(".")[0] for field in SESSION_FIELDS),
+    *(*PIN_FIELDS, "return_weight_versions", "model", "stream", "stream_options", "cache_salt"),
+    *("request_id", "on_interrupt"),
+)
 """Fields that the gateway answers itself; the renderer is given all others."""
 _RENDERER_FIELDS = ("skip_clone", "output_kind", "output_text_buffer_length")
 """Sampling fields of a rendered request that mean something within vLLM only."""
+_RENDERED_DEFAULTS = {"logprobs": None, "max_tokens": 16}
+"""vLLM leaves out of a rendered request what equals its own default; these are not ours."""
 
+CHUNK_PERIOD_S = 0.05
+"""Between the chunks of a choice's streamed text: each costs a call to the renderer, and a reader
+of text sees no difference. The first chunk and the last one do not wait."""
 MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
+
+_TEXT_PARTS = frozenset(
+    ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
+)
+_MEDIA = frozenset(
+    f"{kind}_{form}" for kind in ("image", "audio", "video") for form in ("url", "pil", "embeds")
+)
+_NO_LOGPROB = -9999.0
+"""vLLM's, where a number must be."""
 
 JobOf: TypeAlias = Callable[[web.Request], JobId]
 Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
 """Decodes and checks the body of a generate request of the job."""
+
+
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+
+
+_PROMPT_LOGPROBS = list[dict[int, _PromptLogprob] | None]
 
 
 class TextRoutes:
@@ -63,20 +106,24 @@ class TextRoutes:
             web.get("/v1/models", self._models),
             web.post(CHAT.route, self._chat),
             web.post(COMPLETION.route, self._completion),
+            *(web.post(f"{each.route}/render", self._passed_on) for each in (CHAT, COMPLETION)),
             web.post("/tokenize", self._passed_on),
             web.post("/detokenize", self._passed_on),
         ]
 
     async def _models(self, request: web.Request) -> web.Response:
         names = sorted(self._scheduler.model_names(self._job_of(request)))
-        models = [{"id": name, "object": "model", "owned_by": "rosemux"} for name in names]
-        return json_reply({"object": "list", "data": models})
+        card: Body = {"object": "model", "owned_by": "rosemux"}
+        # vLLM's name for it; a turn that fits one engine is served.
+        if context_tokens := self._scheduler.fleet.context_tokens():
+            card["max_model_len"] = context_tokens
+        return json_reply({"object": "list", "data": [{"id": name} | card for name in names]})
 
     async def _passed_on(self, request: web.Request) -> web.Response:
         self._job_of(request)
         body = await json_object(request)
         body.pop("model", None)
-        return json_reply(await self._renderer.post(request.path, body))
+        return json_reply(await self._renderer.post(route_of(request), body))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, CHAT)
@@ -86,13 +133,14 @@ class TextRoutes:
 
     async def _serve(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
         job = self._job_of(request)
-        text = _TextRequest(dialect, job, await json_object(request))
+        body, named = await json_object(request), request.headers.get(REQUEST_ID_HEADER)
+        text = _TextRequest(dialect, job, body, named)
         rendered = await self._renderer.render(dialect, text.to_render)
         check_count(len(rendered))
         prompts = [self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)]
         turns = turns_of(prompts)
         trajectory = trajectory_of(request, text.name, text.session)
-        async with follow(self._scheduler, job, trajectory, turns) as samples:
+        async with follow(self._scheduler, job, trajectory, turns, name=text.name) as samples:
             if text.stream:
                 return await self._stream(request, text, samples, turns)
             await samples.results()
@@ -120,10 +168,41 @@ class TextRoutes:
             choice = msgspec.structs.replace(choices[index], index=index)
             text.end_text(told, choice, turns[index])
             text.complete(told, choice, turns[index])
-        reply["usage"] = msgspec.to_builtins(samples.usage())
-        if text.returns_ids and not text.dialect.many:
-            reply["prompt_token_ids"] = prompts[0].token_ids
+            first = index - index % per_prompt
+            if text.dialect.many:
+                told.update(samples.prompt_scores(first))
+            if text.echoes:
+                await self._echo(text, told, turns[index], samples.prompt_scores(first))
+        reply |= {"usage": msgspec.to_builtins(samples.usage()), **samples.versions()}
+        if not text.dialect.many:
+            reply |= samples.prompt_scores(0)
+            if text.returns_ids:
+                reply["prompt_token_ids"] = prompts[0].token_ids
         return reply
+
+    async def _echo(
+        self, text: "_TextRequest", told: Body, turn: GenerateRequest, scores: Body
+    ) -> None:
+        """Puts the prompt before a completion, as OpenAI's `echo`: its text, and its tokens'
+        log-probabilities, of which the first one has none."""
+        sampling, content = turn.sampling_params, []
+        if sampling.logprobs is not None and scores:
+            scored = msgspec.json.decode(scores["prompt_logprobs"], type=_PROMPT_LOGPROBS)
+            content = [_of_prompt(*each) for each in zip(turn.token_ids, scored, strict=True)]
+        choice = Choice(token_ids=turn.token_ids, logprobs=Logprobs(tuple(content)))
+        response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
+        reply = await self._renderer.derender(text.dialect, text.to_render, [[]], [response])
+        (echo,) = reply["choices"]
+        own = told.get("logprobs") if text.generates else None
+        told["text"] = echo["text"] + (told["text"] if text.generates else "")
+        if content and (logprobs := echo["logprobs"]):
+            if text.tokens_as_ids:
+                name_by_id(logprobs, content)
+            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+            for name, values in (own or {}).items():
+                shift = len(echo["text"]) if name == "text_offset" else 0
+                logprobs[name] += [value + shift for value in values] if shift else values
+            told["logprobs"] = logprobs
 
     async def _stream(
         self,
@@ -134,23 +213,24 @@ class TextRoutes:
     ) -> web.StreamResponse:
         states: dict[int, Body | None] = {}
         texts = [StoppedText(turn) for turn in turns]
+        streamed = StreamedText(text.dialect, text.to_render, turns[0].token_ids)
         async with event_stream(request) as send:
-            async for choice in samples.chunks():
+            async for choice in samples.chunks(every_s=CHUNK_PERIOD_S):
                 turn = turns[choice.index]
                 chunk = {
                     "request_id": text.name,
                     "choices": [text.engine_choice(choice, turn, choice.index)],
                 }
                 told, states[choice.index] = await self._renderer.derender_chunk(
-                    text.dialect,
-                    text.to_render,
-                    list(turn.token_ids),
-                    chunk,
-                    states.get(choice.index),
+                    streamed, turn.token_ids, chunk, states.get(choice.index)
                 )
                 told |= {"id": text.name, "model": text.model}
+                told |= {} if choice.finish_reason is None else samples.versions()
                 told.pop("usage", None)
                 for each in told["choices"]:
+                    if not text_tokens(choice, turn):
+                        # Rendered from a token that is no text of it, since vLLM needs one.
+                        text.change_text(each, lambda _text: "")
                     text.change_streamed(each, texts[choice.index], choice)
                     text.complete(each, choice, turn)
                 await send(told)
@@ -172,56 +252,90 @@ class TextRoutes:
 class _TextRequest:
     """A request of one of OpenAI's dialects: what of it the renderer gets, and what is our own."""
 
-    def __init__(self, dialect: Dialect, job: JobId, body: Body) -> None:
+    def __init__(self, dialect: Dialect, job: JobId, body: Body, named: str | None = None) -> None:
+        """`named`: the id that the client gives the request, unique or not; as vLLM's, it is part
+        of the reply's id."""
         prefix = "cmpl" if dialect.many else "chatcmpl"
+        unique, named = secrets.token_hex(16), named or body.get("request_id")
         self.dialect = dialect
-        self.name = f"{prefix}-{secrets.token_hex(16)}"
+        self.name = f"{prefix}-{named or unique}"
+        self._turn_name = f"{self.name}-{unique}" if named else self.name
         self.model = body.get("model") or job
-        self.session = body.get("session_id")
+        self.session = session_of(body)
         self.stream = bool(body.get("stream"))
         self.stream_options = body.get("stream_options")
         self.returns_ids = bool(body.get("return_token_ids"))
-        self._version = body.get("weight_version")
+        self._on_interrupt = body.get("on_interrupt")
+        self._pins = given(body, PIN_FIELDS)
+        self.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
+        self.echoes = bool(body.get("echo"))
+        self.generates = body.get("max_tokens") != 0
+        """Whether an `echo` is followed by what was sampled; the prompt alone is scored without."""
+        self._check(body)
         self._salt = body.get("cache_salt")
         self._asked_model = body.get("model")
         self.to_render = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
 
+    def _check(self, body: Body) -> None:
+        """Raises PeerProtocolError for what vLLM's renderer would ignore, or fetch for nothing."""
+        if self.echoes and (self.stream or not self.dialect.many):
+            raise PeerProtocolError("echo: of completions without stream")
+        if self.stream and body.get("prompt_logprobs") is not None:
+            raise PeerProtocolError("prompt_logprobs: without stream, as in vLLM")
+        if body.get("best_of") not in (None, body.get("n") or 1):
+            raise PeerProtocolError("best_of: vLLM has none; send n, and choose among its choices")
+        for message in body.get("messages") or ():
+            content = message.get("content") if isinstance(message, dict) else None
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type", "text") if isinstance(part, dict) else "text"
+                if kind not in _TEXT_PARTS or (isinstance(part, dict) and _MEDIA & part.keys()):
+                    raise PeerProtocolError(f"messages: {kind}: media is not routed; send text")
+
     def generate(self, rendered: Body, index: int) -> bytes:
         """The body of a generate request for a rendered prompt."""
         own: Body = {
-            "request_id": f"{self.name}-{index}",
+            "request_id": f"{self._turn_name}-{index}",
             "model": self._asked_model,
             "cache_salt": self._salt,
+            "on_interrupt": self._on_interrupt,
             "stream": False,
             "stream_options": None,
         }
-        if self._version is not None:
-            own["weight_version"] = self._version
+        own |= self._pins
         given = rendered["sampling_params"].items()
         sampling = {name: value for name, value in given if name not in _RENDERER_FIELDS}
-        own["sampling_params"] = {"logprobs": None} | sampling
+        own["sampling_params"] = _RENDERED_DEFAULTS | sampling
         return _ENCODER.encode(rendered | own)
 
     def engine_choice(self, choice: Choice, turn: GenerateRequest, index: int) -> Body:
         """The choice as an engine's reply has it, for the renderer.
 
-        Without the stop token that ended it, which is not part of the text.
+        Without the stop token that ended it, which is not part of the text; its log-probability
+        is part of the reply all the same, as vLLM's own.
         """
         sampling = turn.sampling_params
         ids = choice.token_ids[: text_tokens(choice, turn)]
-        content: Any = choice.logprobs.content[: len(ids)]
-        if sampling.logprobs == 1:
-            # The one candidate that was asked for is the sampled token itself.
-            content = [msgspec.structs.replace(each, top_logprobs=(each,)) for each in content]
+        content = [renderer_logprob(each) for each in self.candidates(choice, turn)]
         whole = choice.finish_reason is not None
         return {
             "index": index,
             # vLLM derenders no choice without tokens; `end_text` takes their text away again.
             "token_ids": ids or (choice.token_ids or turn.token_ids[-1:] if whole else ids),
-            "logprobs": None if sampling.logprobs is None or not ids else {"content": content},
+            "logprobs": {"content": content} if sampling.lists_logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+
+    def candidates(self, choice: Choice, turn: GenerateRequest) -> Sequence[TokenLogprob]:
+        """Log-probabilities of the choice's tokens, with the candidates that were asked for."""
+        content = choice.logprobs.content
+        if turn.sampling_params.logprobs != 1:
+            return content
+        # The one candidate that was asked for is the sampled token itself.
+        return [
+            each if each.top_logprobs else msgspec.structs.replace(each, top_logprobs=(each,))
+            for each in content
+        ]
 
     def change_streamed(self, told: Body, held: "StoppedText", choice: Choice) -> None:
         """Passes a chunk's text through what is held back; vLLM's last chunk may have none."""
@@ -251,17 +365,66 @@ class _TextRequest:
         """Adds to a choice of the reply what the renderer does not know of."""
         spans = msgspec.to_builtins(choice.spans)
         told |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
-        if choice.finish_reason is not None:
-            told["weight_versions"] = [
-                {"version": str(span["version"]), "start": span["start"], "end": span["end"]}
-                for span in spans
-            ]
-        if choice.fault:
-            told["fault"] = choice.fault
+        if choice.weight_versions is not None:
+            told["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
+        for name in ("fault", "immovable", "routed_experts", "sampling_mask"):
+            if value := getattr(choice, name):
+                told[name] = value
+        if self.tokens_as_ids and told.get("logprobs"):
+            name_by_id(told["logprobs"], self.candidates(choice, turn))
         if self.returns_ids:
             told["token_ids"] = choice.token_ids
             if self.dialect.many:
                 told["prompt_token_ids"] = turn.token_ids
+
+
+def renderer_logprob(logprob: TokenLogprob) -> Body:
+    """As renderers of vLLM 0.32 read it, by `token_id`, and as older ones do, by `token`."""
+    return {
+        "token_id": logprob.token_id,
+        "token": token_name(logprob),
+        "logprob": logprob.logprob,
+        "top_logprobs": [renderer_logprob(each) for each in logprob.top_logprobs],
+    }
+
+
+def _of_prompt(token_id: int, scores: dict[int, "_PromptLogprob"] | None) -> TokenLogprob:
+    """The log-probability of a prompt's token, as of one that was sampled."""
+    if scores is None:
+        return TokenLogprob(token_id, _NO_LOGPROB)
+    candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
+    return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
+
+
+def token_name(logprob: TokenLogprob) -> str:
+    """The token's text with vLLM's `return_tokens_as_token_ids`."""
+    return f"token_id:{logprob.token_id}"
+
+
+def named(choice: Choice) -> Choice:
+    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
+    content = tuple(map(_named, choice.logprobs.content))
+    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
+
+
+def _named(logprob: TokenLogprob) -> TokenLogprob:
+    candidates = tuple(map(_named, logprob.top_logprobs))
+    return TokenLogprob(logprob.token_id, logprob.logprob, candidates, token_name(logprob))
+
+
+def name_by_id(told: Body, content: Sequence[TokenLogprob]) -> None:
+    """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
+    whatever the request says."""
+    if "tokens" in told:
+        told["tokens"] = [token_name(each) for each in content]
+        told["top_logprobs"] = [
+            {token_name(one): one.logprob for one in each.top_logprobs} or None for each in content
+        ]
+        return
+    for entry, each in zip(told["content"] or (), content, strict=True):
+        entry["token"] = token_name(each)
+        for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
+            candidate["token"] = token_name(one)
 
 
 def _message(choice: Body) -> Body:
@@ -326,16 +489,34 @@ def turns_of(prompts: list[GenerateRequest]) -> list[GenerateRequest]:
     return [turn for prompt in prompts for turn in samples_of(prompt)]
 
 
-def trajectory_of(request: web.Request, name: str, session: object = None) -> TrajectoryId:
-    """Identity from the first session header, else the `session_id`, else the request itself."""
-    given = next(
-        (request.headers[each] for each in SESSION_HEADERS if each in request.headers), None
-    )
-    if given is None and session is not None:
-        if not isinstance(session, str):
-            raise PeerProtocolError("session_id: send a string")
-        given = session
-    return checked_trajectory(given, request_id=name)
+def session_header(request: web.Request) -> str | None:
+    """The session that the first header with a name of one gives."""
+    given = (request.headers.get(name) for name in SESSION_HEADERS)
+    return next(filter(None, given), None)
+
+
+def session_of(body: Body) -> str | None:
+    """The session that the body's first field of those names. Raises PeerProtocolError."""
+    for field in SESSION_FIELDS:
+        outer, _, inner = field.partition(".")
+        given = body.get(outer)
+        if inner:
+            given = given.get(inner) if isinstance(given, dict) else None
+        if given is not None:
+            if not isinstance(given, str):
+                raise PeerProtocolError(f"{field}: send a string")
+            return given
+    return None
+
+
+def trajectory_of(request: web.Request, name: str, session: str | None = None) -> TrajectoryId:
+    """Identity from the first session header, else the body's `session`, else the name."""
+    return checked_trajectory(session_header(request) or session, request_id=name)
+
+
+def given(body: Body, names: Collection[str]) -> Body:
+    """The fields of these names that have a value."""
+    return {name: body[name] for name in names if body.get(name) is not None}
 
 
 def wants_usage(stream_options: object) -> bool:

@@ -6,12 +6,13 @@ slack or of a lease has none.
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError, Stale
-from harvester.contracts.ids import EngineId, Epoch
+from harvester.contracts.ids import EngineId, Epoch, JobId
 from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import (
@@ -23,8 +24,10 @@ from scheduler.gateway.engine_client import (
     RequestRefused,
 )
 from scheduler.gateway.engine_fleet import EngineFleet, Member
+from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
+from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     Refusal,
@@ -32,7 +35,7 @@ from scheduler.gateway.policy.routing_events import (
     TurnCleared,
     TurnLeft,
 )
-from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.policy.trajectories import Attempt, Turn, output_fields, reasoning_fields
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut, RunningAttempt, suspected_as
 from scheduler.gateway.settings import Timeouts
@@ -43,6 +46,8 @@ _WATCH_S = 0.25
 _DRAIN_S = 1.0
 """A finished stream is read to its end for this long, so that its connection can be used again."""
 _FAILED_PAUSE_S = 5.0
+_REASONING_MINOR = 32
+"""The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
 _ABORTED_PAUSE_S = 0.25
 _UNFIT_S = 5.0
 """A turn that counts output looks this often for engines that may serve it."""
@@ -67,8 +72,13 @@ class TurnRunner:
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
+        self.deaths = RepeatedDeaths()
         self.on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None
         """Called with an attempt's tokens when it has ended."""
+        self.returns_partial: Callable[[Turn], bool] = lambda _turn: False
+        """Whether a turn that is interrupted after its first token ends there."""
+        self.on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None
+        """Called with the cause for each turn that has tokens and loses its engine."""
         self.on_lease_refused: Callable[[Member], None] = lambda _member: None
         fleet.on_lost = self._engine_lost
 
@@ -77,7 +87,9 @@ class TurnRunner:
 
         Raises RequestRefused if an engine rejects the request before any token.
         """
-        course = TurnCourse()
+        wait_s = turn.request.weight_version.wait_s
+        patience_s = self._timeouts.pin_s if wait_s is None else wait_s
+        course = TurnCourse(pin_until_s=self._clock.now() + patience_s)
         while not turn.ended:
             if self._closing:
                 turn.end(FinishReason.ABORT)
@@ -97,6 +109,11 @@ class TurnRunner:
                 turn.fail(str(error))
                 if not turn.token_ids:
                     raise
+            if course.interruption and turn.token_ids and not turn.ended:
+                self.on_interrupted(turn, course.interruption)
+                if self.returns_partial(turn):
+                    turn.fault = f"interrupted ({course.interruption}): {course.why}"
+                    turn.end(FinishReason.ABORT)
         return None
 
     def _given_up(self, turn: Turn, course: TurnCourse) -> RefuseTurn | None:
@@ -106,9 +123,13 @@ class TurnRunner:
             turn.fail(reason)
             return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
         if turn.token_ids and turn.counts_output and self._nowhere(turn):
-            turn.fault = "its sampling counts output, and no engine that is left goes on from it"
+            turn.immovable = output_fields(turn.request.sampling_params)
+            turn.fault = (
+                f"its sampling counts output ({', '.join(turn.immovable)}), and no engine that is "
+                "left goes on from it"
+            )
             turn.end(FinishReason.ABORT)
-            return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=turn.fault)
+            return RefuseTurn(turn=turn.key, refusal=Refusal.UNSERVED, reason=turn.fault)
         stuck_s = self._timeouts.stuck_s
         reason = course.given_up(max_deaths=self._max_attempts, stuck_s=stuck_s, now=now)
         if not reason:
@@ -118,12 +139,15 @@ class TurnRunner:
             turn.end(FinishReason.ABORT, lost=True)
         else:
             turn.refuse()
-        return RefuseTurn(turn=turn.key, refusal=Refusal.FULL, reason=reason)
+        return RefuseTurn(turn=turn.key, refusal=Refusal.UNSERVED, reason=reason)
 
     async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
         """The turn's place; None: the turn is reviewed anew."""
-        course.suspect = suspect = self._suspected(turn)
-        if wait_s := self.blame.trial_in_s(suspect, now=self._clock.now()):
+        suspect = turn.prompt_mark if self.deaths.apart(turn.prompt_mark) else ""
+        course.suspect = suspect = suspect or self._suspected(turn)
+        now = self._clock.now()
+        verdict_in_s = self.deaths.verdict_in_s(turn.prompt_mark, now=now)
+        if wait_s := max(verdict_in_s, self.blame.trial_in_s(suspect, now=now)):
             await asyncio.sleep(min(wait_s, _WATCH_S))
             return None
         avoid = self._shunned(suspect) | course.avoids(now=self._clock.now())
@@ -136,6 +160,7 @@ class TurnRunner:
             suspect=suspect,
             avoid=tuple(sorted(avoid)),
             until_s=min(avoid.values(), default=math.inf),
+            pin_until_s=course.pin_until_s,
         )
         # A request of the same content may have failed engines while this one waited.
         accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
@@ -148,6 +173,8 @@ class TurnRunner:
     def _shunned(self, suspect: str) -> dict[EngineId, float]:
         """Only while another engine is there."""
         shunned = self.blame.shunned(suspect, now=self._clock.now())
+        if not shunned:
+            return shunned
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
 
@@ -178,9 +205,8 @@ class TurnRunner:
         return name if self.blame.suspected(name) else ""
 
     def _quarantined(self, turn: Turn, now: float) -> str:
-        if self.blame.idle:
-            return ""
-        return self.blame.quarantined(suspected_as(turn), now=now)
+        failed = "" if self.blame.idle else self.blame.quarantined(suspected_as(turn), now=now)
+        return failed or self.deaths.blamed(turn.prompt_mark, now=now)
 
     def _engine_lost(self, member: Member, fault: str) -> None:
         engine, now = member.engine.engine, self._clock.now()
@@ -192,6 +218,8 @@ class TurnRunner:
                 self.blame.served(running.trial, engine)
         ran = [Ran(one.request, age_s=broke_s - one.began_s, tokens=one.tokens) for one in lost]
         self.blame.died(engine, ran, reason=fault, now=now)
+        if lost:
+            self.deaths.died((one.turn.prompt_mark for one in lost), now=now)
 
     def close(self) -> None:
         """End every turn with its tokens so far."""
@@ -200,6 +228,23 @@ class TurnRunner:
         for member in self._fleet.members.values():
             for running in tuple(member.running):
                 running.cut(Cut.END)
+
+    async def hold(self, job: JobId, *, cut: bool) -> None:
+        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: those
+        that can go on from their output leave it at once; the others are not waited for."""
+        while self._dispatcher.policy.is_paused(job):
+            on_engines = [
+                running
+                for member in self._fleet.members.values()
+                for running in member.running
+                if running.turn.job == job and not (cut and running.turn.immovable)
+            ]
+            if cut:
+                for running in on_engines:
+                    running.cut(Cut.PAUSE)
+            if not on_engines:
+                return
+            await asyncio.gather(*(running.over.wait() for running in on_engines))
 
     async def watch_stalls(self) -> None:
         """Move turns off silent engines; a turn stays if no other engine has room."""
@@ -243,9 +288,12 @@ class TurnRunner:
         running = RunningAttempt(
             turn, began_s=now, heard_s=now, course=course, trial=self._suspected(turn)
         )
+        course.interruption = ""
         there = self._fleet.members.get(engine)
-        if turn.token_ids and turn.counts_output and there is not None and not there.resumes:
-            # It has changed since the place was given: another process, without the feature.
+        unlike = there is not None and turn.needed_numerics not in ("", there.numerics)
+        paused = self._dispatcher.policy.is_paused(turn.job)
+        if unlike or paused or engine in self._unfit(turn):
+            # It has joined or changed since the turn began to wait, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         member = self._fleet.began(engine, running)
@@ -253,10 +301,11 @@ class TurnRunner:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         self.blame.placed(running.trial, engine)
-        if course.suspect and not running.trial:
+        if course.suspect and not running.trial and not self.deaths.apart(turn.prompt_mark):
             self._dispatcher.observe(TurnCleared(turn=turn.key))
+        self.deaths.began(turn.prompt_mark, engine, now=now)
         try:
-            _check_vocabulary(turn, member)
+            _check_request(turn, member)
             attempt = turn.begin(
                 engine=engine,
                 version=placed.version,
@@ -269,7 +318,12 @@ class TurnRunner:
             if running.trial and turn.finish_reason not in (None, FinishReason.ABORT):
                 self._clear(running, engine)
             self.blame.left(running.trial, engine)
-            course.attempted(tokens=running.tokens, began_s=running.began_s)
+            self.deaths.ended(turn.prompt_mark, engine, now=self._clock.now())
+            if not running.tokens and running.why_cut is None:
+                # It never ran there: a refusal or a lost call is only tried again.
+                course.interruption = ""
+            paused = running.why_cut is Cut.PAUSE
+            course.attempted(tokens=running.tokens or paused, began_s=running.began_s)
             if running.why_cut is Cut.STALL:
                 gated = member.engine.kind is EngineKind.GUEST
                 course.stalled(engine, gated=gated, now=self._clock.now())
@@ -284,6 +338,7 @@ class TurnRunner:
                 )
             )
             self._fleet.ended(member, running)
+            running.over.set()
 
     async def _outcome(
         self,
@@ -295,11 +350,14 @@ class TurnRunner:
     ) -> None:
         assert running.task is not None
         engine, why = member.engine.engine, "aborted"
+        course.interruption = Cut.ENGINE
         try:
             await running.task
-            pause_s = _ABORTED_PAUSE_S
+            pause_s, course.interruption = _ABORTED_PAUSE_S, "abort"
+            course.why = f"{engine}: aborted"
         except asyncio.CancelledError:
-            if running.why_cut is None:
+            this = asyncio.current_task()
+            if running.why_cut is None or (this is not None and this.cancelling()):
                 running.task.cancel()
                 raise
             turn.lose(attempt)
@@ -307,10 +365,12 @@ class TurnRunner:
                 turn.end(FinishReason.ABORT)
             course.deaths += running.why_cut is Cut.ENGINE
             course.why = f"{engine}: {running.why_cut}"
+            course.interruption = "" if running.why_cut is Cut.PAUSE else running.why_cut
             return
         except Stale:
             turn.lose(attempt)
             course.why = f"{engine}: another lease epoch"
+            course.interruption = Cut.LEASE
             self.on_lease_refused(member)
             return
         except EngineBusy as error:
@@ -337,6 +397,8 @@ class TurnRunner:
             running.broke_s = self._clock.now()
             # Another engine in its place has seen nothing of the request.
             running.reached = not isinstance(error, EngineChanged)
+            if isinstance(error, EngineChanged) and error.change is Change.WEIGHTS:
+                course.interruption = Cut.WEIGHTS
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
             if await self._fleet.attempt_broke(member, error, began_s=running.began_s):
@@ -358,11 +420,22 @@ class TurnRunner:
         """Ends the turn with the engine's finish; without one the engine aborted it."""
         turn = running.turn
         epoch: Epoch | None = member.lease.epoch if member.lease else None
+        ended = tuple(member.ended_trajectories)
+        member.ended_trajectories.clear()
+        if not turn.is_scored:
+            turn.scores = await member.client.score(
+                attempt,
+                request_id=turn.request.request_id,
+                epoch=epoch,
+                priority=turn.request.priority,
+            )
+            running.hear(now=self._clock.now(), pause_s=math.inf)
         choices = member.client.generate(
             attempt,
             request_id=turn.request.request_id,
             epoch=epoch,
             priority=turn.request.priority,
+            ended=ended,
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
@@ -370,9 +443,9 @@ class TurnRunner:
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
-                    if not running.tokens and not guest:
+                    if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.heard_s - running.began_s)
-                    self._accept(attempt, running, choice)
+                    running.tokens += accepted(turn, attempt, choice)
                     if running.trial and running.tokens >= CLEARED_TOKENS:
                         self._clear(running, member.engine.engine)
                     if on_tokens is not None:
@@ -385,26 +458,31 @@ class TurnRunner:
                     self._fleet.context_ended(member, length)
                     return
                 if choice.finish_reason not in (None, "abort", "error"):
-                    turn.finish(attempt, choice.finish_reason, choice.stop_reason)
+                    turn.finish(
+                        attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
+                    )
                     await _drain(choices)
                     return
 
-    def _accept(self, attempt: Attempt, running: RunningAttempt, choice: EngineChoice) -> None:
-        token_ids = choice.token_ids or ()
-        logprobs = choice.logprobs.content if choice.logprobs else None
-        if logprobs and (running.turn.request.sampling_params.logprobs or 0) <= 1:
-            # vLLM lists the sampled token among its own candidates.
-            logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
-        try:
-            if running.turn.accept(attempt, token_ids, logprobs or ()):
-                running.tokens += len(token_ids)
-        except ValueError as error:
-            raise EngineLost(f"protocol: {error}") from error
-
     def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
         self.blame.served(running.trial, engine)
-        self._dispatcher.observe(TurnCleared(turn=running.turn.key))
+        if not self.deaths.apart(running.turn.prompt_mark):
+            self._dispatcher.observe(TurnCleared(turn=running.turn.key))
         running.trial = ""
+
+
+def accepted(turn: Turn, attempt: Attempt, choice: EngineChoice) -> int:
+    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself."""
+    token_ids = choice.token_ids or ()
+    logprobs = choice.logprobs.content if choice.logprobs else None
+    if logprobs and not turn.request.sampling_params.lists_candidates:
+        # vLLM lists the sampled token among its own candidates.
+        logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
+    try:
+        taken = turn.accept(attempt, token_ids, logprobs or (), choice.sampling_mask)
+        return len(token_ids) if taken else 0
+    except ValueError as error:
+        raise EngineLost(f"protocol: {error}") from error
 
 
 async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
@@ -415,13 +493,17 @@ async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
                 pass
 
 
-def _check_vocabulary(turn: Turn, member: Member) -> None:
-    """Raises RequestRefused for token ids beyond the engine's vocabulary; a turn may be older than
-    it."""
+def _check_request(turn: Turn, member: Member) -> None:
+    """Raises RequestRefused for what the engine would take otherwise than it is meant: token ids
+    beyond its vocabulary, which a turn may be older than, and where a grammar begins beside a
+    reasoning parser, which vLLM before 0.32 ignores."""
+    sampling, release = turn.request.sampling_params, re.match(r"0\.(\d+)", member.release)
+    fields = ", ".join(reasoning_fields(turn.request))
+    if fields and sampling.structured_outputs and release and int(release[1]) < _REASONING_MINOR:
+        raise RequestRefused(f"{fields}: vLLM {member.release} takes no grammar beside a parser")
     bound = member.vocabulary_tokens
     if bound is None:
         return
-    given = (turn.request.token_ids, turn.request.sampling_params.stop_token_ids)
-    largest = max(max(token_ids, default=0) for token_ids in given)
+    largest = max(max(ids, default=0) for ids in (turn.request.token_ids, sampling.stop_token_ids))
     if largest >= bound:
         raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

@@ -36,6 +36,7 @@ class FakeEngine:
         self.context = context
         self.told_context: int | None = None
         """The context it reports, if that is not its own; 0 reports none."""
+        self.release = "0.32.0+fake"
         self.vocabulary = VOCABULARY
         self.logprobs_mode = "processed_logprobs"
         self.stock = stock
@@ -50,6 +51,7 @@ class FakeEngine:
         self.updated: dict[str, Any] | None = None
         self.staged: list[list[Any]] = []
         self.models: list[str | None] = []
+        self.extra_args: list[dict[str, Any]] = []
         self.initialised = False
         self.updating = False
         self.fail_updates = 0
@@ -65,6 +67,9 @@ class FakeEngine:
         """Event after the last chunk: `break` of the connection, or `wait` of a second."""
         self.answers: dict[str, int] = {}
         """Statuses with which requests are answered, by the first token of their prompt."""
+        self.masks = self.routes_experts = False
+        """Whether it reports sampling masks and routed experts."""
+        self.scored = 0
         self.dies_of = -1
         """First token of a prompt that ends the process."""
         self.aborts = 0
@@ -111,7 +116,7 @@ class FakeEngine:
         return web.Response()
 
     async def say_version(self, _request: web.Request) -> web.Response:
-        return web.json_response({"version": "0.32.0+fake"})
+        return web.json_response({"version": self.release})
 
     async def weight_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self.version)})
@@ -246,6 +251,7 @@ class FakeEngine:
         body = await request.json()
         self.models.append(body.get("model"))
         sampling = body["sampling_params"]
+        self.extra_args.append(sampling.get("extra_args") or {})
         token_ids = list(body["token_ids"])
         if not token_ids or min(token_ids) < 0:
             return web.json_response({"error": {"message": "bad token id"}}, status=400)
@@ -256,7 +262,7 @@ class FakeEngine:
         if sampling["max_tokens"] < 1:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
         if not body.get("stream"):
-            return web.json_response({"error": {"message": "only streams here"}}, status=400)
+            return self.stamped(self.score(token_ids, sampling))
         if len(token_ids) >= self.context:
             message = f"prompt of {len(token_ids)} tokens, max_model_len {self.context}"
             return web.json_response({"error": {"message": message}}, status=400)
@@ -281,6 +287,20 @@ class FakeEngine:
         finally:
             self.open -= 1
         return response
+
+    def score(self, token_ids: list[int], sampling: dict[str, Any]) -> web.Response:
+        """The one whole reply that a gateway asks for: the prompt's log-probabilities."""
+        self.scored += 1
+        if sampling.get("prompt_logprobs") is None:
+            return web.json_response({"error": {"message": "only streams here"}}, status=400)
+        scores = [
+            {str(token): {"logprob": -token / VOCABULARY, "rank": 1, "decoded_token": "x"}}
+            for token in token_ids[1:]
+        ]
+        choice = {"index": 0, "token_ids": [0], "finish_reason": "length"}
+        return web.json_response(
+            {"request_id": "r", "choices": [choice], "prompt_logprobs": [None, *scores]}
+        )
 
     async def _stream(
         self,
@@ -312,7 +332,12 @@ class FakeEngine:
                 finish = "length"
             if finish is None and len(token_ids) >= self.context:
                 finish = "length"
-            await response.write(_chunk(request_id, token, finish))
+            wanted = [token, *(sampling.get("logprob_token_ids") or [])]
+            shown = list(dict.fromkeys(wanted))[: max(1, sampling["logprobs"])]
+            more = {"sampling_mask": [[token, 0]]} if self.masks else {}
+            if finish and self.routes_experts:
+                more["routed_experts"] = f"{len(token_ids) - 1} rows"
+            await response.write(_chunk(request_id, token, finish, shown, more))
             if finish:
                 break
             if made == self.ends_after:
@@ -327,8 +352,11 @@ class FakeEngine:
         await response.write_eof()
 
 
-def _chunk(request_id: str, token: int, finish: str | None) -> bytes:
-    logprob = {"token_id": token, "logprob": -token / VOCABULARY, "rank": 1}
+def _chunk(
+    request_id: str, token: int, finish: str | None, shown: list[int], more: dict[str, Any]
+) -> bytes:
+    told = [{"token_id": each, "logprob": -each / VOCABULARY, "rank": 1} for each in shown]
+    logprob = told[0]
     choice = {
         "index": 0,
         "finish_reason": finish,
@@ -337,7 +365,8 @@ def _chunk(request_id: str, token: int, finish: str | None) -> bytes:
         "routed_experts": None,
         "sampling_mask": None,
         "weight_versions": None,
-        "logprobs": {"content": [{**logprob, "top_logprobs": [logprob]}]},
+        "logprobs": {"content": [{**logprob, "top_logprobs": told}]},
+        **more,
     }
     body = {"request_id": f"generate-tokens-{request_id}", "usage": None, "choices": [choice]}
     return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,19 +1,24 @@
 """A gateway and its fake engines in the test's own process: fast, and open to look at."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.ids import JobId
+from harvester.platform.tls import ServerTls
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from tests.integration.fake_engine import FakeEngine, next_token
+from tests.integration.openapi_replies import check_reply
 
 PROMPT = [4, 5, 6]
 
@@ -21,13 +26,14 @@ PROMPT = [4, 5, 6]
 class Site:
     """One port, and whichever app has it now."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ServerTls | None = None) -> None:
         self.port = 0
+        self.tls = tls
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}"
 
     async def serve(self, app: web.Application) -> None:
         """Serves an app in the place of the previous one."""
@@ -36,7 +42,8 @@ class Site:
             app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        context = self.tls and self.tls.context()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=context).start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -46,8 +53,9 @@ class Site:
 
 
 class GatewayInProcess:
-    def __init__(self, scheduler: Scheduler, site: Site, sites: list[Site]) -> None:
+    def __init__(self, scheduler: Scheduler, front: Gateway, site: Site, sites: list[Site]) -> None:
         self.scheduler = scheduler
+        self.front = front
         self.sites = sites
         self._site = site
         self._session = aiohttp.ClientSession()
@@ -56,15 +64,47 @@ class GatewayInProcess:
     def url(self) -> str:
         return self._site.url
 
-    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        async with self._session.post(self._site.url + path, json=body) as response:
-            return response.status, await response.json()
+    async def post(
+        self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        url = self._site.url + path
+        async with self._session.post(url, json=body, headers=headers) as response:
+            reply = await response.json()
+        check_reply("POST", path, response.status, reply)
+        return response.status, reply
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(self._site.url + path) as response:
+            reply = await response.json()
+        check_reply("GET", path, response.status, reply)
+        return response.status, reply
+
+    async def until(self, holds: Callable[[], Any], *, timeout_s: float = 10.0) -> None:
+        """Waits for a fact of this process, looking often."""
+        async with asyncio.timeout(timeout_s):
+            while not holds():  # noqa: ASYNC110 - facts without an event
+                await asyncio.sleep(0.005)
+
+    async def until_tokens(self, count: int, *, turns: int = 1) -> None:
+        """Waits until this many open turns of the job have `count` tokens each."""
+        ledger = self.scheduler.ledgers[JobId("job")]
+
+        def has() -> bool:
+            return sum(len(turn.token_ids) >= count for turn in ledger.turns()) >= turns
+
+        await self.until(has)
 
     async def generate(
-        self, name: str, max_tokens: int, *, prompt: list[int] = PROMPT, **more: Any
+        self,
+        name: str,
+        max_tokens: int,
+        *,
+        prompt: list[int] = PROMPT,
+        sampling: dict[str, Any] | None = None,
+        **more: Any,
     ) -> tuple[int, Any]:
-        sampling = {"max_tokens": max_tokens, "temperature": 1.0, "seed": 1}
-        body = {"request_id": name, "token_ids": prompt, "sampling_params": sampling, **more}
+        params = {"max_tokens": max_tokens, "temperature": 1.0, "seed": 1, **(sampling or {})}
+        body = {"request_id": name, "token_ids": prompt, "sampling_params": params, **more}
         status, reply = await self.post("/inference/v1/generate", body)
         return status, reply["choices"][0] if status == 200 else reply
 
@@ -72,8 +112,7 @@ class GatewayInProcess:
         return await self.post("/v1/jobs/job/versions", {"version": version, "store": "job.store"})
 
     async def status(self) -> Any:
-        async with self._session.get(self._site.url + "/v1/status") as response:
-            return await response.json()
+        return (await self.get("/v1/status"))[1]
 
     async def close(self) -> None:
         await self._session.close()
@@ -85,9 +124,15 @@ class GatewayInProcess:
 
 @asynccontextmanager
 async def gateway_on(
-    *engines: FakeEngine | str, **settings: Any
+    *engines: FakeEngine | str,
+    tokens: Path | None = None,
+    tls: ServerTls | None = None,
+    **settings: Any,
 ) -> AsyncIterator[GatewayInProcess]:
-    """Engines are `e0`, `e1`, ... in the order given, a URL is one that runs; the job is `job`."""
+    """Engines are `e0`, `e1`, ... in the order given, a URL is one that runs; the job is `job`.
+
+    `tokens`: the tenants' file; without it every client is trusted.
+    """
     sites, urls = [], []
     for engine in engines:
         if isinstance(engine, FakeEngine):
@@ -101,9 +146,9 @@ async def gateway_on(
     async with aiohttp.ClientSession() as session:
         scheduler = Scheduler(parsed, clock, SchedulerState(None), session)
         await scheduler.start()
-        front = Site()
-        await front.serve(Gateway(scheduler, parsed, Tenants({}), clock).app)
-        gateway = GatewayInProcess(scheduler, front, sites)
+        site, front = Site(tls), Gateway(scheduler, parsed, Tenants.load(tokens), clock)
+        await site.serve(front.app)
+        gateway = GatewayInProcess(scheduler, front, site, sites)
         try:
             yield gateway
         finally:

@@ -1,5 +1,6 @@
 """The real agent process beside a production and a guest that only write their pages."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,10 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageFault, Pulse, Reading
+from harvester.contracts.wire.leases import SlotOffers
+from scheduler.gateway.agent_client import AgentClient
+from tests.certificates import Authority, token_file
 
 ROSEMUX = str(Path(sys.executable).parent / "rosemux")
 GRANT_TTL_S = 0.5
@@ -319,3 +324,32 @@ def test_tells_systemd_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> No
             assert wait_for(lambda: systemd.recv(256) == b"STOPPING=1")
         finally:
             agent.end()
+
+
+def test_the_agent_offers_a_proxied_guest_by_tls(tmp_path: Path) -> None:
+    authority, token = Authority(tmp_path), token_file(tmp_path, "token", "t" * 20)
+    made = authority.signs("agent")
+    tls = f"tls: {{cert_file: {made.cert_file}, key_file: {made.key_file}}}"
+    config = tmp_path / "agent.yaml"
+    config.write_text(
+        CONFIG.format(root=tmp_path, port=0)
+        .replace("{port", f"{{token_file: {token}, {tls}, port")
+        .replace("    policy:", "    offered_url: https://192.0.2.21:8443\n    policy:")
+    )
+
+    async def offered(address: str) -> SlotOffers:
+        async with aiohttp.ClientSession() as session:
+            credentials = authority.trusted(token_file=token)
+            url = f"https://{address}"
+            return await AgentClient(session, url, timeout_s=5, credentials=credentials).offers()
+
+    with subprocess.Popen(
+        [ROSEMUX, "agent", "--config", str(config)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        try:
+            listens = (re.search(r"listens on (\S+:\d+)", line) for line in process.stderr)
+            (offer,) = asyncio.run(offered(next(filter(None, listens)).group(1))).slots
+        finally:
+            process.terminate()
+    assert offer.engine_url == "https://192.0.2.21:8443"

@@ -11,23 +11,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from examples.grpo.environment import KEY_DIGITS, Line
-from examples.grpo.gateway_client import GatewayClient
 from examples.grpo.vocabulary import STOP_ID, digit_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
-from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import (
-    GenerateRequest,
-    PublishedVersion,
-    SamplingParams,
-    VersionPin,
-)
 from harvester.platform.backoff import RetryLimits
+from scheduler import AsyncRolloutClient
 
 QUICK = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5)
 TINY_JOB = {
@@ -187,14 +179,8 @@ async def test_it_says_what_is_wrong_when_the_gateway_refuses(tmp_path: Path) ->
         assert await process.wait() == 1
 
 
-def request() -> GenerateRequest:
-    context = (1, 13, 4, 14, *range(3, 13), STOP_ID)
-    return GenerateRequest(
-        request_id="r1",
-        token_ids=context,
-        sampling_params=SamplingParams(max_tokens=18, seed=1, stop_token_ids=(STOP_ID,)),
-        weight_version=VersionPin(exact=WeightVersion(1)),
-    )
+PROMPT = (1, 13, 4, 14, *range(3, 13), STOP_ID)
+SAMPLING = {"max_tokens": 18, "seed": 1, "stop_token_ids": [STOP_ID]}
 
 
 async def test_a_client_asks_again_after_what_passes(
@@ -202,21 +188,19 @@ async def test_a_client_asks_again_after_what_passes(
 ) -> None:
     playing, url = gateway
     playing.refuse_first = {409, 503}
-    async with aiohttp.ClientSession() as session:
-        client = GatewayClient(session, url=url, job=JobId("job"), retries=QUICK)
-        choice = await client.generate(request(), TrajectoryId("t1"))
-        switched = await client.announce(PublishedVersion(version=WeightVersion(3), store="job"))
+    async with AsyncRolloutClient(url, "job", retries=QUICK) as client:
+        choice = await client.generate(PROMPT, SAMPLING, weight_version=1)
+        switched = await client.announce(3, "job")
     assert choice.token_ids[-1] == STOP_ID
     assert switched.version == 3
     assert playing.refuse_first == set()
 
 
 async def test_a_client_gives_up_on_a_gateway_that_is_not_there(unused_tcp_port: int) -> None:
-    async with aiohttp.ClientSession() as session:
-        url = f"http://127.0.0.1:{unused_tcp_port}"
-        client = GatewayClient(session, url=url, job=JobId("job"), retries=QUICK)
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    async with AsyncRolloutClient(url, "job", retries=QUICK) as client:
         with pytest.raises(Exhausted, match="gave up"):
-            await client.generate(request(), TrajectoryId("t1"))
+            await client.generate(PROMPT, SAMPLING)
 
 
 async def test_a_client_does_not_repeat_a_bad_request(
@@ -224,7 +208,6 @@ async def test_a_client_does_not_repeat_a_bad_request(
 ) -> None:
     playing, url = gateway
     playing.refuse_first = {400}
-    async with aiohttp.ClientSession() as session:
-        client = GatewayClient(session, url=url, job=JobId("job"), retries=QUICK)
+    async with AsyncRolloutClient(url, "job", retries=QUICK) as client:
         with pytest.raises(PeerProtocolError, match=r"400: .*not now"):
-            await client.generate(request(), TrajectoryId("t1"))
+            await client.generate(PROMPT, SAMPLING, weight_version=1)

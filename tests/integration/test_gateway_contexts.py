@@ -63,7 +63,7 @@ async def test_a_turn_that_fits_no_engine_is_refused_with_the_limit_at_once() ->
         await serving(gateway, "e0", "e1")
         status, reply = await gateway.generate("t", LARGE)
         assert status == 400
-        assert str(LARGE) in reply["error"]
+        assert str(LARGE) in reply["error"]["message"]
         assert large.models == []
         assert (await gateway.generate("u", LARGE - len(PROMPT)))[0] == 200
 

@@ -1,6 +1,7 @@
 """OpenAI's own client and SGLang's route at one gateway over fake engines."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +24,8 @@ def sampling_of(body: dict[str, Any]) -> dict[str, Any]:
         "n": body.get("n") or 1,
         "temperature": 1.0,
         "seed": body.get("seed"),
-        "logprobs": 1 if body.get("logprobs") else None,
+        "logprobs": (logprobs := None if body.get("logprobs") is None else int(body["logprobs"])),
+        "prompt_logprobs": logprobs if body.get("echo") else body.get("prompt_logprobs"),
         "stop": body.get("stop") or [],
         "skip_clone": True,
         "output_kind": 2,
@@ -31,8 +33,39 @@ def sampling_of(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def decoded_logprobs(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """As vLLM's renderer decodes them: text, whatever the request says of token ids."""
+    return [
+        {
+            "token": text_of([each["token_id"]]),
+            "logprob": each["logprob"],
+            "top_logprobs": [
+                {"token": text_of([one["token_id"]]), "logprob": one["logprob"]}
+                for one in each["top_logprobs"]
+            ],
+        }
+        for each in choice["logprobs"]["content"]
+    ]
+
+
+def flat(content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "tokens": [each["token"] for each in content],
+        "token_logprobs": [each["logprob"] for each in content],
+        "top_logprobs": [
+            {one["token"]: one["logprob"] for one in each["top_logprobs"]} or None
+            for each in content
+        ],
+        "text_offset": list(range(len(content))),
+    }
+
+
 class FakeRenderer:
     """vLLM's render and derender routes, on text that is one character a token."""
+
+    def __init__(self, *, parses: bool = False) -> None:
+        self.parses = parses
+        self.chunk_bytes: list[int] = []
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -70,19 +103,27 @@ class FakeRenderer:
         body = await request.json()
         if body.get("stream"):
             (choice,) = body["generate_chunk"]["choices"]
-            seen = (body["stream_state"] or {"seen": 0})["seen"] + len(choice["token_ids"])
+            # A parser's state holds the output, another's the end of what was decoded.
+            state = body["stream_state"] or {"output_token_ids": []}
+            if self.parses:
+                assert len(body["prompt_token_ids"]) == 5, "a parser reads the whole prompt"
+                state = {"output_token_ids": [*state["output_token_ids"], *choice["token_ids"]]}
+            else:
+                state = {"prev_tokens": [text_of(choice["token_ids"])]}
+            self.chunk_bytes.append(request.content_length or 0)
             delta = {"content": text_of(choice["token_ids"])}
             told = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}
             return web.json_response(
                 {
                     "chunk": {"object": "chat.completion.chunk", "created": 1, "choices": [told]},
-                    "stream_state": {"seen": seen},
+                    "stream_state": state,
                 }
             )
         choices = [
             {
                 "index": choice["index"],
                 "message": {"role": "assistant", "content": text_of(choice["token_ids"])},
+                "logprobs": choice["logprobs"] and {"content": decoded_logprobs(choice)},
                 "finish_reason": choice["finish_reason"],
             }
             for choice in body["generate_response"]["choices"]
@@ -96,6 +137,7 @@ class FakeRenderer:
             {
                 "index": at,
                 "text": text_of(each["token_ids"]),
+                **({"logprobs": flat(decoded_logprobs(each))} if each.get("logprobs") else {}),
                 "finish_reason": each["finish_reason"],
             }
             for at, each in enumerate(told)
@@ -111,10 +153,14 @@ class FakeRenderer:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[GatewayInProcess, openai.AsyncOpenAI]]:
+async def served(
+    eos: Sequence[int] = (), fake: FakeRenderer | None = None
+) -> AsyncIterator[tuple[GatewayInProcess, openai.AsyncOpenAI]]:
     renderer = Site()
-    await renderer.serve(FakeRenderer().app())
+    await renderer.serve((fake or FakeRenderer()).app())
     engines = [FakeEngine(step_s=0.001, epoch=None) for _ in range(2)]
+    for engine in engines:
+        engine.eos = list(eos)
     try:
         async with gateway_on(*engines, renderers=[renderer.url]) as gateway:
             client = openai.AsyncOpenAI(
@@ -185,7 +231,9 @@ async def test_faults_have_openai_s_form_whoever_finds_them() -> None:
         with pytest.raises(openai.BadRequestError, match="must be non-negative"):
             await client.chat.completions.create(model="job", messages=HELLO, temperature=-1)
         models = [model.id async for model in client.models.list()]
+        contexts = [model.model_dump()["max_model_len"] async for model in client.models.list()]
     assert "job" in models
+    assert contexts == [FakeEngine(step_s=0.0, epoch=None).context] * len(models)
 
 
 async def test_a_request_without_a_renderer_says_what_is_missing() -> None:
@@ -237,3 +285,185 @@ async def test_vllm_s_route_fans_samples_out_and_counts_tokens() -> None:
     assert [choice["index"] for choice in told["choices"]] == [0, 1]
     assert told["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
     assert told["prompt_token_ids"] == IDS
+
+
+ENDLESS = 100_000
+
+
+async def test_an_abort_ends_a_stream_of_text_under_the_reply_s_own_id() -> None:
+    text, ends, reply_id = "", [], ""
+    async with served() as (gateway, client):
+        chunks = await client.chat.completions.create(
+            model="job",
+            messages=HELLO,
+            max_tokens=ENDLESS,
+            stream=True,
+            extra_headers={"X-Request-Id": "mine"},
+        )
+        async for chunk in chunks:
+            if not reply_id:
+                reply_id = chunk.id
+                assert (await gateway.post("/abort_requests", {"request_ids": [reply_id]}))[
+                    0
+                ] == 200
+            text += chunk.choices[0].delta.content or ""
+            ends += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
+    assert reply_id == "chatcmpl-mine"
+    assert ends == ["abort"]
+    assert text == text_of(continued(IDS, len(text), version=0))
+
+
+async def test_requests_of_one_id_are_requests_of_their_own() -> None:
+    async with served() as (_, client):
+        named = {"X-Request-Id": "same"}
+        replies = await asyncio.gather(
+            *(
+                client.completions.create(
+                    model="job", prompt=prompt, max_tokens=4, extra_headers=named
+                )
+                for prompt in ("hello", "world")
+            )
+        )
+    assert [reply.id for reply in replies] == ["cmpl-same"] * 2
+    assert replies[0].choices[0].text != replies[1].choices[0].text
+
+
+async def test_sglang_s_clients_abort_by_rid_and_by_session() -> None:
+    async with served() as (gateway, _):
+        body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": ENDLESS}}
+        for more, path, meant in (
+            ({"rid": "r"}, "/abort_request", {"rid": "r"}),
+            ({"routing_key": "s"}, "/close_session", {"session_id": "s"}),
+        ):
+            work = asyncio.create_task(gateway.post("/generate", body | more))
+            await gateway.until_tokens(2)
+            assert (await gateway.post(path, meant))[1]["aborted"] == 1
+            status, told = await work
+            assert status == 200
+            assert told["meta_info"]["finish_reason"] == {"type": "abort", "message": "aborted"}
+            assert told["output_ids"] == continued(IDS, len(told["output_ids"]), version=0)
+
+
+async def test_every_dialect_says_what_becomes_of_an_interrupted_turn() -> None:
+    async with served() as (gateway, _):
+        partial = {"on_interrupt": "return_partial"}
+        works = [
+            asyncio.create_task(gateway.post(path, body | partial))
+            for path, body in (
+                ("/v1/completions", {"prompt": "hello", "max_tokens": ENDLESS}),
+                ("/generate", {"input_ids": IDS, "sampling_params": {"max_new_tokens": ENDLESS}}),
+            )
+        ]
+        await gateway.until_tokens(2, turns=2)
+        assert (await gateway.publish(1))[0] == 200
+        (_, completion), (_, generated) = await asyncio.gather(*works)
+    choice = completion["choices"][0]
+    assert (choice["finish_reason"], choice["fault"][:20]) == ("abort", "interrupted (switch)")
+    assert generated["meta_info"]["finish_reason"]["message"].startswith("interrupted (switch)")
+
+
+async def test_tokens_are_named_by_id_for_clients_that_train_on_them() -> None:
+    named = {"logprobs": 0, "return_tokens_as_token_ids": True, "max_tokens": 4}
+    async with served() as (gateway, _):
+        gateway_ids = continued(IDS, 4, version=0)
+        status, told = await gateway.post("/v1/completions", {"prompt": "hello"} | named)
+        chat, said = await gateway.post(
+            "/v1/chat/completions", {"messages": HELLO} | named | {"logprobs": True}
+        )
+    names = [f"token_id:{token_id}" for token_id in gateway_ids]
+    assert (status, chat) == (200, 200)
+    assert told["choices"][0]["logprobs"]["tokens"] == names
+    assert all(each <= 0 for each in told["choices"][0]["logprobs"]["token_logprobs"])
+    assert [each["token"] for each in said["choices"][0]["logprobs"]["content"]] == names
+
+
+async def test_the_eos_that_ended_a_choice_has_its_log_probability() -> None:
+    wanted = continued(IDS, 8, version=0)
+    async with served(eos=[wanted[2]]) as (gateway, _):
+        body = {"prompt": "hello", "logprobs": 0, "return_tokens_as_token_ids": True}
+        _, told = await gateway.post("/v1/completions", body)
+    (choice,) = told["choices"]
+    ended = wanted.index(wanted[2]) + 1
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["tokens"] == [f"token_id:{each}" for each in wanted[:ended]]
+    assert choice["text"] == text_of(wanted[: ended - 1])
+
+
+async def test_a_turn_without_a_name_gets_one() -> None:
+    body = {"token_ids": IDS, "sampling_params": {"max_tokens": 4}}
+    async with served() as (gateway, _):
+        told = [await gateway.post("/inference/v1/generate", body) for _ in range(2)]
+    assert [status for status, _ in told] == [200, 200]
+    names = {reply["request_id"] for _, reply in told}
+    assert len(names) == 2
+    assert all(names)
+
+
+@pytest.mark.parametrize("parses", [False, True])
+async def test_a_stream_s_chunks_cost_few_calls_and_repeat_the_prompt_for_a_parser_alone(
+    parses: bool,
+) -> None:
+    fake, text = FakeRenderer(parses=parses), ""
+    async with served(fake=fake) as (_, client):
+        chunks = await client.chat.completions.create(
+            model="job", messages=HELLO, max_tokens=100, stream=True, user="u" * 1000
+        )
+        async for chunk in chunks:
+            text += chunk.choices[0].delta.content or ""
+    assert text == text_of(continued(IDS, 100, version=0))
+    first, *rest = fake.chunk_bytes
+    assert len(rest) < 50, "tokens come each millisecond, chunks each fifty"
+    assert first > 1000
+    assert all(size > 1000 for size in rest) == parses
+
+
+async def test_an_echo_is_the_prompt_with_its_log_probabilities_before_what_was_sampled() -> None:
+    async with served() as (_, client):
+        asked = {"model": "job", "prompt": "hello", "logprobs": 1, "echo": True}
+        whole = await client.completions.create(max_tokens=3, **asked)
+        plain = await client.completions.create(
+            max_tokens=3, **{name: value for name, value in asked.items() if name != "logprobs"}
+        )
+        alone = await client.completions.create(max_tokens=0, **asked)
+    wanted = [*IDS, *continued(IDS, 3, version=0)]
+    assert (plain.choices[0].text, plain.choices[0].logprobs) == (text_of(wanted), None)
+    prompt = [None, *(-token / 256 for token in IDS[1:])]
+    for choice, ids in ((whole.choices[0], wanted), (alone.choices[0], IDS)):
+        assert choice.text == text_of(ids)
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens == [text_of([token]) for token in ids]
+        assert choice.logprobs.token_logprobs == [*prompt, *(-t / 256 for t in ids[len(IDS) :])]
+        assert choice.logprobs.text_offset == list(range(len(ids)))
+        assert choice.logprobs.top_logprobs[0] is None
+
+
+async def test_chat_returns_the_prompt_s_log_probabilities_as_vllm_does() -> None:
+    async with served() as (_, client):
+        reply = await client.chat.completions.create(
+            model="job", messages=HELLO, max_tokens=2, n=2, extra_body={"prompt_logprobs": 0}
+        )
+    scores = reply.model_dump()["prompt_logprobs"]
+    assert scores[0] is None
+    assert [list(each) for each in scores[1:]] == [[str(token)] for token in IDS[1:]]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, "image_url"),
+        ("chat/completions", {"messages": [{"content": [{"image_url": "x"}]}]}, "media"),
+        ("chat/completions", {"messages": HELLO, "echo": True}, "echo"),
+        ("completions", {"prompt": "a", "echo": True, "stream": True}, "echo"),
+        ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
+        ("completions", {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_media_and_fields_that_a_renderer_ignores_are_refused_before_it(
+    path: str, body: dict[str, Any], named: str
+) -> None:
+    async with gateway_on(FakeEngine(step_s=0.0, epoch=None), renderers=["http://[::1]:9"]) as gate:
+        status, reply = await gate.post(f"/v1/{path}", body)
+    assert (status, named in reply["error"]["message"]) == (400, True), reply

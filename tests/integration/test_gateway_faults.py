@@ -44,7 +44,7 @@ async def test_a_request_that_engines_do_not_take_costs_no_other_turn(
     await front.until("/v1/status", lambda s: s["open_turns"] == 15)
     code, reply = await bad(front)
     assert code == (503 if status in (503, 429) else 422)
-    assert "not this one" in reply["error"]
+    assert "not this one" in reply["error"]["message"]
     for ended in await asyncio.gather(*turns):
         assert tokens_of(ended[1]) == expected_tokens(PROMPT, 120, version=1)
     counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
@@ -64,7 +64,7 @@ async def test_a_request_that_kills_two_engines_is_refused_with_the_reason(
     await front.until("/v1/status", lambda s: s["open_turns"] == 12)
     code, reply = await bad(front)
     assert code == 422
-    assert "failed twice under this request" in reply["error"]
+    assert "failed twice under this request" in reply["error"]["message"]
     assert (await bad(front, "again"))[0] == 422, "the same content under another id"
     for status, ended in await asyncio.gather(*turns):
         assert status == 200
@@ -112,7 +112,7 @@ async def test_a_turn_without_progress_ends_in_time_with_the_reason(fake_engine,
     await engine.post("/_fake", {"aborts": 1000})
     status, reply = await generate(front, "r")
     assert status == 503
-    assert "no engine made a token" in reply["error"]
+    assert "no engine made a token" in reply["error"]["message"]
 
 
 async def test_a_step_whose_batch_takes_longer_than_the_queue_time_is_served(
@@ -133,7 +133,7 @@ async def test_the_same_request_again_joins_the_turn_that_is_open(fake_engine, g
     again = asyncio.create_task(generate(front, "r", 40))
     streamed = asyncio.create_task(generate(front, "r", 41))
     assert (await streamed)[0] == 409
-    assert "another body" in (await streamed)[1]["error"]
+    assert "another body" in (await streamed)[1]["error"]["message"]
     assert (await first) == (await again)
     assert tokens_of((await again)[1]) == expected_tokens(PROMPT, 40)
     looked = await engine.get("/_fake")
@@ -178,5 +178,5 @@ async def test_a_field_that_would_be_ignored_is_refused_by_name(
     front = gateway(engine)
     status, reply = await generate(front, "r", **given)
     assert status == 400
-    assert said in reply["error"]
+    assert said in reply["error"]["message"]
     assert (await generate(front, "r", model="job"))[0] == 200

@@ -181,7 +181,7 @@ async def test_bad_input_is_a_400_that_says_why(fake_engine, gateway, given, sai
         session.post(f"{front.url}/inference/v1/generate", data=given) as response,
     ):
         assert response.status == 400
-        assert said in (await response.json())["error"]
+        assert said in (await response.json())["error"]["message"]
 
 
 async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open_id(
@@ -191,14 +191,14 @@ async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open
     for job, said in (("other", "not configured"), ("../x", "use 1 to 64")):
         status, reply = await front.post("/inference/v1/generate", body("r"), X_RoseMux_Job=job)
         assert status == 400
-        assert said in reply["error"]
+        assert said in reply["error"]["message"]
     status, _ = await front.post("/inference/v1/generate", body("r", token_ids=[1] * 9000))
     assert status == 413
     first = asyncio.create_task(generate(front, "same", 40))
     await front.until("/v1/status", lambda s: s["open_turns"] == 1)
     status, reply = await generate(front, "same")
     assert status == 409
-    assert "'same' is being served" in reply["error"]
+    assert "'same' is being served" in reply["error"]["message"]
     assert (await first)[0] == 200
 
 
@@ -231,3 +231,6 @@ async def test_with_tokens_only_a_jobs_own_tenant_may_speak_for_it(
             "/inference/v1/generate", body("r"), Authorization=authorization
         )
         assert status == expected
+    for key, expected in (("b" * 20, 400), ("a" * 20, 200)):
+        status, _ = await front.post("/api/v1/create_session", {}, X_API_Key=key)
+        assert status == expected, "Tinker's client has its token there"

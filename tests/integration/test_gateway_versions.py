@@ -78,17 +78,17 @@ async def test_turns_of_a_job_with_adapters_ask_for_its_adapter(fake_engine, gat
     assert looked["models"] == ["policy", None]
 
 
-async def test_pins_are_kept_and_a_version_that_is_nowhere_is_a_409(fake_engine, gateway) -> None:
-    front = gateway(fake_engine())
+async def test_pins_are_kept_and_a_version_that_is_nowhere_is_refused(fake_engine, gateway) -> None:
+    front = gateway(fake_engine(), timeouts={"pin_s": 0})
     await publish(front, 3)
     status, reply = await generate(front, "a", 5, {"exact": 3})
     assert status == 200
     assert reply["choices"][0]["spans"][0]["version"] == 3
     assert PROMPT + reply["choices"][0]["token_ids"] == continue_tokens(PROMPT, 5, 3)
-    for pin in ({"exact": 2}, {"exact": 4}, {"minimum": 4}):
+    for pin, expected in (({"exact": 2}, 410), ({"exact": 4}, 409), ({"minimum": 4}, 409)):
         status, reply = await generate(front, "b", 5, pin)
-        assert status == 409
-        assert "job is at 3" in reply["error"]
+        assert status == expected
+        assert "job is at 3" in reply["error"]["message"]
     assert (await publish(front, 2))[0] == 409
     assert (await publish(front, 0))[0] == 400
     status, reply = await front.post("/v1/jobs/job/versions", {"version": 3, "store": "again"})

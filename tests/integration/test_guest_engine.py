@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import GrantMode
+from harvester.contracts.page import GrantMode, ProductionModel
 from tests.integration.engine_slot import FAKE_PULSE, EngineSlot, Turn, until
 
 pytestmark = pytest.mark.engine
@@ -62,6 +62,30 @@ async def test_with_a_grant_it_generates_tokens_with_their_logprobs(slot: Engine
         lambda guest: guest.tokens_total >= before.tokens_total + 40, "it is accounted"
     )
     assert slot.guest().epoch == slot.agent.epoch
+
+
+async def test_a_guest_whose_steps_delay_arrivals_rests_between_them_and_ends_its_turn(
+    slot: EngineSlot,
+) -> None:
+    production = ProductionModel(prefill_base_s=0.1)
+    slot.agent.say(
+        GrantMode.OPEN,
+        ttft_slo_s=10.0,
+        itl_slo_s=10.0,
+        epsilon=0.01,
+        blocking_ratio=1.0,
+        production=production,
+        pulses=(FAKE_PULSE,),
+    )
+    before = slot.guest()
+    turn = await started(slot, 60)
+    await slot.guest_becomes(lambda guest: guest.reason == "resting", "it rests")
+    await turn.ended()
+    assert (turn.finish_reason, len(turn.tokens)) == ("length", 60)
+    assert slot.guest().steps_finished - before.steps_finished >= 60
+    lent = slot.guest().lending
+    assert lent.tokens > 0
+    assert lent.share_ratio < 0.34
 
 
 @pytest.mark.parametrize("unlink", [False, True], ids=["silent", "page_removed"])

@@ -153,7 +153,9 @@ async def test_a_gateway_that_asks_for_a_token_gets_it_and_refuses_a_job_at_its_
 ) -> None:
     tokens, ours, wrong = tmp_path / "tokens.yaml", tmp_path / "ours", tmp_path / "wrong"
     tokens.write_text("team: a-token-of-enough-characters\n")
-    tokens.chmod(0o600)
+    for file in (tokens, ours, wrong):
+        file.touch(mode=0o600)
+        file.chmod(0o600)
     ours.write_text("a-token-of-enough-characters\n")
     wrong.write_text("another-of-enough-characters\n")
     jobs = [{"id": "job", "tenant": "team"}, {"id": "foreign", "tenant": "others"}]

@@ -20,19 +20,20 @@ TIMEOUT_S = 60
 
 PRODUCTION = """
 import json, sys, time
+import msgspec
 from pathlib import Path
 from coserve.pulse.engine_cores import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse_reporter import PulseReporter
 STEP = EngineStep(running=0, kv_usage_ratio=0.5, prompt_tokens=10, generation_tokens=1,
-                  first_tokens=1, inter_token_s=(), finished_prompt_tokens=())
+                  ttft_s=(0.0,), inter_token_s=(), finished_prompt_tokens=())
 reporter = PulseReporter(SlotEnvironment(Role.PRODUCTION, "production", Path(sys.argv[1])))
 reporter.attach_middleware()
 print("up", flush=True)
 requests = 0
 while not Path(sys.argv[2]).exists():
     key = reporter.arrive(body_bytes=500)
-    reporter.step(lambda: STEP)
+    reporter.step(lambda: msgspec.structs.replace(STEP, wall_s=time.time()))
     reporter.finish(key)
     requests += 1
     time.sleep(0.001)

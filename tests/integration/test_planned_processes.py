@@ -258,7 +258,7 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
 
 def test_the_example_of_the_package_runs_against_a_planning_control(machine: Machine) -> None:
     machine.control()
-    page = inspect.cleandoc(scheduler.__doc__ or "").split("\n\n", 1)[1]
+    page = inspect.cleandoc(scheduler.__doc__ or "").partition("Phases:\n")[2]
     code = "\n".join(line for line in page.splitlines() if not line or line.startswith("    "))
     example = textwrap.dedent(code).replace("/run/rosemux/phases.sock", str(machine.socket))
     assert "phases.forget()" in example

@@ -5,11 +5,13 @@ is the worst case of a gate without an isolation backend: every admitted step de
 all of it.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
 
 from coserve.law.gate import GuestLoad, StepDecision, decide
+from coserve.law.phantom import rest_s
 from coserve.law.step_time import StepTimeModel
 from coserve.pulse.engine_cores import EngineStep
 from coserve.pulse.pulse_state import PulseState
@@ -117,7 +119,8 @@ class FakeProduction:
             running=len(self.running) - len(done) - len(gone),
             waiting=len(self.waiting),
             kv_usage_ratio=self.kv_usage_ratio,
-            first_tokens=len(first),
+            ttft_s=tuple(one.ttft_s for one in first),
+            wall_s=end_s,
             prompt_tokens=sum(one.prompt_tokens for one in first),
             generation_tokens=len(first) + len(gaps),
             inter_token_s=gaps,
@@ -157,6 +160,7 @@ class FakeSlot:
         self.guest_steps: list[tuple[float, float]] = []
         """(start, end)"""
         self.down_until_s = 0.0
+        self._owed_s, self._rests_until_s = 0.0, 0.0
         self._guest = guest
         self._guest_time = StepTimeModel(
             base_s=2e-4, decode_s=2e-5, prefill_s=5e-5, factor=1.0, samples=1000
@@ -189,7 +193,7 @@ class FakeSlot:
                 self.now = end_s
                 self._guest_step()
             elif not self._guest_step():
-                soonest = coming[0].at_s if coming else until_s
+                soonest = min(coming[0].at_s if coming else until_s, self._rests_until_s)
                 self.now = min(max(soonest, self.now + 1e-6), self._next_beat_s)
 
     def guest_time_s(self, since_s: float, until_s: float) -> float:
@@ -203,6 +207,7 @@ class FakeSlot:
 
     def _guest_step(self) -> bool:
         decision = self._decide()
+        self._rests_until_s = self.now + (decision.rest_s or math.inf)
         if not self._guest or not decision.open:
             return False
         decodes = min(_GUEST_DECODES, decision.tokens)
@@ -211,6 +216,9 @@ class FakeSlot:
         )
         self.guest_steps.append((self.now, self.now + taken_s))
         self.now += taken_s
+        self._owed_s = 0.0
+        if decision.mean_wait_s is not None:
+            self._owed_s = rest_s(taken_s, decision.mean_wait_s, self.grant)
         return True
 
     def _decide(self) -> StepDecision:
@@ -223,6 +231,8 @@ class FakeSlot:
                 context_tokens=0,
                 launched_s=0.0,
                 cap=self.settings.step_tokens_max,
+                rest_s=self._owed_s,
+                last_end_ns=_ns(self.guest_steps[-1][1]) if self.guest_steps else 0,
             ),
             may_probe=False,
             now_ns=_ns(self.now),

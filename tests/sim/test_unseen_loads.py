@@ -50,11 +50,11 @@ def test_a_prompt_of_16k_tokens_amid_rollouts_stops_them_until_its_first_token()
 
 
 def test_after_such_prompts_short_requests_are_delayed_by_no_more_of_their_slo() -> None:
-    """A long prompt is the P99 now, and production alone would serve it too late: its slack is not
-    that of the next short request."""
+    """A long prompt is the P99 now, and production alone would serve it too late: the next short
+    request can bear no more than before."""
     long = [Request(at_s, 16_384, 20) for at_s in (131.03, 134.03, 137.03)]
     slots = both(160.0, [*learning(), *chat(LEARNED_S, 158.0, every_s=0.4), *long])
-    assert slots[0].grant.phantom_prompt_tokens == 16_384
+    assert slots[0].pulse().record.prompt_tokens_p99 == 16_384
     assert slots[0].guest_time_s(140.0, 158.0) > 5.0
     assert max(later_by_s(slots, since_s=140.0)) < 0.05 * SLO_S
 

@@ -1,13 +1,12 @@
 """The process of a weight server or relay: from its address to its last transfer."""
 
-import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_loopback
+from harvester.platform.tls import ServerTls
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.server import ServingLimits, WeightServer
 from weightsync.serve.shelf import Shelf
@@ -20,16 +19,13 @@ class Listening:
     host: str = "127.0.0.1"
     port: int = 9731
     token: bytes | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    tls: ServerTls | None = None
 
     def __post_init__(self) -> None:
         if self.token is None and not is_loopback(self.host):
             raise ConfigError(
                 f"host {self.host} is not loopback: give --token-file, or listen on 127.0.0.1"
             )
-        if (self.cert is None) != (self.key is None):
-            raise ConfigError("TLS needs both --cert and --key")
 
 
 async def listen(
@@ -47,19 +43,8 @@ async def listen(
     try:
         async with http_kit.serving(server.app()) as runner:
             remedy = "choose another --port, 0 takes a free one"
-            host, port, tls = listening.host, listening.port, _tls(listening)
+            host, port, tls = listening.host, listening.port, listening.tls
             started(await http_kit.listen(runner, host, port, remedy=remedy, tls=tls))
             await stop.wait()
     finally:
         await shelf.close()
-
-
-def _tls(listening: Listening) -> ssl.SSLContext | None:
-    if listening.cert is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(listening.cert, listening.key)
-    except OSError as error:
-        raise ConfigError(f"cannot use {listening.cert} with {listening.key}: {error}") from error
-    return context

@@ -11,6 +11,7 @@ range, 503 with Retry-After: too many transfers, or its source does not answer.
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -18,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import checked_name
+from harvester.platform.bearer import is_sent
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply, token_required
 from weightsync.layout.names import (
     INDEX_FILE,
@@ -59,7 +61,7 @@ class WeightServer:
         clock: Clock | None = None,
     ) -> None:
         self._shelf = shelf
-        self._token = token
+        self._accepts = None if token is None else partial(is_sent, token)
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
         self._clock = clock or MonotonicClock()
@@ -71,7 +73,7 @@ class WeightServer:
         app = web.Application(
             client_max_size=1024,
             middlewares=[
-                token_required(self._token, of="server"),
+                token_required(self._accepts, of="server"),
                 errors_as_replies(_STATUSES, try_later=(503,)),
             ],
         )

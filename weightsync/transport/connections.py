@@ -11,6 +11,7 @@ from urllib.parse import SplitResult
 
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.platform.backoff import Interrupted
+from harvester.platform.tls import Credentials
 from weightsync.transport.access import Access
 
 
@@ -50,7 +51,7 @@ class Connections:
     def __init__(self, address: SplitResult, access: Access) -> None:
         self._host, self._port = address.hostname or "", address.port
         self._access = access
-        self._tls = _trust(access) if address.scheme == "https" else None
+        self._tls = Credentials(ca_file=access.ca_file).tls() if address.scheme == "https" else None
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._closed = False
@@ -132,13 +133,3 @@ class Connections:
                     self._idle.append(connection)
                     return
         connection.close()
-
-
-def _trust(access: Access) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context()
-        if access.ca_file is not None:
-            context.load_verify_locations(access.ca_file)
-    except OSError as error:
-        raise ConfigError(f"cannot use the CA file {access.ca_file}: {error}") from error
-    return context

@@ -105,7 +105,9 @@ class ProductionEngine:
         step = self._run("prefill", one.request.prompt_tokens)
         one.token_ns.append(step.end_ns)
         finished = (one.request.prompt_tokens,) if one.done else ()
-        self._tell(beside + 1 - len(finished), first=1, prompt=step.size, finished=finished)
+        ttft_s = (step.end_ns - one.arrival_ns) * 1e-9
+        running = beside + 1 - len(finished)
+        self._tell(running, ttft_s=(ttft_s,), prompt=step.size, finished=finished)
         return step
 
     def _decode(self, running: Sequence[_Running]) -> Step:
@@ -129,19 +131,20 @@ class ProductionEngine:
         self,
         running: int,
         *,
-        first: int = 0,
+        ttft_s: tuple[float, ...] = (),
         prompt: int = 0,
         itl_s: tuple[float, ...] = (),
         finished: tuple[int, ...] = (),
     ) -> None:
-        waiting = len(self._arrived)
+        waiting, now_s = len(self._arrived), monotonic_ns() * 1e-9
         self._reporter.step(
             lambda: EngineStep(
                 running=running,
                 kv_usage_ratio=running / self._batch_max,
-                first_tokens=first,
+                ttft_s=ttft_s,
+                wall_s=now_s,
                 prompt_tokens=prompt,
-                generation_tokens=first + len(itl_s),
+                generation_tokens=len(ttft_s) + len(itl_s),
                 inter_token_s=itl_s,
                 finished_prompt_tokens=finished,
                 waiting=waiting,

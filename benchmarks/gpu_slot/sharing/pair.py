@@ -36,7 +36,7 @@ from benchmarks.gpu_slot.sharing.gate_times import (
     summary_ms,
 )
 from benchmarks.gpu_slot.sharing.grant_writer import GrantWriter
-from benchmarks.testbed.rotation import rotated
+from benchmarks.testbed.interleaving import interleaved
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Grant, GrantMode, PageDirectory, ProductionModel, pulse_page
@@ -214,9 +214,7 @@ class Sharing:
         names = (ALONE, UNGATED, *arms, ALONE_AGAIN)
         table = ArmTable(self.sizes.slice_s)
         for number in range(self.sizes.rounds):
-            order = [name for name, _ in rotated(names, number + 1)][-len(names) :]
-            # Backwards every other time: no arm always follows the same one.
-            for name in order if number % 2 == 0 else reversed(order):
+            for name, _ in interleaved(names, number + 1, first=number):
                 load = self._load(seed=100 + number)
                 try:
                     await self._arm(name, arms.get(name), load, table)

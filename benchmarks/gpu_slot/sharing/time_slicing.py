@@ -53,9 +53,10 @@ def _isolation(kind: str) -> Isolation:
 
 
 def _arms(pages: PageDirectory, sizes: Sizes) -> dict[str, AgentArm]:
-    # A fresh slot has not seen its longest prompts yet, which would make every round another
-    # experiment: the phantom is the one that production's pulse would come to.
-    known = {"phantom_prompt_tokens": max(sizes.prompts)}
+    # A fresh slot has not seen its prompts yet, which would make every round another experiment:
+    # the phantom is the prompt by which production's pulse would come to judge.
+    # Nor is its first half hour measured, in which a quarter of the time is withheld.
+    known = {"phantom_prompt_tokens": min(sizes.prompts), "proof": {"proving_s": 0.0}}
     rose = {"law": Law.ROSE.value, **_NO_BRAKES}
     return {
         "shipped": AgentArm(pages, known),

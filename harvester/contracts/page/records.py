@@ -110,6 +110,9 @@ class PulseHead(Record, frozen=True, kw_only=True):
     unseen_step_ns: int = 0
     """End of the last step that served requests of this process although only WebSockets, or a
     reply that its request may outlive before its first token, were in flight."""
+    prompt_tokens_quantiles: tuple[int, ...] = ()
+    """Lengths of the latest prompts in ascending order, at most 10, each of which stands for an
+    equal share of prompts that are at least as long. Empty is unknown: of one token."""
 
 
 class Pulse(PulseHead, frozen=True, kw_only=True):
@@ -148,6 +151,8 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     middleware: bool | None = None
     """Whether the middleware is part of this process's server: without it `in_flight` stays 0. None
     if unknown."""
+    unfit: str = ""
+    """Why no guest may run beside an engine that is deployed like this one, and the remedy."""
 
 
 def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:
@@ -213,6 +218,7 @@ class Grant(Record, frozen=True, kw_only=True):
     itl_slo_s: float = 0.0
     epsilon: float = 0.05
     phantom_prompt_tokens: int = 0
+    """Length of every prompt that might arrive; 0 draws it from each engine's own prompts."""
     production: ProductionModel = ProductionModel()
     blocking_ratio: float = 1.0
     """Share of a running guest step that can delay production: 1 without an isolation backend."""
@@ -225,7 +231,7 @@ class Grant(Record, frozen=True, kw_only=True):
     """Largest share of the guest's usable KV kept for trajectories that await a tool."""
     own_models: bool = False
     """Each engine's deadlines come from its own pulses' models, not from `production`: engines of
-    one slot may differ. A phantom of 0 tokens is each engine's own P99 prompt."""
+    one slot may differ."""
     kv_deadline_s: float = 2.0
     """Seconds for which a guest may hold more than its budget before it is ended."""
     preemption_s: float = 5e-4
@@ -256,6 +262,25 @@ class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
     def floor_bytes(self) -> int:
         parts = (self.weights_bytes, self.graphs_bytes, self.activations_bytes, self.other_bytes)
         return sum(parts)
+
+
+class Lending(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps that the slack law lends a guest while production is idle."""
+
+    tokens: int = 0
+    """Largest step, in tokens; 0 is nothing, or unknown."""
+    share_ratio: float = 0.0
+    """Largest share of production's idle time, 0 to 1."""
+    reason: str = ""
+    """Why nothing is lent, and the remedy; "" if something is, or if unknown."""
+
+    @property
+    def summary(self) -> str:
+        """One line for people; "" if unknown."""
+        if not self.tokens:
+            return f"nothing: {self.reason}" if self.reason else ""
+        steps = f"steps of at most {self.tokens} tokens"
+        return f"{steps}, {self.share_ratio:.0%} of production's idle time"
 
 
 class Guest(Record, frozen=True, kw_only=True):
@@ -310,3 +335,7 @@ class Guest(Record, frozen=True, kw_only=True):
     """Why its isolation does not hold."""
     leaving: bool = False
     """Stopped on purpose; set on the guest's behalf by the process that stops it."""
+    step_work_s_total: float = 0.0
+    """CPU time of all of RoseMux's own work in the engine loop: decisions, accounts and pages."""
+    lending: Lending = Lending()
+    """With the guest's present step times; at most a second old."""

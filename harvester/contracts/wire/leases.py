@@ -15,7 +15,9 @@ from enum import StrEnum
 import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.page.records import Lending
 from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 
 EPOCH_HEADER = "X-RoseMux-Epoch"
 SESSION_HEADER = "X-Session-ID"
@@ -29,6 +31,17 @@ class SlotState(StrEnum):
     OFFERED = "offered"
     LEASED = "leased"
     QUARANTINED = "quarantined"
+
+
+class GuardReading(msgspec.Struct, frozen=True, kw_only=True):
+    """One guard of production: harvesting is reduced or stopped where its value exceeds the
+    limit."""
+
+    guard: str
+    value: float
+    limit: float
+    binds: bool = False
+    """Whether it reduces or stops harvesting now; it may do so for some time after a breach."""
 
 
 class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +65,11 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     job: str = ""
     engine: EngineDescription = EngineDescription()
     """The guest engine's own description."""
+    guards: tuple[GuardReading, ...] = ()
+    lending: Lending = Lending()
+    """Steps that the guest may take while production is idle, by its own account."""
+    budget: BudgetReport | None = None
+    """Evidence for the error budget of the slot's service."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,18 +79,26 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the agent's configuration file that are not in force."""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LeaseRequest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     request_id: str
     """Repeating a request with the same id returns the same lease; it must be unguessable too."""
     slot: SlotId
     tenant: TenantId
     job: JobId
     duration_s: float
+    allotment: Allotment | None = None
+    """The slot's part of its service's error budget; left out to an agent that reports none."""
 
 
-class LeaseRenewal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LeaseRenewal(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     epoch: Epoch
     duration_s: float
+    allotment: Allotment | None = None
+    """Replaces the one in force; null leaves it."""
 
 
 class EndReason(StrEnum):

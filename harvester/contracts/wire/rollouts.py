@@ -20,6 +20,10 @@ TRAJECTORY_ARGUMENT = "rosemux_trajectory"
 return."""
 
 
+ENDED_ARGUMENT = "rosemux_ended_trajectories"
+"""Key in vLLM's `extra_args`: trajectories whose end was reported since the engine's last request;
+a guest keeps their prefixes no longer."""
+
 EMITTED_ARGUMENT = "rosemux_emitted_tokens"
 """Key in vLLM's `extra_args`: the turn's output so far, from which an engine goes on."""
 
@@ -54,8 +58,34 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_detection: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     """Applies to the text in which the engine looks for stop strings."""
+    prompt_logprobs: int | None = None
+    """Candidates at each token of the prompt, beside the prompt's own."""
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
+    """The candidates at each token, in place of the likeliest."""
+    routed_experts_prompt_start: int = 0
+    """Prompt tokens whose routing is not returned."""
+    skip_reading_prefix_cache: bool | None = None
+    stream_interval: int | None = None
+    """Least tokens of each streamed event but the first and the last."""
     extra_args: dict[str, Any] | None = None
     """vLLM's `vllm_xargs`, for its plugins."""
+
+    @property
+    def lists_candidates(self) -> bool:
+        """Whether it asks for log-probabilities of other tokens than the sampled ones."""
+        return bool(self.logprob_token_ids) or (self.logprobs or 0) > 1
+
+    @property
+    def lists_logprobs(self) -> bool:
+        """Whether it asks for any, where a dialect may ask for none."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether it asks for log-probabilities of the prompt."""
+        return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
 
 class VersionPin(
@@ -63,14 +93,45 @@ class VersionPin(
 ):
     exact: WeightVersion | None = None
     minimum: WeightVersion | None = None
+    max_lag: int | None = None
+    """Versions behind the newest published one, at the turn's arrival."""
+    wait_s: float | None = None
+    """Patience for a version that is not served yet, in s; None is the gateway's."""
+    exact_version: WeightVersion | None = None
+    min_version: WeightVersion | None = None
+    """The names in slime's, miles' and stitch's requests for `exact` and `minimum`."""
+
+    def resolved(self, newest: WeightVersion) -> "VersionPin":
+        """The pin in `exact` and `minimum` alone, for a turn that arrives while `newest` is the
+        job's newest published version."""
+        lag = None if self.max_lag is None else max(0, newest - self.max_lag)
+        least = [each for each in (self.minimum, self.min_version, lag) if each is not None]
+        return VersionPin(
+            exact=self.exact_version if self.exact is None else self.exact,
+            minimum=WeightVersion(max(least)) if least else None,
+        )
+
+    def admits(self, version: WeightVersion) -> bool:
+        """Whether the resolved pin permits the version."""
+        return self.exact in (None, version) and version >= (self.minimum or 0)
+
+
+class OnInterrupt(StrEnum):
+    """Rule for a turn that has tokens and loses its engine."""
+
+    CONTINUE = "continue"
+    RETURN_PARTIAL = "return_partial"
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    request_id: str
+    request_id: str = ""
+    """Left out, the gateway gives one, and a repetition is another turn."""
     token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     stream: bool = False
     weight_version: VersionPin = VersionPin()
+    equal_numerics: bool | str = False
+    """All tokens by engines of one numerics label: the first engine's, or this one."""
     priority: int = 0
     model: str | None = None
     """Checked against the job's model; None names none."""
@@ -83,6 +144,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Send the prompt's ids back."""
     stream_options: dict[str, Any] | None = None
     """`include_usage`: the stream ends with a chunk that has `usage` and no choice."""
+    on_interrupt: OnInterrupt | None = None
+    """Counts before the job's setting; None leaves it to that."""
 
 
 class FinishReason(StrEnum):
@@ -101,11 +164,21 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     numerics: str
 
 
+class VersionRange(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's `WeightVersionSpan`: tokens `start` to `end` (exclusive), the version as a string."""
+
+    version: str
+    start: int
+    end: int
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     token_id: int
     logprob: float
     top_logprobs: tuple["TokenLogprob", ...] = ()
     """Candidates, the sampled token first, where more than one was asked for."""
+    token: str = ""
+    """`token_id:N`, as vLLM before 0.32 names it; in replies to jobs alone."""
 
 
 class Logprobs(msgspec.Struct, frozen=True):
@@ -122,6 +195,28 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
     fault: str = ""
     """Why the turn ended early, where it was not the job's wish."""
+    weight_versions: tuple[VersionRange, ...] | None = None
+    """As vLLM gives them: of the whole output, once it has ended."""
+    immovable: tuple[str, ...] = ()
+    """Sampling fields for which the turn could not leave its dedicated engine; empty: it could."""
+    routed_experts: str | None = None
+    """vLLM's array of prompt and output, where one engine made all of it."""
+    sampling_mask: tuple[tuple[int, ...], ...] | None = None
+    """Token ids that could have been sampled at each token, where the engines report them."""
+
+    @property
+    def log_probs(self) -> tuple[float, ...]:
+        """The sampled tokens' log-probabilities."""
+        return tuple(each.logprob for each in self.logprobs.content)
+
+
+class PromptScores(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a prompt, as the engine writes them."""
+
+    prompt_logprobs: Any = None
+    """For each token a map of `{logprob, rank, decoded_token}` by token id; null for the first."""
+    prompt_token_id_logprobs: str | None = None
+    """vLLM's array for `prompt_logprob_token_ids`."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,12 +225,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-class GenerateReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerateReply(PromptScores, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str
     choices: tuple[Choice, ...]
     model: str | None = None
     usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
+    weight_version_start: WeightVersion | None = None
+    weight_version_end: WeightVersion | None = None
 
 
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

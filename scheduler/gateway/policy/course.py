@@ -6,6 +6,7 @@ taken off an engine for silence, it waits twice as long on the next one, and doe
 to a silent engine without a gate. Reads no clock.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -38,6 +39,8 @@ class FirstTokens:
 
 @dataclass(slots=True)
 class TurnCourse:
+    pin_until_s: float = math.inf
+    """A pin that no engine meets yet is waited for until then."""
     resumed: bool = False
     """Whether it has been on an engine."""
     suspect: str = ""
@@ -46,6 +49,8 @@ class TurnCourse:
     """Engines that died under the turn, for any reason."""
     why: str = ""
     """Reason of the latest failure."""
+    interruption: str = ""
+    """Cause for which the latest attempt ended before its turn; empty if its job asked for that."""
     _setbacks: int = 0
     _stalls: int = 0
     """Attempts taken off silent engines since its last token."""

@@ -37,6 +37,7 @@ class EngineLoad:
     version: WeightVersion = BASE_VERSION
     usable_until_s: float | None = None
     context_tokens: int = 0
+    numerics: str = ""
     offered: bool = False
     open_turns: int = 0
     heard_s: float = 0.0

@@ -9,8 +9,16 @@ A place is skipped if waiting for a faster engine is expected to end the turn so
 harvested engine gets the share that fits its speed. An empty queue means the batch is at its tail:
 the turn goes where it is expected to end first, so that no straggler sits on a slow engine; a
 guest, whose gate may close any moment, must be clearly faster for that, even where the prefix is.
-Only engines that serve the turn's job at a version its pin allows, and whose context holds its
-prompt and its whole output, are eligible: a turn never ends early because of its place.
+Only engines that serve the turn's job at a version its pin allows, with the numerics that it needs,
+and whose context holds its prompt and its whole output, are eligible: a turn never ends early
+because of its place.
+
+A turn whose pin no engine meets yet is held outside the queue, where it counts neither as demand
+nor as a turn ahead of others, until an engine or a publish meets the pin or its patience ends. A
+pin that can never be met again, an older version than the job's, is refused at once.
+
+The queue is bounded. A request of several turns is admitted once, with room for all of them, or
+refused; one turn alone is refused where it would have to wait.
 A decision costs O(engines). Opens no connection and reads no clock.
 """
 
@@ -19,6 +27,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, count, takewhile
 from typing import TypeAlias
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
@@ -29,24 +38,30 @@ from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
+    ForgetPrefix,
+    HoldTurn,
+    JobPaused,
     QueueTurn,
     Refusal,
     RefuseTurn,
+    RequestArrived,
+    RequestLeft,
     RoutingConfig,
     RoutingEffect,
     RoutingEvent,
+    TrajectoryEnded,
     TurnArrived,
     TurnCleared,
     TurnLeft,
     TurnWithdrawn,
 )
-from scheduler.gateway.policy.versions_events import Retarget
+from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
 
 _RESUMED, _BEGUN, _FRESH = 0, 1, 2
 _Pin: TypeAlias = WeightVersion | None
-_LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, tuple[EngineId, ...], int]
-"""Job, exact and least version, suspect, engines to avoid, and which have the context."""
+_LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, str, tuple[EngineId, ...], int]
+"""Job, exact and least version, numerics, suspect, engines to avoid, and which have the context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +88,19 @@ class RoutingPolicy:
     def __init__(self, config: RoutingConfig) -> None:
         self._config = config
         self._engines: dict[EngineId, EngineLoad] = {}
-        self._last: OrderedDict[TrajectoryId, EngineId] = OrderedDict()
+        self._last: OrderedDict[tuple[JobId, TrajectoryId], EngineId] = OrderedDict()
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
         self._lines: dict[_LineKey, _Line] = {}
+        self._paused: set[JobId] = set()
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
         self._queued: dict[str, _Queued] = {}
+        self._held: dict[str, TurnArrived] = {}
+        """Turns whose pin no engine meets yet, in the order of their arrival."""
+        self._admitted: set[str] = set()
+        """Turns of requests that were admitted whole."""
+        self._arriving: set[str] = set()
+        """Admitted turns that hold room and have not arrived yet."""
         self._target: Retarget | None = None
         self._contexts: list[int] = []
         """Contexts of all engines offered so far, sorted; the same turns fit all lengths between
@@ -91,6 +113,16 @@ class RoutingPolicy:
         return len(self._queued)
 
     @property
+    def held_turns(self) -> int:
+        return len(self._held)
+
+    @property
+    def room(self) -> int:
+        """Turns that may still wait."""
+        waiting = len(self._queued) + len(self._held) + len(self._arriving)
+        return self._config.queue_turns - waiting
+
+    @property
     def open_turns(self) -> int:
         return len(self._placed)
 
@@ -100,6 +132,9 @@ class RoutingPolicy:
 
     def queued_turns_of(self, job: JobId) -> int:
         return sum(queued.job == job for queued in self._queued.values())
+
+    def held_turns_of(self, job: JobId) -> int:
+        return sum(turn.job == job for turn in self._held.values())
 
     def open_turns_of(self, job: JobId) -> int:
         return sum(placed == job for placed, _ in self._placed.values())
@@ -116,6 +151,12 @@ class RoutingPolicy:
         load = self._engines.get(engine)
         return load.s_per_token_alone if load else None
 
+    def holds(self, turn: str) -> bool:
+        return turn in self._held
+
+    def is_paused(self, job: JobId) -> bool:
+        return job in self._paused
+
     def may_serve(self, turn: TurnArrived) -> bool:
         """Whether an engine is offered that the turn could wait for."""
         return any(_may_serve(load, turn) for load in self._engines.values())
@@ -131,12 +172,19 @@ class RoutingPolicy:
 
     def observe(self, event: RoutingEvent, *, now: float) -> tuple[RoutingEffect, ...]:
         match event:
+            case RequestArrived():
+                return self._admit(event)
+            case RequestLeft():
+                self._admitted.difference_update(event.turns)
+                self._arriving.difference_update(event.turns)
             case TurnArrived():
+                self._arriving.discard(event.turn)
                 return self._arrive(event, now)
             case TurnLeft():
                 self._leave(event, now)
             case TurnWithdrawn():
                 self._queued.pop(event.turn, None)
+                self._held.pop(event.turn, None)
             case TurnCleared():
                 self._end_trial(event.turn)
             case EngineOffered():
@@ -148,42 +196,80 @@ class RoutingPolicy:
                 self._target = event
             case ContextLimited():
                 self._context_limit = event.tokens
+            case JobPaused():
+                (self._paused.add if event.paused else self._paused.discard)(event.job)
+            case TrajectoryEnded():
+                return tuple(self._forget(event))
+        released: tuple[RoutingEffect, ...] = ()
+        if isinstance(event, EngineOffered | Retarget | ContextLimited | TimePassed):
+            released = self._review_held(now)
         if isinstance(event, EngineWithdrawn | Retarget | ContextLimited):
-            return (*self._drain(now), *self._refuse_stale())
-        return self._drain(now)
+            return (*released, *self._drain(now), *self._refuse_stale(now))
+        return (*released, *self._drain(now))
 
     def _offer(self, event: EngineOffered) -> None:
         load = self._engines.setdefault(event.engine, EngineLoad(kind=event.kind))
         load.kind, load.concurrency = event.kind, event.concurrency
         load.job, load.version = event.job, event.version
         load.usable_until_s, load.offered = event.usable_until_s, True
-        load.context_tokens = event.context_tokens
+        load.context_tokens, load.numerics = event.context_tokens, event.numerics
         if event.context_tokens and event.context_tokens not in self._contexts:
             insort(self._contexts, event.context_tokens)
             self._split_lines()
 
+    def _admit(self, request: RequestArrived) -> tuple[RefuseTurn, ...]:
+        if len(request.turns) > self.room:
+            room = f"{len(request.turns)} turns, and the queue has room for {max(0, self.room)}"
+            return tuple(
+                RefuseTurn(turn=turn, refusal=Refusal.FULL, reason=room) for turn in request.turns
+            )
+        self._admitted.update(request.turns)
+        self._arriving.update(request.turns)
+        return ()
+
     def _arrive(self, turn: TurnArrived, now: float) -> tuple[RoutingEffect, ...]:
-        refused = self._refusal(turn)
+        refused = self._refusal(turn, now)
         if refused is not None:
             return (refused,)
+        may_wait = self.room > 0 or turn.resumed or turn.turn in self._admitted
+        if (unmet := self._unmet(turn)) and may_wait:
+            self._held[turn.turn] = turn
+            return (HoldTurn(turn=turn.turn, reason=unmet),)
         line = self._lines.get(self._line_key(turn))
         if line is None or not len(line):
             chosen = self._choose(turn, now, tail=not self._queued)
             if chosen is not None:
                 return (self._dispatch(turn, *chosen, now),)
-        if len(self._queued) >= self._config.queue_turns and not turn.resumed:
-            reason = f"{len(self._queued)} turns are waiting"
+        if not may_wait:
+            reason = f"{self._config.queue_turns - self.room} turns are waiting"
             return (RefuseTurn(turn=turn.turn, refusal=Refusal.FULL, reason=reason),)
-        last = self._last.get(turn.trajectory)
+        return (self._queue(turn, now), *self._drain(now))
+
+    def _queue(self, turn: TurnArrived, now: float) -> QueueTurn:
+        last = self._last.get((turn.job, turn.trajectory))
         begun = last is not None and self._config.begun_first
         self._queued[turn.turn] = _Queued(turn.job, now)
         self._wait(turn, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
-        return (QueueTurn(turn=turn.turn), *self._drain(now))
+        return QueueTurn(turn=turn.turn)
+
+    def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
+        """Queues held turns whose pin can be met now, refuses those that waited long enough."""
+        reviewed: list[RoutingEffect] = []
+        waits: dict[_LineKey, bool] = {}
+        for turn in tuple(self._held.values()):
+            key = self._line_key(turn)
+            if key not in waits:
+                waits[key] = not self._refusal(turn, -math.inf) and bool(self._unmet(turn))
+            if waits[key] and now < turn.pin_until_s:
+                continue
+            del self._held[turn.turn]
+            reviewed.append(self._refusal(turn, now) or self._queue(turn, now))
+        return tuple(reviewed)
 
     def _wait(self, turn: TurnArrived, rank: int) -> None:
         line = self._lines.setdefault(self._line_key(turn), _Line())
         line.waiting[rank].append(turn)
-        last = self._last.get(turn.trajectory)
+        last = self._last.get((turn.job, turn.trajectory))
         if rank == _BEGUN and last is not None:
             near = line.begun_on.setdefault(last, deque())
             while near and near[0].turn not in self._queued:
@@ -192,7 +278,8 @@ class RoutingPolicy:
 
     def _line_key(self, turn: TurnArrived) -> _LineKey:
         fits = bisect_left(self._contexts, turn.context_tokens)
-        return (turn.job, turn.exact, turn.minimum, turn.suspect, turn.avoid, fits)
+        pin = (turn.exact, turn.minimum, turn.numerics)
+        return (turn.job, *pin, turn.suspect, turn.avoid, fits)
 
     def _split_lines(self) -> None:
         """Regroups the lines after an engine with a new context length joined."""
@@ -222,7 +309,7 @@ class RoutingPolicy:
         if event.tokens:
             self._turn_tokens += weight * (event.tokens - self._turn_tokens)
 
-    def _refusal(self, turn: TurnArrived) -> RefuseTurn | None:
+    def _refusal(self, turn: TurnArrived, now: float) -> RefuseTurn | None:
         target = self._target
         if target is None or turn.job != target.job:
             active = target.job if target else "none"
@@ -235,20 +322,34 @@ class RoutingPolicy:
                 f"the largest context of any engine is {limit}"
             )
             return RefuseTurn(turn=turn.turn, refusal=Refusal.CONTEXT, reason=reason)
-        if turn.exact is None and (turn.minimum or 0) <= target.version:
+        unmet = self._unmet(turn)
+        gone = turn.exact is not None and turn.exact < target.version
+        if not unmet or (not gone and now < turn.pin_until_s):
             return None
-        if turn.exact == target.version or self.may_serve(turn):
-            return None
-        wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
-        reason = f"version {wanted} is served nowhere; job {turn.job} is at {target.version}"
-        return RefuseTurn(turn=turn.turn, refusal=Refusal.VERSION, reason=reason)
+        refusal = Refusal.GONE if gone else Refusal.VERSION
+        return RefuseTurn(turn=turn.turn, refusal=refusal, reason=unmet)
 
-    def _refuse_stale(self) -> Iterator[RefuseTurn]:
+    def _unmet(self, turn: TurnArrived) -> str:
+        """Why the turn's pin is met neither by the job's newest version nor by an engine."""
+        target = self._target
+        assert target is not None
+        newest = target.version
+        met = turn.exact in (None, newest) and newest >= (turn.minimum or 0)
+        if not met and not self.may_serve(turn):
+            wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
+            return f"version {wanted} is served nowhere; job {turn.job} is at {newest}"
+        labels = {load.numerics for load in self._engines.values()}
+        if turn.numerics and turn.numerics not in labels:
+            known = " or ".join(repr(each) for each in sorted(labels)) or "none yet"
+            return f"no engine has the numerics {turn.numerics!r}; known: {known}"
+        return ""
+
+    def _refuse_stale(self, now: float) -> Iterator[RefuseTurn]:
         for key, line in list(self._lines.items()):
             for waiting in line.waiting:
                 kept: list[TurnArrived] = []
                 for turn in waiting:
-                    refused = self._refusal(turn) if turn.turn in self._queued else None
+                    refused = self._refusal(turn, now) if turn.turn in self._queued else None
                     if refused is None:
                         kept.append(turn)
                     else:
@@ -306,9 +407,17 @@ class RoutingPolicy:
         near = line.begun_on.get(engine)
         while near:
             turn = near.popleft()
-            if turn.turn in self._queued and self._last.get(turn.trajectory) == engine:
+            if turn.turn in self._queued and self._last.get((turn.job, turn.trajectory)) == engine:
                 return turn
         return None
+
+    def _forget(self, event: TrajectoryEnded) -> Iterator[ForgetPrefix]:
+        """The trajectory, and those of the samples `.0`, `.1`, ... of its requests."""
+        parts = (TrajectoryId(f"{event.trajectory}.{index}") for index in count())
+        there = takewhile(lambda part: (event.job, part) in self._last, parts)
+        for name in chain((event.trajectory,), there):
+            if (engine := self._last.pop((event.job, name), None)) is not None:
+                yield ForgetPrefix(engine=engine, job=event.job, trajectory=name)
 
     def _may_try(self, turn: TurnArrived, engine: EngineId) -> bool:
         if engine in turn.avoid:
@@ -348,6 +457,8 @@ class RoutingPolicy:
 
         Waiting takes as long as the faster engines, all full, need for everyone in the queue.
         """
+        if turn.job in self._paused:
+            return {}
         places: dict[EngineId, float] = {}
         faster_places, fastest_s = 0, 0.0
         ahead = max(1, len(self._queued))
@@ -373,7 +484,7 @@ class RoutingPolicy:
         if not places:
             return None
         fastest = next(iter(places))
-        last = self._last.get(turn.trajectory)
+        last = self._last.get((turn.job, turn.trajectory))
         kept_s = self._config.affinity_ratio * places[fastest]
         dedicated = next(
             (each for each in places if self._engines[each].kind is EngineKind.DEDICATED), None
@@ -398,16 +509,18 @@ class RoutingPolicy:
         if turn.suspect:
             self._trials[engine] = turn
         self._placed[turn.turn] = (turn.job, engine)
-        self._last[turn.trajectory] = engine
-        self._last.move_to_end(turn.trajectory)
+        self._last[turn.job, turn.trajectory] = engine
+        self._last.move_to_end((turn.job, turn.trajectory))
         if len(self._last) > self._config.trajectories:
             self._last.popitem(last=False)
         return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
 
 
 def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:
-    """Whether the engine serves the turn's job at a version its pin allows, and its context holds
-    the whole turn."""
+    """Whether the engine serves the turn's job at a version its pin allows, has the numerics that
+    it needs, and its context holds the whole turn."""
     if not load.offered or load.job != turn.job or not load.fits(turn.context_tokens):
+        return False
+    if turn.numerics not in ("", load.numerics):
         return False
     return turn.exact in (None, load.version) and load.version >= (turn.minimum or 0)

@@ -1,5 +1,6 @@
 """Events, effects and settings of routing."""
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -11,8 +12,9 @@ from scheduler.model import EngineKind
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     queue_turns: int = 16384
-    """More are refused. A synchronous step asks for its whole batch at once: 1,024 prompts of 16
-    samples each wait here, with their prompts in memory."""
+    """Turns that wait for a place or for their version; more are refused. A synchronous step asks
+    for its whole batch at once: 1,024 prompts of 16 samples each wait here, with their prompts in
+    memory."""
     lease_margin_s: float = 1.0
     """A guest takes no turn this shortly before its lease ends."""
     affinity_ratio: float = 2.0
@@ -50,6 +52,8 @@ class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offer
     usable_until_s: float | None = None
     context_tokens: int = 0
     """Prompt and output of a turn together; 0 is not known."""
+    numerics: str = ""
+    """Label of all inputs of its log-probabilities."""
 
 
 class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):
@@ -62,6 +66,18 @@ class ContextLimited(msgspec.Struct, frozen=True, kw_only=True, tag="context_lim
     tokens: int | None
 
 
+class RequestArrived(msgspec.Struct, frozen=True, kw_only=True, tag="request_arrived"):
+    """These turns of one request arrive soon: all of them may wait, or none is taken."""
+
+    turns: tuple[str, ...]
+
+
+class RequestLeft(msgspec.Struct, frozen=True, kw_only=True, tag="request_left"):
+    """The client of an arrived request waits no more."""
+
+    turns: tuple[str, ...]
+
+
 class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived"):
     turn: str
     trajectory: TrajectoryId
@@ -72,6 +88,10 @@ class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived")
     """Length of prompt and whole output, in tokens; an engine with less would cut it short."""
     exact: WeightVersion | None = None
     minimum: WeightVersion | None = None
+    pin_until_s: float = math.inf
+    """A pin that no engine meets yet is waited for until then."""
+    numerics: str = ""
+    """Its engine must have this label; empty: any."""
     resumed: bool = False
     """Lost its engine; it waits in front of all others."""
     suspect: str = ""
@@ -100,6 +120,20 @@ class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared")
     turn: str
 
 
+class JobPaused(msgspec.Struct, frozen=True, kw_only=True, tag="job_paused"):
+    """The job's turns wait, or go on where `paused` is false."""
+
+    job: JobId
+    paused: bool
+
+
+class TrajectoryEnded(msgspec.Struct, frozen=True, kw_only=True, tag="trajectory_ended"):
+    """No turn of this session, or of its request's samples, comes any more."""
+
+    job: JobId
+    trajectory: TrajectoryId
+
+
 class TurnWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="turn_withdrawn"):
     """No client waits for this queued turn any more."""
 
@@ -111,10 +145,14 @@ RoutingEvent = (
     | EngineWithdrawn
     | Retarget
     | ContextLimited
+    | RequestArrived
+    | RequestLeft
     | TurnArrived
     | TurnLeft
     | TurnWithdrawn
     | TurnCleared
+    | JobPaused
+    | TrajectoryEnded
     | TimePassed
 )
 
@@ -133,14 +171,27 @@ class DispatchTurn(msgspec.Struct, frozen=True, kw_only=True, tag="dispatch_turn
     reason: DispatchReason
 
 
+class HoldTurn(msgspec.Struct, frozen=True, kw_only=True, tag="hold_turn"):
+    """No engine meets its pin yet."""
+
+    turn: str
+    reason: str
+
+
 class QueueTurn(msgspec.Struct, frozen=True, kw_only=True, tag="queue_turn"):
     turn: str
 
 
 class Refusal(StrEnum):
     VERSION = "version"
+    """No engine met the pin within the turn's patience; a later one may."""
+    GONE = "gone"
+    """No engine will ever serve the pinned version again."""
     JOB = "job"
     FULL = "full"
+    """More turns wait than the queue holds."""
+    UNSERVED = "unserved"
+    """No engine could serve or finish the turn in time."""
     CONTEXT = "context"
     """No engine has the context that the turn needs."""
     REQUEST = "request"
@@ -153,4 +204,12 @@ class RefuseTurn(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_turn"):
     reason: str
 
 
-RoutingEffect = DispatchTurn | QueueTurn | RefuseTurn
+class ForgetPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="forget_prefix"):
+    """The engine need not keep the prefix of this trajectory."""
+
+    engine: EngineId
+    job: JobId
+    trajectory: TrajectoryId
+
+
+RoutingEffect = DispatchTurn | HoldTurn | QueueTurn | RefuseTurn | ForgetPrefix

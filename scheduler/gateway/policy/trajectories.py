@@ -19,10 +19,14 @@ from harvester.contracts.wire.rollouts import (
     FinishReason,
     GenerateRequest,
     Logprobs,
+    PromptScores,
     SamplingParams,
     Span,
     TokenLogprob,
+    VersionPin,
+    VersionRange,
 )
+from scheduler.model import BASE_VERSION
 
 _SEED_MASK = (1 << 31) - 1
 _FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -73,21 +77,23 @@ class Attempt:
     `token_ids` ends with it."""
 
 
-def counts_output(sampling: SamplingParams) -> bool:
-    """Whether the next token depends on which tokens before it are output, or on their text.
+def output_fields(sampling: SamplingParams) -> tuple[str, ...]:
+    """Set fields by which the next token depends on which tokens before it are output, or on their
+    text.
 
-    Such a turn can move only between engines that take the output as output.
+    A turn with any of them can move only between engines that take the output as output.
     """
-    return bool(
-        sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.bad_words
-        or sampling.stop
-        or sampling.structured_outputs
-        or sampling.thinking_token_budget is not None
-        or sampling.repetition_detection
-        or sampling.extra_args
-    )
+    given = {
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "bad_words": sampling.bad_words,
+        "stop": sampling.stop,
+        "structured_outputs": sampling.structured_outputs,
+        "thinking_token_budget": sampling.thinking_token_budget is not None,
+        "repetition_detection": sampling.repetition_detection,
+        "extra_args": sampling.extra_args,
+    }
+    return tuple(name for name, value in given.items() if value)
 
 
 def reasoning_fields(request: GenerateRequest) -> dict[str, Any]:
@@ -109,6 +115,13 @@ def continued_seed(seed: int | None, offset: int) -> int | None:
     return xxhash.xxh3_64_intdigest(f"{seed}:{offset}".encode()) & _SEED_MASK
 
 
+_MARKED_TOKENS = 64
+
+
+def turn_key(job: JobId, request_id: str) -> str:
+    return f"{job}/{request_id}"
+
+
 @dataclass(slots=True, kw_only=True)
 class Turn:
     """One generate call of a trajectory. `request` is as the job sent it."""
@@ -117,16 +130,26 @@ class Turn:
     job: JobId
     trajectory: TrajectoryId
     counters: TurnCounters
+    pin: VersionPin = field(default_factory=VersionPin)
+    """The request's pin as resolved at the turn's arrival."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores: PromptScores | None = None
+    """The prompt's, by the engine of the first token."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     fault: str = ""
     """Why it ended early, where that was not the job's wish."""
+    routed_experts: str | None = None
+    """The engine's array, where one attempt made the whole turn."""
+    immovable: tuple[str, ...] = ()
+    """Fields for which it cannot leave the engine of its newest attempt with its output."""
     attempts: int = 0
     eos_token_ids: set[int] = field(default_factory=set)
     """EOS tokens of the job's model as learned so far, shared by its turns."""
     _content: str = ""
+    _sampling_mask: list[tuple[int, ...]] = field(default_factory=list)
+    _prompt_mark: str = ""
     _spans: list[Span] = field(default_factory=list)
     _open: Attempt | None = None
     _open_from: int = 0
@@ -136,7 +159,15 @@ class Turn:
     @property
     def key(self) -> str:
         """Unique over all jobs."""
-        return f"{self.job}/{self.request.request_id}"
+        return turn_key(self.job, self.request.request_id)
+
+    @property
+    def prompt_mark(self) -> str:
+        """Cheap name of its prompt, for every attempt: equal for the samples of a group."""
+        if not self._prompt_mark:
+            ids = self.request.token_ids
+            self._prompt_mark = f"{len(ids)}:{hash(ids[:: 1 + len(ids) // _MARKED_TOKENS])}"
+        return self._prompt_mark
 
     @property
     def content(self) -> str:
@@ -154,7 +185,20 @@ class Turn:
 
     @property
     def counts_output(self) -> bool:
-        return counts_output(self.request.sampling_params)
+        return bool(output_fields(self.request.sampling_params))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing is left to be asked of its prompt."""
+        return self.scores is not None or not self.request.sampling_params.scores_prompt
+
+    @property
+    def needed_numerics(self) -> str:
+        """Numerics label that the next token's engine must have; empty: any."""
+        wanted = self.request.equal_numerics
+        if isinstance(wanted, str):
+            return wanted
+        return self._spans_now()[0].numerics if wanted and self.token_ids else ""
 
     @property
     def outcome(self) -> str:
@@ -180,14 +224,8 @@ class Turn:
             self.counters.retried += 1
             self.counters.migrated += offset > 0
         self.attempts += 1
-        wanted, output = self.request.sampling_params, tuple(self.token_ids)
-        sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
-        if not resumes:
-            sampling = msgspec.structs.replace(
-                sampling,
-                max_tokens=wanted.max_tokens - offset,
-                min_tokens=max(0, wanted.min_tokens - offset),
-            )
+        self.immovable = () if resumes else output_fields(self.request.sampling_params)
+        output = tuple(self.token_ids)
         self._open = Attempt(
             number=self.attempts,
             job=self.job,
@@ -195,17 +233,35 @@ class Turn:
             engine=engine,
             version=version,
             token_ids=self.request.token_ids + (() if resumes else output),
-            sampling_params=sampling,
+            sampling_params=self.sampling_left(resumes=resumes),
             cache_salt=self.request.cache_salt,
             reasoning=reasoning_fields(self.request),
             emitted=output if resumes else (),
         )
         self._open_from = offset
         self._numerics = numerics
+        if not offset:
+            self.scores = None
         return self._open
 
+    def sampling_left(self, *, resumes: bool = False) -> SamplingParams:
+        """Sampling of the rest, with the output so far as output, if it `resumes`, or as prompt."""
+        wanted, offset = self.request.sampling_params, len(self.token_ids)
+        sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
+        if resumes:
+            return sampling
+        return msgspec.structs.replace(
+            sampling,
+            max_tokens=wanted.max_tokens - offset,
+            min_tokens=max(0, wanted.min_tokens - offset),
+        )
+
     def accept(
-        self, attempt: Attempt, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+        self,
+        attempt: Attempt,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        sampling_mask: Sequence[tuple[int, ...]] | None = None,
     ) -> bool:
         """Append a chunk. False, and nothing changes, if the attempt is not the newest."""
         if attempt is not self._open:
@@ -214,15 +270,24 @@ class Turn:
         room = self.remaining_tokens
         if len(token_ids) != len(logprobs) or len(token_ids) > room:
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probs, room for {room}")
+        if sampling_mask and len(self._sampling_mask) == len(self.token_ids):
+            self._sampling_mask += sampling_mask
         self.token_ids += token_ids
         self.logprobs += logprobs
         return True
 
-    def finish(self, attempt: Attempt, reported: str, stop_reason: int | str | None = None) -> None:
+    def finish(
+        self,
+        attempt: Attempt,
+        reported: str,
+        stop_reason: int | str | None = None,
+        routed_experts: str | None = None,
+    ) -> None:
         """Ends the attempt by the engine's word: final, whatever happens to its stream."""
         if attempt is not self._open:
             return
         self.stop_reason = stop_reason
+        self.routed_experts = None if self._open_from else routed_experts
         by_string = isinstance(stop_reason, str)
         if reported == "stop" and self.token_ids and not by_string and not self._at_stop_token():
             # Neither a string nor a stop token of the request: an EOS of the model.
@@ -290,13 +355,19 @@ class Turn:
 
     def choice(self, *, start: int = 0) -> Choice:
         """Tokens from `start` on, with all spans closed so far that reach behind it."""
+        spans, masked = self._spans_now(), self._sampling_mask
+        all_masked = masked and len(masked) == len(self.token_ids)
         return Choice(
             token_ids=tuple(self.token_ids[start:]),
             logprobs=Logprobs(content=tuple(self.logprobs[start:])),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            spans=tuple(span for span in self._spans_now() if span.end > start),
+            spans=tuple(span for span in spans if span.end > start),
             fault=self.fault,
+            weight_versions=_version_ranges(spans) if self.ended else None,
+            immovable=self.immovable,
+            routed_experts=self.routed_experts,
+            sampling_mask=tuple(masked[start:]) if all_masked else None,
         )
 
     def _spans_now(self) -> list[Span]:
@@ -327,6 +398,17 @@ class Turn:
         self._spans.append(span)
 
 
+def _version_ranges(spans: Sequence[Span]) -> tuple[VersionRange, ...]:
+    """Spans of one version joined, whatever engines made them."""
+    ranges: list[VersionRange] = []
+    for span in spans:
+        start, version = span.start, str(span.version)
+        if ranges and ranges[-1].version == version:
+            start = ranges.pop().start
+        ranges.append(VersionRange(version=version, start=start, end=span.end))
+    return tuple(ranges)
+
+
 class TurnLedger:
     """The open turns of one job by request id, and the totals of all."""
 
@@ -339,8 +421,20 @@ class TurnLedger:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, request: GenerateRequest, *, trajectory: TrajectoryId) -> Turn | None:
-        """A new turn, or None while one with this request id is open."""
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(self._open.values())
+
+    def open(
+        self,
+        request: GenerateRequest,
+        *,
+        trajectory: TrajectoryId,
+        newest: WeightVersion = BASE_VERSION,
+    ) -> Turn | None:
+        """A new turn, or None while one with this request id is open.
+
+        `newest`: the job's newest published version, against which the turn's pin is resolved.
+        """
         if request.request_id in self._open:
             return None
         turn = Turn(
@@ -348,6 +442,7 @@ class TurnLedger:
             job=self.job,
             trajectory=trajectory,
             counters=self.counters,
+            pin=request.weight_version.resolved(newest),
             eos_token_ids=self._eos_token_ids,
         )
         self._open[request.request_id] = turn

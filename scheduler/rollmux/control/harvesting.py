@@ -6,17 +6,17 @@ leaves nothing behind.
 
 import http.client
 import logging
-import ssl
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import quote, urlsplit
 
 import msgspec
+from pydantic import ValidationError
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
-from harvester.platform.bearer import authorization, read_own_token
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
 from scheduler.rollmux.control.socket_control import answered
 from scheduler.rollmux.permits.leased_tail import Switches
@@ -37,12 +37,20 @@ class Harvesting:
     """URL of the gateway, `https://` off loopback."""
     token_file: Path | None = None
     """Holds the tenant's bearer token, where the gateway asks for one."""
+    ca_file: Path | None = None
+    """Certificates to trust besides the system's."""
+    cert_file: Path | None = None
+    """Client certificate for a gateway that requires one."""
+    key_file: Path | None = None
+    """Its private key."""
 
     def of(self, job: JobId) -> "JobGateway":
-        """Raises ConfigError where the URL or the file is none."""
-        file = self.token_file
-        token = "" if file is None else read_own_token(file, what="gateway token")
-        return JobGateway(self.gateway, job, token=token)
+        """Raises ConfigError where the URL or a file is none."""
+        files = {name: value for name, value in asdict(self).items() if name != "gateway"}
+        try:
+            return JobGateway(self.gateway, job, Credentials(**files))
+        except (ConfigError, ValidationError) as error:
+            raise ConfigError(f"gateway {self.gateway}: {error}") from error
 
 
 class _Engine(msgspec.Struct, frozen=True):
@@ -81,7 +89,7 @@ class GatewayView(msgspec.Struct, frozen=True):
 class JobGateway:
     """Calls raise Exhausted without an answer, PeerProtocolError if refused."""
 
-    def __init__(self, url: str, job: JobId, *, token: str = "") -> None:
+    def __init__(self, url: str, job: JobId, credentials: Credentials = NO_CREDENTIALS) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"gateway {url!r}: give a URL as http://127.0.0.1:8300")
@@ -90,7 +98,10 @@ class JobGateway:
         self._secure, self._host, self._port = (
             parts.scheme == "https", parts.hostname, parts.port
         )  # fmt: skip
-        self._headers = authorization(token)
+        self._credentials = credentials
+        if exposed := self._credentials.exposed_at(url):
+            raise ConfigError(exposed)
+        self._credentials.check()
 
     def view(self) -> GatewayView:
         body = self._answer("GET", "/v1/status", None, timeout_s=ANSWER_S)
@@ -128,7 +139,7 @@ class JobGateway:
             method,
             path,
             body,
-            {"Content-Type": "application/json", **self._headers},
+            {"Content-Type": "application/json", **self._credentials.headers()},
             what=f"gateway {self.url} {path}",
             most_bytes=REPLY_MAX_BYTES,
         )
@@ -136,7 +147,6 @@ class JobGateway:
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        context = ssl.create_default_context()
         return http.client.HTTPSConnection(
-            self._host, self._port, timeout=timeout_s, context=context
+            self._host, self._port, timeout=timeout_s, context=self._credentials.tls()
         )

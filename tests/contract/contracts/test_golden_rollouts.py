@@ -57,7 +57,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"request_id":"r","choices":[{"index":0,"token_ids":[5],"logprobs":{"content":'
             b'[{"token_id":5,"logprob":-0.5}]},"finish_reason":"stop","stop_reason":null,"spans":[{"start":0,"end":1,'
-            b'"version":4,"engine":"e","numerics":"n"}],"fault":""}]}'
+            b'"version":4,"engine":"e","numerics":"n"}],"fault":"","weight_versions":null,"immovable":[],"routed_experts":null,"sampling_mask":null}]}'
         ),
     ),
     (

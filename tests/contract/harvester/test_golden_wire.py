@@ -8,7 +8,9 @@ import pytest
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageFault
 from harvester.contracts.process import ProcessId
+from harvester.contracts.served import Served
 from harvester.contracts.wire.engines import EngineDescription, EngineReport
+from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -35,6 +37,34 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         b'{"request_id":"r","slot":"s","tenant":"t","job":"j","duration_s":10.0}',
     ),
     (LeaseRenewal(epoch=Epoch(2), duration_s=10.0), b'{"epoch":2,"duration_s":10.0}'),
+    (
+        LeaseRenewal(
+            epoch=Epoch(2),
+            duration_s=10.0,
+            allotment=Allotment(number=3, misses=1.5, budget=10.0, spent=0.5),
+        ),
+        (
+            b'{"epoch":2,"duration_s":10.0,"allotment":{"number":3,"misses":1.5,"budget":10.0,'
+            b'"spent":0.5,"known_s":0.0}}'
+        ),
+    ),
+    (
+        BudgetReport(
+            service="m",
+            life="l",
+            run=1,
+            served=Served(requests=2.0),
+            charged=0.5,
+            allowed_ratio=0.001,
+            minimum_misses=10.0,
+        ),
+        (
+            b'{"service":"m","life":"l","run":1,"served":{"requests":2.0,"misses":0.0,"granted":0.0,'
+            b'"granted_misses":0.0,"granted_beats":0.0,"granted_late_beats":0.0,"withheld":0.0,'
+            b'"withheld_misses":0.0,"withheld_beats":0.0,"withheld_late_beats":0.0},"charged":0.5,'
+            b'"number":0,"limit":null,"allowed_ratio":0.001,"minimum_misses":10.0,"allotment":null}'
+        ),
+    ),
     (
         LeaseGranted(lease=LeaseId("l"), slot=SlotId("s"), epoch=Epoch(2), duration_s=9.5),
         b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5}',
@@ -68,7 +98,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'{"node":"n","slots":[{"slot":"s","node":"n","state":"offered","engine_url":"u",'
             b'"model":"m","epoch":1,"concurrency":16,"kv_tokens":4096,"idle_ratio":null,"reason":"",'
             b'"isolation":"","floor_bytes":0,"tenant":"","job":"","engine":{"model":"","architecture":"",'
-            b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]}}],'
+            b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]},"guards":[],'
+            b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"budget":null}],'
             b'"restart_needed":[]}'
         ),
     ),
@@ -106,7 +137,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         (
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
             b'"guest":{"record":null,"fault":"missing","lives_below":false},'
-            b'"lease":{"epoch":3,"lease":"l","ending":false,"tenant":"","job":""},'
+            b'"lease":{"epoch":3,"lease":"l","ending":false,"tenant":"","job":"","allotment":null},'
             b'"kill_switch":"hold","memory":null,'
             b'"mps":null,"guest_kv":null,"outcomes":[],"record_fault":"","release":""}'
         ),

@@ -1,6 +1,8 @@
 """The agent's routes as a scheduler sees them, and what they refuse."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from harvester.agent.http import application
 from harvester.agent.node import NodeAgent
+from harvester.cli.root import main
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
@@ -22,7 +25,9 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
-from harvester.platform.bearer import read_token
+from harvester.platform.bearer import TokenFile, is_sent, read_token
+from harvester.platform.http_kit import listen, serving
+from tests.certificates import Authority, token_file
 
 TAKE = {"request_id": "r1", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 5.0}
 Answer = LeaseGranted | LeaseRefused | LeaseEnded
@@ -50,7 +55,7 @@ def node(tmp_path: Path) -> Any:
 
 @pytest.fixture
 async def client(node: NodeAgent) -> AsyncIterator[TestClient[Any, Any]]:
-    async with TestClient(TestServer(application(node, token=None))) as client:
+    async with TestClient(TestServer(application(node))) as client:
         yield client
 
 
@@ -208,7 +213,9 @@ async def test_health_is_about_the_loop_and_readiness_about_signals(
 
 
 async def test_a_token_guards_everything_but_health(node: NodeAgent) -> None:
-    async with TestClient(TestServer(application(node, token=b"s" * 32))) as client:
+    async with TestClient(
+        TestServer(application(node, accepts=partial(is_sent, b"s" * 32)))
+    ) as client:
         assert (await client.get("/healthz")).status == 200
         for path in ("/v1/slots", "/metrics"):
             assert (await client.get(path)).status == 401
@@ -231,3 +238,18 @@ def test_a_bad_token_file_stops_the_start(
         path.chmod(mode)
     with pytest.raises(ConfigError, match=says):
         read_token(path)
+
+
+async def test_status_is_shown_by_tls_and_a_token(
+    node: NodeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, token = Authority(tmp_path), token_file(tmp_path, "token", "s" * 32)
+    app = application(node, accepts=TokenFile(token).accepts)
+    async with serving(app) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="", tls=authority.server("agent"))
+
+        command = ["status", "--pages", str(tmp_path / "pages"), "--agent", url]
+        command += ["--ca-file", str(authority.file), "--token-file", str(token)]
+        with pytest.raises(SystemExit) as ended:
+            await asyncio.to_thread(main, command)
+    assert (ended.value.code, "slot0" in capsys.readouterr().out) == (0, True)

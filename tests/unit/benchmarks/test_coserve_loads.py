@@ -90,7 +90,7 @@ def test_ratios_are_over_alone_and_what_failed_counts_in_both_arms() -> None:
     assert last["requests"] == 4, "the load is counted whole"
 
 
-def test_intervals_draw_trials_and_not_requests() -> None:
+def test_trials_and_not_requests_are_the_unit_of_an_interval() -> None:
     """The guest cost nothing in one of two trials and doubled the TTFT in the other."""
     trials = [seen([0.1] * 20, [each] * 20) for each in (0.1, 0.2)]
     both: side_by_side.Seen = {
@@ -101,7 +101,10 @@ def test_intervals_draw_trials_and_not_requests() -> None:
         ]
         for arm in (Arm.ALONE, Arm.ROSEMUX)
     }
-    assert compared(both)["ttft_p50_interval"] == pytest.approx((1.0, 2.0))
+    found = compared(both)
+    low, high = found["ttft_p50_interval"]
+    assert found["ttft_p50_ratio"] == pytest.approx(2**0.5)
+    assert low < 1.0 < 2.0 < high
 
 
 @dataclass

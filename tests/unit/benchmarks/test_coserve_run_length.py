@@ -14,26 +14,28 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.coserve import __main__ as coserve
-from benchmarks.coserve.arms import Arm
+from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.failsafe import FailSafe
-from benchmarks.coserve.rounds import Runner
+from benchmarks.coserve.figures import Facts
+from benchmarks.coserve.rounds import Runner, Slice
 from benchmarks.coserve.run_length import SHORT
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.hardware import CpuHardware
+from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import ServingSlot
 from benchmarks.testbed.window import Window
 from harvester.contracts.page import PageDirectory
 
-ARM_S = 12.0
+ARM_S = 10.0
 
 
 @dataclass
 class CountedRunner:
-    """Each arm takes twelve seconds of the shared clock."""
+    """Each arm takes ten seconds of the shared clock."""
 
     now_s: float = 0.0
     done: list[tuple[Arm, int]] = field(default_factory=list)
-    slices: list[Any] = field(default_factory=list)
+    level: ServiceLevel = FIRST_LEVEL
     folder: Path | None = None
     kept_at_starts: list[int | None] = field(default_factory=list)
     """Rounds in the file when each round began."""
@@ -48,13 +50,30 @@ class CountedRunner:
             self.kept_at_starts.append(kept_in(self.folder)["rounds"] if there else None)
         self.now_s += ARM_S
         self.done.append((arm, turn))
-        return SimpleNamespace(
-            seconds=10.0, production_busy_s=5.0, production_core_s=5.0, guest_tokens=100
+        return Slice(
+            arm=arm,
+            round=turn,
+            seconds=10.0,
+            guest_tokens=100,
+            guest_steps=10,
+            production_busy_s=5.0,
+            production_core_s=5.0,
+            idle_s=4.0,
+            guest_core_s=3.0,
+            step_work_s=1e-4,
         )
+
+    async def instruct(self, setting: Setting) -> None:
+        assert not setting.shipped, "other parts have rules of their own"
 
 
 def bench_in(
-    folder: Path, runner: CountedRunner, arguments: Sequence[str], **given: Any
+    folder: Path,
+    runner: CountedRunner,
+    arguments: Sequence[str],
+    *,
+    resumes: bool = False,
+    **given: Any,
 ) -> coserve.Bench:
     """Its clock is the runner's and counts from the run's start."""
     paths = SimpleNamespace(logs=folder / "x.run" / "logs")
@@ -64,9 +83,22 @@ def bench_in(
         parts=SimpleNamespace(paths=paths),
     )
     trace = generated_trace(Bursts(), duration_s=3600.0, seed=1)
-    asked = {"seconds": 120.0, "failsafe": 0, "failsafe_file": None, "seed": 1} | given
-    namespace = argparse.Namespace(short="--short" in arguments, **asked)
-    bench = coserve.Bench(cast(ServingSlot, slot), trace, namespace)
+    asked: dict[str, Any] = {
+        "json": folder / "x.json",
+        "seconds": 120.0,
+        "slice": None,
+        "arms": tuple(Arm),
+        "slo": None,
+        "minutes": math.inf,
+        "failsafe": 0,
+        "failsafe_file": None,
+        "seed": 1,
+    }
+    namespace = argparse.Namespace(short="--short" in arguments, **(asked | given))
+    log = coserve.round_log(namespace, trace, slot.hardware)
+    if resumes:
+        log.resume()
+    bench = coserve.Bench(cast(ServingSlot, slot), trace, namespace, log)
     bench.clock, bench.started_s = cast(Any, runner), 0.0
     return bench
 
@@ -76,12 +108,21 @@ def kept_in(folder: Path) -> dict[str, Any]:
     return kept
 
 
+def made_figures(_: object, slices: Sequence[Slice], facts: Facts) -> dict[str, Any]:
+    return {"rate": facts.requests_per_s, "rounds": len({each.round for each in slices})}
+
+
 def rounds_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, started_s: float, arguments: Sequence[str]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    started_s: float,
+    arguments: Sequence[str],
+    **given: Any,
 ) -> CountedRunner:
     runner = CountedRunner(now_s=started_s, folder=folder)
-    monkeypatch.setattr(coserve, "figures", lambda _, __, facts: {"rate": facts.requests_per_s})
-    bench = bench_in(folder, runner, arguments)
+    monkeypatch.setattr(coserve, "figures", made_figures)
+    bench = bench_in(folder, runner, arguments, **given)
     windows = bench.load.windows(bench.length.slice_s, count=bench.rounds)
     found = asyncio.run(bench._rounds(cast(Runner, runner), windows))
     assert found["rate"] > 0.0
@@ -167,3 +208,20 @@ def test_a_full_run_makes_every_trial(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_full_run_runs_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = rounds_run(tmp_path, monkeypatch, started_s=9_000.0, arguments=[])
     assert {turn for _, turn in runner.done} == set(range(6))
+
+
+def test_a_run_in_pieces_measures_each_round_once_in_one_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rounds_run(tmp_path, monkeypatch, started_s=0.0, arguments=[])
+    (tmp_path / "x.rounds.jsonl").unlink()
+    pieces: list[tuple[Arm, int]] = []
+    for _ in range(3):
+        minutes = 2 * len(Arm) * ARM_S / 60.0
+        piece = rounds_run(
+            tmp_path, monkeypatch, started_s=0.0, arguments=[], minutes=minutes, resumes=True
+        )
+        assert piece.now_s <= 60.0 * minutes
+        pieces += piece.done
+    assert pieces == whole.done
+    assert kept_in(tmp_path)["rounds"] == 6

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.check_expressions import DEPLOY
+from harvester.cli.root import COMMANDS, load
 from harvester.config import load_agent_config
 from harvester.policy.settings import AUTO, Mode
 
@@ -164,3 +165,28 @@ def test_guest_and_agent_are_two_users_that_one_file_names() -> None:
     assert said(GUEST_UNIT, "EnvironmentFile") == said(UNIT, "EnvironmentFile")
     (agent,), (guest,) = said(UNIT, "ExecStart"), said(GUEST_UNIT, "ExecStart")
     assert re.findall(r"--config \S+", agent) == re.findall(r"--config \S+", guest)
+
+
+PROXY_UNIT = DEPLOY / "systemd" / "rosemux-engine-proxy@.service"
+
+
+@needs_systemd
+def test_systemd_understands_the_engine_proxy_s_unit(tmp_path: Path) -> None:
+    unit = tmp_path / PROXY_UNIT.name
+    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", PROXY_UNIT.read_text()))
+
+    result = analyze("verify", "--man=no", str(unit))
+
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_engine_proxy_s_unit_gives_options_that_exist() -> None:
+    (command,) = re.findall(r"(?m)^ExecStart=(.*)$", PROXY_UNIT.read_text())
+    _, name, *options = command.split()
+    taken = load(name, COMMANDS[name])
+    flags = {flag for each in taken.params for flag in each.opts}
+
+    assert set(options[::2]) <= flags
+    assert {"--cert", "--key", "--token-file"} <= set(options[::2])
+    group = re.findall(r"(?m)^SupplementaryGroups=(.*)$", PROXY_UNIT.read_text())
+    assert f"g {group[0]} -" in (DEPLOY / "systemd" / "sysusers.conf").read_text()

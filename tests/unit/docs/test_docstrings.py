@@ -16,7 +16,7 @@ PACKAGES = (
     "deploy",
     "examples",
 )
-_RIDDLE = re.compile(r"\s*(Of|By|Who|Whose)\b")
+_RIDDLE = re.compile(r"\s*(Of|By|Who|Whose|What)\b")
 _RIDDLE_OF_A_TEST = re.compile(
     r"test_(of|by|who|whose|whom|what|nobody|everybody|somebody)_"
     r"|\w*_(told|said|nobody|somebody|everybody|whom)(_|$)"

@@ -2,7 +2,6 @@
 
 import importlib.util
 import inspect
-import json
 import re
 import shlex
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -21,9 +19,9 @@ from coserve.vllm import launch
 from coserve.vllm.capabilities import SUPPORTED
 from coserve.vllm.launch import EngineSpec
 from harvester.config import load_agent_config
-from harvester.contracts.wire.rollouts import PublishedVersion
+from harvester.contracts.errors import ConfigError
+from harvester.platform.tls import Credentials
 from harvester.policy.settings import AUTO, Mode
-from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.settings import load_settings
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import read_jobs
@@ -77,25 +75,32 @@ def test_the_gateway_s_configuration_loads_and_meets_the_agent_s(repository: Pat
     assert gateway.jobs[0].tenant in agent.tenants
 
 
+def test_the_gateway_of_several_machines_sends_no_token_in_the_clear(
+    repository: Path, tmp_path: Path
+) -> None:
+    text = (repository / "examples/machines.yaml").read_text()
+    settings = load_settings(repository / "examples/machines.yaml")
+    assert settings.tls is not None
+    assert settings.agents[0].guests == Credentials(
+        token_file=settings.engines[0].token_file, ca_file=settings.engines[0].ca_file
+    )
+    said = tmp_path / "machines.yaml"
+    said.write_text(re.sub(r"(?m)^( *)# ?( *(?:- )?\w+: ?\S*|renderers:)", r"\1\2", text))
+    mutual = load_settings(said)
+    assert (mutual.renderers[0].url, mutual.engines[0].key_file) == (
+        "https://192.0.2.22:8443",
+        Path("/etc/rosemux/client.key"),
+    )
+    said.write_text(text.replace("url: https://192.0.2.20", "url: http://192.0.2.20"))
+    with pytest.raises(ConfigError, match=r"engines\.0.*rosemux engine-proxy"):
+        load_settings(said)
+
+
 def test_the_jobs_are_placed_for_less_than_nodes_of_their_own(repository: Path) -> None:
     plan = draft(read_jobs(repository / "examples/jobs.yaml"))
 
     assert not plan.unplaced
     assert plan.price_per_hour < plan.dedicated_per_hour
-
-
-def test_a_published_checkpoint_is_announced_in_the_gateway_s_words(
-    example: Callable[[str], ModuleType], tmp_path: Path
-) -> None:
-    publish = example("publish")
-    with Publisher(tmp_path / "job-a") as publisher:
-        published = publisher.publish({"weight": torch.ones(4, dtype=torch.bfloat16)})
-
-    body = json.dumps(publish.announcement(published, "job-a")).encode()
-
-    assert msgspec.json.decode(body, type=PublishedVersion) == PublishedVersion(
-        version=published.version, store="job-a"
-    )
 
 
 def test_the_sharded_form_is_one_version_of_all_ranks(
@@ -132,24 +137,6 @@ def test_a_rank_s_publisher_knows_its_place(
 
     assert (asked["rank"], asked["ranks"]) == (1, 4)
     assert asked.keys() <= inspect.signature(Publisher).parameters.keys()
-
-
-@pytest.mark.parametrize("version", [None, 3])
-def test_a_turn_is_what_the_gateway_accepts(
-    version: int | None, example: Callable[[str], ModuleType]
-) -> None:
-    body = example("rollout").turn([1, 2, 3], version=version)
-
-    asked = decode_generate(json.dumps(body).encode())
-
-    assert asked.token_ids == (1, 2, 3)
-    assert asked.weight_version.exact == version
-
-
-def test_every_turn_has_an_id_of_its_own(example: Callable[[str], ModuleType]) -> None:
-    turn = example("rollout").turn
-
-    assert turn([1], version=1)["request_id"] != turn([1], version=1)["request_id"]
 
 
 def test_the_guest_is_started_as_the_project_starts_it(repository: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from harvester.contracts.page import (
     GrantMode,
     Guest,
     GuestMemory,
+    Lending,
     PageFault,
     ProductionModel,
     Pulse,
@@ -39,8 +40,11 @@ from harvester.contracts.page.seal import (
     RECORD_OFFSET,
     SEQUENCE_OFFSET,
 )
-from harvester.contracts.wire import engines, leases, rollouts
+from harvester.contracts.served import Served
+from harvester.contracts.wire import engines, error_budget, leases, rollouts
+from harvester.proxy.routes import ROUTES
 from scheduler.gateway.gateway import Gateway
+from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.requests import (
     REFUSED_FIELDS,
     REFUSED_SAMPLING_FIELDS,
@@ -49,6 +53,8 @@ from scheduler.gateway.requests import (
 )
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
+from scheduler.gateway.text_routes import SESSION_FIELDS, SESSION_HEADERS
+from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 
@@ -61,8 +67,13 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     Grant,
     Guest,
     GuestMemory,
+    Lending,
     leases.SlotOffers,
+    leases.GuardReading,
     leases.SlotOffer,
+    error_budget.BudgetReport,
+    error_budget.Allotment,
+    Served,
     leases.LeaseRequest,
     leases.LeaseRenewal,
     leases.LeaseGranted,
@@ -71,12 +82,14 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     rollouts.GenerateRequest,
     rollouts.SamplingParams,
     rollouts.VersionPin,
+    rollouts.PromptScores,
     rollouts.GenerateReply,
     rollouts.Usage,
     rollouts.Choice,
     rollouts.Logprobs,
     rollouts.TokenLogprob,
     rollouts.Span,
+    rollouts.VersionRange,
     rollouts.PublishedVersion,
     rollouts.VersionSwitched,
     engines.EngineReport,
@@ -95,6 +108,8 @@ def shown_type(of: Any) -> str:
     if isinstance(of, typing.NewType):
         return shown_type(of.__supertype__)
     origin, arguments = typing.get_origin(of), typing.get_args(of)
+    if origin is typing.Annotated:
+        return shown_type(arguments[0])
     if origin in (types.UnionType, typing.Union):
         kinds = [shown_type(each) for each in arguments if each is not type(None)]
         return " or ".join([*kinds, "null"] if len(kinds) < len(arguments) else kinds)
@@ -143,6 +158,7 @@ def test_every_record_that_crosses_a_process_has_a_table() -> None:
         (leases.SlotOffer, "state", leases.SlotState),
         (leases.LeaseEnded, "reason", leases.EndReason),
         (rollouts.Choice, "finish_reason", rollouts.FinishReason),
+        (rollouts.GenerateRequest, "on_interrupt", rollouts.OnInterrupt),
         (rollouts.VersionSwitched, "engines", rollouts.SwitchState),
     ],
 )
@@ -167,7 +183,7 @@ def test_every_field_of_vllm_that_is_not_honoured_is_listed_with_what_to_do(
     mark: str, fields: Mapping[str, RefusedField], table_after: TableAfter
 ) -> None:
     assert [tuple(row) for row in table_after(PAGE, mark)] == [
-        (name, ", ".join(json.dumps(value) for value in rule.may_be), rule.instead)
+        (name, ", ".join(map(json.dumps, rule.may_be)) or "any value", rule.instead)
         for name, rule in fields.items()
     ]
 
@@ -205,10 +221,10 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
         {"jobs": [{"id": "job"}], "engines": [{"id": "engine"}]}
     )
     gateway = Gateway(
-        cast(Any, SimpleNamespace(renderer=None)), settings, Tenants({}), MonotonicClock()
+        cast(Any, SimpleNamespace(renderer=None)), settings, Tenants(), MonotonicClock()
     )
     apps = {
-        "| method | path | takes |": application(cast(Any, None), token=None),
+        "| method | path | takes |": application(cast(Any, None)),
         "| method | path | what |": gateway.app,
     }
 
@@ -218,7 +234,30 @@ def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(
             for route in app.router.routes()
             if route.resource is not None and route.method != "HEAD"
         }
-        assert {(row[0], row[1]) for row in table_after(PAGE, mark)} == served
+        known = {(row[0], row[1]) for row in table_after(PAGE, mark)}
+        if app is gateway.app:
+            known |= {
+                (row[0], prefix + row[1])
+                for row in table_after(PAGE, "| method | control route | what |")
+                for prefix in ("", "/v1/jobs/{job}/vllm")
+            } | {("POST", path) for path in REFUSED_ROUTES}
+            known |= {(method, JOB_BASE + path) for method, path in known}
+        assert known == served
+
+
+def test_the_names_of_a_session_are_all_there_in_their_order(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| name | sent by |")
+    assert [row[0] for row in rows] == [*SESSION_HEADERS, *SESSION_FIELDS]
+
+
+def test_the_routes_of_the_engine_proxy_are_all_there_and_no_others(
+    table_after: TableAfter,
+) -> None:
+    rows = table_after(PAGE, "| method | path | role | parameters |")
+    assert rows == [
+        [method, path, route.role, ", ".join(sorted(route.parameters)) or "–"]
+        for (method, path), route in ROUTES.items()
+    ]
 
 
 def test_the_examples_are_accepted(repository: Path) -> None:

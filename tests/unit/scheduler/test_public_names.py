@@ -6,17 +6,23 @@ import sys
 import pytest
 
 import scheduler
+import weightsync
 
 
-def test_the_public_names_are_these_six() -> None:
+def test_the_public_names_are_these_seven() -> None:
     assert scheduler.__all__ == [
+        "AsyncRolloutClient",
         "DeclaredPhase",
-        "Harvesting",
         "PhaseControl",
         "PhaseKind",
+        "RolloutClient",
         "SocketControl",
         "Submission",
     ]
+
+
+def test_the_doors_of_all_packages_have_twelve_names() -> None:
+    assert len(scheduler.__all__) + len(weightsync.__all__) == 12
 
 
 @pytest.mark.parametrize("name", scheduler.__all__)

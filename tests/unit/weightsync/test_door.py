@@ -11,9 +11,8 @@ import weightsync
 HEAVY = ("aiohttp", "fsspec", "msgspec", "numba", "numpy", "torch", "vllm")
 
 
-def test_exports_at_most_six_names_and_all_of_them_exist() -> None:
+def test_exports_five_names_and_all_of_them_exist() -> None:
     assert weightsync.__all__ == [
-        "Adapter",
         "Follower",
         "Publisher",
         "Receiver",

@@ -9,7 +9,7 @@ import pytest
 from coserve.guest.guest_slot import GuestSlot
 from coserve.law.gate import Closed
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Grant, GrantMode, PageFault, PageHeld, Pulse
+from harvester.contracts.page import Grant, GrantMode, Lending, PageFault, PageHeld, Pulse
 from tests.unit.coserve.conftest import HOUR_NS, Slot
 
 
@@ -189,6 +189,43 @@ def test_probes_take_a_hundredth_of_idle_time(guest: GuestSlot) -> None:
     guest.finished()
     guest.steps.model.base_s = 50.0
     assert guest.decide().reason is Closed.NO_SLACK
+
+
+def test_a_step_that_is_longer_than_an_arrival_may_wait_is_followed_by_a_rest(
+    slot: Slot, guest: GuestSlot
+) -> None:
+    slot.grant(epsilon=0.05)
+    opened = guest.decide(for_step=True)
+    # 24 ms alone, of which 1.2 ms; the first prediction of a step is 30 ms.
+    assert opened.mean_wait_s == pytest.approx(0.0012)
+    guest.launched(decodes=1, prefill_tokens=0)
+    assert not guest.decide(for_step=True).open, "one at a time"
+    threading.Event().wait(0.05)
+    guest.finished()
+    resting = guest.decide(for_step=True)
+    assert resting.reason is Closed.RESTING
+    # 50 ms wait 25 ms on average: 20 steps of rest, less what has passed.
+    assert 0.5 < resting.rest_s <= guest.steps.rest_s
+    assert guest.steps.rest_s == pytest.approx(
+        guest.steps.last_step_s * (guest.steps.last_step_s / 2 / 0.0012 - 1)
+    )
+    guest.steps.last_end_ns -= 10 * HOUR_NS
+    slot.pulse(last_step_end_ns=monotonic_ns() - HOUR_NS)
+    assert guest.decide(for_step=True).open
+
+
+def test_the_page_states_what_is_lent(slot: Slot, guest: GuestSlot) -> None:
+    guest.decide()
+    guest.publish()
+    assert slot.guest().lending.tokens > 0
+    assert slot.guest().lending.share_ratio == 1.0
+
+
+def test_without_a_pulse_the_loan_is_unknown(slot: Slot, guest: GuestSlot) -> None:
+    slot.pulse(ttl_ns=0)
+    guest.decide()
+    guest.publish()
+    assert slot.guest().lending == Lending()
 
 
 def test_sequences_change_with_every_page(slot: Slot, guest: GuestSlot) -> None:

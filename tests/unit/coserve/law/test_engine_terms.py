@@ -1,6 +1,7 @@
 """Terms of each pulse: alone, among its engine's processes, beside another engine."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ LARGE = ProductionModel(
 GUEST = GuestLoad(StepTimeModel(), 0, 0, 0.0, 512)
 
 
-def pulse_of(model: ProductionModel, **fields: int) -> Pulse:
+def pulse_of(model: ProductionModel, **fields: Any) -> Pulse:
     return msgspec.structs.replace(Pulse(model=model, last_step_end_ns=NOW_NS), **fields)
 
 
@@ -70,13 +71,14 @@ def test_an_engine_of_several_processes_is_as_slow_as_any_of_them_learned(
         pulses=("pulse.a.0", "pulse.a.1", "pulse.b.0"), own_models=True, phantom_prompt_tokens=0
     )
     pulses = [
-        pulse_of(SMALL, prompt_tokens_p99=10),
-        pulse_of(LARGE, prompt_tokens_p99=90),
+        pulse_of(SMALL, prompt_tokens_p99=10, prompt_tokens_quantiles=(1, 10)),
+        pulse_of(LARGE, prompt_tokens_p99=90, prompt_tokens_quantiles=(5, 90)),
         pulse_of(SMALL, prompt_tokens_p99=20),
     ]
     terms = terms_of(pulses, grant)
     assert [each.model for each in terms] == [LARGE, LARGE, SMALL]
-    assert [each.phantom_prompt_tokens for each in terms] == [90, 90, 20]
+    assert [each.prompts for each in terms] == [(1, 10, 5, 90), (1, 10, 5, 90), ()]
+    assert [each.longest_prompt for each in terms] == [90, 90, 20]
 
 
 def test_decodes_of_data_parallel_ranks_may_be_one_batch_or_spread(make_grant: MakeGrant) -> None:

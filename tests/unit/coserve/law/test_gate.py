@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
+from coserve.law.phantom import rest_s
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Grant, GrantMode, PageFault, ProductionModel, Pulse, Reading
 
@@ -89,6 +90,46 @@ def test_an_infinite_slack_gives_a_full_step(make_grant: MakeGrant) -> None:
     assert decision(make_grant(ttft_slo_s=math.inf)).tokens == 512
 
 
+def test_rests_after_a_step_that_was_longer_than_any_arrival_may_wait(
+    make_grant: MakeGrant,
+) -> None:
+    # 24 ms alone, of which an arrival may wait 1.2 ms; the shortest step takes 2 ms.
+    grant = make_grant(epsilon=0.05)
+    found = decision(grant)
+    assert found.mean_wait_s == pytest.approx(0.0012)
+    # Steps of three times the mean wait, 2 * 3.6 ms, rest twice as long.
+    assert found.tokens == 52
+    rest = rest_s(0.0072, 0.0012, grant)
+    assert rest == pytest.approx(0.0144)
+    ended_ns = NOW_NS - 4_400_000
+    resting = decision(grant, rest_s=rest, last_end_ns=ended_ns)
+    assert (resting.tokens, resting.reason) == (0, Closed.RESTING)
+    assert resting.rest_s == pytest.approx(0.010)
+    assert decision(grant, rest_s=rest, last_end_ns=ended_ns - 10_100_000).tokens == 52
+
+
+def test_a_rest_is_time_in_which_production_is_idle(make_grant: MakeGrant) -> None:
+    grant = make_grant(epsilon=0.05)
+    stepped = Pulse(last_step_end_ns=NOW_NS - 1_000_000)
+    assert decision(grant, stepped, rest_s=0.002).reason is Closed.RESTING
+    assert decision(grant, Pulse(), rest_s=0.002).open
+
+
+def test_a_long_step_rests_by_the_square_of_its_time(make_grant: MakeGrant) -> None:
+    grant = make_grant(epsilon=0.05)
+    # 60 ms wait 30 ms on average, a twenty-fifth of the time keeps that to 1.2 ms.
+    assert rest_s(0.060, 0.0012, grant) == pytest.approx(24 * 0.060)
+    preempted = make_grant(epsilon=0.05, blocking_ratio=0.02)
+    assert rest_s(0.060, 0.0012, preempted) == pytest.approx(2 * 0.060)
+    assert rest_s(0.060, 0.0, grant) == math.inf
+
+
+def test_a_step_for_which_a_request_would_miss_its_slo_never_starts(make_grant: MakeGrant) -> None:
+    slow = StepTimeModel(base_s=0.3, decode_s=0.001, prefill_s=0.0001, factor=1.0)
+    assert decision(make_grant(epsilon=0.05, ttft_slo_s=0.3), step_time=slow).tokens == 0
+    assert decision(make_grant(epsilon=0.05), step_time=slow).open
+
+
 CLOSED: list[tuple[Closed, PageFault | None, dict[str, Any], Any]] = [
     (Closed.GRANT_CLOSED, None, {"mode": GrantMode.CLOSED}, Pulse()),
     (Closed.NO_PULSE, None, {"pulses": ()}, Pulse()),
@@ -126,7 +167,8 @@ def test_a_grant_that_cannot_be_read_closes_the_gate(fault: PageFault) -> None:
 
 
 def test_every_reason_to_close_has_a_case() -> None:
-    covered = {reason for reason, *_ in CLOSED} | {Closed.NO_GRANT, Closed.GRANT_FAULT}
+    covered = {reason for reason, *_ in CLOSED}
+    covered |= {Closed.NO_GRANT, Closed.GRANT_FAULT, Closed.RESTING}
     assert covered == set(Closed)
 
 

@@ -38,10 +38,14 @@ class Engine:
         self.now_ns += round(seconds * 1e9)
         return self
 
-    def step(self, *, running: int | None, waiting: int | None = 0, **fields: Any) -> None:
+    def step(
+        self, *, running: int | None, waiting: int | None = 0, first_tokens: int = 0, **fields: Any
+    ) -> None:
         told: dict[str, Any] = {
             "kv_usage_ratio": None if running is None else 0.5,
-            "first_tokens": 0,
+            # Arrivals differ, and are those of requests that the middleware may know.
+            "ttft_s": tuple(0.01 + 1e-4 * each for each in range(first_tokens)),
+            "wall_s": self.now_ns * 1e-9,
             "prompt_tokens": 0,
             "generation_tokens": 0,
             "inter_token_s": (),
@@ -398,7 +402,7 @@ def test_requests_of_another_api_server_are_not_unseen_by_this_one() -> None:
     for _ in range(10):
         engine.state.step(
             EngineStep(
-                running=2, waiting=0, kv_usage_ratio=0.5, first_tokens=0, prompt_tokens=0,
+                running=2, waiting=0, kv_usage_ratio=0.5, prompt_tokens=0,
                 generation_tokens=0, inter_token_s=(), finished_prompt_tokens=(), ours=False,
             ),
             now_ns=engine.now_ns,

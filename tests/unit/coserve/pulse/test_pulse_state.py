@@ -17,22 +17,39 @@ class Production:
     def __init__(self) -> None:
         self.state = PulseState()
         self.now_ns = START_NS
+        self.waiting_ns: dict[int, int] = {}
+        self.arrivals = 0
 
     def after(self, seconds: float) -> "Production":
         self.now_ns += round(seconds * 1e9)
         return self
 
     def arrive(self, key: int, *, body_bytes: int = 300) -> None:
+        # vLLM has each request a little later than the middleware, and each at its own time.
+        self.arrivals += 1
+        self.waiting_ns[key] = self.now_ns + 3_000 * self.arrivals
         self.state.arrive(key, body_bytes=body_bytes, now_ns=self.now_ns)
 
     def finish(self, key: int) -> None:
+        self.waiting_ns.pop(key, None)
         self.state.finish(key, now_ns=self.now_ns)
 
-    def step(self, beside: Siblings | None = NO_SIBLINGS, **fields: Any) -> None:
+    def step(
+        self,
+        beside: Siblings | None = NO_SIBLINGS,
+        *,
+        first_tokens: int = 0,
+        ttft_s: tuple[float, ...] = (),
+        **fields: Any,
+    ) -> None:
+        """`first_tokens` of the requests that wait longest; `ttft_s` of others, as vLLM has it."""
+        for key in list(self.waiting_ns)[:first_tokens]:
+            ttft_s += ((self.now_ns - self.waiting_ns.pop(key)) * 1e-9,)
         defaults: dict[str, Any] = {
             "running": None,
             "kv_usage_ratio": None,
-            "first_tokens": 0,
+            "ttft_s": ttft_s,
+            "wall_s": self.now_ns * 1e-9,
             "prompt_tokens": 0,
             "generation_tokens": 0,
             "inter_token_s": (),
@@ -71,11 +88,46 @@ def test_first_tokens_go_to_the_requests_that_wait_longest(production: Productio
         production.after(0.01)
     production.step(first_tokens=2, prompt_tokens=10)
     pulse = production.pulse()
-    assert pulse.ttft_s_recent == pytest.approx((0.03, 0.02))
+    assert pulse.ttft_s_recent == pytest.approx((0.03, 0.02), abs=1e-4)
     assert pulse.oldest_waiting_arrival_ns == START_NS + 20_000_000
     production.after(0.01).step(first_tokens=1, prompt_tokens=10)
-    assert production.pulse().ttft_s_recent == pytest.approx((0.03, 0.02, 0.02))
+    assert production.pulse().ttft_s_recent == pytest.approx((0.03, 0.02, 0.02), abs=1e-4)
     assert production.pulse().samples_total == 3
+
+
+def test_samples_of_one_request_take_no_first_token_of_others(production: Production) -> None:
+    production.arrive(1, body_bytes=40_000)
+    for key in (2, 3, 4, 5):
+        production.after(0.01).arrive(key)
+    production.after(0.26).step(ttft_s=(0.3 - 3e-6,) * 3, prompt_tokens=4000)
+    production.after(0.1).step(ttft_s=(0.4 - 3e-6,))
+    pulse = production.pulse()
+    assert (pulse.waiting, pulse.decoding, pulse.samples_total) == (4, 1, 4)
+    assert pulse.oldest_waiting_arrival_ns == START_NS + 10_000_000
+
+
+def test_a_burst_whose_first_tokens_come_in_another_order_leaves_none_waiting(
+    production: Production,
+) -> None:
+    """vLLM has each request 1 ms after the middleware; the second comes 1.5 ms after the first."""
+    production.arrive(1)
+    production.after(0.0015).arrive(2)
+    production.after(0.0485).step(ttft_s=(0.0475,), prompt_tokens=50)
+    production.after(0.01).step(ttft_s=(0.059,), prompt_tokens=50)
+    pulse = production.pulse()
+    assert (pulse.waiting, pulse.decoding) == (0, 2)
+
+
+def test_a_request_that_others_overtake_keeps_its_own_time(production: Production) -> None:
+    production.arrive(1, body_bytes=40_000)
+    for key in range(2, 22):
+        production.after(0.1).arrive(key)
+        production.after(0.05).step(ttft_s=(0.05 - 3e-6,), prompt_tokens=50)
+        assert production.pulse().oldest_waiting_arrival_ns == START_NS
+    production.after(2.0).step(ttft_s=(5.0 - 3e-6,), prompt_tokens=8000)
+    pulse = production.pulse()
+    assert pulse.waiting == 0
+    assert [round(ttft_s, 2) for ttft_s in pulse.ttft_s_recent] == [0.05] * 20 + [5.0]
 
 
 def test_a_request_that_is_not_streamed_still_has_a_first_token(production: Production) -> None:
@@ -84,7 +136,19 @@ def test_a_request_that_is_not_streamed_still_has_a_first_token(production: Prod
     production.after(0.02).step(inter_token_s=(0.02,), finished_prompt_tokens=(50,))
     assert production.pulse().decoding == 1
     production.finish(1)
-    assert production.pulse().ttft_s_recent == pytest.approx((0.02,))
+    assert production.pulse().ttft_s_recent == pytest.approx((0.02,), abs=1e-4)
+
+
+def test_the_pulse_has_the_distribution_of_prompts(production: Production) -> None:
+    production.state.refit()
+    assert production.pulse().prompt_tokens_quantiles == ()
+    production.step(finished_prompt_tokens=(70, 30))
+    production.state.refit()
+    assert production.pulse().prompt_tokens_quantiles == (1, 30, 70), "and one of a single token"
+    production.step(finished_prompt_tokens=tuple(range(1000, 0, -1)))
+    production.state.refit()
+    found = production.pulse().prompt_tokens_quantiles
+    assert found == (1, 52, 103, 154, 205, 257, 308, 359, 410, 461), "of the last 512"
 
 
 def test_a_request_that_fails_before_its_first_token_leaves_no_sample(
@@ -94,7 +158,7 @@ def test_a_request_that_fails_before_its_first_token_leaves_no_sample(
     production.finish(1)
     production.arrive(2)
     production.after(0.01).step(first_tokens=1, prompt_tokens=5)
-    assert production.pulse().ttft_s_recent == pytest.approx((0.01,))
+    assert production.pulse().ttft_s_recent == pytest.approx((0.01,), abs=1e-4)
 
 
 def test_ending_a_request_twice_counts_once(production: Production) -> None:
@@ -152,7 +216,7 @@ def test_the_prompt_bound_follows_smaller_ratios_fast_and_larger_ones_slowly(
     def bound_after(body_bytes: int, prompt_tokens: int, requests: int) -> int:
         for key in range(requests):
             production.arrive(key, body_bytes=body_bytes)
-            production.step(first_tokens=1, prompt_tokens=prompt_tokens)
+            production.after(0.01).step(first_tokens=1, prompt_tokens=prompt_tokens)
             production.finish(key)
         production.arrive(10_000, body_bytes=1300)
         bound = production.pulse().largest_waiting_prompt_tokens
@@ -268,7 +332,7 @@ def test_a_step_that_may_hold_a_piece_of_a_prompt_is_no_decode(production: Produ
 def test_learns_decodes_from_steps_without_a_prefill(production: Production) -> None:
     for _ in range(30):
         production.step(inter_token_s=(0.004, 0.005, 0.006))
-        production.step(inter_token_s=(0.040, 0.040), first_tokens=1, prompt_tokens=100)
+        production.step(inter_token_s=(0.040, 0.040), ttft_s=(0.040,), prompt_tokens=100)
     production.state.refit()
     assert production.pulse().model.decode_s(3) == pytest.approx(0.005)
 
@@ -331,13 +395,15 @@ def test_a_prefill_beside_one_of_another_api_server_teaches_nothing(
     state = production.state
     state.arrive(1, body_bytes=300, now_ns=production.now_ns, beside=Siblings())
     production.after(0.05).step(
-        beside=Siblings(in_flight=1, decoding=1, requests_total=1), first_tokens=1, prompt_tokens=50
+        beside=Siblings(in_flight=1, decoding=1, requests_total=1),
+        ttft_s=(0.05,),
+        prompt_tokens=50,
     )
     assert not state.times.prefills, "the other's prompt may have been in the step"
     production.after(0.01).finish(1)
     quiet = Siblings(in_flight=1, decoding=1, requests_total=1)
     state.arrive(2, body_bytes=300, now_ns=production.now_ns, beside=quiet)
-    production.after(0.05).step(beside=quiet, first_tokens=1, prompt_tokens=50)
+    production.after(0.05).step(beside=quiet, ttft_s=(0.05,), prompt_tokens=50)
     assert list(state.times.prefills) == [(50, pytest.approx(0.05))]
 
 

@@ -570,7 +570,7 @@ async def test_a_message_over_a_websocket_explains_the_step_that_follows(
     reporter = pulse_reporter.process_reporter()
     assert reporter is not None
     step = EngineStep(
-        running=1, kv_usage_ratio=0.1, first_tokens=0, prompt_tokens=0, generation_tokens=1,
+        running=1, kv_usage_ratio=0.1, prompt_tokens=0, generation_tokens=1,
         inter_token_s=(0.02,), finished_prompt_tokens=(),
     )  # fmt: skip
 

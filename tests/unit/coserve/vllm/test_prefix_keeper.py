@@ -7,6 +7,7 @@ import pytest
 
 from coserve.vllm.kv_reserve import KvReserve
 from coserve.vllm.prefix_keeper import PrefixKeeper, trajectory_of
+from harvester.contracts.wire.rollouts import ENDED_ARGUMENT
 from tests.unit.coserve.vllm.fake_pool import (
     BLOCK_TOKENS,
     FakeEngine,
@@ -109,6 +110,20 @@ def test_a_new_version_finds_nothing_in_use(pool: FakePool, engine: FakeEngine) 
     engine.turn("t", hashes("t", 4), now=0.0)
     engine.keeper.drop_all()
     assert (engine.keeper.tokens, pool.get_num_free_blocks()) == (0, POOL_BLOCKS)
+
+
+def test_the_prefix_of_a_trajectory_that_is_reported_ended_goes_at_once(
+    pool: FakePool, engine: FakeEngine
+) -> None:
+    for name in ("t", "u"):
+        engine.turn(name, hashes(name, 4), now=0.0)
+    request = fake_request("r", "v", hashes("v", 2))
+    request.sampling_params.extra_args[ENDED_ARGUMENT] = ["t", "never seen", 7]
+    engine.keeper.arrive(request, now=1.0)
+    assert engine.keeper.tokens == 4 * BLOCK_TOKENS, "of the trajectory that goes on"
+    assert pool.get_cached_block("t.3", [0]), "and what went is in the engine's own cache by age"
+    engine.turn("t", hashes("t", 5), now=2.0)
+    assert engine.prefilled["t"] == 5, "a name that comes back all the same is a trajectory again"
 
 
 def test_another_salt_is_another_prefix(engine: FakeEngine) -> None:

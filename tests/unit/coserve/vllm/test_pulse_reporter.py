@@ -30,12 +30,16 @@ BEATS = 50
 STEP = EngineStep(
     running=1,
     kv_usage_ratio=0.5,
-    first_tokens=1,
+    ttft_s=(0.0,),
     prompt_tokens=10,
     generation_tokens=1,
     inter_token_s=(),
     finished_prompt_tokens=(),
 )
+
+
+def first_token() -> EngineStep:
+    return replace(STEP, wall_s=monotonic_ns() * 1e-9)
 
 
 def reporter_in(path: Path) -> PulseReporter:
@@ -57,7 +61,7 @@ def test_publishes_each_event_at_once(tmp_path: Path) -> None:
     reporter = reporter_in(tmp_path)
     key = reporter.arrive(body_bytes=500)
     assert reading(tmp_path).record is not None
-    reporter.step(lambda: STEP)
+    reporter.step(first_token)
     record = reading(tmp_path).record
     assert record is not None
     assert (record.decoding, record.running, record.steps_total) == (1, 1, 1)
@@ -82,7 +86,7 @@ def test_two_engines_of_one_name_both_serve_and_close_the_gate(
     second = reporter_in(tmp_path)
     assert within_beats(lambda: reading(tmp_path).fault is PageFault.CONFLICT)
     second.finish(second.arrive(body_bytes=500))
-    first.step(lambda: STEP)
+    first.step(first_token)
     assert reading(tmp_path).fault is PageFault.CONFLICT
     grant = make_grant(pulses=("pulse.prod.0",))
     PageDirectory(tmp_path).grant_writer().write(grant, now_ns=monotonic_ns(), ttl_ns=10**11)
@@ -113,10 +117,10 @@ def test_learns_nothing_while_a_guest_is_let_in(
 
     def learns() -> bool:
         """Whether a request teaches anything that comes one step after the newest grant."""
-        reporter.step(lambda: replace(STEP, first_tokens=0, prompt_tokens=0))
+        reporter.step(lambda: replace(STEP, ttft_s=(), prompt_tokens=0))
         before = len(reporter._state.times.prefills)
         key = reporter.arrive(body_bytes=500)
-        reporter.step(lambda: STEP)
+        reporter.step(first_token)
         reporter.finish(key)
         return len(reporter._state.times.prefills) > before
 
@@ -149,7 +153,7 @@ def test_a_step_that_cannot_be_read_silences_the_pulse_and_nothing_else(
     assert "num_running_reqs" in caplog.text
     stamp_ns = reading(tmp_path).stamp_ns
     reporter.finish(reporter.arrive(body_bytes=500))
-    reporter.step(lambda: STEP)
+    reporter.step(first_token)
     assert reading(tmp_path).stamp_ns == stamp_ns
 
 
@@ -195,7 +199,7 @@ def test_learns_nothing_while_another_api_server_prefills_or_is_silent(tmp_path:
     def learns() -> bool:
         before = len(reporter._state.times.prefills)
         key = reporter.arrive(body_bytes=500)
-        reporter.step(lambda: STEP)
+        reporter.step(first_token)
         reporter.finish(key)
         return len(reporter._state.times.prefills) > before
 
@@ -203,7 +207,7 @@ def test_learns_nothing_while_another_api_server_prefills_or_is_silent(tmp_path:
     other = shaped(tmp_path, 1)
     key = other.arrive(body_bytes=500)
     assert not learns(), "the other has a prompt in the same steps"
-    other.step(lambda: STEP)
+    other.step(first_token)
     assert learns(), "the other decodes"
     other.finish(key)
     assert learns()

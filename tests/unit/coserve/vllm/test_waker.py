@@ -16,6 +16,7 @@ from harvester.contracts.bell import PrivateBell, Word
 
 OPEN = StepDecision(8, None, 1.0)
 SHUT = StepDecision(0, Closed.NO_SLACK, 0.0)
+RESTING = StepDecision(0, Closed.RESTING, 0.0, rest_s=0.01)
 HELD = StepDecision(0, Closed.GRANT_CLOSED, 0.0)
 WAIT_S = 5.0
 
@@ -159,6 +160,13 @@ def test_a_pulse_that_can_open_the_gate_is_looked_at(patient: Scene) -> None:
     patient.arm_and_look()
     patient.slot.decision = OPEN
     patient.slot.pulse.ring()
+    assert eventually(patient.woken)
+
+
+def test_a_rest_that_is_over_is_looked_at_without_a_word(patient: Scene) -> None:
+    patient.slot.decision = RESTING
+    patient.arm_and_look()
+    patient.slot.decision = OPEN
     assert eventually(patient.woken)
 
 

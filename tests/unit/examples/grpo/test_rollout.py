@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -19,8 +20,10 @@ from harvester.contracts.wire.rollouts import (
     FinishReason,
     GenerateRequest,
     Logprobs,
+    SamplingParams,
     Span,
     TokenLogprob,
+    VersionPin,
 )
 
 SHAPE = TaskShape(prompts_per_step=4)
@@ -48,8 +51,22 @@ class Player:
         self.open = 0
         self.open_max = 0
 
-    async def generate(self, request: GenerateRequest, trajectory: TrajectoryId) -> Choice:
-        self.asked.append((request, trajectory))
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        trajectory: str,
+        request_id: str,
+        weight_version: int,
+    ) -> Choice:
+        request = GenerateRequest(
+            request_id=request_id,
+            token_ids=tuple(token_ids),
+            sampling_params=sampling,
+            weight_version=VersionPin(exact=WeightVersion(weight_version)),
+        )
+        self.asked.append((request, TrajectoryId(trajectory)))
         self.open += 1
         self.open_max = max(self.open_max, self.open)
         for _ in range(Random(request.request_id).randrange(5)):

@@ -24,7 +24,8 @@ from examples.grpo.trainer import serve
 from examples.grpo.training_run import TrainingRun
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.wire.rollouts import PublishedVersion, VersionSwitched
+from harvester.contracts.ids import WeightVersion
+from harvester.contracts.wire.rollouts import VersionSwitched
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class World:
         self.happened.append(("publish", self.version))
         return Receipt(self.version)
 
-    async def announce(self, published: PublishedVersion) -> VersionSwitched:
-        assert published.store == "store"
+    async def announce(self, version: int, store: str) -> VersionSwitched:
+        assert store == "store"
         self.clock.now_s += 2.0
-        self.happened.append(("announce", published.version))
-        return VersionSwitched(version=published.version, engines={})
+        self.happened.append(("announce", version))
+        return VersionSwitched(version=WeightVersion(version), engines={})
 
     async def collect(self, tasks: Sequence[Task], *, step: int, version: int) -> StepBatch:
         self.happened.append(("collect", version))

@@ -23,6 +23,7 @@ from harvester.contracts.page import (
     Grant,
     GrantMode,
     Guest,
+    Lending,
     PageDirectory,
     PageFault,
     Pulse,
@@ -55,8 +56,8 @@ class Stage:
     def start(self) -> None:
         self.node = NodeAgent(self.config, clock=MonotonicClock(), version="1")
 
-    def production(self) -> None:
-        pulse = Pulse(model_samples=1000)
+    def production(self, **fields: Any) -> None:
+        pulse = Pulse(model_samples=1000, **fields)
         self.pages.pulse_writer("prod", 0).write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
 
     def guest(self, **fields: Any) -> None:
@@ -150,6 +151,42 @@ def test_a_file_that_is_no_engines_pulse_changes_nothing(stage: Stage, name: str
     (stage.pages.path / name).touch()
     stage.beats(6)
     assert (stage.grant().mode, stage.grant().pulses) == ("open", ("pulse.prod.0",))
+
+
+def test_beside_an_unfit_production_nothing_is_offered_and_the_log_says_why(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.production(unfit="a replica over 2 nodes; harvest replicas of one node")
+    stage.guest()
+    stage.beats(3)
+    (offer,) = [slot.offer() for slot in stage.node.slots]
+    assert offer.state == "off"
+    assert "over 2 nodes; harvest" in offer.reason
+    assert len([line for line in caplog.messages if "lends nothing: pulse.prod.0" in line]) == 1
+    assert stage.grant().mode == "closed"
+
+
+def test_the_log_says_once_what_is_lent_and_warns_of_nothing(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    stage.production()
+    stage.guest(lending=Lending(tokens=64, share_ratio=0.25))
+    stage.beats(3)
+    said = [(line.levelname, line.message) for line in caplog.records if " lends " in line.message]
+    assert said == [
+        ("INFO", "slot slot0 lends steps of at most 64 tokens, 25% of production's idle time")
+    ]
+    assert stage.metric("harvester_lent_step_tokens", slot=SLOT) == 64
+    assert stage.metric("harvester_lent_share_ratio", slot=SLOT) == 0.25
+    caplog.clear()
+    stage.guest(lending=Lending(reason="too slow: isolate the guest"))
+    stage.beats(3)
+    (offer,) = [slot.offer() for slot in stage.node.slots]
+    assert offer.lending.reason == "too slow: isolate the guest"
+    said = [(line.levelname, line.message) for line in caplog.records if " lends " in line.message]
+    assert said == [("WARNING", "slot slot0 lends nothing: too slow: isolate the guest")]
+    assert stage.metric("harvester_lent_step_tokens", slot=SLOT) == 0
 
 
 def test_a_second_agent_on_the_same_pages_is_refused(stage: Stage) -> None:

@@ -27,6 +27,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Opened, read_journal
 from harvester.contracts.page.records import Law
+from harvester.platform.tls import ServerTls
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import Mode
 
@@ -35,7 +36,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
 Where = tuple[str, ...]
 FULL = AgentConfig(
     kill_switch_file=Path("/k"),
-    http=HttpConfig(token_file=Path("/t")),
+    http=HttpConfig(
+        token_file=Path("/t"),
+        tls=ServerTls(cert_file=Path("/c"), key_file=Path("/k"), client_ca_file=Path("/a")),
+    ),
     owners=OwnersConfig(agent=(1,)),
     page_group=5,
     slots=(
@@ -169,6 +173,7 @@ IN_FORCE: dict[Where, Callable[[NodeAgent], Any]] = {
     ("mode",): lambda node: node.slots[0].policy.settings.mode,
     ("slots", "slot0", "policy", "mode"): lambda node: node.slots[0].policy.settings.mode,
     ("slots", "slot0", "engine_url"): lambda node: node.slots[0].offer().engine_url,
+    ("slots", "slot0", "offered_url"): lambda node: node.slots[0].offer().engine_url,
     ("slots", "slot0", "model"): lambda node: node.slots[0].offer().model,
     ("slots", "slot0", "concurrency"): lambda node: node.slots[0].offer().concurrency,
     ("slots", "slot0", "kv_tokens"): lambda node: node.slots[0].offer().kv_tokens,

@@ -279,7 +279,7 @@ def test_a_budget_that_stopped_harvesting_goes_on_stopping_it_after_a_restart(
     stage: Stage,
 ) -> None:
     stage.harvest()
-    budget: ErrorBudget = stage.node.slots[0].policy.budget
+    budget: ErrorBudget = stage.node.slots[0].policy.guards.budget
     budget.stop("all spent", now=stage.node.clock.now())
     stage.beats()
     stage.node.close()

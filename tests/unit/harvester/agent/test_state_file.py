@@ -125,7 +125,7 @@ def test_fields_that_are_missing_or_unknown_are_an_older_or_newer_agent_s(
     file.save(STATE, now=100.0)
     first, body, _ = file.path.read_bytes().split(b"\n")
     fields = msgspec.json.decode(body)
-    del fields["proof_ttft"], fields["kv_level"]
+    del fields["proof"], fields["kv_level"]
     changed = msgspec.json.encode({**fields, "later": 1})
     digest = state_file.xxhash.xxh3_64_hexdigest(changed)
     head = msgspec.json.encode({**msgspec.json.decode(first), "digest": digest, "later": True})

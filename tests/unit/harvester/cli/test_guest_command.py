@@ -19,7 +19,7 @@ from harvester.agent.exposition import BACKENDS
 from harvester.cli import main
 from harvester.config import GuestConfig
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Grant, GrantMode, PageDirectory
+from harvester.contracts.page import Grant, GrantMode, PageDirectory, Pulse
 from tests.mps_daemon import EXECUTABLE, MpsDaemon
 
 SLOT = """\
@@ -146,6 +146,23 @@ def test_engines_get_the_users_of_trusted_pages(
     owners = f"ROSEMUX_PAGE_OWNERS=agent:{own},production:4242,guest:{own}"
     assert f"production needs, with one restart: {owners}" in shown
     assert shown.count(owners) == 2
+
+
+def test_no_guest_starts_beside_production_that_does_not_fit(
+    tmp_path: Path,
+    write: Write,
+    driver: Callable[[str], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    driver("")
+    pages = PageDirectory.create(tmp_path / "pages/slot0")
+    pulse = Pulse(unfit="a replica over 2 nodes; harvest replicas of one node")
+    writer = pages.pulse_writer("production", 0)
+    writer.write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
+    code, shown = said(write(), capsys)
+    assert code == 2
+    assert "production (pulse.production.0) does not fit: a replica over 2 nodes" in shown
+    assert "harvest replicas of one node" in shown
 
 
 def test_a_guest_of_a_user_that_the_agent_would_not_believe_is_not_started(

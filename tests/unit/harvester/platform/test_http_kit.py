@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ from harvester.contracts.errors import (
     RoseMuxError,
     Stale,
 )
+from harvester.platform import http_kit
+from harvester.platform.bearer import is_sent
 from harvester.platform.http_kit import (
     decoded_body,
     errors_as_replies,
@@ -70,7 +73,7 @@ async def test_all_paths_but_probes_need_the_token() -> None:
     async def ok(_: web.Request) -> web.Response:
         return json_reply({})
 
-    app = web.Application(middlewares=[token_required(b"t" * 16, of="agent")])
+    app = web.Application(middlewares=[token_required(partial(is_sent, b"t" * 16), of="agent")])
     app.add_routes([web.get("/healthz", ok), web.get("/x", ok)])
     async with TestClient(TestServer(app)) as client:
         good = {"Authorization": "Bearer " + "t" * 16}
@@ -83,9 +86,6 @@ async def test_all_paths_but_probes_need_the_token() -> None:
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b'{"a": "b"}', b"1" * 2000])
 async def test_a_malformed_body_is_the_peers_fault(body: bytes) -> None:
-    class Value(msgspec.Struct):
-        a: int
-
     async def take(request: web.Request) -> web.Response:
         value = await decoded_body(request, Value, most_bytes=1000 if len(body) == 2000 else None)
         return json_reply(value)
@@ -95,6 +95,44 @@ async def test_a_malformed_body_is_the_peers_fault(body: bytes) -> None:
     async with TestClient(TestServer(app)) as client, client.post("/", data=body) as reply:
         assert reply.status == 400
         assert (await reply.json())["error"]
+
+
+class Value(msgspec.Struct):
+    a: int
+
+
+async def test_a_body_that_comes_slowly_is_refused_and_its_connection_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_kit, "BODY_S", 0.05)
+
+    async def take(request: web.Request) -> web.Response:
+        return json_reply(await decoded_body(request, Value))
+
+    own = {web.HTTPException: None}
+    app = web.Application(middlewares=[errors_as_replies(own)])
+    app.add_routes([web.post("/", take)])
+    async with serving(app) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{")
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n")
+            rest = await reader.readuntil(b"}")
+        assert b"408" in head
+        assert b"not whole within 0.05 s" in rest
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: a\r\n"])
+async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes) -> None:
+    async with serving(web.Application(), idle_s=0.05) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="")
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        writer.close()
 
 
 async def test_a_taken_port_is_a_clear_error_with_its_remedy() -> None:

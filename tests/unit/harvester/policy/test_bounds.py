@@ -22,6 +22,7 @@ from harvester.config import (
     read_agent_config,
 )
 from harvester.contracts.errors import ConfigError
+from harvester.platform.tls import ServerTls
 from harvester.policy.bounds import BOUNDS, ITL_EDGES_S, TTFT_EDGES_S, Only, beyond, slo_warnings
 from harvester.policy.settings import (
     LevelSettings,
@@ -50,6 +51,7 @@ BASES: dict[str, dict[str, Any]] = {
 PARTS: dict[type, tuple[str, Where]] = {
     AgentConfig: ("", ()),
     HttpConfig: ("", ("http",)),
+    ServerTls: ("", ("http", "tls")),
     SlotConfig: ("", ("slots", 0)),
     GuestConfig: ("guest", ("slots", 0, "guest")),
     MpsConfig: ("mps", ("slots", 0, "mps")),
@@ -86,7 +88,7 @@ ZERO_IS_HARMLESS: dict[str, str] = {
     "slots.policy.abort_grace_s": "guests are cut at once",
     "slots.policy.epsilon": "the strictest law: no step may delay production",
     "slots.policy.kv_budget_tokens": "leaves the guest what its engine was started with",
-    "slots.policy.phantom_prompt_tokens": "takes production's own P99 prompt",
+    "slots.policy.phantom_prompt_tokens": "draws from production's own prompts",
     "slots.policy.kv_retained_ratio": "keeps nothing",
     "slots.policy.sleep_after_s": "never sleeps; memory is reclaimed all the same",
     "slots.policy.step_level.shrink_interval_s": "every late sample takes away",
@@ -96,6 +98,8 @@ ZERO_IS_HARMLESS: dict[str, str] = {
     "slots.policy.budget.minimum_requests": "judges earlier",
     "slots.policy.budget.minimum_misses": "judges earlier",
     "slots.policy.proof.seed": "any seed is one",
+    "slots.policy.proof.proving_share_ratio": "withholds the usual share from the start",
+    "slots.policy.proof.proving_s": "the same",
     "slots.policy.profile.prefill_base_s": "no profile is given",
     "slots.policy.profile.prefill_s_per_token": "no profile is given",
     "slots.policy.profile.decode_base_s": "no profile is given",

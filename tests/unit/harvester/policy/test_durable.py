@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from harvester.contracts.page import Guest
+from harvester.contracts.served import Served
+from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import SlotState
 from harvester.policy.budget import ErrorBudget
 from harvester.policy.durable import DurableState, moved
 from harvester.policy.proof import ProofState
-from harvester.policy.settings import BudgetSettings, SlotSettings
+from harvester.policy.settings import BudgetSettings, ProofSettings, SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
 
@@ -25,6 +28,24 @@ def restarted(scene: Any, *, now: float) -> None:
     scene.policy.resume(left)
 
 
+def test_a_restart_keeps_the_life_and_spends_nothing_before_a_renewal(make_scene: Any) -> None:
+    scene = make_scene(proof=ProofSettings(share_ratio=0.0))
+    scene.policy.begin("first")
+    allotment = Allotment(number=3, misses=9.0, budget=100.0, spent=0.0)
+    scene.lease = replace(scene.lease, allotment=allotment)
+    scene.beat()
+    before = scene.policy.budget_report("chat", number=3, leased=True)
+    assert (before.life, before.run, before.limit) == ("first", 1, 9.0)
+    restarted(scene, now=500.0)
+    scene.policy.begin("second")
+    scene.lease = replace(scene.lease, allotment=None)
+    scene.beat()
+    after = scene.policy.budget_report("chat", number=0, leased=True)
+    assert (after.life, after.run, after.limit) == ("first", 2, after.charged)
+    assert after.served.requests == 0
+    assert SlotPolicy(scene.settings).budget_report("chat", number=0, leased=False).life == ""
+
+
 @given(
     at_s=st.floats(0, 90 * DAY_S),
     to_s=st.floats(0, 90 * DAY_S),
@@ -36,11 +57,13 @@ def test_an_error_budget_is_the_same_on_any_clock(
     budget = ErrorBudget(BudgetSettings())
     for back_s, misses in sorted(counts, reverse=True):
         if back_s <= at_s:
-            budget.observe(requests=1000, misses=misses, now=at_s - back_s)
-    budget.observe(requests=0, misses=0, now=at_s)
+            budget.observe(
+                Served(requests=1000, granted=1000, granted_misses=misses), now=at_s - back_s
+            )
+    budget.observe(Served(), now=at_s)
     left = moved(DurableState(budget=budget.state), from_s=at_s, to_s=to_s)
     later = ErrorBudget(BudgetSettings(), left.budget)
-    stopped = later.observe(requests=0, misses=0, now=to_s)
+    stopped = later.observe(Served(), now=to_s)
     assert (later.spent, later.allowance) == (budget.spent, budget.allowance)
     assert later.burn_rate(60) == budget.burn_rate(60)
     assert stopped == budget.stopped
@@ -51,7 +74,7 @@ def test_a_harm_stop_goes_on_for_as_long_as_it_had_left(make_scene: Any, to_s: f
     scene = make_scene()
     scene.beats_for(1)
     stopped = ProofState(stopped_at_s=scene.now - 3000.0)
-    scene.policy.resume(DurableState(proof_itl=stopped))
+    scene.policy.resume(DurableState(proof=stopped))
     restarted(scene, now=to_s)
     scene.beats_for(590)
     assert scene.policy.condition is Condition.HARMFUL
@@ -95,7 +118,7 @@ def test_a_lasting_breach_keeps_the_slot_in_cooldown(open_scene: Any) -> None:
 
 def test_a_history_that_is_not_known_counts_as_spent_for_the_budget_s_hold() -> None:
     policy = SlotPolicy(SlotSettings())
-    policy.budget.stop("history not known", now=50.0)
-    assert policy.budget.observe(requests=0, misses=0, now=649.0)
-    assert policy.budget.reason == "history not known"
-    assert not policy.budget.observe(requests=0, misses=0, now=720.0)
+    policy.guards.budget.stop("history not known", now=50.0)
+    assert policy.guards.budget.observe(Served(), now=649.0)
+    assert policy.guards.budget.reason == "history not known"
+    assert not policy.guards.budget.observe(Served(), now=720.0)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from msgspec import structs
 
 from harvester.contracts.ids import (
     Epoch,
@@ -17,6 +18,7 @@ from harvester.contracts.ids import (
     TenantId,
     is_name,
 )
+from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -99,6 +101,39 @@ def test_an_expired_lease_says_so_and_the_epoch_rises(leases: LeaseTable) -> Non
     assert ended == LeaseEnded(lease=lease.lease, reason=EndReason.EXPIRED)
     assert leases.view(SLOT).epoch > lease.epoch
     assert leases.view(SLOT).lease is None
+
+
+def allotted(number: int, misses: float) -> Allotment:
+    return Allotment(number=number, misses=misses, budget=100.0, spent=0.0)
+
+
+def test_a_lease_has_the_newest_allotment_and_a_late_one_changes_nothing(
+    leases: LeaseTable,
+) -> None:
+    wanted = structs.replace(request("r1"), allotment=allotted(4, 9.0))
+    lease = granted(take(leases, wanted, now=0.0))
+    for number, misses in ((6, 5.0), (5, 9.0), (6, 9.0)):
+        renewal = LeaseRenewal(
+            epoch=lease.epoch, duration_s=10.0, allotment=allotted(number, misses)
+        )
+        granted(leases.renew(lease.lease, renewal, now=1.0))
+        assert leases.view(SLOT).allotment == allotted(6, 5.0)
+    granted(leases.renew(lease.lease, LeaseRenewal(epoch=lease.epoch, duration_s=10.0), now=2.0))
+    assert leases.view(SLOT).allotment == allotted(6, 5.0)
+    assert leases.allotted_number(SLOT) == 6
+    leases.release(lease.lease, now=3.0)
+    assert leases.view(SLOT).allotment is None
+
+
+def test_a_refused_request_uses_its_allotment_up(leases: LeaseTable) -> None:
+    wanted = structs.replace(request("r1"), allotment=allotted(1, 9.0))
+    leases.offer(SLOT, SlotState.OFF, "because")
+    assert isinstance(take(leases, wanted, now=0.0), LeaseRefused)
+    assert leases.allotted_number(SLOT) == 1
+    leases.offer(SLOT, SlotState.OFFERED)
+    late = take(leases, wanted, now=1.0)
+    assert isinstance(late, LeaseRefused)
+    assert "allotment" in late.reason
 
 
 def test_releasing_twice_answers_the_same(leases: LeaseTable) -> None:

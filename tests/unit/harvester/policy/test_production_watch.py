@@ -9,6 +9,7 @@ from harvester.contracts.page import EngineCore, ProductionModel, Pulse
 from harvester.policy.production import ProductionView, ProductionWatch, kv_usage_ratio
 from harvester.policy.sample import PulseReading
 from harvester.policy.settings import ProfileSettings, SlotSettings
+from harvester.policy.states import Condition
 
 FAST = ProductionModel(decode_base_s=0.004)
 SLOW = ProductionModel(decode_base_s=0.040)
@@ -43,6 +44,12 @@ def test_an_engine_that_names_no_cores_is_believed_as_it_is() -> None:
     assert kv_usage_ratio({"pulse.a.0": pulse(kv_usage_ratio=0.4)}) == 0.4
     assert kv_usage_ratio({"pulse.a.0": pulse(kv_usage_ratio=0.4, cores=(core(0, 1, 0.6),))}) == 0.6
     assert kv_usage_ratio({}) == 0.0
+
+
+def test_an_engine_that_is_deployed_unfit_says_why() -> None:
+    found = view(pulse__a__0=pulse(), pulse__b__0=pulse(unfit="a replica over 2 nodes"))
+    assert found.condition is Condition.UNFIT
+    assert found.reason == "pulse.b.0: a replica over 2 nodes"
 
 
 def test_several_engines_are_judged_by_models_of_their_own() -> None:

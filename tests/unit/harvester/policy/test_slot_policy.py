@@ -27,7 +27,6 @@ def test_opens_for_a_lease_with_a_guest_beside_believable_production(
     make_scene: Any, grant_in: Any
 ) -> None:
     scene = make_scene(step_tokens_max=512, kv_budget_tokens=4096, ttft_slo_s=0.3, epsilon=0.1)
-    scene.set_pulse(prompt_tokens_p99=700)
 
     grant = grant_in(scene.beats_for(0.5))
 
@@ -37,7 +36,7 @@ def test_opens_for_a_lease_with_a_guest_beside_believable_production(
     assert (grant.ttft_slo_s, grant.epsilon) == (0.3, 0.1)
     assert grant.pulses == ("pulse.prod.0",)
     assert grant.production == scene.pulse.model
-    assert grant.phantom_prompt_tokens == 700
+    assert grant.phantom_prompt_tokens == 0, "drawn from the pulses, by the guest"
 
 
 def test_never_opens_in_its_first_beat(make_scene: Any, grant_in: Any) -> None:
@@ -313,7 +312,7 @@ def test_observe_mode_decides_but_grants_and_offers_nothing(make_scene: Any, gra
 def test_stops_when_the_error_budget_is_overspent(
     make_scene: Any, grant_in: Any, ended_in: Any
 ) -> None:
-    scene = make_scene(budget=BudgetSettings(minimum_misses=3))
+    scene = make_scene(budget=BudgetSettings(minimum_misses=3), proof=ProofSettings(share_ratio=0))
     scene.beats_for(1)
     for _ in range(3):
         scene.guest_steps()
@@ -324,10 +323,23 @@ def test_stops_when_the_error_budget_is_overspent(
     assert "allowed in 28 d" in grant_in(effects).reason
 
 
+@pytest.mark.parametrize("decoding", [0, 4, 64])
+def test_late_first_tokens_are_a_breach_however_many_tokens_are_in_time(
+    make_scene: Any, grant_in: Any, decoding: int
+) -> None:
+    scene = make_scene(proof=ProofSettings(share_ratio=0))
+    cap = grant_in(scene.beats_for(1)).step_tokens_cap
+    for _ in range(20):
+        scene.guest_steps()
+        scene.latencies(ttft=(2.0,), itl=(0.03,) * 3 * decoding)
+        grant = grant_in(scene.beat())
+    assert grant.step_tokens_cap < cap
+
+
 def test_withholds_the_grant_in_proof_slices_and_opens_again_right_after(
     make_scene: Any, grant_in: Any
 ) -> None:
-    scene = make_scene(proof=ProofSettings(share_ratio=0.2, slice_s=1.0, seed=3))
+    scene = make_scene(proof=ProofSettings(share_ratio=0.2, proving_s=0, slice_s=1.0, seed=3))
     modes = [(scene.now, grant_in(scene.beat())) for _ in range(3000)]
     withheld = [grant for _, grant in modes if grant.reason == "proof slice"]
     assert 0.1 < len(withheld) / len(modes) < 0.3

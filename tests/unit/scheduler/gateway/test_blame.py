@@ -4,7 +4,7 @@ The runner, routing and blame that ship, on engines in memory: no socket, no sle
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from scheduler.gateway.engine_client import (
 )
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.identity import Change
+from scheduler.gateway.policy import repeated_deaths
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
     HELD_S,
@@ -202,7 +203,13 @@ class Client:
     """Steps before its first token."""
 
     async def generate(
-        self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
+        self,
+        attempt: Attempt,
+        *,
+        request_id: str,
+        epoch: Epoch | None,
+        priority: int = 0,
+        ended: Sequence[str] = (),
     ) -> AsyncGenerator[EngineChoice, None]:
         life, told = self.life, attempt.token_ids[0]
         self.visits.append(told)
@@ -474,5 +481,43 @@ def test_a_turn_with_tokens_does_not_end_by_the_verdict_on_its_prompt() -> None:
         await cluster.run(one())
         assert turn.attempts == 2
         assert turn.finish_reason is FinishReason.LENGTH, turn.fault
+
+    asyncio.run(case())
+
+
+def test_a_prompt_under_which_engines_die_late_is_blamed_whatever_it_has_made_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each engine dies long after the rule for quick deaths has cleared the request."""
+    monkeypatch.setattr(repeated_deaths, "HELD_S", 0.0)
+    monkeypatch.setattr(repeated_deaths, "WAVE_S", 0.0)
+
+    async def case() -> None:
+        cluster = Cluster(5, poison={}, places=2)
+        bad = cluster.ledger.open(
+            GenerateRequest(
+                request_id="bad", token_ids=(9,), sampling_params=SamplingParams(max_tokens=400)
+            ),
+            trajectory=TrajectoryId("bad"),
+        )
+        assert bad is not None
+        made = 0
+
+        def kill() -> None:
+            nonlocal made
+            made += 1
+            if made % 20 == 0:
+                for client, member in zip(cluster.clients, cluster.members, strict=True):
+                    client.life += any(running.turn is bad for running in member.running)
+
+        async def one() -> tuple[Turn, RefuseTurn | None]:
+            return bad, await cluster.runner.run(bad, on_tokens=kill)
+
+        others = [cluster.serve(f"good{n}", (n,), 200) for n in range(4)]
+        (blamed, _), *served = await cluster.run(one(), *others)
+        assert blamed.finish_reason is FinishReason.ABORT
+        assert "engines died under this prompt" in blamed.fault
+        assert blamed.attempts < 8
+        assert {turn.finish_reason for turn, _ in served} == {FinishReason.LENGTH}
 
     asyncio.run(case())

@@ -1,4 +1,4 @@
-"""What an attempt sends of the output before it, and which turns may be moved where."""
+"""An attempt sends the output before it; which turns may be moved where."""
 
 import msgspec
 import pytest
@@ -11,7 +11,7 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.gateway.engine_client import generate_body
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger, counts_output
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
 
 
 def turn(**sampling) -> Turn:
@@ -73,7 +73,7 @@ def test_the_first_attempt_brings_no_output() -> None:
     ],
 )
 def test_only_sampling_that_knows_output_from_prompt_binds_a_turn(sampling, counts) -> None:
-    assert counts_output(SamplingParams(max_tokens=4, **sampling)) is counts
+    assert bool(output_fields(SamplingParams(max_tokens=4, **sampling))) is counts
 
 
 def test_a_turn_that_stopped_at_a_string_teaches_no_eos() -> None:

@@ -9,14 +9,19 @@ from scheduler.gateway.policy.trajectories import TurnLedger
 
 
 def body(
-    *, job: str = "a", version: int = 1, trajectory: str = "t", adapter: str | None = None
+    *,
+    job: str = "a",
+    version: int = 1,
+    trajectory: str = "t",
+    adapter: str | None = None,
+    ended: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=9)
     request = GenerateRequest(request_id="r", token_ids=(1, 2), sampling_params=sampling)
     turn = TurnLedger(JobId(job)).open(request, trajectory=TrajectoryId(trajectory))
     assert turn is not None
     attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(version), numerics="")
-    return generate_body(attempt, "r", 0, adapter)
+    return generate_body(attempt, "r", 0, adapter, ended)
 
 
 def test_job_version_and_adapter_each_have_a_salt_of_their_own() -> None:
@@ -38,3 +43,8 @@ def test_trajectories_of_one_version_share_their_beginnings() -> None:
 def test_a_request_names_the_job_and_trajectory_of_its_turn() -> None:
     said = body(job="a", trajectory="t7")["sampling_params"]["extra_args"]
     assert said == {"rosemux_trajectory": "a/t7"}, "sessions of two jobs may have one name"
+
+
+def test_ended_trajectories_are_reported_with_the_engine_s_next_request() -> None:
+    said = body(trajectory="t7", ended=("a/t5", "a/t6"))["sampling_params"]["extra_args"]
+    assert said["rosemux_ended_trajectories"] == ("a/t5", "a/t6")

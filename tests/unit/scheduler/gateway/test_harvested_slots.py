@@ -1,6 +1,7 @@
 """The holder of leases against agents that restart, answer for others, or answer nonsense."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import EngineId, Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -18,6 +20,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
+from harvester.platform.tls import Credentials
 from harvester.policy.lease_table import LeaseTable
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.gateway_state import SchedulerState
@@ -96,12 +99,12 @@ class Agent:
         return self._said(answer)
 
     async def renew(
-        self, lease: LeaseId, *, epoch: Epoch, duration_s: float
+        self, lease: LeaseId, *, epoch: Epoch, duration_s: float, allotment: Allotment | None
     ) -> LeaseGranted | LeaseEnded:
         from harvester.contracts.wire.leases import LeaseRenewal
 
         self.asked.append("renew")
-        renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s)
+        renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s, allotment=allotment)
         return self._said(self.leases.renew(lease, renewal, now=self.clock.at_s))
 
     async def release(self, lease: LeaseId) -> LeaseEnded:
@@ -131,7 +134,7 @@ class Agent:
 
 
 class Stage:
-    def __init__(self, *agents: str) -> None:
+    def __init__(self, *agents: str, credentials: Credentials | None = None) -> None:
         self.clock = Clock()
         self.agents = {name: Agent(self.clock, name) for name in agents or ("n",)}
         self.fleet = Fleet()
@@ -144,7 +147,8 @@ class Stage:
             self.clock,
             agents=self.agents,  # type: ignore[arg-type]
             guests={},
-            client_of=lambda _url: None,  # type: ignore[arg-type, return-value]
+            client_of=lambda _url, _credentials: None,  # type: ignore[arg-type, return-value]
+            credentials=dict.fromkeys(self.agents, credentials or Credentials()),
             demands=lambda: (
                 Demand(
                     job=JOB, active=True, harvesting=True, queued=9, running=0, dedicated_places=0
@@ -253,3 +257,14 @@ async def test_a_slot_name_of_two_agents_sends_no_turn_to_the_wrong_one(first: s
     other = "b" if first == "a" else "a"
     assert f"agent {first} offers slot0, slot1, slot2 too" in stage.harvest.silent_agents[other]
     assert stage.agents[other].asked == []
+
+
+async def test_no_token_goes_to_a_guest_that_an_agent_offers_by_plain_http(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 20)
+    token.chmod(0o600)
+    stage = Stage(credentials=Credentials(token_file=token))
+    await stage.looks()
+    assert not stage.held
+    assert "http://n-slot" in stage.harvest.silent_agents["n"]
+    assert "engine-proxy" in stage.harvest.silent_agents["n"]

@@ -7,7 +7,7 @@ import pytest
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
 from scheduler.gateway.engine_client import RequestRefused
-from scheduler.gateway.open_turns import IdInUse, Listen, OpenTurns
+from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTurns
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
 
 
@@ -170,3 +170,35 @@ async def test_a_stream_that_joins_hears_at_once_of_tokens_and_not_of_none() -> 
     assert heard == ["again"]
     work.goes_on.set()
     await asyncio.gather(first, again)
+
+
+async def test_an_aborted_turn_gives_its_clients_what_it_has() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    first, second = serve(turns), serve(turns)
+    await settle()
+    assert await turns.abort(ids=["another"]) == 0
+    assert await turns.abort(ids=["r"]) == 1
+    for client in (first, second):
+        turn, refused = await client
+        assert (turn.finish_reason, turn.fault, refused) == (FinishReason.ABORT, "", None)
+    assert work.ledger.counters.aborted == 1
+    assert await turns.abort() == 0
+
+
+async def test_an_abort_names_the_request_that_a_turn_is_part_of_or_its_session() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    for ids, session in ((["batch"], None), (None, TrajectoryId("s"))):
+        request = GenerateRequest(
+            request_id="batch.3", token_ids=(1,), sampling_params=SamplingParams(max_tokens=4)
+        )
+        part_of = ClientRequest("batch", TrajectoryId("s"))
+        client = asyncio.create_task(
+            turns.serve(request, trajectory=TrajectoryId("s.3"), on_turn=None, part_of=part_of)
+        )
+        await settle()
+        assert await turns.abort(ids=["batch.4"]) == 0
+        assert await turns.abort(session=TrajectoryId("s.3")) == 0
+        assert await turns.abort(ids=ids, session=session) == 1
+        assert (await client)[0].finish_reason is FinishReason.ABORT

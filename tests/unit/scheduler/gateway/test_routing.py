@@ -17,10 +17,15 @@ from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
     EngineOffered,
     EngineWithdrawn,
+    ForgetPrefix,
+    HoldTurn,
     QueueTurn,
     Refusal,
     RefuseTurn,
+    RequestArrived,
+    RequestLeft,
     RoutingConfig,
+    TrajectoryEnded,
     TurnArrived,
     TurnCleared,
     TurnLeft,
@@ -45,6 +50,7 @@ def _offer(
     version: int = 1,
     until_s: float | None = None,
     context: int = 0,
+    numerics: str = "",
 ) -> EngineOffered:
     return EngineOffered(
         engine=EngineId(engine),
@@ -54,6 +60,7 @@ def _offer(
         version=WeightVersion(version),
         usable_until_s=until_s,
         context_tokens=context,
+        numerics=numerics,
     )
 
 
@@ -75,6 +82,17 @@ def _engine_of(effects) -> str:
     (effect,) = effects
     assert isinstance(effect, DispatchTurn)
     return effect.engine
+
+
+def test_an_ended_trajectory_and_its_samples_leave_no_trace() -> None:
+    policy = _policy(_offer("a", concurrency=8), _offer("b", concurrency=8))
+    for name in ("t", "t.0", "t.1", "t.x", "u"):
+        policy.observe(_turn(name), now=0.0)
+    end = TrajectoryEnded(job=JOB, trajectory=TrajectoryId("t"))
+    forgotten = policy.observe(end, now=1.0)
+    assert all(isinstance(each, ForgetPrefix) and each.job == JOB for each in forgotten)
+    assert [each.trajectory for each in forgotten] == ["t", "t.0", "t.1"]
+    assert policy.observe(end, now=1.0) == ()
 
 
 def test_a_turn_goes_only_where_its_prompt_and_whole_output_fit() -> None:
@@ -325,11 +343,89 @@ def test_a_guest_takes_no_turn_within_the_margin_of_its_lease() -> None:
 def test_waits_for_the_target_version_and_refuses_one_that_is_served_nowhere() -> None:
     policy = _policy()
     assert policy.observe(_turn("1", exact=1), now=0.0) == (QueueTurn(turn="1"),)
-    (refused,) = policy.observe(_turn("2", exact=2), now=0.0)
-    assert isinstance(refused, RefuseTurn)
-    assert refused.refusal is Refusal.VERSION
-    (refused,) = policy.observe(_turn("3", minimum=2), now=0.0)
-    assert refused.refusal is Refusal.VERSION
+    for name, pin in (("2", {"exact": 2}), ("3", {"minimum": 2})):
+        (refused,) = policy.observe(_turn(name, pin_until_s=0.0, **pin), now=0.0)
+        assert isinstance(refused, RefuseTurn)
+        assert refused.refusal is Refusal.VERSION
+        assert "job is at 1" in refused.reason
+
+
+def _held(policy: RoutingPolicy, name: str, **pins) -> None:
+    (held,) = policy.observe(_turn(name, **pins), now=0.0)
+    assert isinstance(held, HoldTurn)
+    assert policy.holds(name)
+
+
+def test_a_turn_pinned_to_a_version_to_come_is_held_until_an_engine_serves_it() -> None:
+    policy = _policy(_offer("a"))
+    _held(policy, "exact", exact=2)
+    _held(policy, "minimum", minimum=2)
+    _held(policy, "later", minimum=3)
+    policy.observe(EngineWithdrawn(engine=EngineId("a")), now=1.0)
+    published = policy.observe(_target(2), now=1.0)
+    assert published == (QueueTurn(turn="exact"), QueueTurn(turn="minimum"))
+    served = policy.observe(_offer("a", version=2), now=2.0)
+    assert {each.turn for each in served if isinstance(each, DispatchTurn)} == {"exact", "minimum"}
+    assert policy.holds("later")
+
+
+def test_a_held_turn_is_refused_when_its_patience_ends_and_not_before() -> None:
+    policy = _policy(_offer("a"))
+    _held(policy, "1", minimum=2, pin_until_s=5.0)
+    assert policy.observe(TimePassed(), now=4.9) == ()
+    (refused,) = policy.observe(TimePassed(), now=5.0)
+    assert (refused.turn, refused.refusal) == ("1", Refusal.VERSION)
+    assert policy.held_turns == 0
+
+
+def test_a_held_turn_whose_exact_version_is_passed_over_is_refused_at_once() -> None:
+    policy = _policy(_offer("a"))
+    _held(policy, "1", exact=2)
+    (refused,) = policy.observe(_target(3), now=1.0)
+    assert (refused.turn, refused.refusal) == ("1", Refusal.GONE)
+
+
+def test_held_turns_are_no_demand_and_put_no_turn_off_the_tail() -> None:
+    policy = _policy(_offer("d", concurrency=1), _offer("g", GUEST, concurrency=1))
+    _held(policy, "1", minimum=2)
+    assert (policy.queued_turns, policy.queued_turns_of(JOB)) == (0, 0)
+    (dispatched,) = policy.observe(_turn("2"), now=0.0)
+    assert dispatched.reason is DispatchReason.TAIL
+
+
+def test_held_turns_fill_the_queues_bound_and_leave_it_with_their_client() -> None:
+    policy = _policy(queue_turns=1)
+    _held(policy, "1", minimum=2)
+    (refused,) = policy.observe(_turn("2"), now=0.0)
+    assert refused.refusal is Refusal.FULL
+    assert policy.observe(TurnWithdrawn(turn="1"), now=0.0) == ()
+    assert policy.room == 1
+
+
+def test_a_turn_of_equal_numerics_goes_only_where_its_label_is() -> None:
+    policy = _policy(_offer("a", numerics="x"), _offer("b", numerics="y"))
+    for name in ("1", "2"):
+        assert _engine_of(policy.observe(_turn(name, "t", numerics="y"), now=0.0)) == "b"
+    assert policy.observe(_turn("3", numerics="y"), now=0.0) == (QueueTurn(turn="3"),)
+    assert _engine_of(policy.observe(_turn("4"), now=0.0)) == "a"
+    assert policy.other_places(_turn("1", numerics="y"), now=0.0) == 0
+
+
+def test_numerics_that_no_engine_has_yet_are_waited_for() -> None:
+    policy = _policy(_offer("a", numerics="x"))
+    _held(policy, "1", numerics="z", pin_until_s=5.0)
+    _held(policy, "2", numerics="z", pin_until_s=9.0)
+    (refused,) = policy.observe(TimePassed(), now=5.0)
+    assert (refused.turn, "known: 'x'" in refused.reason) == ("1", True)
+    effects = policy.observe(_offer("b", numerics="z"), now=6.0)
+    assert _went(effects) == {"2": "b"}
+
+
+def test_a_turn_waits_for_an_engine_of_its_numerics_that_may_come_back() -> None:
+    policy = _policy(_offer("a", numerics="x"), _offer("b", numerics="y"))
+    policy.observe(EngineWithdrawn(engine=EngineId("b")), now=0.0)
+    moved = _turn("1", numerics="y", resumed=True, pin_until_s=0.0)
+    assert policy.observe(moved, now=1.0) == (QueueTurn(turn="1"),)
 
 
 def test_a_pinned_turn_never_runs_on_another_version() -> None:
@@ -345,7 +441,7 @@ def test_a_waiting_turn_is_refused_once_its_version_is_gone() -> None:
     policy.observe(_turn("2", exact=1), now=0.0)
     assert policy.observe(_target(2), now=1.0) == ()
     (refused,) = policy.observe(EngineWithdrawn(engine=EngineId("a")), now=1.0)
-    assert (refused.turn, refused.refusal) == ("2", Refusal.VERSION)
+    assert (refused.turn, refused.refusal) == ("2", Refusal.GONE)
     assert policy.queued_turns == 0
 
 
@@ -354,6 +450,31 @@ def test_refuses_turns_of_a_job_that_is_not_active() -> None:
     policy.observe(_target(job=JobId("other")), now=0.0)
     (refused,) = policy.observe(_turn("1"), now=0.0)
     assert refused.refusal is Refusal.JOB
+
+
+def test_a_request_is_admitted_whole_and_its_turns_are_never_refused_for_each_other() -> None:
+    policy = _policy(queue_turns=3)
+    assert policy.observe(RequestArrived(turns=("a", "b")), now=0.0) == ()
+    assert policy.room == 1
+    assert policy.observe(_turn("alone"), now=0.0) == (QueueTurn(turn="alone"),)
+    (refused,) = policy.observe(_turn("late"), now=0.0)
+    assert refused.refusal is Refusal.FULL
+    assert policy.observe(_turn("a"), now=0.0) == (QueueTurn(turn="a"),)
+    too_many = policy.observe(RequestArrived(turns=("c", "d")), now=0.0)
+    assert [effect.refusal for effect in too_many] == [Refusal.FULL] * 2
+    assert policy.observe(_turn("b"), now=0.0) == (QueueTurn(turn="b"),)
+    policy.observe(TurnWithdrawn(turn="b"), now=0.0)
+    assert policy.room == 1
+    assert policy.observe(_turn("later"), now=0.0) == (QueueTurn(turn="later"),)
+    # It was placed and comes back before a token: no room is asked for again.
+    assert policy.observe(_turn("b"), now=0.0) == (QueueTurn(turn="b"),)
+
+
+def test_room_of_turns_that_never_arrive_is_given_back_with_their_request() -> None:
+    policy = _policy(queue_turns=2)
+    policy.observe(RequestArrived(turns=("a", "b")), now=0.0)
+    policy.observe(RequestLeft(turns=("a", "b")), now=0.0)
+    assert policy.room == 2
 
 
 def test_refuses_new_turns_when_the_queue_is_full_but_never_a_resumed_one() -> None:
@@ -421,7 +542,11 @@ class _Fleet:
     offered: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     placed: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, TurnArrived] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
     over: set[str] = field(default_factory=set)
+
+
+_LABELS = {"a": "x", "b": "x", "c": "y"}
 
 
 class RoutingMachine(RuleBasedStateMachine):
@@ -440,10 +565,16 @@ class RoutingMachine(RuleBasedStateMachine):
         fleet = self.fleet
         for effect in self.policy.observe(event, now=self.now):
             match effect:
+                case HoldTurn():
+                    assert effect.turn in fleet.waiting
+                    fleet.held.add(effect.turn)
                 case QueueTurn():
                     assert effect.turn in fleet.waiting
+                    fleet.held.discard(effect.turn)
                 case DispatchTurn():
                     turn = fleet.waiting.pop(effect.turn)
+                    assert effect.turn not in fleet.held
+                    assert turn.numerics in ("", _LABELS[effect.engine])
                     version, concurrency, context = fleet.offered[effect.engine]
                     assert not context or turn.context_tokens <= context
                     assert turn.exact in (None, version)
@@ -452,7 +583,9 @@ class RoutingMachine(RuleBasedStateMachine):
                     on_it = sum(engine == effect.engine for engine in fleet.placed.values())
                     assert on_it <= concurrency
                 case RefuseTurn():
-                    del fleet.waiting[effect.turn]
+                    turn = fleet.waiting.pop(effect.turn)
+                    fleet.held.discard(effect.turn)
+                    assert effect.refusal is not Refusal.VERSION or self.now >= turn.pin_until_s
                     fleet.over.add(effect.turn)
 
     @rule(
@@ -467,7 +600,14 @@ class RoutingMachine(RuleBasedStateMachine):
         version = self.fleet.version
         self.fleet.offered[engine] = (version, concurrency, context)
         self._observe(
-            _offer(engine, kind, concurrency=concurrency, version=version, context=context)
+            _offer(
+                engine,
+                kind,
+                concurrency=concurrency,
+                version=version,
+                context=context,
+                numerics=_LABELS[engine],
+            )
         )
 
     @rule(engine=st.sampled_from("abc"))
@@ -486,14 +626,22 @@ class RoutingMachine(RuleBasedStateMachine):
         lag=st.integers(-1, 1),
         resumed=st.booleans(),
         context=st.sampled_from([5, 10, 15, 25]),
+        numerics=st.sampled_from(["", "", "x", "y"]),
+        patience_s=st.sampled_from([0.0, 0.5, 5.0]),
     )
-    def arrive(self, trajectory, pin, lag, resumed, context) -> None:
+    def arrive(self, trajectory, pin, lag, resumed, context, numerics, patience_s) -> None:
         self.turns += 1
         version = WeightVersion(max(0, self.fleet.version - lag))
         pins = {} if pin == "none" else {pin: version}
+        pins |= {"numerics": numerics, "pin_until_s": self.now + patience_s}
         turn = _turn(str(self.turns), trajectory, resumed=resumed, context_tokens=context, **pins)
         self.fleet.waiting[turn.turn] = turn
         self._observe(turn)
+
+    @rule()
+    def wait(self) -> None:
+        self._observe(TimePassed())
+        assert all(self.now < self.fleet.waiting[turn].pin_until_s for turn in self.fleet.held)
 
     @rule(tokens=st.sampled_from([None, 10, 20]))
     def limit(self, tokens) -> None:
@@ -511,11 +659,13 @@ class RoutingMachine(RuleBasedStateMachine):
         if self.fleet.waiting:
             turn = data.draw(st.sampled_from(sorted(self.fleet.waiting)))
             del self.fleet.waiting[turn]
+            self.fleet.held.discard(turn)
             self._observe(TurnWithdrawn(turn=turn))
 
     @invariant()
     def every_turn_is_in_exactly_one_place(self) -> None:
-        assert self.policy.queued_turns == len(self.fleet.waiting)
+        assert self.policy.held_turns == len(self.fleet.held)
+        assert self.policy.queued_turns + self.policy.held_turns == len(self.fleet.waiting)
         assert self.policy.open_turns == len(self.fleet.placed)
 
     @invariant()
@@ -529,6 +679,7 @@ class RoutingMachine(RuleBasedStateMachine):
                 if turn.exact in (None, version)
                 and (turn.minimum or 0) <= version
                 and (not context or turn.context_tokens <= context)
+                and turn.numerics in ("", _LABELS[engine])
             }
             assert not fitting or fitting & busy
 

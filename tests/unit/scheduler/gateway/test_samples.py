@@ -1,6 +1,8 @@
 """The turns of one request, followed together: order, seeds, refusals, and what is left behind."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams, TokenLogprob
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.pressure import Pressure
 from scheduler.gateway.samples import TurnRefused, follow, samples_of
 
 JOB = JobId("job")
@@ -26,10 +29,23 @@ class Server:
         self.ledger = TurnLedger(JOB)
         self.step = asyncio.Semaphore(0)
         self.refused = refused
+        self.room = 16
         self.cancelled: list[str] = []
 
+    @contextmanager
+    def admitting(self, job: JobId, requests: Sequence[GenerateRequest]) -> Iterator[None]:
+        if len(requests) > self.room:
+            raise Pressure(f"{len(requests)} turns")
+        yield
+
     async def generate(
-        self, job: JobId, trajectory: TrajectoryId, request: GenerateRequest, *, on_turn: Any = None
+        self,
+        job: JobId,
+        trajectory: TrajectoryId,
+        request: GenerateRequest,
+        *,
+        on_turn: Any = None,
+        part_of: Any = None,
     ) -> tuple[Turn, RefuseTurn | None]:
         turn = self.ledger.open(request, trajectory=trajectory)
         assert turn is not None
@@ -87,7 +103,7 @@ async def test_one_refused_sample_refuses_the_request_and_ends_its_neighbours() 
     with pytest.raises(TurnRefused, match="full") as refused:
         async with follow(server, JOB, TrajectoryId("t"), samples_of(request(3))) as samples:
             await samples.results()
-    assert refused.value.status == 503
+    assert refused.value.status == 429
     assert sorted(server.cancelled) == ["r.0", "r.2"]
 
 

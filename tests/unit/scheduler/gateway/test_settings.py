@@ -40,6 +40,12 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
         ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),
         ({"capacity": {"duration": 5}}, "duration"),
         ({"host": "0.0.0.0"}, "token_file"),
+        ({"host": "0.0.0.0", "token_file": "t"}, "plain_http"),
+        ({"tls": {"cert_file": "c"}}, "tls.key_file"),
+        ({"engines": [{"id": "x", "url": "http://h:1", "token_file": "t"}]}, "engines.0.*https"),
+        ({"agents": [{"id": "x", "url": "http://h:1", "token_file": "t"}]}, "agents.0.*https"),
+        ({"renderers": [{"url": "http://h:1", "token_file": "t"}]}, "renderers.0.*https"),
+        ({"engines": [{"id": "x", "cert_file": "c"}]}, "cert_file and key_file"),
     ],
 )
 def test_says_which_field_is_wrong(tmp_path: Path, changes, said) -> None:
@@ -55,6 +61,48 @@ def test_says_which_file_is_missing_or_not_yaml(tmp_path: Path) -> None:
         load_settings(tmp_path / "bad.yaml")
 
 
+def test_listens_to_other_machines_by_tls_or_by_consent(tmp_path: Path) -> None:
+    tls = {"cert_file": "c", "key_file": "k"}
+    for safe in (
+        {"tls": tls, "token_file": "t"},
+        {"tls": {**tls, "client_ca_file": "a"}},
+        {"plain_http": True, "token_file": "t"},
+    ):
+        assert load_settings(_write(tmp_path / "g.json", host="0.0.0.0", **safe)).host == "0.0.0.0"
+    with pytest.raises(ConfigError, match="token_file"):
+        load_settings(_write(tmp_path / "g.json", host="0.0.0.0", tls=tls))
+
+
+def test_a_renderer_is_a_url_or_a_url_with_its_files(tmp_path: Path) -> None:
+    listed = ["http://h:1", {"url": "https://h:2", "ca_file": "ca"}]
+    renderers = load_settings(_write(tmp_path / "g.json", renderers=listed)).renderers
+    assert [(each.url, each.ca_file) for each in renderers] == [
+        ("http://h:1", None),
+        ("https://h:2", Path("ca")),
+    ]
+
+
+def test_tokens_of_a_tenant_change_without_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tokens"
+    path.touch(mode=0o600)
+    old, new = "o" * 20, "n" * 21
+    path.write_text(f"alice: {old}")
+    tenants = Tenants.load(path)
+    path.write_text(f"alice: [{new}, {old}]")
+    assert {tenants.tenant_of(f"Bearer {token}") for token in (old, new)} == {"alice"}
+    path.write_text(f"alice: {new}")
+    assert tenants.tenant_of(f"Bearer {old}") is None
+    for broken in ("alice: short", "", "../a: " + old, "["):
+        path.write_text(broken)
+        assert tenants.tenant_of(f"Bearer {new}") == "alice"
+    path.unlink()
+    assert tenants.tenant_of(f"Bearer {new}") == "alice"
+    assert not tenants.open_to_all
+    assert new not in caplog.text
+
+
 def test_knows_a_tenant_by_its_token_alone(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"alice: {'a' * 20}\nbob: {'b' * 20}\n")
@@ -62,7 +110,14 @@ def test_knows_a_tenant_by_its_token_alone(tmp_path: Path) -> None:
     tenants = Tenants.load(path)
     assert tenants.tenant_of(f"Bearer {'a' * 20}") == "alice"
     assert tenants.tenant_of(f"bearer {'b' * 20}") == "bob"
-    for wrong in ("", f"Basic {'a' * 20}", "Bearer ", f"Bearer {'a' * 19}", "Bearer ü"):
+    for wrong in (
+        "",
+        f"Basic {'a' * 20}",
+        "Bearer ",
+        f"Bearer {'a' * 19}",
+        "Bearer ü",
+        "Bearer \udcff",
+    ):
         assert tenants.tenant_of(wrong) is None
     assert Tenants.load(None).open_to_all
 
@@ -74,6 +129,8 @@ def test_knows_a_tenant_by_its_token_alone(tmp_path: Path) -> None:
         ("a: short", 0o600, "16 characters"),
         ("", 0o600, "tenant: token"),
         ("[]", 0o600, "field: value"),
+        (f"a: {'a' * 20}\nb: {'a' * 20}", 0o600, "b and a have one token"),
+        ("a: []", 0o600, "16 characters"),
         (f"a: {'a' * 20}\na: {'b' * 20}", 0o600, "line 2: not YAML: 'a' is given twice"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import TokenLogprob
-from scheduler.gateway.stream import EventStream
+from scheduler.gateway.stream import MAX_EVENT_BYTES, EventStream
 
 
 def _event(token: int) -> bytes:
@@ -58,7 +58,7 @@ def test_nonsense_is_the_peers_fault(raw: bytes) -> None:
 
 def test_an_endless_event_is_refused() -> None:
     stream = EventStream()
-    for _ in range(4):
+    for _ in range(MAX_EVENT_BYTES >> 20):
         assert list(stream.feed(b"x" * (1 << 20))) == []
     with pytest.raises(PeerProtocolError, match="more than"):
         list(stream.feed(b"x"))

@@ -1,7 +1,7 @@
 """Streamed text without its stop string, and the identity of a trajectory in many dialects."""
 
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
@@ -14,14 +14,20 @@ from harvester.contracts.wire.rollouts import (
     Choice,
     FinishReason,
     GenerateRequest,
+    Logprobs,
     SamplingParams,
+    TokenLogprob,
 )
 from scheduler.gateway.renderer import CHAT, COMPLETION
+from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.text_routes import (
     MAX_TURNS,
     SESSION_HEADERS,
     StoppedText,
     _TextRequest,
+    named,
+    session_header,
+    session_of,
     text_tokens,
     trajectory_of,
     turns_of,
@@ -125,5 +131,44 @@ def test_a_session_in_the_body_or_the_request_itself_names_it_else() -> None:
     request = make_mocked_request("POST", "/")
     assert trajectory_of(request, "r", "s") == "s"
     assert trajectory_of(request, "r") == "r"
-    with pytest.raises(PeerProtocolError, match="session_id"):
-        trajectory_of(request, "r", cast(Any, 7))
+
+
+def test_the_first_header_that_names_a_session_counts_and_an_empty_one_names_none() -> None:
+    headers = {"X-SMG-Routing-Key": "key", "X-Session-ID": "", "Session-ID": "last"}
+    assert session_header(make_mocked_request("POST", "/", headers=headers)) == "key"
+    assert session_header(make_mocked_request("POST", "/", headers={"X-User-ID": "u"})) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "session"),
+    [
+        ({"session_id": "a", "routing_key": "b"}, "a"),
+        ({"routing_key": "b", "program_id": "c"}, "b"),
+        ({"program_id": "c"}, "c"),
+        ({"session_params": {"session_id": "d"}}, "d"),
+        ({"session_params": {"id": "e"}}, None),
+        ({"session_params": "f"}, None),
+        ({"user": "u"}, None),
+    ],
+)
+def test_a_body_names_its_session_as_frameworks_do(
+    body: dict[str, Any], session: str | None
+) -> None:
+    assert session_of(body) == session
+
+
+def test_a_session_in_the_body_that_is_no_string_is_refused_by_its_name() -> None:
+    with pytest.raises(PeerProtocolError, match="program_id"):
+        session_of({"program_id": 7})
+
+
+def test_a_field_that_vllm_leaves_out_of_a_rendered_request_has_its_own_default() -> None:
+    asked = _TextRequest(COMPLETION, JobId("job"), {"prompt": "a"})
+    rendered = {"token_ids": [1], "sampling_params": {"temperature": 0.5}}
+    body = decode_generate(asked.generate(rendered, 0))
+    assert (body.sampling_params.max_tokens, body.sampling_params.logprobs) == (16, None)
+
+
+def test_each_token_has_the_name_that_older_vllm_gives_it() -> None:
+    choice = Choice(token_ids=(7,), logprobs=Logprobs((TokenLogprob(7, -0.5),)))
+    assert named(choice).logprobs.content == (TokenLogprob(7, -0.5, token="token_id:7"),)

@@ -10,6 +10,7 @@ from harvester.contracts.wire.rollouts import (
     GenerateRequest,
     SamplingParams,
     TokenLogprob,
+    VersionPin,
 )
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, continued_seed
 
@@ -247,3 +248,51 @@ def test_a_failed_turn_keeps_its_tokens_and_says_why() -> None:
     ledger.close(turn)
     counters = ledger.counters
     assert (counters.failed, counters.aborted, counters.output_tokens) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("pin", "exact", "minimum"),
+    [
+        ({"exact": 3}, 3, None),
+        ({"min_version": None, "exact_version": 3}, 3, None),
+        ({"min_version": 8, "exact_version": None}, None, 8),
+        ({"max_lag": 2}, None, 7),
+        ({"max_lag": 20}, None, 0),
+        ({"max_lag": 2, "minimum": 8}, None, 8),
+        ({"wait_s": 5.0}, None, None),
+    ],
+)
+def test_a_pin_is_resolved_against_the_newest_version_at_the_turns_arrival(
+    pin, exact, minimum
+) -> None:
+    resolved = VersionPin(**pin).resolved(WeightVersion(9))
+    assert (resolved.exact, resolved.minimum) == (exact, minimum)
+
+
+def test_an_ended_turn_lists_its_versions_as_vllm_does_whatever_engines_made_them() -> None:
+    turn = _open(TurnLedger(JOB))
+    for engine, version, tokens in (("a", 1, 2), ("b", 1, 3), ("b", 2, 1)):
+        turn.accept(_begin(turn, engine, version), [5] * tokens, _logprobs([5] * tokens))
+    assert turn.choice().weight_versions is None
+    turn.end(FinishReason.ABORT)
+    ranges = turn.choice().weight_versions or ()
+    assert [(each.version, each.start, each.end) for each in ranges] == [("1", 0, 5), ("2", 5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("equal", "before", "after"), [(False, "", ""), (True, "", "n"), ("m", "m", "m")]
+)
+def test_equal_numerics_are_those_of_the_first_token_or_of_the_label(equal, before, after) -> None:
+    request = GenerateRequest(
+        request_id="r",
+        token_ids=(1,),
+        sampling_params=SamplingParams(max_tokens=8),
+        equal_numerics=equal,
+    )
+    turn = TurnLedger(JOB).open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    attempt = _begin(turn, "a")
+    assert turn.needed_numerics == before
+    turn.accept(attempt, [5], _logprobs([5]))
+    turn.lose(attempt)
+    assert turn.needed_numerics == after

@@ -33,9 +33,10 @@ _job = st.tuples(
 def test_permits_start_what_the_forecast_starts_when_it_does(
     drawn: list[tuple[int, int, int, int]],
 ) -> None:
-    """On one or two nodes of each pool, with lengths that have pairwise different sums."""
+    """On one or two nodes of each pool. Lengths are fractions of two, so that sums are exact and
+    phases which end at one moment do so in both."""
     lengths_s = [
-        (rollout_s + 0.01 * 2.0**-at, training_s + 0.001 * 3.0**-at)
+        (rollout_s + 2.0 ** -(2 * at + 1), training_s + 2.0 ** -(2 * at + 2))
         for at, (rollout_s, training_s, _, _) in enumerate(drawn)
     ]
     masks = [(rollout, training) for _, _, rollout, training in drawn]

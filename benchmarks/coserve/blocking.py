@@ -1,0 +1,66 @@
+"""Guest steps that one production request meets before its first token.
+
+A step meets a request if it is under way when the request is due, or begins before the request has
+its first token. Steps are read from the guest's page, which has the last one, as they end.
+"""
+
+import asyncio
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.testbed.production_request import ProductionRequest
+from harvester.contracts.page import Guest
+
+_LOOK_S = 0.002
+"""Less than a step: each is seen before the next one ends."""
+
+
+@dataclass(slots=True)
+class StepWatch:
+    guest: Callable[[], Guest]
+    steps_s: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end of each seen step, by CLOCK_MONOTONIC, in s; in the order of their ends."""
+    missed: int = 0
+    """Steps that ended between two looks, but for the last of them."""
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        before = self.guest().steps_finished
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            before = self.look(before)
+
+    def look(self, before: int) -> int:
+        """Takes the step that ended since `before` steps had; returns how many have by now."""
+        guest = self.guest()
+        if guest.steps_finished > before:
+            end_s = guest.last_step_end_ns * 1e-9
+            self.steps_s.append((end_s - guest.last_step_s, end_s))
+            self.missed += guest.steps_finished - before - 1
+        return guest.steps_finished
+
+
+def blocking_histogram(
+    requests: Iterable[ProductionRequest], steps_s: Sequence[tuple[float, float]]
+) -> dict[int, int]:
+    """Requests by the number of guest steps that they met; requests without a first token are left
+    out."""
+    starts, ends = [start_s for start_s, _ in steps_s], [end_s for _, end_s in steps_s]
+    counts: Counter[int] = Counter()
+    for request in requests:
+        if request.ttft_s is not None:
+            begun = bisect_left(starts, request.due_s + request.ttft_s)
+            counts[max(0, begun - bisect_right(ends, request.due_s))] += 1
+    return dict(sorted(counts.items()))
+
+
+def percentile_of(histogram: dict[int, int], percent: float) -> int | None:
+    """Least number that at least `percent` of the requests do not exceed; None without any."""
+    wanted, seen = sum(histogram.values()) * percent / 100.0, 0
+    for number, count in sorted(histogram.items()):
+        seen += count
+        if seen >= wanted:
+            return number
+    return None

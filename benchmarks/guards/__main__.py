@@ -1,0 +1,76 @@
+"""Operating characteristics of a slot's guards: `python -m benchmarks.guards --json PATH`.
+
+The guards that the agent runs, with shipped defaults, over requests of a known service: how soon
+harm is found, how often a harmless guest is stopped. No engine and no clock: a day takes seconds.
+"""
+
+import argparse
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.guards.services import SERVICES
+from benchmarks.guards.simulated_slot import run
+from benchmarks.testbed.reporting import report
+
+
+def _run_named(task: tuple[str, int]) -> dict[str, Any]:
+    name, seed = task
+    return run(SERVICES[name], seed)
+
+
+def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    return {name: _summary(each, harmful=SERVICES[name].harmful) for name, each in runs.items()}
+
+
+def _summary(runs: Sequence[dict[str, Any]], *, harmful: bool) -> dict[str, Any]:
+    """A stop before harm began, or in a run without harm, is a false one."""
+    false = [one for one in runs if one["stopped_by"] and not (harmful and one["after_min"] > 0)]
+    found: dict[str, Any] = {
+        "runs": len(runs),
+        "stopped_by": dict(Counter(one["stopped_by"] for one in runs if one["stopped_by"])),
+        "false_stops": len(false),
+        "withheld_share": statistics.mean(one["withheld_share"] for one in runs),
+    }
+    if not harmful:
+        return found | {"days": sum(one["days"] for one in runs)}
+    # A run that found nothing counts as longer than any.
+    after = sorted(
+        one["after_min"] if one["stopped_by"] else math.inf for one in runs if one not in false
+    )
+    for share in (0.5, 0.9):
+        found[f"found_after_min_p{share * 100:.0f}"] = after[int(share * len(after))]
+    return found | {"found_after_min_longest": after[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--only", help="services whose name has this text")
+    parser.add_argument("--runs", type=int, help="of each service, instead of its own number")
+    arguments = parser.parse_args()
+    tasks = [
+        (name, seed)
+        for name, service in SERVICES.items()
+        if not arguments.only or arguments.only in name
+        for seed in range(arguments.runs or service.runs)
+    ]
+    if not tasks:
+        parser.error(f"--only: no service has {arguments.only!r} in its name")
+    report("guards", lambda: measured(tasks), arguments.json, engines=False)
+
+
+def measured(tasks: list[tuple[str, int]]) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tasks}
+    with ProcessPoolExecutor() as executor:
+        for (name, _), one in zip(tasks, executor.map(_run_named, tasks), strict=True):
+            runs[name].append(one)
+    return {"summary": summary(runs), "runs": runs}
+
+
+if __name__ == "__main__":
+    main()

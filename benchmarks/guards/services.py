@@ -1,0 +1,119 @@
+"""Simulated services and guests: latencies alone and beside the guest, and stalls."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Latency = Callable[[random.Random], float]
+"""A latency in s."""
+
+
+def lognormal(median_s: float, sigma: float) -> Latency:
+    return lambda rng: median_s * rng.lognormvariate(0.0, sigma)
+
+
+def longer(base: Latency, *, share: float, more_s: float) -> Latency:
+    """The same latencies, of which a share is longer by `more_s`."""
+    return lambda rng: base(rng) + (more_s if rng.random() < share else 0.0)
+
+
+def scaled(base: Latency, ratio: float) -> Latency:
+    return lambda rng: ratio * base(rng)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalls:
+    """Times in which the engine answers nothing; requests that arrive wait for the end."""
+
+    every_s: float
+    """Mean of the time between two, which is exponential."""
+    length_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    alone: Latency
+    """Times to first token."""
+    beside: Latency
+    """The same beside the guest."""
+    days: float
+    """Length of one run."""
+    runs: int
+    harm_begins_h: float = 0.0
+    own_stalls: Stalls | None = None
+    guest_stalls: Stalls | None = None
+    itl_alone: Latency
+    itl_beside: Latency
+    load_sigma: float = 0.0
+    """Spread of a factor on all latencies, which follows its own past for about a minute."""
+    ttft_slo_s: float = 1.0
+
+    @property
+    def harmful(self) -> bool:
+        return self.days < 1.0
+
+
+_FAST = lognormal(0.2, 0.5)
+_ITL = lognormal(0.02, 0.2)
+_WHOLE_RUNS, _WEEK = 4, 7.0
+"""Harmless services run for 28 days in all."""
+
+
+def _harm(
+    alone: Latency,
+    beside: Latency,
+    *,
+    after_h: float = 0.0,
+    slo_s: float = 1.0,
+    itl: Latency = _ITL,
+    stalls: Stalls | None = None,
+) -> Service:
+    return Service(
+        alone=alone,
+        beside=beside,
+        itl_alone=_ITL,
+        itl_beside=itl,
+        guest_stalls=stalls,
+        days=(after_h + 4.0) / 24,
+        runs=30,
+        harm_begins_h=after_h,
+        ttft_slo_s=slo_s,
+    )
+
+
+def _harmless(
+    ttft: Latency, *, sigma: float = 0.0, ratio: float = 1.0, stalls: Stalls | None = None
+) -> Service:
+    return Service(
+        alone=ttft,
+        beside=scaled(ttft, ratio),
+        itl_alone=_ITL,
+        itl_beside=scaled(_ITL, ratio),
+        own_stalls=stalls,
+        days=_WEEK,
+        runs=_WHOLE_RUNS,
+        load_sigma=sigma,
+    )
+
+
+_SLOW, _SLOWER = lognormal(1.2, 0.1), lognormal(2.2, 0.1)
+_LONG_TAIL = longer(_FAST, share=0.01, more_s=1.0)
+
+SERVICES: dict[str, Service] = {
+    "TTFT 1.2 s becomes 2.2 s": _harm(_SLOW, _SLOWER, slo_s=2.5),
+    "P99 of TTFT doubled, median as before": _harm(_FAST, _LONG_TAIL),
+    "TTFT 1.2 s becomes 2.2 s after 2 h": _harm(_SLOW, _SLOWER, slo_s=2.5, after_h=2.0),
+    "P99 of TTFT doubled after 2 h": _harm(_FAST, _LONG_TAIL, after_h=2.0),
+    "ITL 20 ms becomes 37 ms": _harm(_FAST, _FAST, itl=lognormal(0.037, 0.2)),
+    "one answer of a hundred 5 s late": _harm(_FAST, longer(_FAST, share=0.01, more_s=5.0)),
+    "the guest stalls the engine 3 s, each 2 min": _harm(
+        _FAST, _FAST, stalls=Stalls(every_s=120.0, length_s=3.0)
+    ),
+    "steady": _harmless(_FAST),
+    "load swings": _harmless(_FAST, sigma=0.5),
+    "own misses 0.05 %": _harmless(longer(lognormal(0.2, 0.3), share=0.0005, more_s=1.5)),
+    "own misses 0.2 %": _harmless(longer(lognormal(0.2, 0.3), share=0.002, more_s=1.5)),
+    "own misses 0.8 %": _harmless(longer(lognormal(0.2, 0.3), share=0.008, more_s=1.5)),
+    "own stalls of 3 s, each 10 min": _harmless(_FAST, stalls=Stalls(every_s=600.0, length_s=3.0)),
+    "8 % longer beside the guest": _harmless(_FAST, ratio=1.08),
+}

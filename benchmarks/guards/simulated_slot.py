@@ -1,0 +1,89 @@
+"""One slot's guards over simulated requests, from the first one until harvesting is stopped."""
+
+import math
+import random
+from dataclasses import dataclass
+from functools import partial
+from operator import le
+from typing import Any
+
+from benchmarks.guards.services import Service, Stalls
+from harvester.policy.guards import GuardMemory, Guards
+from harvester.policy.production import Latencies
+from harvester.policy.settings import ProofSettings, SlotSettings
+
+REQUESTS_PER_S = 5.0
+_BEAT_S = 0.5
+_BEGIN_S = 1000.0
+_HOUR_S = 3600.0
+_TOKENS_SEEN = 4
+_TOKENS = 500
+"""Tokens of a beat, and how many of their times the agent sees: a pulse holds the last ones."""
+
+
+@dataclass
+class _Stalling:
+    """Stalls of one origin; none begins while it is held off."""
+
+    stalls: Stalls | None
+    ends_s: float = -math.inf
+
+    def observe(self, rng: random.Random, *, may_begin: bool, now: float) -> None:
+        if self.stalls and may_begin and rng.random() < _BEAT_S / self.stalls.every_s:
+            self.ends_s = max(self.ends_s, now + self.stalls.length_s)
+
+    def wait_s(self, now: float) -> float:
+        return max(0.0, self.ends_s - now)
+
+
+def run(service: Service, seed: int) -> dict[str, Any]:
+    """The guard that stopped harvesting first, and when: minutes from where harm begins."""
+    rng = random.Random(seed)
+    settings = SlotSettings(ttft_slo_s=service.ttft_slo_s, proof=ProofSettings(seed=seed))
+    guards = Guards(settings, GuardMemory())
+    own, guest = _Stalling(service.own_stalls), _Stalling(service.guest_stalls)
+    coming: list[tuple[float, float]] = []
+    now, load, withheld_s, stepped_at_s = _BEGIN_S, 1.0, 0.0, -math.inf
+    harm_at_s = _BEGIN_S + service.harm_begins_h * _HOUR_S
+    stopped_by = ""
+    while now < _BEGIN_S + service.days * 24 * _HOUR_S and not stopped_by:
+        now += _BEAT_S
+        withheld = guards.proof.withheld(now=now)
+        withheld_s += _BEAT_S * withheld
+        if not withheld:
+            stepped_at_s = now
+        harmed = not withheld and now >= harm_at_s
+        own.observe(rng, may_begin=True, now=now)
+        guest.observe(rng, may_begin=harmed, now=now)
+        stall_s = max(own.wait_s(now), guest.wait_s(now))
+        load = load**0.99 * rng.lognormvariate(0.0, 0.14 * service.load_sigma)
+        ttft = service.beside if harmed else service.alone
+        for _ in range(int(REQUESTS_PER_S * _BEAT_S + rng.random())):
+            latency_s = stall_s + load * ttft(rng)
+            coming.append((now + latency_s, latency_s))
+        told = tuple(latency_s for end_s, latency_s in coming if end_s <= now)
+        coming = [each for each in coming if each[0] > now]
+        itl = service.itl_beside if harmed else service.itl_alone
+        tokens_s = () if stall_s else tuple(load * itl(rng) for _ in range(_TOKENS_SEEN))
+        first, following = (
+            Latencies(seen_s=told, total=len(told)),
+            Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0),
+        )
+        overspent = guards.account(
+            ttft=first,
+            itl=following,
+            decoding=16,
+            beside_step=partial(le, now - stepped_at_s),
+            now=now,
+        )
+        guards.prove(ttft=first, itl=following, eligible=True, now=now)
+        if guards.proof.harmful:
+            stopped_by = "proof"
+        elif overspent:
+            stopped_by = guards.budget.state.guard
+    return {
+        "stopped_by": stopped_by,
+        "after_min": round((now - harm_at_s) / 60.0, 1),
+        "days": (now - _BEGIN_S) / 86_400.0,
+        "withheld_share": round(withheld_s / (now - _BEGIN_S), 4),
+    }

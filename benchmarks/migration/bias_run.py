@@ -1,0 +1,114 @@
+"""Short sampled turns with and without moves, in alternating blocks of one run.
+
+In a `moved` block the job's right to its dedicated engines and the guest's lease are taken away by
+turns, so that all open turns move each time. Both arms have the same prompts, stop tokens and
+temperature. The arm counts, not whether a turn was moved: long turns are moved more often.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.migration import records
+from benchmarks.migration.bias import POLICIES, Sample, p_values, power
+from benchmarks.migration.deployment import JOB, Deployment
+from benchmarks.migration.faults import rolling_out, verdict_on
+from benchmarks.migration.records import AttemptRecord, Reply, RequestRecord
+from benchmarks.migration.rollout_plan import bias_plan
+
+CALM, MOVED = "calm", "moved"
+_PERIOD_S = 0.4
+
+
+async def measured_bias(
+    deployment: Deployment, model: Path, *, turns: int, blocks: int, seed: int
+) -> dict[str, Any]:
+    plan = bias_plan(seed, turns, blocks=blocks, arms=(CALM, MOVED))
+    mover: asyncio.Task[None] | None = None
+    began_s = deployment.clock.now()
+    async with rolling_out(deployment, plan) as client:
+        async for word, rest in client.lines():
+            if word != "arm":
+                continue
+            if mover is not None:
+                mover.cancel()
+                with suppress(asyncio.CancelledError):
+                    await mover
+                mover = None
+            if rest.startswith(MOVED):
+                mover = asyncio.create_task(_move_all(deployment))
+    took_s = deployment.clock.now() - began_s
+    if mover is not None:
+        mover.cancel()
+        with suppress(asyncio.CancelledError):
+            await mover
+    samples = _samples(
+        records.read(deployment.record, RequestRecord),
+        records.read(deployment.attempts, AttemptRecord),
+    )
+    names = {each.name for each in plan}
+    verdict = verdict_on(deployment, model, names, poison=frozenset())
+    found = judged_bias(samples, seed=seed)
+    return found | {"took_s": took_s, "seed": seed, "verdict": verdict}
+
+
+async def _move_all(deployment: Deployment) -> None:
+    """Takes dedicated engines and the lease away by turns; leaves both in place."""
+    try:
+        while True:
+            await _allow(deployment, dedicated=False)
+            await asyncio.sleep(_PERIOD_S)
+            await _allow(deployment, dedicated=True)
+            deployment.kill_switch.write_text("drain\n")
+            await asyncio.sleep(_PERIOD_S / 2)
+            deployment.kill_switch.unlink(missing_ok=True)
+            await asyncio.sleep(_PERIOD_S)
+    finally:
+        deployment.kill_switch.unlink(missing_ok=True)
+        await _allow(deployment, dedicated=True)
+
+
+async def _allow(deployment: Deployment, *, dedicated: bool) -> None:
+    await deployment.post(f"/v1/jobs/{JOB}/dedicated", {"enabled": dedicated})
+
+
+def _samples(
+    requests: Iterable[RequestRecord], attempts: Iterable[AttemptRecord]
+) -> dict[str, list[Sample]]:
+    """The samples of each arm, in the order of the pairs."""
+    found: dict[str, dict[str, Sample]] = {CALM: {}, MOVED: {}}
+    for request in requests:
+        arm, _, pair = request.trajectory.partition("-")
+        reply = Reply.of(request)
+        if arm in found and reply.finish_reasons[-1:] in (["stop"], ["length"]):
+            found[arm][pair] = Sample.of(pair, reply.token_ids)
+    for attempt in attempts:
+        arm, _, rest = attempt.request_id.partition("-")
+        pair = rest.rpartition("-")[0]
+        if attempt.number > 1 and arm in found and pair in found[arm]:
+            sample = found[arm][pair]
+            found[arm][pair] = replace(sample, moves=sample.moves + 1)
+    return {arm: [own[pair] for pair in sorted(own)] for arm, own in found.items()}
+
+
+def judged_bias(samples: dict[str, Sequence[Sample]] | Any, *, seed: int) -> dict[str, Any]:
+    calm, moved = samples[CALM], samples[MOVED]
+    found = p_values(calm, moved, seed=seed)
+    return {
+        "bias_p_value": found.pop("bias"),
+        "p_values": found,
+        "turns": {arm: len(own) for arm, own in samples.items()},
+        "moved_turns": {arm: sum(one.moves > 0 for one in own) for arm, own in samples.items()},
+        "mean_length": {arm: _mean([one.length for one in own]) for arm, own in samples.items()},
+        "mean_reward": {arm: _mean([one.reward for one in own]) for arm, own in samples.items()},
+        "power_against": {
+            policy: power(calm, moved, policy=policy, seed=seed) for policy in POLICIES
+        },
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,274 @@
+"""Trajectories under faults: strikes the parts while an independent client rolls out.
+
+The client's orders are its plan and `hold`; everything it received, and everything that engines
+sent, is judged afterwards (judge.py) from what they wrote down.
+"""
+
+import asyncio
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from benchmarks.migration import records, reference
+from benchmarks.migration.deployment import CONTEXTS, GUEST, STORE, Deployment, EngineProcess
+from benchmarks.migration.judge import Evidence, judged
+from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
+from benchmarks.migration.rollout_plan import (
+    Fault,
+    FaultKind,
+    PlannedTrajectory,
+    fault_script,
+    rollout_plan,
+)
+from weightsync.publisher import Publisher
+
+_STALL_S = (0.5, 6.0)
+"""From below the gateway's bound to far above it."""
+_REVOKED_S = 0.5
+_SWITCH_NOISE = 0.05
+_RESTARTS = frozenset((FaultKind.KILL, FaultKind.IDLE_RESTART))
+_UNDER_WAY_S = 1.0
+"""Turns run again for this long before the next engine is killed."""
+
+
+class RolloutProcess:
+    """The client's process, and its lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.idle = asyncio.Event()
+        self._holds = 0
+
+    async def lines(self) -> AsyncIterator[tuple[str, str]]:
+        """Each line's first word, and its rest, until the client ends."""
+        assert self._process.stdout is not None
+        async for raw in self._process.stdout:
+            word, _, rest = raw.decode().strip().partition(" ")
+            if word == "idle":
+                self.idle.set()
+            yield word, rest
+        if await self._process.wait():
+            raise RuntimeError(f"the client ended with {self._process.returncode}")
+
+    async def hold(self) -> None:
+        """No turn begins until as many `release` have come; `idle` is set once none is open."""
+        self._holds += 1
+        self.idle.clear()
+        await self._order("hold")
+
+    async def release(self) -> None:
+        self._holds -= 1
+        if not self._holds:
+            await self._order("go")
+
+    async def _order(self, order: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{order}\n".encode())
+        await self._process.stdin.drain()
+
+
+@asynccontextmanager
+async def rolling_out(
+    deployment: Deployment, plan: Sequence[PlannedTrajectory]
+) -> AsyncIterator[RolloutProcess]:
+    file = deployment.root / "plan.json"
+    file.write_bytes(msgspec.json.encode(plan))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "benchmarks.migration.rollout_client"),
+        *("--gateway", deployment.gateway_url, "--plan", str(file)),
+        *("--record", str(deployment.record)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield RolloutProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+class FaultRun:
+    def __init__(self, deployment: Deployment, publisher: Publisher, random: Random) -> None:
+        self._deployment = deployment
+        self._publisher = publisher
+        self._random = random
+        self._away = asyncio.Lock()
+        """The script restarts one engine at a time; the client waits for it with new turns."""
+        self._publishing = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.done: Counter[str] = Counter()
+        for engine in deployment.engines.values():
+            engine.tap.on_poison = partial(self._poison, engine)
+
+    async def run(self, plan: Sequence[PlannedTrajectory], script: Sequence[Fault]) -> None:
+        due = list(script)
+        async with rolling_out(self._deployment, plan) as client:
+            async for word, rest in client.lines():
+                while word == "ended" and due and due[0].at_ended <= int(rest):
+                    self._spawn(self._strike(due.pop(0), client))
+                for task in [task for task in self._tasks if task.done()]:
+                    self._tasks.discard(task)
+                    task.result()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self._deployment.engines.values():
+            engine.signal(signal.SIGCONT)
+
+    def _poison(self, engine: EngineProcess) -> None:
+        # At once, as a request that crashes the engine's first step does.
+        engine.signal(signal.SIGKILL)
+        self._spawn(self._poisoned(engine))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.create_task(work))
+
+    async def _strike(self, fault: Fault, client: RolloutProcess) -> None:
+        engine = self._deployment.engines.get(fault.engine)
+        if fault.kind in _RESTARTS:
+            assert engine is not None
+            await client.hold()
+            async with self._away:
+                await self._restart(fault, engine, client)
+            return
+        if fault.kind is FaultKind.STALL:
+            assert engine is not None
+            engine.signal(signal.SIGSTOP)
+            await asyncio.sleep(self._random.uniform(*_STALL_S))
+            engine.signal(signal.SIGCONT)
+        elif fault.kind is FaultKind.SWITCH:
+            async with self._publishing:
+                await self._switch()
+        elif fault.kind is FaultKind.REVOKE:
+            self._deployment.kill_switch.write_text("drain\n")
+            await asyncio.sleep(_REVOKED_S)
+            self._deployment.kill_switch.unlink(missing_ok=True)
+        else:
+            assert engine is not None
+            engine.tap.armed[fault.kind] += 1
+            return
+        self._note(fault)
+
+    def _note(self, fault: Fault) -> None:
+        self.done[fault.kind] += 1
+        print(f"{fault.at_ended}: {fault.kind} {fault.engine}", file=sys.stderr, flush=True)
+
+    async def _restart(self, fault: Fault, engine: EngineProcess, client: RolloutProcess) -> None:
+        """The client is held on entry, and goes on while the engine starts."""
+        if fault.kind is FaultKind.IDLE_RESTART:
+            await client.idle.wait()
+            await engine.kill()
+            await client.release()
+        else:
+            await client.release()
+            await asyncio.sleep(_UNDER_WAY_S)
+            await engine.kill()
+        self._note(fault)
+        await engine.start()
+
+    async def _poisoned(self, engine: EngineProcess) -> None:
+        self.done["poison_kill"] += 1
+        await engine.kill()
+        await engine.start()
+
+    async def _switch(self) -> None:
+        """A version with other weights, so that each token tells which made it."""
+        import torch
+
+        states = self._deployment.states
+        draws = torch.Generator().manual_seed(len(states))
+        before = states[max(states)]
+        state = {
+            name: tensor * (1 + _SWITCH_NOISE * torch.randn(tensor.shape, generator=draws))
+            for name, tensor in before.items()
+        }
+        await self._deployment.publish(self._publisher, state)
+
+
+async def measured_faults(
+    deployment: Deployment,
+    publisher: Publisher,
+    model: Path,
+    *,
+    trajectories: int,
+    seed: int,
+) -> dict[str, Any]:
+    dedicated = [name for name in CONTEXTS if name != GUEST]
+    contexts = min(CONTEXTS.values()), max(CONTEXTS.values())
+    plan = rollout_plan(seed, trajectories, contexts=contexts)
+    script = fault_script(seed, len(plan), dedicated=dedicated, guest=GUEST)
+    run = FaultRun(deployment, publisher, Random(f"stalls {seed}"))
+    began_s = deployment.clock.now()
+    await run.run(plan, script)
+    took_s = deployment.clock.now() - began_s
+    struck: Counter[str] = Counter(run.done)
+    for engine in deployment.engines.values():
+        struck.update(engine.tap.struck)
+    poison = frozenset(each.name for each in plan if each.poison)
+    verdict = verdict_on(deployment, model, {each.name for each in plan}, poison=poison)
+    return {
+        "verdict": verdict,
+        "planned": dict(Counter(fault.kind for fault in script)),
+        "struck": dict(struck),
+        "versions": len(deployment.states),
+        "took_s": took_s,
+        "gateway": (await deployment.status())["jobs"]["job"]["turns"],
+        "seed": seed,
+    }
+
+
+def verdict_on(
+    deployment: Deployment, model: Path, trajectories: set[str], *, poison: frozenset[str]
+) -> dict[str, Any]:
+    """The verdict on these trajectories, from all that was written down.
+
+    `exchanged_weights`: spans convicted, of all, where the judge is given the next version's
+    weights for each version: with several versions it must convict nearly every span.
+    """
+    every = records.read(deployment.record, RequestRecord)
+    requests = [each for each in every if each.trajectory in trajectories]
+    names = {each.request_id for each in requests}
+    attempts = records.read(deployment.attempts, AttemptRecord)
+    states = deployment.states
+    evidence = Evidence(
+        requests=requests,
+        attempts=[each for each in attempts if each.request_id in names],
+        held=list(records.read(deployment.held, HeldRecord)),
+        hashes=deployment.state_hashes(),
+        truths=reference.truths(model, states, requests),
+        poison=poison,
+    )
+    verdict = judged(evidence)
+    versions = sorted(states)
+    found: dict[str, Any] = asdict(verdict)
+    if len(versions) > 1:
+        following = dict(zip(versions, [*versions[1:], versions[0]], strict=True))
+        exchanged = {version: states[after] for version, after in following.items()}
+        control = judged(replace(evidence, truths=reference.truths(model, exchanged, requests)))
+        found["exchanged_weights"] = [control.wrong_span, verdict.judged_spans]
+    return found
+
+
+def first_state(model: Path) -> Mapping[str, Any]:
+    from safetensors.torch import load_file
+
+    state: Mapping[str, Any] = load_file(model / "model.safetensors")
+    return state
+
+
+@asynccontextmanager
+async def publishing(deployment: Deployment, model: Path) -> AsyncIterator[Publisher]:
+    """The store with its first version, and the guest leased for the first time."""
+    with Publisher(deployment.root / STORE) as publisher:
+        await deployment.publish(publisher, first_state(model))
+        yield publisher

@@ -1,0 +1,123 @@
+"""Turns cut and moved at chosen tokens, beside the same turns unmoved.
+
+Two real engines in float32 follow a store through the gateway. Each setting of the sampling surface
+is asked for twice: once unmoved, once cut and moved to the other engine at one to three random
+tokens. Greedy, so that the ids must be equal; a turn that differs is listed with the gap between
+the two best candidates where it first does. The control moves the same turns as longer prompts.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from benchmarks.migration.cluster import Cluster, cluster, engines
+from benchmarks.migration.comparison import Pair, summary
+from benchmarks.migration.model import BOS_ID, VOCABULARY, publish_model, write_model
+from benchmarks.migration.surface import MAX_TOKENS, SURFACE, Setting
+from scheduler.gateway.engine_fleet import Member
+from scheduler.gateway.policy.trajectories import Turn
+
+CONTEXT_TOKENS = 512
+PORTS = [18461, 18462]
+
+
+async def measured_moves(*, turns: int, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="rosemux-migration-") as folder:
+        root = Path(folder)
+        texts = [path.read_text() for path in sorted(Path("docs").glob("*.md"))]
+        write_model(root / "model", texts=texts, context_tokens=CONTEXT_TOKENS, seed=seed)
+        publish_model(root / "model", root / "store")
+        with engines(root / "model", ports=PORTS, context_tokens=CONTEXT_TOKENS, logs=root):
+            async with cluster(PORTS) as both:
+                await both.ready()
+                await both.publish("store")
+                pairs = await _pairs(both, turns=turns, random=Random(seed))
+                seeded = await _seeded(both, turns=turns, random=Random(seed))
+                counters = asdict(both.counters)
+                with output_as_prompt():
+                    control = await _pairs(both, turns=turns, random=Random(seed), name="control")
+    found = summary(pairs) | {"ledger": counters, "seed": seed, "turns_each": turns}
+    return found | {"seeded": seeded, "control": summary(control)["settings"]}
+
+
+@contextmanager
+def output_as_prompt() -> Iterator[None]:
+    """The control: turns go on elsewhere as longer prompts, whatever their sampling."""
+    with (
+        mock.patch.object(Member, "resumes", False),
+        mock.patch.object(Turn, "counts_output", False),
+    ):
+        yield
+
+
+async def _pairs(both: Cluster, *, turns: int, random: Random, name: str = "pair") -> list[Pair]:
+    pairs = []
+    for number in range(turns):
+        prompt = [
+            BOS_ID,
+            *(random.randrange(3, VOCABULARY) for _ in range(random.randrange(4, 24))),
+        ]
+        plain = await both.turn(f"{name}-plain-{number}", prompt, _greedy({}), moves=[])
+        pieces = [await both.text([token]) for token in plain.token_ids]
+        for setting in SURFACE:
+            pairs.append(
+                await _pair(both, setting, number, prompt, pieces, plain.token_ids, random)
+            )
+    return pairs
+
+
+async def _seeded(both: Cluster, *, turns: int, random: Random) -> dict[str, int]:
+    """Sampled turns with a seed: unmoved, and moved twice at the same token.
+
+    A continuation's seed is derived from the seed and the tokens so far. Moved turns that left at
+    the same token must therefore be equal, and equal to the unmoved one up to the move.
+    """
+    found = {"turns": 0, "equal_to_each_other": 0, "equal_up_to_the_move": 0, "equal_to_unmoved": 0}
+    for number in range(turns):
+        prompt = [BOS_ID, *(random.randrange(3, VOCABULARY) for _ in range(12))]
+        sampling = _greedy({"temperature": 1.0, "seed": random.randrange(1 << 31)})
+        at = [random.randrange(2, MAX_TOKENS - 8)]
+        still = await both.turn(f"seeded-{number}", prompt, sampling, moves=[])
+        one, other = [
+            await both.turn(f"seeded-{number}-{again}", prompt, sampling, moves=at)
+            for again in ("a", "b")
+        ]
+        seams = [[span.start for span in turn.choice().spans] for turn in (one, other)]
+        if len(seams[0]) < 2 or seams[0] != seams[1]:
+            continue
+        first = seams[0][1]
+        found["turns"] += 1
+        found["equal_to_each_other"] += one.token_ids == other.token_ids
+        found["equal_up_to_the_move"] += one.token_ids[:first] == still.token_ids[:first]
+        found["equal_to_unmoved"] += one.token_ids == still.token_ids
+    return found
+
+
+async def _pair(
+    both: Cluster,
+    setting: Setting,
+    number: int,
+    prompt: list[int],
+    pieces: list[str],
+    plain: list[int],
+    random: Random,
+) -> Pair:
+    sampling = _greedy(setting.sampling(pieces, plain, random))
+    name = f"{setting.name}-{number}".replace(" ", "_").replace(",", "")
+    still = await both.turn(f"{name}-still", prompt, sampling, moves=[])
+    last = len(still.token_ids) - 1
+    moves = [random.randint(1, last) for _ in range(random.randint(1, 3))] if last >= 1 else []
+    moved = await both.turn(f"{name}-moved", prompt, sampling, moves=moves)
+    return Pair.of(setting.name, still, moved)
+
+
+def _greedy(sampling: dict[str, Any]) -> dict[str, Any]:
+    """A grammar ends by EOS; all other turns go on to their full length or their own stop."""
+    endless = "structured_outputs" not in sampling
+    usual = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "logprobs": 2, "ignore_eos": endless}
+    return usual | sampling

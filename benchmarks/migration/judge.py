@@ -1,0 +1,311 @@
+"""Judges a run by what the client received, what engines sent, and what the weights say. Pure.
+
+lost               turns without a whole answer: no reply, an error status, a stream without its
+                   end, an abort without a token; and turns that lack tokens which their engines'
+                   streams had before them and behind them
+duplicated         turns with tokens that no engine made at their place (a token twice), two ends,
+                   two different answers to one request id, or two first attempts
+wrong_span         spans that do not cover the tokens once and in order, that name another engine
+                   than the one whose stream had the tokens, whose engine's workers reported other
+                   weights than the store's hash of the version, or with a token that the version's
+                   weights do not give: greedy, one that is not the best by more than TIE_NATS;
+                   sampled, one whose reported log-probability is off by more than LOGPROB_NATS
+resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
+                   ended, and that the next attempt did not go on from
+truncated_by_place turns that end as `length` below their limit, as `stop` without a stop token, or
+                   as `abort` with tokens: where a turn ran decided how long it is
+overrun            turns that go on behind an EOS or stop token, or beyond their limit
+lost_to_others     turns among the lost and truncated that were on an engine while a poison request
+                   failed it, or that were blamed for it (422)
+
+Poison requests are judged apart: each must have an answer that is an error.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+from benchmarks.migration.records import AttemptRecord, HeldRecord, Reply, RequestRecord
+from benchmarks.migration.rollout_plan import ENDS
+
+TIE_NATS = 1e-3
+"""Two best candidates this close are decided by rounding."""
+LOGPROB_NATS = 1e-2
+"""Engine and reference round differently; versions differ by far more."""
+IN_FLIGHT_S = 0.25
+"""Tokens this young may not have been read when their stream ended."""
+_FINDINGS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTruth:
+    """One token in its context, as the weights of a version rate it."""
+
+    logprob: float
+    gap_nats: float
+    """Between the best candidate and this token; 0 for the best."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Evidence:
+    requests: Sequence[RequestRecord]
+    attempts: Sequence[AttemptRecord]
+    held: Sequence[HeldRecord]
+    hashes: Mapping[int, str]
+    """The store's state hash of each version."""
+    truths: Mapping[str, Sequence[TokenTruth]]
+    """Truths of each answered turn's tokens, at the versions that its spans claim."""
+    poison: frozenset[str] = frozenset()
+    """Trajectories."""
+    ends: frozenset[int] = ENDS
+
+
+@dataclass(slots=True)
+class Verdict:
+    turns: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+    moved_turns: int = 0
+    moves: int = 0
+    """Attempts that went on from tokens of an earlier one."""
+    lost: int = 0
+    duplicated: int = 0
+    wrong_span: int = 0
+    resampled_tokens: int = 0
+    truncated_by_place: int = 0
+    overrun: int = 0
+    lost_to_others: int = 0
+    judged_tokens: int = 0
+    """Compared with the weights."""
+    ties: int = 0
+    worst_logprob_nats: float = 0.0
+    in_flight_tokens: int = 0
+    """Sent by an engine, not yet read when the stream ended, and sampled anew."""
+    judged_spans: int = 0
+    """Spans of engines whose weights were known by hash."""
+    unknown_weights_spans: int = 0
+    asked_twice: int = 0
+    poison: dict[str, int] = field(default_factory=dict)
+    attempt_ends: dict[str, int] = field(default_factory=dict)
+    findings: list[str] = field(default_factory=list)
+
+    def note(self, counter: str, name: str, what: str, by: int = 1) -> None:
+        setattr(self, counter, getattr(self, counter) + by)
+        if len(self.findings) < _FINDINGS:
+            self.findings.append(f"{counter}: {name}: {what}")
+
+
+def judged(evidence: Evidence) -> Verdict:
+    verdict = Verdict()
+    attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
+    for attempt in sorted(evidence.attempts, key=lambda one: (one.began_s, one.number)):
+        attempts[attempt.request_id].append(attempt)
+    verdict.attempt_ends = dict(
+        Counter(f"{one.end} {one.status}" for one in evidence.attempts).most_common()
+    )
+    turns: dict[str, list[RequestRecord]] = defaultdict(list)
+    for request in evidence.requests:
+        turns[request.request_id].append(request)
+    hashes = _hashes(evidence.held)
+    failures = _poisoned(evidence, attempts)
+    answers: Counter[str] = Counter()
+    for name, asked in sorted(turns.items()):
+        if asked[-1].trajectory in evidence.poison:
+            answers[str(asked[-1].status)] += 1
+            continue
+        verdict.turns += 1
+        verdict.asked_twice += len(asked) > 1
+        _TurnJudge(verdict, evidence, name, asked, attempts[name], hashes, failures).judge()
+    verdict.poison = dict(answers)
+    names = {one.trajectory for one in evidence.requests} - evidence.poison
+    verdict.trajectories = len(names)
+    return verdict
+
+
+def _hashes(held: Iterable[HeldRecord]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for one in held:
+        found[one.identity].add(one.state_hash)
+    return found
+
+
+def _poisoned(
+    evidence: Evidence, attempts: Mapping[str, Sequence[AttemptRecord]]
+) -> list[AttemptRecord]:
+    """Attempts of poison that failed their engine."""
+    names = {one.request_id for one in evidence.requests if one.trajectory in evidence.poison}
+    return [one for name in sorted(names) for one in attempts.get(name, ()) if one.end != "whole"]
+
+
+@dataclass(slots=True)
+class _TurnJudge:
+    verdict: Verdict
+    evidence: Evidence
+    name: str
+    asked: Sequence[RequestRecord]
+    attempts: Sequence[AttemptRecord]
+    hashes: Mapping[str, set[str]]
+    poisoned: Sequence[AttemptRecord]
+
+    def judge(self) -> None:
+        last = self.asked[-1]
+        reply = Reply.of(last)
+        self.verdict.tokens += len(reply.token_ids)
+        went_on = [one for one in self.attempts if self._offset(one) > 0]
+        self.verdict.moves += len(went_on)
+        self.verdict.moved_turns += bool(went_on)
+        if self._lost(last, reply) or self._truncated(last, reply):
+            self._to_others(last)
+        if self._twice(reply):
+            return
+        self._chain(last, reply)
+        self._spans(reply)
+        self._tokens(last, reply)
+
+    def _note(self, counter: str, what: str, by: int = 1) -> None:
+        self.verdict.note(counter, self.name, what, by)
+
+    def _offset(self, attempt: AttemptRecord) -> int:
+        return len(attempt.context) - len(self.asked[-1].body["token_ids"])
+
+    def _lost(self, last: RequestRecord, reply: Reply) -> bool:
+        if last.status != 200:
+            self._note("lost", f"status {last.status} {last.error} {last.reply[:160]}")
+        elif not reply.whole or not reply.finish_reasons:
+            self._note("lost", f"no end: {last.error}")
+        elif reply.finish_reasons[-1] == "abort" and not reply.token_ids:
+            self._note("lost", f"aborted: {reply.fault}")
+        else:
+            return False
+        return True
+
+    def _truncated(self, last: RequestRecord, reply: Reply) -> bool:
+        reason = reply.finish_reasons[-1]
+        sampling = last.body["sampling_params"]
+        ends = set(sampling.get("stop_token_ids") or ())
+        if not sampling.get("ignore_eos"):
+            ends |= self.evidence.ends
+        ids = reply.token_ids
+        if any(token in ends for token in ids[:-1]) or len(ids) > last.max_tokens:
+            self._note("overrun", f"{len(ids)} tokens of {last.max_tokens}")
+        early = {
+            "length": len(ids) < last.max_tokens,
+            "stop": not ids or ids[-1] not in ends,
+        }.get(reason, True)
+        if early:
+            self._note("truncated_by_place", f"{reason} after {len(ids)} tokens: {reply.fault}")
+        return early
+
+    def _to_others(self, last: RequestRecord) -> None:
+        beside = any(
+            one.engine == bad.engine and one.began_s <= bad.ended_s <= one.ended_s + IN_FLIGHT_S
+            for bad in self.poisoned
+            for one in self.attempts
+        )
+        if beside or last.status == 422:
+            self._note("lost_to_others", f"status {last.status}")
+
+    def _twice(self, reply: Reply) -> bool:
+        """A request id has one turn, one end and one answer, however often it is sent."""
+        numbers = [one.number for one in self.attempts]
+        earlier = [Reply.of(before).token_ids for before in self.asked[:-1]]
+        if len(set(numbers)) < len(numbers):
+            self._note("duplicated", f"served twice: attempts {numbers}")
+        elif len(reply.finish_reasons) > 1:
+            self._note("duplicated", f"ends {reply.finish_reasons}")
+        elif any(ids != reply.token_ids[: len(ids)] for ids in earlier):
+            self._note("duplicated", "two answers to one request id")
+        else:
+            return False
+        return True
+
+    def _chain(self, last: RequestRecord, reply: Reply) -> None:
+        """The attempts, each from where the one before had come to, give the client's tokens."""
+        prompt = last.body["token_ids"]
+        output: list[int] = []
+        for before, attempt in zip((None, *self.attempts), self.attempts, strict=False):
+            offset = self._offset(attempt)
+            if before is not None:
+                self._resampled(before, offset)
+            output = output[:offset] + attempt.token_ids
+            went_on = attempt.context[len(prompt) :]
+            if attempt.context[: len(prompt)] != prompt or went_on != reply.token_ids[:offset]:
+                differs = reply.whole and reply.finish_reasons
+                if differs and last.status == 200:
+                    self._note("duplicated", f"attempt {attempt.number} went on from other tokens")
+                    return
+        if last.status != 200 or not reply.finish_reasons:
+            return
+        matcher = SequenceMatcher(a=output, b=reply.token_ids, autojunk=False)
+        differing = {tag for tag, *_ in matcher.get_opcodes() if tag != "equal"}
+        if differing & {"delete", "replace"}:
+            self._note("lost", f"tokens of engines are missing: {matcher.get_opcodes()[:4]}")
+        if differing & {"insert", "replace"}:
+            self._note("duplicated", f"tokens of no engine: {matcher.get_opcodes()[:4]}")
+
+    def _resampled(self, before: AttemptRecord, offset: int) -> None:
+        start = self._offset(before)
+        read = sum(n for at_s, n in before.passed if at_s <= before.ended_s - IN_FLIGHT_S)
+        sent = len(before.token_ids)
+        if (again := start + read - offset) > 0:
+            self._note("resampled_tokens", f"from {offset}, {before.engine} had {sent}", again)
+        self.verdict.in_flight_tokens += max(0, start + sent - offset - max(0, again))
+
+    def _spans(self, reply: Reply) -> None:
+        at = 0
+        for span in reply.spans:
+            if span["start"] != at or span["end"] <= at:
+                self._note("wrong_span", f"{span} does not follow token {at}")
+                return
+            at = span["end"]
+            self._span_of_engine(span)
+        if at != len(reply.token_ids):
+            self._note("wrong_span", f"{len(reply.token_ids) - at} tokens without a span")
+
+    def _span_of_engine(self, span: dict[str, Any]) -> None:
+        wanted = self.evidence.hashes.get(span["version"])
+        made: dict[int, AttemptRecord] = {}
+        for attempt in self.attempts:
+            offset = self._offset(attempt)
+            made |= dict.fromkeys(range(offset, offset + len(attempt.token_ids)), attempt)
+        makers = {
+            made[at].number: made[at] for at in range(span["start"], span["end"]) if at in made
+        }
+        for attempt in makers.values():
+            if attempt.engine != span["engine"]:
+                self._note("wrong_span", f"{span} was made by {attempt.engine}")
+                return
+            held = self.hashes.get(attempt.identity)
+            if held is None or wanted is None:
+                self.verdict.unknown_weights_spans += 1
+                return
+            if held != {wanted}:
+                self._note("wrong_span", f"{span}: its workers held {sorted(held)}")
+                return
+        self.verdict.judged_spans += 1
+
+    def _tokens(self, last: RequestRecord, reply: Reply) -> None:
+        """The weights of each span's version give its tokens."""
+        truths = self.evidence.truths.get(self.name)
+        if truths is None:
+            return
+        greedy = last.body["sampling_params"].get("temperature", 1.0) == 0
+        wrong = set()
+        for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=False)):
+            off = abs(truth.logprob - logprob)
+            self.verdict.judged_tokens += 1
+            # Greedy engines report the distribution before the choice.
+            bad = off > LOGPROB_NATS or (greedy and truth.gap_nats > TIE_NATS)
+            if bad:
+                wrong.add(
+                    next((s["start"] for s in reply.spans if s["start"] <= at < s["end"]), -1)
+                )
+            else:
+                self.verdict.worst_logprob_nats = max(self.verdict.worst_logprob_nats, off)
+                self.verdict.ties += greedy and truth.gap_nats > 0
+        if wrong:
+            self._note(
+                "wrong_span", f"tokens of other weights, spans from {sorted(wrong)}", len(wrong)
+            )

@@ -1,0 +1,171 @@
+"""The trajectories that the client rolls out and the faults beside them, both drawn from a seed.
+
+Pure. Faults are due at a number of ended trajectories, so that a slow machine has the same faults
+at the same places as a fast one.
+"""
+
+from enum import StrEnum
+from random import Random
+from typing import Any
+
+import msgspec
+
+from benchmarks.migration.model import BOS_ID, EOS_ID, VOCABULARY
+
+POISON_KILLS, POISON_FAILS = 3, 4
+"""Second tokens of prompts that kill an engine, and that an engine answers with a failure."""
+_FIRST_ID = 5
+
+
+class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    new_tokens: list[int]
+    """Appended to the trajectory's context: the prompt, later a tool's output."""
+    sampling: dict[str, Any]
+    stream: bool = False
+    breaks_off_after_s: float | None = None
+    """The client closes its connection then, and sends the same request again."""
+
+
+class PlannedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    turns: list[PlannedTurn]
+    poison: bool = False
+    arm: str = ""
+    """Trajectories of one arm follow each other; the client names the next arm before it begins."""
+
+
+class FaultKind(StrEnum):
+    KILL = "kill"
+    """SIGKILL of an engine with its turns, then a restart."""
+    STALL = "stall"
+    """SIGSTOP and, some seconds later, SIGCONT."""
+    REVOKE = "revoke"
+    """The agent's kill switch: the lease ends at once and its epoch is raised."""
+    STALE_EPOCH = "stale_epoch"
+    """The next turns reach the guest with the epoch before, which it answers with 409."""
+    SWITCH = "switch"
+    """A new version is published, with other weights."""
+    IDLE_RESTART = "idle_restart"
+    """SIGKILL and restart of an engine between turns, when no turn is on any."""
+    END_THEN_CUT = "end_then_cut"
+    """The connection breaks right behind the chunk with the EOS or stop token."""
+    END_TORN = "end_torn"
+    """The connection breaks within that chunk."""
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    at_ended: int
+    """Ended trajectories at which it is due."""
+    kind: FaultKind
+    engine: str = ""
+
+
+def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: str) -> list[Fault]:
+    """Faults in the order in which they are due; each kind occurs, kills and restarts rarely."""
+    random = Random(f"faults {seed}")
+    # Starts of real engines take a minute: one process is away at a time.
+    once = [(FaultKind.KILL, dedicated[0]), (FaultKind.IDLE_RESTART, dedicated[-1])]
+    if trajectories >= 500:
+        once += [(FaultKind.KILL, dedicated[-1]), (FaultKind.IDLE_RESTART, dedicated[0])]
+    often, seldom = max(4, trajectories // 10), max(3, trajectories // 25)
+    faults = []
+    for place, (kind, engine) in enumerate(once, start=1):
+        at = trajectories * place // (len(once) + 1)
+        faults.append(Fault(at_ended=at, kind=kind, engine=engine))
+    for kind in (FaultKind.STALL, FaultKind.SWITCH, FaultKind.END_THEN_CUT, FaultKind.END_TORN):
+        for _ in range(seldom if kind in (FaultKind.STALL, FaultKind.SWITCH) else often):
+            engine = random.choice(dedicated) if kind is not FaultKind.SWITCH else ""
+            faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=engine))
+    for kind in (FaultKind.REVOKE, FaultKind.STALE_EPOCH):
+        for _ in range(often if guest else 0):
+            faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=guest))
+    return sorted(faults, key=lambda fault: (fault.at_ended, fault.kind, fault.engine))
+
+
+def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> list[Any]:
+    """Trajectories of one to four turns; half of them outgrow the smaller of the two contexts.
+
+    A tenth of the requests is sent twice, one trajectory in fifty is poison.
+    """
+    random = Random(f"plan {seed}")
+    plan = []
+    for number in range(trajectories):
+        small, large = contexts
+        room = small if random.random() < 0.5 else large
+        turns: list[PlannedTurn] = []
+        while len(turns) < random.randint(1, 4):
+            new = [random.randrange(_FIRST_ID, VOCABULARY) for _ in range(random.randint(4, 24))]
+            if not turns:
+                new = [BOS_ID, *new, *_filler(random, room - small)]
+            max_tokens = random.randint(16, 80)
+            room -= len(new) + max_tokens
+            if room < 0 and turns:
+                break
+            turns.append(
+                PlannedTurn(
+                    new_tokens=new,
+                    sampling=_sampling(random, max_tokens),
+                    stream=random.random() < 0.5,
+                    breaks_off_after_s=random.uniform(0.02, 0.5) if random.random() < 0.1 else None,
+                )
+            )
+        plan.append(PlannedTrajectory(name=f"t{number}", turns=turns))
+    return _with_poison(plan, random)
+
+
+def _filler(random: Random, tokens: int) -> list[int]:
+    return [random.randrange(_FIRST_ID, VOCABULARY) for _ in range(max(0, tokens))]
+
+
+def _with_poison(plan: list[PlannedTrajectory], random: Random) -> list[PlannedTrajectory]:
+    """One request that kills engines, which costs two restarts, and some that fail on each."""
+    kinds = [POISON_KILLS, *[POISON_FAILS] * max(2, len(plan) // 50)]
+    for number, kind in enumerate(kinds):
+        prompt = [BOS_ID, kind, *_filler(random, 8), _FIRST_ID + number]
+        turn = PlannedTurn(new_tokens=prompt, sampling=_sampling(random, 16))
+        poison = PlannedTrajectory(name=f"poison{number}", turns=[turn], poison=True)
+        # A death of another cause within a minute excuses a suspect once: the killer is early.
+        at = len(plan) // 8 if kind == POISON_KILLS else _place(random, len(plan))
+        plan.insert(at, poison)
+    return plan
+
+
+def _sampling(random: Random, max_tokens: int) -> dict[str, Any]:
+    stops = sorted(random.sample(range(_FIRST_ID, VOCABULARY), 8))
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "stop_token_ids": stops, "logprobs": 1}
+    how = random.random()
+    if how < 0.6:
+        return sampling | {"temperature": 0.0}
+    seed = {"seed": random.randrange(1 << 31)} if how < 0.8 else {}
+    return sampling | {"temperature": 1.0} | seed
+
+
+def _place(random: Random, trajectories: int) -> int:
+    """Neither before the first turns run nor after the last."""
+    return random.randint(max(1, trajectories // 20), max(1, trajectories * 9 // 10))
+
+
+def bias_plan(seed: int, turns: int, *, blocks: int, arms: tuple[str, str]) -> list[Any]:
+    """Short sampled turns in alternating blocks; both arms have the same prompts and settings."""
+    random = Random(f"bias {seed}")
+    stops = sorted(random.sample(range(_FIRST_ID, VOCABULARY), 24))
+    each = turns // (2 * blocks)
+    plan: list[PlannedTrajectory] = []
+    for block in range(blocks):
+        prompts = [[BOS_ID, *_filler(random, random.randint(4, 16))] for _ in range(each)]
+        # The first arm of each pair is drawn, so that warming up favours neither.
+        for arm in random.sample(arms, 2):
+            for number, prompt in enumerate(prompts):
+                sampling: dict[str, Any] = {
+                    "max_tokens": 64, "temperature": 1.0, "stop_token_ids": stops, "logprobs": 1,
+                }  # fmt: skip
+                if number % 2:
+                    sampling["seed"] = random.randrange(1 << 31)
+                turn = PlannedTurn(new_tokens=prompt, sampling=sampling)
+                name = f"{arm}-{block}-{number}"
+                plan.append(PlannedTrajectory(name=name, turns=[turn], arm=f"{arm} {block}"))
+    return plan
+
+
+ENDS = frozenset({EOS_ID})
+"""Tokens that end any turn of the model."""

@@ -1,0 +1,106 @@
+"""Production's requests and SLO misses, and which of the misses are surely harvesting's.
+
+Agents judge their own slot by it, a scheduler the sum over a service's slots. Counts add up; the
+excess of an hour does not depend on other slots or hours, so that slots and hours of unlike load
+are never compared with each other.
+"""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """Production's requests of some time, and those that missed the SLO."""
+
+    requests: float = 0.0
+    """All of them; the others count to a slice of the proof."""
+    misses: float = 0.0
+    """Beside a guest step."""
+    granted: float = 0.0
+    granted_misses: float = 0.0
+    """Late first tokens."""
+    granted_beats: float = 0.0
+    """Beats of the agent in which tokens came."""
+    granted_late_beats: float = 0.0
+    """Beats of them in which a token was late: each token of a long reply is no request."""
+    withheld: float = 0.0
+    withheld_misses: float = 0.0
+    withheld_beats: float = 0.0
+    withheld_late_beats: float = 0.0
+
+    def __add__(self, other: "Served") -> "Served":
+        return Served(**{name: getattr(self, name) + getattr(other, name) for name in COUNTS})
+
+    def __sub__(self, other: "Served") -> "Served":
+        return Served(**{name: getattr(self, name) - getattr(other, name) for name in COUNTS})
+
+    @property
+    def unproven(self) -> bool:
+        """Whether so much was granted without a withheld request that each miss is charged."""
+        return not self.withheld and self.granted >= _UNPROVEN_REQUESTS
+
+    @property
+    def excess(self) -> float:
+        """Misses of granted slices beyond what withheld ones show; below 0 where those missed
+        more often. A late beat counts as one late request."""
+        if not (self.granted and self.withheld):
+            return 0.0
+        late = 0.0
+        if self.granted_beats and self.withheld_beats:
+            share = self.withheld_late_beats / self.withheld_beats
+            late = min(self.granted, self.granted_late_beats - self.granted_beats * share)
+        return self.granted_misses - self.granted * self.withheld_misses / self.withheld + late
+
+    def rate_over(self, baseline: "Served", *, dispersion: float) -> float:
+        """Share of granted requests and beats that were late, less the highest that withheld ones
+        of `baseline` make believable."""
+        pairs = (
+            (self.granted_misses, self.granted, baseline.withheld_misses, baseline.withheld),
+            (
+                *(self.granted_late_beats, self.granted_beats),
+                *(baseline.withheld_late_beats, baseline.withheld_beats),
+            ),
+        )
+        return sum(
+            max(0.0, late / count - _upper(alone_late / dispersion, alone / dispersion))
+            for late, count, alone_late, alone in pairs
+            if count
+        )
+
+
+COUNTS = Served.__struct_fields__
+_SURE = 4.0
+"""Standard errors; more of them with few hours."""
+_BELIEVABLE = 2.0
+_UNPROVEN_REQUESTS = 1000
+"""Granted requests without a withheld one, after which nothing is known in production's favour."""
+_HOURS_LEAST = 8
+
+
+def _upper(misses: float, requests: float) -> float:
+    """Upper bound of a rate (Wilson, 1927); 0 without requests: nothing speaks for production."""
+    if not requests:
+        return 0.0
+    rate, z2 = min(1.0, misses / requests), _BELIEVABLE * _BELIEVABLE
+    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / requests + z2 / (4 * requests * requests))
+    return (rate + z2 / (2 * requests) + half) / (1 + z2 / requests)
+
+
+def _sure(excess: Sequence[float]) -> float:
+    """The sum that is sure, of one number for each hour with requests of both kinds.
+
+    Hours are compared with themselves, so that load and bursts that both kinds see cancel.
+    """
+    count = len(excess)
+    if count < _HOURS_LEAST:
+        return 0.0
+    total = sum(excess)
+    spread = sum((one - total / count) ** 2 for one in excess) * count / (count - 1)
+    return max(0.0, total - _SURE * (1 + 6 / count) * math.sqrt(spread))
+
+
+def charged_misses(total: Served, excess: Sequence[float]) -> float:
+    """Misses charged to harvesting. `excess`: of each hour with requests of both kinds."""
+    return total.granted_misses if total.unproven else _sure(excess)

@@ -1,0 +1,44 @@
+"""One HTTP server that this process calls, with the credentials for it."""
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+
+from harvester.contracts.errors import ConfigError
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
+
+_Reply = AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+
+class Peer:
+    """Raises ConfigError where its token would be sent by plain HTTP to another machine, or a file
+    of the credentials cannot be used.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
+        if fault := credentials.exposed_at(url):
+            raise ConfigError(fault)
+        self.url = url.rstrip("/")
+        self._session = session
+        self._credentials = credentials
+        credentials.check()
+
+    def get(self, path: str, **options: Any) -> _Reply:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, **options: Any) -> _Reply:
+        return self.request("POST", path, **options)
+
+    def request(
+        self, method: str, path: str, *, headers: dict[str, str] | None = None, **options: Any
+    ) -> _Reply:
+        """As aiohttp's. A redirection is returned, not followed: it could lead anywhere."""
+        sent = (headers or {}) | self._credentials.headers()
+        # True: the system's certificates. It is of no account for plain HTTP.
+        tls = self._credentials.tls() if self._credentials.has_tls_files else True
+        return self._session.request(
+            method, self.url + path, headers=sent, ssl=tls, allow_redirects=False, **options
+        )

@@ -1,0 +1,151 @@
+"""The guards above the slack law, each on one slot's own latencies: level, error budget, proof.
+
+The slack law acts within each of the guest's steps; these judge what became of production.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from harvester.contracts.served import Served
+from harvester.contracts.wire.leases import GuardReading
+from harvester.policy.budget import BURN_WINDOWS, BudgetState, ErrorBudget
+from harvester.policy.level import Level, LevelState, MissState, MissWindow
+from harvester.policy.production import Latencies
+from harvester.policy.proof import Proof, ProofState
+from harvester.policy.sample import NO_LEASE, LeaseView
+from harvester.policy.settings import SlotSettings
+
+
+class GuardMemory(msgspec.Struct, kw_only=True):
+    step_level: LevelState = msgspec.field(default_factory=LevelState)
+    misses: MissState = msgspec.field(default_factory=MissState)
+    """Late first tokens."""
+    itl_misses: MissState = msgspec.field(default_factory=MissState)
+    served: Served = Served()
+    """Since the agent's run began."""
+    budget: BudgetState = msgspec.field(default_factory=BudgetState)
+    proof: ProofState = msgspec.field(default_factory=ProofState)
+
+
+class Guards:
+    def __init__(self, settings: SlotSettings, memory: GuardMemory) -> None:
+        self._settings = settings
+        self._memory = memory
+        self.step_level = Level(settings.step_level, memory.step_level)
+        self._ttft_misses = MissWindow(settings.misses, memory.misses)
+        self._itl_misses = MissWindow(settings.misses, memory.itl_misses)
+        proven = settings.proof.share_ratio > 0
+        self.budget = ErrorBudget(settings.budget, memory.budget, proven=proven)
+        self.proof = Proof(
+            settings.proof,
+            memory.proof,
+            ttft_slo_s=settings.ttft_slo_s,
+            itl_slo_s=settings.itl_slo_s,
+        )
+
+    def account(
+        self,
+        *,
+        ttft: Latencies,
+        itl: Latencies,
+        decoding: int,
+        beside_step: Callable[[float], bool],
+        lease: LeaseView = NO_LEASE,
+        now: float,
+    ) -> bool:
+        """Fold a beat's latencies into level and budget; True if the budget is overspent.
+
+        `decoding`: requests that were decoding; `beside_step`: whether the guest stepped in the
+        time of that length, in s, before `now`.
+        """
+        settings, memory = self._settings, self._memory
+        ttft_misses = ttft.weight * sum(
+            beside_step(x) for x in ttft.seen_s if x > settings.ttft_slo_s
+        )
+        itl_misses = itl.weight * sum(beside_step(x) for x in itl.seen_s if x > settings.itl_slo_s)
+        late_first = self._ttft_misses.observe(samples=ttft.total, misses=ttft_misses, now=now)
+        late_next = self._itl_misses.observe(samples=itl.total, misses=itl_misses, now=now)
+        self.step_level.observe(breached=late_first or late_next, now=now)
+        # Late tokens of one beat belong to at most as many requests as were decoding.
+        late_requests = ttft_misses + min(itl_misses, float(max(1, decoding)))
+        served = self._served(ttft, itl, misses=late_requests, now=now)
+        memory.served += served
+        return self.budget.observe(
+            served,
+            now=now,
+            dispersion=self.proof.miss_dispersion,
+            leased=lease.lease is not None,
+            allotment=lease.allotment,
+        )
+
+    def prove(self, *, ttft: Latencies, itl: Latencies, eligible: bool, now: float) -> None:
+        """Fold a beat's latencies into the proof; `eligible` as `Proof.observe` has it."""
+        self.proof.observe(ttft_s=ttft.seen_s, itl_s=itl.seen_s, eligible=eligible, now=now)
+        # After a stop the proof begins a new state.
+        self._memory.proof = self.proof.state
+
+    def readings(self) -> tuple[GuardReading, ...]:
+        settings, budget, proof = self._settings, self.budget, self.proof
+        reduced, spent = self.step_level.ratio < 1.0, budget.stopped and settings.budget.enforced
+        missed = {"level_ttft": self._ttft_misses, "level_itl": self._itl_misses}
+        return (
+            *(
+                GuardReading(
+                    guard=name,
+                    value=window.miss_ratio,
+                    limit=settings.misses.limit_ratio,
+                    binds=reduced,
+                )
+                for name, window in missed.items()
+            ),
+            GuardReading(
+                guard="error_budget",
+                value=budget.spent,
+                limit=budget.spent if budget.limit is None else budget.limit,
+                binds=spent and budget.state.guard == "error_budget",
+            ),
+            *(
+                GuardReading(
+                    guard=each.guard,
+                    value=budget.burn_rate(each.long_minutes),
+                    limit=each.rate,
+                    binds=spent and budget.state.guard == each.guard,
+                )
+                for each in BURN_WINDOWS
+            ),
+            GuardReading(
+                guard="proof",
+                value=proof.evidence,
+                limit=proof.evidence_limit,
+                binds=proof.harmful,
+            ),
+        )
+
+    def _served(self, ttft: Latencies, itl: Latencies, *, misses: float, now: float) -> Served:
+        """The beat's requests, and the beat's own tokens, by the slice of the proof in which they
+        began. `misses` are those beside a guest step."""
+        settings = self._settings
+        counts: Counter[bool | None] = Counter()
+        late: Counter[bool | None] = Counter()
+        for latency_s in ttft.seen_s:
+            side = self.proof.withheld_at(now - latency_s, now=now)
+            counts[side] += 1
+            late[side] += latency_s > settings.ttft_slo_s
+        beat_side, late_beat = None, 0.0
+        if itl.seen_s:
+            beat_side = self.proof.withheld_at(now - max(itl.seen_s), now=now)
+            late_beat = float(max(itl.seen_s) > settings.itl_slo_s)
+        return Served(
+            requests=ttft.total,
+            misses=misses,
+            granted=ttft.weight * counts[False],
+            granted_misses=ttft.weight * late[False],
+            granted_beats=float(beat_side is False),
+            granted_late_beats=late_beat * (beat_side is False),
+            withheld=ttft.weight * counts[True],
+            withheld_misses=ttft.weight * late[True],
+            withheld_beats=float(beat_side is True),
+            withheld_late_beats=late_beat * (beat_side is True),
+        )

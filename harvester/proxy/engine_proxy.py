@@ -1,0 +1,190 @@
+"""The engine proxy: beside an engine that stays on loopback, TLS and tokens for other machines.
+
+Passes bytes on as they come, in both directions. When a caller goes, the engine's connection is
+closed at once, so that vLLM aborts the request; when the engine breaks a reply, so does the proxy.
+"""
+
+import socket
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import hdrs, web
+
+from harvester.contracts.errors import ConfigError
+from harvester.platform.bearer import is_loopback
+from harvester.platform.http_kit import (
+    RETRY_AFTER,
+    error_reply,
+    errors_as_replies,
+    listen,
+    serving,
+    stop_event,
+    whole_body,
+)
+from harvester.platform.tls import ServerTls
+from harvester.proxy.routes import (
+    REPLY_HEADERS,
+    REQUEST_HEADERS,
+    WORKER_CALLS,
+    CallerRole,
+    Refused,
+    route_for,
+    worker_call,
+)
+
+_CONNECT_S = 2.0
+_KEEPALIVE_S = 2.0
+"""Shorter than the 5 s after which vLLM closes an idle connection."""
+_UNREACHABLE_S = 10
+"""A caller that acknowledges nothing for this long has gone: its machine was cut off."""
+_SOCKET_OPTIONS = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _UNREACHABLE_S // 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _UNREACHABLE_S // 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREACHABLE_S),
+)
+
+Accepts = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxySettings:
+    """Raises ConfigError if other machines could use the engine without TLS or as any caller."""
+
+    engine: str = "http://127.0.0.1:8000"
+    host: str = "127.0.0.1"
+    port: int = 8443
+    tls: ServerTls | None = None
+    control: Accepts | None = field(default=None, repr=False)
+    """Judges Authorization headers of callers with all roles."""
+    data: Accepts | None = field(default=None, repr=False)
+    """The same, of callers for data alone."""
+    max_body_bytes: int = 64 << 20
+    max_requests: int = 1024
+    """Turns and texts at once; a further one is answered with 503."""
+
+    def __post_init__(self) -> None:
+        engine = urlsplit(self.engine)
+        if engine.scheme != "http" or not is_loopback(engine.hostname or ""):
+            raise ConfigError(
+                f"--engine {self.engine}: the engine listens on loopback, as "
+                "http://127.0.0.1:8000; start vLLM with --host 127.0.0.1"
+            )
+        if is_loopback(self.host):
+            return
+        if self.tls is None:
+            raise ConfigError(f"host {self.host} is not loopback: give --cert and --key")
+        if self.control is None and self.data is None and self.tls.client_ca_file is None:
+            raise ConfigError(
+                f"host {self.host} is not loopback: give --token-file, --client-ca, or both"
+            )
+
+    def role_of(self, authorization: str) -> CallerRole | None:
+        """Without any token, callers are known by their certificate or are on this machine."""
+        if self.control is None and self.data is None:
+            return CallerRole.CONTROL
+        if self.control is not None and self.control(authorization):
+            return CallerRole.CONTROL
+        return CallerRole.DATA if self.data is not None and self.data(authorization) else None
+
+
+class EngineProxy:
+    def __init__(self, session: aiohttp.ClientSession, settings: ProxySettings) -> None:
+        self._session = session
+        self._settings = settings
+        self._engine = settings.engine.rstrip("/")
+        self._open = 0
+
+    def app(self) -> web.Application:
+        app = web.Application(
+            client_max_size=self._settings.max_body_bytes,
+            middlewares=[errors_as_replies({web.HTTPException: None})],
+        )
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        return app
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        role = self._settings.role_of(request.headers.get(hdrs.AUTHORIZATION, ""))
+        route = route_for(request.method, request.path, request.query.keys(), role=role)
+        if isinstance(route, Refused):
+            return error_reply(route.status, route.reason)
+        # Health, descriptions and weights are always let through: without them it would look down.
+        control = route.role is CallerRole.CONTROL or request.path == WORKER_CALLS
+        turn = not control and request.method == hdrs.METH_POST
+        if turn and self._open >= self._settings.max_requests:
+            return error_reply(503, "too many requests at once", headers=RETRY_AFTER)
+        self._open += turn
+        try:
+            body = await whole_body(request)
+            if request.path == WORKER_CALLS:
+                checked = worker_call(body, role=role or CallerRole.DATA)
+                if isinstance(checked, Refused):
+                    return error_reply(checked.status, checked.reason)
+                body = checked
+            return await self._pass_on(request, body, once=control)
+        finally:
+            self._open -= turn
+
+    async def _pass_on(
+        self, request: web.Request, body: bytes, *, once: bool
+    ) -> web.StreamResponse:
+        """`once`: over a connection of its own, because vLLM drops one after an error."""
+        _end_unreachable(request)
+        headers = _passed(request.headers, REQUEST_HEADERS) | {hdrs.ACCEPT_ENCODING: "identity"}
+        if once:
+            headers[hdrs.CONNECTION] = "close"
+        reply: web.StreamResponse | None = None
+        try:
+            async with self._session.request(
+                request.method,
+                self._engine + request.path,
+                params=request.query,
+                data=body or None,
+                headers=headers,
+                allow_redirects=False,
+            ) as answer:
+                reply = web.StreamResponse(
+                    status=answer.status, headers=_passed(answer.headers, REPLY_HEADERS)
+                )
+                reply.content_length = answer.content_length
+                await reply.prepare(request)
+                async for part in answer.content.iter_any():
+                    await reply.write(part)
+                await reply.write_eof()
+                return reply
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            if reply is None or not reply.prepared:
+                return error_reply(502, f"the engine does not answer: {error!r}")
+            # An end of the stream would make what has come look whole.
+            if request.transport is not None:
+                request.transport.abort()
+            return reply
+
+
+def _passed(headers: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
+    return {name: headers[name] for name in names if name in headers}
+
+
+def _end_unreachable(request: web.Request) -> None:
+    """Ends the connection of a caller whose machine was cut off, so that its request is aborted."""
+    connection = request.get_extra_info("socket")
+    for option in _SOCKET_OPTIONS if connection is not None else ():
+        connection.setsockopt(*option)
+
+
+async def run_proxy(settings: ProxySettings, *, started: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT; `started` is called with the URL. Raises ConfigError."""
+    stop = stop_event()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, auto_decompress=False
+    ) as session:
+        app = EngineProxy(session, settings).app()
+        async with serving(app, shutdown_s=5.0) as runner:
+            host, port, tls = settings.host, settings.port, settings.tls
+            remedy = "choose another --port, 0 takes a free one"
+            started(await listen(runner, host, port, remedy=remedy, tls=tls))
+            await stop.wait()

@@ -1,0 +1,152 @@
+"""Turns on the job's dedicated engines, without the gateway: only while it is silent.
+
+An engine serves with the weights that it holds, and no longer: any change of them ends its streams.
+Loads nothing, leases nothing; guests are out of reach without a lease.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import aclosing
+
+import aiohttp
+import xxhash
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
+from harvester.contracts.ids import EngineId, WeightVersion
+from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
+from harvester.platform.backoff import Interrupted
+from harvester.platform.tls import Credentials
+from scheduler.client.gateway_watch import GatewayWatch
+from scheduler.gateway.engine_client import (
+    EngineBusy,
+    EngineClient,
+    EngineLost,
+    RequestFailed,
+    RequestRefused,
+)
+from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.turns import accepted
+
+_CONNECT_S = 2.0
+_STALL_S = 30.0
+"""No token for this long: another engine may have it. Longer than any prefill should take."""
+_AVOID_S = 1.0
+
+
+class _Adopted:
+    def __init__(self, client: EngineClient, version: int, description: EngineDescription) -> None:
+        self.client = client
+        self.version = WeightVersion(version)
+        self.resumes = CONTINUATION_FEATURE in description.features
+        self.numerics = f"{description.dtype} {description.logprobs_mode}".strip()
+
+
+class DedicatedTurns:
+    def __init__(
+        self,
+        session: Callable[[], aiohttp.ClientSession],
+        watch: GatewayWatch,
+        clock: Clock,
+        credentials: Credentials,
+    ) -> None:
+        self._session = session
+        self._credentials = credentials
+        self._watch = watch
+        self._clock = clock
+        self._adopted: dict[EngineId, _Adopted] = {}
+        self._avoid_until_s: dict[EngineId, float] = {}
+        self._last_fault = ""
+        """Latest fault for which an engine is avoided."""
+
+    def forget(self) -> None:
+        """The gateway answers, and may change the engines' weights."""
+        self._adopted.clear()
+
+    async def attempt(self, turn: Turn, on_tokens: Callable[[], None]) -> None:
+        """Serves the turn, to its end or until its engine is lost. Raises Interrupted."""
+        engine, adopted = await self._engine_for(turn)
+        attempt = turn.begin(
+            engine=engine,
+            version=adopted.version,
+            numerics=self._watch.engines[engine].numerics or adopted.numerics,
+            resumes=adopted.resumes,
+        )
+        wait_s = _AVOID_S
+        try:
+            await self._stream(turn, attempt, adopted.client, on_tokens)
+        except RequestRefused as error:
+            if not turn.token_ids:
+                turn.refuse()
+                raise PeerProtocolError(f"{engine}: {error}") from error
+            turn.fail(str(error))
+        except (EngineLost, EngineBusy, RequestFailed, Stale, TimeoutError) as error:
+            wait_s = max(wait_s, getattr(error, "retry_after_s", 0.0))
+            self._adopted.pop(engine, None)
+            self._avoid_until_s[engine] = self._clock.now() + wait_s
+            turn.lose(attempt)
+            self._last_fault = f"{engine}: {error or 'no token'}"
+            if not turn.ended:
+                raise Interrupted(self._last_fault) from error
+
+    async def _engine_for(self, turn: Turn) -> tuple[EngineId, _Adopted]:
+        """The trajectory's engine, else the next: each begins at another one of a fixed order."""
+        engines = list(self._watch.engines)
+        first = xxhash.xxh3_64_intdigest(turn.trajectory.encode()) % max(1, len(engines))
+        why = self._last_fault if engines else "it has named no dedicated engine of the job"
+        for engine in engines[first:] + engines[:first]:
+            if self._avoid_until_s.get(engine, -math.inf) > self._clock.now():
+                continue
+            try:
+                adopted = self._adopted.get(engine) or await self._adopt(engine)
+            except (ConfigError, EngineLost, TimeoutError) as error:
+                self._avoid_until_s[engine] = self._clock.now() + _AVOID_S
+                why = self._last_fault = f"{engine}: {error}"
+                continue
+            pin = turn.request.weight_version.resolved(self._watch.version)
+            if not pin.admits(adopted.version):
+                why = f"{engine} serves version {adopted.version}"
+            elif turn.counts_output and turn.token_ids and not adopted.resumes:
+                why = f"{engine} does not go on from output, which the turn's sampling counts"
+            else:
+                return engine, adopted
+        raise Interrupted(f"the gateway is silent, and no engine takes the turn: {why}")
+
+    async def _adopt(self, engine: EngineId) -> _Adopted:
+        client = EngineClient(
+            self._session(),
+            self._watch.engines[engine].url,
+            connect_s=_CONNECT_S,
+            credentials=self._credentials,
+        )
+        async with asyncio.timeout(_STALL_S):
+            description, held = await client.adopt()
+        if (self._watch.version or held.version) and held.store != self._watch.store:
+            # Its first weights too, once the job has published: it has been restarted, or the job
+            # trains an adapter, which the client does not ask for.
+            found = f"weights of {held.store}" if held.store else "its first weights"
+            raise EngineLost(f"it holds {found}, not of {self._watch.store}")
+        adopted = self._adopted[engine] = _Adopted(client, held.version, description)
+        return adopted
+
+    async def _stream(
+        self, turn: Turn, attempt: Attempt, client: EngineClient, on_tokens: Callable[[], None]
+    ) -> None:
+        loop, name = asyncio.get_running_loop(), f"{turn.request.request_id}.direct"
+        priority = turn.request.priority
+        async with asyncio.timeout(_STALL_S) as stall:
+            choices = client.generate(attempt, request_id=name, epoch=None, priority=priority)
+            async with aclosing(choices):
+                async for choice in choices:
+                    stall.reschedule(loop.time() + _STALL_S)
+                    if accepted(turn, attempt, choice):
+                        on_tokens()
+                    if choice.finish_reason == "length" and turn.remaining_tokens > 0:
+                        raise RequestRefused("the engine's context is full")
+                    if choice.finish_reason not in (None, "abort", "error"):
+                        turn.finish(
+                            attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
+                        )
+                        return
+        raise EngineLost("it aborted the turn")

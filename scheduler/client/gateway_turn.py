@@ -1,0 +1,107 @@
+"""One turn as the gateway serves it: requested once, joined again after a broken connection.
+
+The tokens that the client has are the turn. Where the gateway's own turn does not begin with them
+(it was restarted, or a dedicated engine has made some meanwhile), the rest is requested as a new
+turn whose prompt ends with them. Holds no socket.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Span
+from harvester.platform.backoff import Interrupted
+from scheduler.gateway.policy.trajectories import Attempt, Turn
+from scheduler.gateway.stream import EngineChoice, EngineChunk
+
+_ANOTHER = -1
+
+
+class GatewayTurn:
+    def __init__(self, turn: Turn, *, stream: bool) -> None:
+        self._turn = turn
+        self._request = msgspec.structs.replace(turn.request, stream=stream)
+        self._base = 0
+        """Tokens of the turn that are prompt in the request."""
+        self._known = 0
+        """Tokens of the turn that the gateway has made or been given; `_ANOTHER`: its turn is
+        another one."""
+        self._parts = 0
+        self._seen = 0
+        """Tokens of this reply."""
+        self._open: tuple[Span, Attempt] | None = None
+
+    @property
+    def movable(self) -> bool:
+        """Whether the gateway can go on from the tokens: it takes those of others as prompt."""
+        return self._known == len(self._turn.token_ids) or not self._turn.counts_output
+
+    def request(self) -> GenerateRequest:
+        """The request to send: the same again while the gateway may have the turn."""
+        turn, self._seen, self._open = self._turn, 0, None
+        if self._known != len(turn.token_ids):
+            self._base = self._known = len(turn.token_ids)
+            self._parts += 1
+            self._request = msgspec.structs.replace(
+                self._request,
+                request_id=f"{turn.request.request_id}.{self._parts}",
+                token_ids=turn.request.token_ids + tuple(turn.token_ids),
+                sampling_params=turn.sampling_left(),
+            )
+        return self._request
+
+    def fold(self, chunk: EngineChunk, on_tokens: Callable[[], None]) -> None:
+        """Adds a part of the reply. Raises Interrupted where the gateway's turn is another one,
+        PeerProtocolError."""
+        if fault := chunk.fault:
+            raise Interrupted(f"the gateway: {fault}")
+        for choice in chunk.choices:
+            self._accept(choice)
+            if choice.token_ids:
+                on_tokens()
+            if choice.finish_reason is not None:
+                self._end(choice, FinishReason(choice.finish_reason))
+
+    def _accept(self, choice: EngineChoice) -> None:
+        turn, tokens = self._turn, choice.token_ids or []
+        logprobs = choice.logprobs.content if choice.logprobs else None
+        masked, at = choice.sampling_mask or [], self._base + self._seen
+        again = min(len(tokens), len(turn.token_ids) - at)
+        if turn.token_ids[at : at + again] != tokens[:again]:
+            self._differ()
+        try:
+            for span in choice.spans:
+                new = slice(max(span.start - self._seen, again), span.end - self._seen)
+                if tokens[new]:
+                    attempt = self._attempt(span)
+                    turn.accept(attempt, tokens[new], (logprobs or [])[new], masked[new])
+        except ValueError as error:
+            raise PeerProtocolError(f"the gateway's reply: {error}") from error
+        self._seen += len(tokens)
+        if self._base + self._seen > len(turn.token_ids):
+            raise PeerProtocolError("the gateway's reply: no span covers its last tokens")
+        self._known = len(turn.token_ids)
+
+    def _attempt(self, span: Span) -> Attempt:
+        """An attempt for each engine and version in the reply, which becomes a span again."""
+        origin = msgspec.structs.replace(span, start=0, end=0)
+        if self._open is None or self._open[0] != origin:
+            attempt = self._turn.begin(
+                engine=span.engine, version=span.version, numerics=span.numerics
+            )
+            self._open = origin, attempt
+        return self._open[1]
+
+    def _end(self, choice: EngineChoice, reason: FinishReason) -> None:
+        turn = self._turn
+        if self._base + self._seen < len(turn.token_ids):
+            self._differ()
+        turn.fault, turn.stop_reason = choice.fault, choice.stop_reason
+        turn.routed_experts = None if self._base else choice.routed_experts
+        turn.end(reason)
+
+    def _differ(self) -> None:
+        """Sampled anew. What the client has is the turn; the gateway's is left to end."""
+        self._known = _ANOTHER
+        raise Interrupted("the gateway's turn does not begin with the tokens that are here")

@@ -1,0 +1,141 @@
+"""Probes the gateway while turns are open, cuts them where it is silent, and learns its engines."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import aiohttp
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.platform.http_kit import body_of
+from harvester.platform.peer import Peer
+from scheduler.client.silence import GatewaySilence
+from scheduler.model import EngineKind
+
+_STATUS_BYTES = 16 << 20
+_LEARN_S = 5.0
+"""The gateway's engines change rarely, and only a gateway that answers can name them."""
+
+
+class ListedEngine(msgspec.Struct, frozen=True):
+    """An engine as the gateway's status lists it."""
+
+    kind: EngineKind
+    url: str = ""
+    numerics: str = ""
+
+
+class _Job(msgspec.Struct, frozen=True):
+    version: WeightVersion = WeightVersion(0)
+    store: str = ""
+    dedicated: bool = True
+
+
+class _Status(msgspec.Struct, frozen=True):
+    engines: dict[EngineId, ListedEngine]
+    jobs: dict[JobId, _Job]
+    active_job: JobId | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Status)
+
+
+class GatewayWatch:
+    """`engines`, `store` and `version` are as of the gateway's last status; no engine where the
+    job's turns may not run on dedicated ones."""
+
+    def __init__(
+        self,
+        gateway: Callable[[], Peer],
+        job: JobId,
+        headers: Mapping[str, str],
+        clock: Clock,
+        *,
+        silence_s: float,
+    ) -> None:
+        self._gateway = gateway
+        self._job, self._headers, self._clock = job, dict(headers), clock
+        self._silence_s = silence_s
+        self._silence = GatewaySilence(silence_s, now=clock.now())
+        self._open = 0
+        self._task: asyncio.Task[None] | None = None
+        self._cuts: set[asyncio.Timeout] = set()
+        self.engines: dict[EngineId, ListedEngine] = {}
+        self.store = ""
+        self.version = WeightVersion(0)
+
+    @property
+    def silent(self) -> bool:
+        return self._silence.silent
+
+    def hear(self) -> None:
+        self._silence.hear(now=self._clock.now())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around every turn: probes run while any is open, and until a silence has ended."""
+        self._open += 1
+        if self._task is None:
+            self._silence.begin(now=self._clock.now())
+            self._task = asyncio.ensure_future(self._watch())
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open and not self.silent:
+                self.close()
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    @contextmanager
+    def cutting(self, cut: asyncio.Timeout) -> Iterator[None]:
+        """`cut` ends at once when the gateway falls silent."""
+        self._cuts.add(cut)
+        try:
+            yield
+        finally:
+            self._cuts.discard(cut)
+
+    async def _watch(self) -> None:
+        learned_s = -_LEARN_S
+        while True:
+            began_s = self._clock.now()
+            with suppress(aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+                due = began_s - learned_s >= _LEARN_S
+                if await self._probe("/v1/status" if due else "/healthz"):
+                    learned_s = began_s if due else learned_s
+                    self.hear()
+                    if not self._open:
+                        self._task = None
+                        return
+                    await asyncio.sleep(self._silence_s / 4)
+                    continue
+            self._silence.miss(began_s=began_s, now=self._clock.now())
+            if self.silent:
+                while self._cuts:
+                    self._cuts.pop().reschedule(0.0)
+            await asyncio.sleep(self._silence_s / 8)
+
+    async def _probe(self, path: str) -> bool:
+        timeout = aiohttp.ClientTimeout(total=self._silence_s)
+        async with self._gateway().get(path, headers=self._headers, timeout=timeout) as reply:
+            content = await body_of(reply, most_bytes=_STATUS_BYTES)
+        if reply.status == 200 and path == "/v1/status":
+            self._learn(_DECODER.decode(content))
+        # It ends where it answers 503; any other answer is one.
+        return reply.status != 503
+
+    def _learn(self, status: _Status) -> None:
+        job = status.jobs.get(self._job, _Job())
+        mine = job.dedicated and status.active_job in (None, self._job)
+        self.store, self.version = job.store, job.version
+        self.engines = {
+            name: engine
+            for name, engine in sorted(status.engines.items())
+            if mine and engine.kind is EngineKind.DEDICATED
+        }

@@ -1,0 +1,244 @@
+"""The gateway's OpenAPI document: every route, with the types that its handler decodes and encodes.
+
+GET /openapi.json answers it. Schemas come from the wire types themselves. A dialect's own body is
+an object here; its page is the dialect's. A test compares the routes with those that are served,
+and replies with their schemas.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from harvester.contracts.wire.leases import JOB_HEADER
+from harvester.contracts.wire.rollouts import (
+    GenerateReply,
+    GenerateRequest,
+    PublishedVersion,
+    VersionSwitched,
+)
+from harvester.distribution import rosemux_version
+from harvester.platform.http_kit import json_reply
+from scheduler.gateway import tinker_routes, weight_sync
+from scheduler.gateway.abort_routes import Aborted, AbortRequest, AbortRequests, FinishSession
+from scheduler.gateway.job_paths import JOB_BASE
+from scheduler.gateway.scheduler import SwitchRequest
+from scheduler.gateway.text_routes import REQUEST_ID_HEADER, SESSION_HEADERS
+from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
+
+PATH = "/openapi.json"
+_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+_SCHEMAS = "#/components/schemas/{name}"
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """OpenAI's routes and vLLM's answer `{"error": {"message": ...}}`."""
+
+    error: str | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    summary: str
+    takes: Any = None
+    """Type of the JSON body; None: there is none, or it is not read."""
+    answers: Any = dict[str, Any]
+    kinds: tuple[str, ...] = (_JSON,)
+    """Content types of the answer; none: it has no body."""
+    query: tuple[str, ...] = ()
+    names_turns: bool = False
+    """Whether headers may name the trajectory and the request."""
+
+
+_OBJECT = dict[str, Any]
+_STREAMED = (_JSON, _EVENTS)
+_EITHER_CONTROL: Mapping[str, Operation] = {
+    "POST /init_weight_transfer_engine": Operation(
+        "Begin weight transfer; init_info must be empty",
+        weight_sync.WeightTransferInit,
+        ControlReply,
+    ),
+    "POST /shutdown_weight_transfer_engine": Operation("Accepted", None, ControlReply),
+    "POST /start_weight_update": Operation("Begin an update", None, ControlReply),
+    "POST /update_weights": Operation("Publish", weight_sync.WeightUpdate, ControlReply),
+    "POST /finish_weight_update": Operation(
+        "End an update", weight_sync.WeightUpdateEnd, ControlReply
+    ),
+    "POST /update_weight_version": Operation(
+        "Confirm the version in force", weight_sync.WeightVersionLabel, ControlReply
+    ),
+    "POST /pause": Operation("Hold the job's turns", None, ControlReply, query=("mode",)),
+    "POST /resume": Operation("End the pause", None, ControlReply),
+    "GET /is_paused": Operation("Whether the job is paused", None, ControlReply),
+    **{
+        f"POST /{prefix}pause_generation": Operation(
+            "Hold the job's turns", weight_sync.GenerationPause, ControlReply
+        )
+        for prefix in ("", "areal_")
+    },
+    **{
+        f"POST /{prefix}continue_generation": Operation("End the pause", None, ControlReply)
+        for prefix in ("", "areal_")
+    },
+    **{
+        each: Operation("Accepted: KV of another version is never hit", None, ControlReply)
+        for each in ("POST /reset_prefix_cache", "POST /flush_cache", "GET /flush_cache")
+    },
+    "GET /weight_info": Operation("The job's newest version", None, ControlReply),
+    "GET /get_world_size": Operation("1: no engine joins a group", None, ControlReply),
+    "GET /is_sleeping": Operation("false", None, ControlReply),
+}
+OPERATIONS: Mapping[str, Operation] = {
+    "POST /inference/v1/generate": Operation(
+        "One turn, token ids in and out",
+        GenerateRequest,
+        GenerateReply,
+        _STREAMED,
+        names_turns=True,
+    ),
+    "POST /v1/chat/completions": Operation(
+        "OpenAI's", _OBJECT, _OBJECT, _STREAMED, names_turns=True
+    ),
+    "POST /v1/completions": Operation("OpenAI's", _OBJECT, _OBJECT, _STREAMED, names_turns=True),
+    "POST /v1/chat/completions/render": Operation("vLLM's, by the renderer", _OBJECT),
+    "POST /v1/completions/render": Operation(
+        "vLLM's, by the renderer", _OBJECT, _OBJECT | list[_OBJECT]
+    ),
+    "GET /v1/models": Operation("Names that `model` may have"),
+    "POST /tokenize": Operation("vLLM's, by the renderer", _OBJECT),
+    "POST /detokenize": Operation("vLLM's, by the renderer", _OBJECT),
+    "POST /generate": Operation(
+        "SGLang's", _OBJECT, _OBJECT | list[_OBJECT], _STREAMED, names_turns=True
+    ),
+    "GET /health": Operation("200 while an engine is up", kinds=()),
+    "GET /health_generate": Operation("200 while an engine is up", kinds=()),
+    "GET /get_model_info": Operation("SGLang's: model and version"),
+    "GET /model_info": Operation("SGLang's: model and version"),
+    "GET /get_weight_version": Operation("SGLang's: the job's newest version"),
+    "GET /server_info": Operation("SGLang's, and vLLM's `vllm_config`"),
+    "POST /inference/v1/abort_requests": Operation("End turns by name", AbortRequests, Aborted),
+    "POST /abort_requests": Operation(
+        "End turns by name; without names, all of the job", AbortRequests, Aborted
+    ),
+    "POST /abort_request": Operation("End turns, as SGLang's", AbortRequest, Aborted),
+    **{
+        f"POST /{name}": Operation(
+            "The end of a trajectory",
+            FinishSession,
+            Aborted,
+            query=("session_id",),
+            names_turns=True,
+        )
+        for name in ("finish_session", "close_session")
+    },
+    **{
+        f"POST /api/v1/{path}": Operation("Tinker's", _OBJECT)
+        for path in (
+            *tinker_routes.ACCEPTED,
+            *("create_session", "create_sampling_session", "asample", "cancel_future"),
+        )
+    },
+    "POST /api/v1/retrieve_future": Operation(
+        "Tinker's", _OBJECT, kinds=(_JSON, tinker_routes.PROTOBUF)
+    ),
+    **{
+        f"GET /api/v1/{path}": Operation("Tinker's")
+        for path in ("healthz", "get_server_capabilities", "samplers/{sampler}")
+    },
+    "POST /v1/jobs/{job}/versions": Operation(
+        "A version was published", PublishedVersion, VersionSwitched
+    ),
+    "POST /v1/jobs/{job}/activate": Operation("Serve this job from now on", None, VersionSwitched),
+    "POST /v1/jobs/{job}/harvesting": Operation("Whether it leases slots", SwitchRequest),
+    "POST /v1/jobs/{job}/dedicated": Operation("Whether it uses dedicated engines", SwitchRequest),
+    "GET /v1/jobs/{job}/vllm/health": Operation("200", None, ControlReply),
+    **_EITHER_CONTROL,
+    **{
+        each.replace(" ", " /v1/jobs/{job}/vllm", 1): operation
+        for each, operation in _EITHER_CONTROL.items()
+    },
+    **{
+        f"POST {path}": Operation(f"Refused: {words}", None, None, ())
+        for path, words in REFUSED_ROUTES.items()
+    },
+    "GET /v1/status": Operation("Engines, jobs, queue, leases and counters"),
+    "GET /metrics": Operation("Prometheus text", None, str, (_TEXT,)),
+    "GET /healthz": Operation("200, or 503 while it shuts down"),
+    f"GET {PATH}": Operation("This document"),
+}
+
+
+def document() -> dict[str, Any]:
+    """As OpenAPI 3.1."""
+    kinds = [kind for each in OPERATIONS.values() for kind in (each.takes, each.answers)]
+    known = [kind for kind in kinds if kind is not None]
+    schemas, components = msgspec.json.schema_components(
+        [ErrorReply, *known], ref_template=_SCHEMAS
+    )
+    error, shown = schemas[0], iter(schemas[1:])
+    paths: dict[str, dict[str, Any]] = {}
+    for name, operation in OPERATIONS.items():
+        method, path = name.split(" ")
+        takes = None if operation.takes is None else next(shown)
+        answers = None if operation.answers is None else next(shown)
+        body = {} if takes is None else {"requestBody": {"content": {_JSON: {"schema": takes}}}}
+        refused = operation.answers is None
+        answered = {} if refused else {"200": _response(answers, operation.kinds)}
+        paths.setdefault(path, {})[method.lower()] = {
+            "summary": operation.summary,
+            "operationId": name.lower().translate(_ID),
+            "parameters": _parameters(path, operation),
+            **body,
+            "responses": {**answered, "default": _response(error, (_JSON,))},
+        }
+    return {
+        "openapi": "3.1.0",
+        "servers": [
+            {"url": "/", "description": f"the caller's only job, or that of {JOB_HEADER}"},
+            {
+                "url": JOB_BASE,
+                "description": "one job, for clients that can send no header",
+                "variables": {"base_job": {"default": "job"}},
+            },
+        ],
+        "info": {"title": "RoseMux gateway", "version": rosemux_version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"tenant": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"tenant": []}],
+    }
+
+
+_ID = str.maketrans({" ": None, "/": "_", "{": None, "}": None, ".": "_"})
+
+
+def _response(schema: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
+    content = {kind: {"schema": schema if kind == _JSON else {"type": "string"}} for kind in kinds}
+    return {"description": "see docs/protocol.md", "content": content}
+
+
+def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
+    named = [("query", name) for name in operation.query]
+    if "{job}" in path:
+        named.append(("path", "job"))
+    else:
+        named.append(("header", JOB_HEADER))
+    if operation.names_turns:
+        named += [("header", name) for name in (*SESSION_HEADERS, REQUEST_ID_HEADER)]
+    return [
+        {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
+        for where, name in named
+    ]
+
+
+def openapi_route() -> web.RouteDef:
+    shown = document()
+
+    async def show(_request: web.Request) -> web.Response:
+        return json_reply(shown)
+
+    return web.get(PATH, show)

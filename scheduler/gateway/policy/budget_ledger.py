@@ -1,0 +1,251 @@
+"""Error budgets of services: what harvesting has spent of each, and each leased slot's allotment.
+
+    budget    = share * (1 - SLO) * requests of 28 days, never below the minimum of misses
+    spent     = misses charged to the sum of all slots; at least the sum of what each is charged
+    allotment = what the slot is charged + its share, by traffic, of what is left
+                and never more than what no other slot may still spend
+
+An allotment counts as outstanding until the slot reports a newer one or a later lease epoch. A slot
+that falls silent, or comes back without its history (another life), keeps what it might have spent
+outstanding for 28 days: unknown history counts as spent. `now` is the ledger's own time, which
+passes only while a scheduler runs. Sends nothing and stores nothing itself.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from harvester.contracts.ids import Epoch
+from harvester.contracts.served import Served, charged_misses
+from harvester.contracts.wire.error_budget import Allotment, BudgetReport
+
+HOUR_S = 3600.0
+HOURS = 28 * 24
+_FRESH_S = 30.0
+"""A leased slot that reported less long ago shares in what is left; its lease ends sooner."""
+_TRAFFIC_HALF_S = 3600.0
+"""Half-life of the traffic by which a budget is shared out."""
+
+
+class LifeKey(msgspec.Struct, frozen=True, order=True):
+    service: str
+    life: str
+
+
+class HourKey(msgspec.Struct, frozen=True, order=True):
+    service: str
+    hour: int
+
+
+class ServiceHour(msgspec.Struct, frozen=True, kw_only=True):
+    """One hour of all slots of a service."""
+
+    served: Served = Served()
+    excess: float = 0.0
+    """Sum over slots: slots of unlike load are never compared with each other."""
+
+
+class PendingAllotment(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent, and not yet reported as received."""
+
+    allotment: Allotment
+    epoch: Epoch | None
+    """Epoch of the lease whose renewal carries it; None for a new lease's."""
+
+
+class SlotAccount(msgspec.Struct, kw_only=True):
+    """One life of one slot."""
+
+    slot: str
+    run: int
+    seen: Served
+    """As last reported of this run."""
+    heard_s: float
+    number: int = 0
+    """Number of the newest allotment."""
+    charged: float = 0.0
+    limit: float | None = None
+    """As reported; None without a lease."""
+    pending: tuple[PendingAllotment, ...] = ()
+    hour: int = -1
+    in_hour: Served = Served()
+    """Counts of the hour `hour`."""
+    recent: float = 0.0
+    """Requests, each worth half after an hour."""
+    allowed_ratio: float = 0.0
+    minimum_misses: float = 0.0
+
+    @property
+    def outstanding(self) -> float:
+        """Misses that the slot may still spend, as far as is known."""
+        issued = (each.allotment.misses for each in self.pending)
+        return max(self.limit or 0.0, self.charged, *issued, 0.0) - self.charged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceBudget:
+    """One service's error budget, in misses of 28 days."""
+
+    service: str
+    budget: float
+    spent: float
+    outstanding: float
+    """Allotted and not spent, or lost with a slot's history."""
+    known_s: float
+
+    @property
+    def exhausted(self) -> bool:
+        return self.spent > self.budget
+
+
+class BudgetLedger:
+    def __init__(
+        self,
+        accounts: dict[LifeKey, SlotAccount] | None = None,
+        hours: dict[HourKey, ServiceHour] | None = None,
+    ) -> None:
+        self.accounts = accounts or {}
+        self.hours = hours or {}
+        self.changed: set[LifeKey | HourKey] = set()
+        """Keys of what is new, other or gone since it was stored."""
+        self._budgets: dict[str, ServiceBudget] = {}
+        """Known since the last report."""
+
+    def observe(self, report: BudgetReport, *, slot: str, epoch: Epoch, now: float) -> None:
+        """Fold one slot's report in. `slot` names it for people; `epoch` is that of its lease."""
+        key = LifeKey(report.service, report.life)
+        account = self.accounts.get(key)
+        if account is None:
+            # Counts from before have unknown ages: they earn nothing.
+            account = self.accounts[key] = SlotAccount(
+                slot=slot, run=report.run, seen=report.served, heard_s=now
+            )
+        new = _increase(account, report)
+        if new is None:
+            return
+        account.recent *= 0.5 ** ((now - account.heard_s) / _TRAFFIC_HALF_S)
+        account.recent += new.requests
+        account.slot, account.run, account.seen, account.heard_s = (
+            *(slot, report.run, report.served),
+            now,
+        )
+        account.charged, account.limit = report.charged, report.limit
+        account.allowed_ratio = report.allowed_ratio
+        account.minimum_misses = report.minimum_misses
+        account.number = max(account.number, report.number)
+        account.pending = tuple(
+            each
+            for each in account.pending
+            if each.allotment.number > report.number and (each.epoch is None or each.epoch >= epoch)
+        )
+        self._add(key, account, new, int(now // HOUR_S))
+        self.changed.add(key)
+        self._budgets.pop(report.service, None)
+
+    def forget(self, *, now: float) -> None:
+        """Drop accounts and hours that are older than 28 days."""
+        oldest = int(now // HOUR_S) - HOURS
+        gone: list[LifeKey | HourKey] = [
+            *(key for key, each in self.accounts.items() if each.heard_s < oldest * HOUR_S),
+            *(key for key in self.hours if key.hour <= oldest),
+        ]
+        for key in gone:
+            if isinstance(key, LifeKey):
+                del self.accounts[key]
+            else:
+                del self.hours[key]
+        if gone:
+            self.changed.update(gone)
+            self._budgets.clear()
+
+    def allot(
+        self, service: str, life: str, *, epoch: Epoch | None = None, now: float
+    ) -> Allotment | None:
+        """The allotment for a new lease, or for the renewal of the lease of this epoch; the same
+        one until the slot has reported it. None for a life that has not reported.
+
+        The account must be on disk before the allotment is sent.
+        """
+        key = LifeKey(service, life)
+        account = self.accounts.get(key)
+        if account is None:
+            return None
+        for sent in account.pending:
+            if sent.epoch == epoch:
+                return sent.allotment
+        whole = self.budget(service, now=now)
+        leased: list[SlotAccount] = []
+        left = whole.budget - whole.spent
+        for other, each in self._of(service):
+            if other != key and each.limit is not None and now - each.heard_s < _FRESH_S:
+                leased.append(each)
+            elif other != key:
+                left -= each.outstanding
+        traffic = account.recent + sum(each.recent for each in leased)
+        share = account.recent / traffic if traffic > 0 else 1 / (1 + len(leased))
+        room = left - sum(each.outstanding for each in leased)
+        account.number += 1
+        allotment = Allotment(
+            number=account.number,
+            misses=account.charged + max(0.0, min(room, share * left)),
+            budget=whole.budget,
+            spent=whole.spent,
+            known_s=whole.known_s,
+        )
+        sent = PendingAllotment(allotment=allotment, epoch=epoch)
+        account.pending = (*account.pending, sent)
+        self.changed.add(key)
+        return allotment
+
+    def budget(self, service: str, *, now: float) -> ServiceBudget:
+        found = self._budgets.get(service)
+        if found is None:
+            found = self._budgets[service] = self._budget(service, now)
+        return found
+
+    def budgets(self, *, now: float) -> list[ServiceBudget]:
+        return [self._budget(name, now) for name in sorted({key.service for key in self.accounts})]
+
+    def _of(self, service: str) -> Iterable[tuple[LifeKey, SlotAccount]]:
+        return ((key, each) for key, each in self.accounts.items() if key.service == service)
+
+    def _budget(self, service: str, now: float) -> ServiceBudget:
+        accounts = [each for _, each in self._of(service)]
+        hours = {key.hour: each for key, each in self.hours.items() if key.service == service}
+        served = sum((each.served for each in hours.values()), Served())
+        excess = [hours[at].excess for at in sorted(hours) if _compares(hours[at].served)]
+        # Misses are reported only by slots without proof slices, which have no excess.
+        pooled = charged_misses(served, excess) + served.misses
+        allowed = min((each.allowed_ratio for each in accounts), default=0.0) * served.requests
+        return ServiceBudget(
+            service=service,
+            budget=max(allowed, min((each.minimum_misses for each in accounts), default=0.0)),
+            spent=max(pooled, sum(each.charged for each in accounts)),
+            outstanding=sum(each.outstanding for each in accounts),
+            known_s=now - min(hours) * HOUR_S if hours else 0.0,
+        )
+
+    def _add(self, life: LifeKey, account: SlotAccount, new: Served, hour: int) -> None:
+        """Count to the service's hour; the slot's excess in it replaces the one before."""
+        before = account.in_hour if account.hour == hour else Served()
+        account.hour, account.in_hour = hour, before + new
+        key = HourKey(life.service, hour)
+        known = self.hours.get(key, ServiceHour())
+        self.hours[key] = ServiceHour(
+            served=known.served + new,
+            excess=known.excess + account.in_hour.excess - before.excess,
+        )
+        self.changed.add(key)
+
+
+def _increase(account: SlotAccount, report: BudgetReport) -> Served | None:
+    """Counts since the account's last report; None for a report from before it."""
+    if report.run != account.run:
+        return report.served if report.run > account.run else None
+    new = report.served - account.seen
+    return new if min(msgspec.structs.astuple(new)) >= 0 else None
+
+
+def _compares(served: Served) -> bool:
+    return bool(served.granted and served.withheld)

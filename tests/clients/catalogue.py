@@ -1,0 +1,16 @@
+"""The clients that are held to the gateway."""
+
+from tests.clients.verdict import Client
+
+CLIENTS = {
+    client.name: client
+    for client in (
+        Client(name="trl", page="TRL", trains=True),
+        Client(name="verifiers", page="verifiers"),
+        Client(name="tinker", page="Tinker"),
+        Client(name="skyrl", page="SkyRL"),
+        Client(name="areal", page="AReaL"),
+        Client(name="verl", page="verl"),
+        Client(name="openpipe-art", page="ART"),
+    )
+}

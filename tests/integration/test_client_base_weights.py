@@ -1,0 +1,38 @@
+"""A client of ours refuses restarted engines while the gateway is silent."""
+
+import asyncio
+
+import pytest
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import WeightVersion
+from harvester.contracts.wire.rollouts import VersionPin
+from scheduler.client.gateway_watch import ListedEngine
+from scheduler.client.rollout_client import AsyncRolloutClient
+from scheduler.model import EngineKind
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import Site
+
+
+@pytest.mark.parametrize(
+    ("version", "pin", "serves"),
+    [(0, None, True), (50, None, False), (50, VersionPin(max_lag=0), False)],
+)
+async def test_an_engine_with_its_first_weights_serves_only_a_job_that_has_published_none(
+    version: int, pin: VersionPin | None, serves: bool
+) -> None:
+    site = Site()
+    await site.serve(FakeEngine(step_s=0.001, epoch=None).app())
+    async with AsyncRolloutClient("http://127.0.0.1:1", "job", silence_s=0.1) as client:
+        watch = client._watch
+        watch._silence.silent = True
+        watch.engines = {"e0": ListedEngine(kind=EngineKind.DEDICATED, url=site.url)}
+        watch.version, watch.store = WeightVersion(version), "job.store" if version else ""
+        turn = client.generate([4, 5, 6], {"max_tokens": 3}, weight_version=pin)
+        if serves:
+            assert len((await turn).token_ids) == 3
+        else:
+            with pytest.raises((Exhausted, TimeoutError)):
+                async with asyncio.timeout(2.0):
+                    await turn
+    await site.close()

@@ -1,0 +1,211 @@
+"""vLLM's RL control routes at the gateway: pauses, versions, and what a fleet does not offer."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.ids import JobId
+from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.weight_sync import REFUSED_ROUTES
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
+
+ENDLESS = 100_000
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(step_s=0.002, epoch=None)
+
+
+async def is_paused(gateway: GatewayInProcess, prefix: str = "") -> bool:
+    status, reply = await gateway.get(f"{prefix}/is_paused")
+    assert status == 200
+    return reply["is_paused"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1/jobs/job/vllm"])
+async def test_a_pause_that_keeps_turns_frees_the_engines_and_the_turns_go_on(prefix: str) -> None:
+    fake = engine()
+    async with gateway_on(fake) as gateway:
+        running = asyncio.create_task(gateway.generate("r1", 100))
+        await gateway.until_tokens(2)
+        assert await gateway.post(f"{prefix}/pause?mode=keep", {}) == (200, {"status": "paused"})
+        assert await is_paused(gateway, prefix)
+        await gateway.until(lambda: fake.open == 0)
+        waiting = asyncio.create_task(gateway.generate("r2", 4))
+        await gateway.until(lambda: gateway.scheduler.dispatcher.policy.queued_turns == 2)
+        assert not running.done()
+        assert await gateway.post(f"{prefix}/resume", {}) == (200, {"status": "resumed"})
+        assert not await is_paused(gateway, prefix)
+        assert (await running)[1]["token_ids"] == continued(PROMPT, 100, version=0)
+        assert (await waiting)[1]["finish_reason"] == "length"
+        metrics = gateway.scheduler.metrics.render().decode()
+        assert "scheduler_interruptions_total{" not in metrics, "the job's own wish is none"
+
+
+async def test_a_trainer_pauses_publishes_and_resumes_at_the_root() -> None:
+    async with gateway_on(engine(), engine()) as gateway:
+        running = asyncio.create_task(gateway.generate("r", 200))
+        await gateway.until_tokens(2)
+        for path, body in (
+            ("/pause?mode=keep", {}),
+            ("/init_weight_transfer_engine", {"init_info": {}}),
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": {"store": "job.store", "version": 1}}),
+            ("/finish_weight_update", {"weight_version": "1"}),
+            ("/update_weight_version", {"new_version": "1"}),
+            ("/reset_prefix_cache?reset_running_requests=true", {}),
+        ):
+            status, reply = await gateway.post(path, body)
+            assert status == 200, reply
+        assert not running.done()
+        assert await gateway.get("/weight_info") == (200, {"weight_version": "1"})
+        assert await gateway.get("/get_world_size") == (200, {"world_size": 1})
+        _, info = await gateway.get("/server_info?config_format=json")
+        assert info["vllm_config"]["weight_transfer_config"] is None, "TRL ends here in words"
+        assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+        assert await gateway.get("/is_sleeping") == (200, {"is_sleeping": False})
+        await gateway.post("/resume", {})
+        _, choice = await running
+        assert [span["version"] for span in choice["spans"]] == [0, 1]
+        kept = choice["spans"][0]["end"]
+        assert choice["token_ids"][:kept] == continued(PROMPT, kept, version=0)
+
+
+async def test_a_pause_that_aborts_ends_all_turns_and_one_that_waits_lets_them_end() -> None:
+    async with gateway_on(engine()) as gateway:
+        endless = asyncio.create_task(gateway.generate("r1", ENDLESS))
+        await gateway.until_tokens(2)
+        assert (await gateway.post("/pause", {}))[0] == 200
+        status, choice = await endless
+        assert (status, choice["finish_reason"]) == (200, "abort")
+        assert choice["token_ids"]
+        await gateway.post("/continue_generation", {})
+        short = asyncio.create_task(gateway.generate("r2", 60))
+        await gateway.until_tokens(2)
+        pause = asyncio.create_task(gateway.post("/pause?mode=wait", {}))
+        await gateway.until(lambda: gateway.scheduler.is_paused("job"))
+        late = asyncio.create_task(gateway.generate("r3", 4))
+        assert (await pause)[0] == 200
+        assert gateway.scheduler.dispatcher.policy.open_turns == 0
+        assert (await short)[1]["finish_reason"] == "length"
+        assert not late.done()
+        await gateway.post("/resume", {})
+        assert (await late)[1]["finish_reason"] == "length"
+
+
+async def test_a_turn_that_cannot_move_runs_on_through_a_pause_that_keeps() -> None:
+    fake = engine()
+    async with gateway_on(fake) as gateway:
+        sampling = {"max_tokens": 100, "stop": ["never"], "seed": 1}
+        body = {"request_id": "r", "token_ids": PROMPT, "sampling_params": sampling}
+        work = asyncio.create_task(gateway.post("/inference/v1/generate", body))
+        await gateway.until_tokens(2)
+        assert (await gateway.post("/pause_generation", {"mode": "retract"}))[0] == 200
+        choice = (await work)[1]["choices"][0]
+        assert (choice["finish_reason"], choice["immovable"]) == ("length", ["stop"])
+        assert await is_paused(gateway)
+
+
+async def test_control_calls_that_make_no_sense_for_a_fleet_are_refused_in_words() -> None:
+    async with gateway_on(engine()) as gateway:
+        for path, words in REFUSED_ROUTES.items():
+            status, reply = await gateway.post(path, {"host": "h", "port": 1})
+            assert (status, reply) == (400, {"error": f"{path}: {words}"})
+        for path, body, why in (
+            ("/pause?mode=freeze", {}, "mode"),
+            ("/pause_generation", {"mode": "freeze"}, "mode"),
+            ("/update_weight_version", {"new_version": "9"}, "is at 0"),
+            ("/update_weights", {"weight_dir": "/x"}, "update_info"),
+            ("/init_weight_transfer_engine", {"init_info": {"master_port": 1}}, "process group"),
+        ):
+            status, reply = await gateway.post(path, body)
+            assert status == 400
+            assert why in reply["error"]
+        assert not await is_paused(gateway)
+
+
+async def test_several_jobs_need_the_header_at_the_root() -> None:
+    jobs = [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(engine(), jobs=jobs) as gateway:
+        assert (await gateway.post("/pause", {}))[0] == 400
+        assert (await gateway.post("/pause", {}, {"X-RoseMux-Job": "other"}))[0] == 200
+        assert await is_paused(gateway, "/v1/jobs/other/vllm")
+        assert not await is_paused(gateway, "/v1/jobs/job/vllm")
+
+
+async def test_a_tenant_with_one_job_needs_no_header_beside_other_tenants(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.touch(mode=0o600)
+    tokens.write_text("a: token-of-tenant-a\nb: token-of-tenant-b\n")
+    jobs = [{"id": f"job-{tenant}", "tenant": tenant} for tenant in ("a", "b", "b2")]
+    jobs[2]["tenant"] = "b"
+    async with gateway_on(engine(), jobs=jobs, tokens=tokens) as gateway:
+
+        async def pause(tenant: str) -> int:
+            headers = {"Authorization": f"Bearer token-of-tenant-{tenant}"}
+            return (await gateway.post("/pause", {}, headers))[0]
+
+        assert await pause("a") == 200
+        assert await pause("b") == 400, "it has two jobs"
+        assert await pause("c") == 401
+        paused = [job for job in gateway.scheduler.jobs if gateway.scheduler.is_paused(job)]
+        assert paused == ["job-a"]
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_a_pause_that_is_over_holds_and_waits_for_no_turn(mode: str) -> None:
+    async with gateway_on(engine()) as gateway:
+        running = asyncio.create_task(gateway.generate("r", 300))
+        await gateway.until_tokens(2)
+        gateway.scheduler.resume(JobId("job"))
+        async with asyncio.timeout(1.0):
+            await gateway.scheduler.runner.hold(JobId("job"), cut=mode == "keep")
+        assert (await running)[1]["token_ids"] == continued(PROMPT, 300, version=0)
+
+
+async def test_an_abort_right_after_a_cut_ends_the_turn() -> None:
+    async with gateway_on(engine()) as gateway:
+        running = asyncio.create_task(gateway.generate("r", ENDLESS))
+        await gateway.until_tokens(2)
+        for member in gateway.scheduler.fleet.members.values():
+            for one in tuple(member.running):
+                one.cut(Cut.SWITCH)
+        async with asyncio.timeout(2.0):
+            assert await gateway.scheduler.abort(JobId("job"), None) == 1
+        assert (await running)[1]["finish_reason"] == "abort"
+
+
+async def test_a_base_path_serves_every_route_for_its_job_without_a_header() -> None:
+    jobs = [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(engine(), jobs=jobs) as gateway:
+        body = {"request_id": "r", "token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+        status, reply = await gateway.post("/jobs/job/inference/v1/generate", body)
+        assert (status, reply["model"]) == (200, "job")
+        assert (await gateway.post("/jobs/other/inference/v1/generate", body))[0] == 503
+        assert (await gateway.post("/jobs/other/pause", {}))[0] == 200
+        assert await is_paused(gateway, "/jobs/other")
+        assert not await is_paused(gateway, "/jobs/job/v1/jobs/job/vllm")
+        version = {"weight_version": "0"}
+        assert await gateway.get("/jobs/job/get_weight_version") == (200, version)
+        assert (await gateway.get("/jobs/job/model_info"))[1]["served_model_name"] == "job"
+        for path, why in (
+            ("/jobs/other/v1/jobs/job/vllm/pause", "two jobs"),
+            ("/jobs/..%2Fetc/pause", "letters, digits"),
+            ("/jobs/unknown/pause", "not configured"),
+        ):
+            status, reply = await gateway.post(path, {})
+            assert (status, why in reply["error"]) == (400, True)
+
+
+async def test_errors_of_vllms_route_have_vllms_form() -> None:
+    async with gateway_on(engine()) as gateway:
+        for prefix in ("", "/jobs/job"):
+            status, reply = await gateway.post(
+                f"{prefix}/inference/v1/generate", {"token_ids": [1]}
+            )
+            error = reply["error"]
+            assert (status, error["code"], error["type"]) == (400, 400, "BadRequestError")
+            assert error["param"] is None
+            assert "sampling_params" in error["message"]

@@ -1,0 +1,144 @@
+"""A publisher tells gateways of its versions by itself; no gateway fails or delays a publish."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from aiohttp import web
+from safetensors.torch import save_file
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
+from tests.integration.conftest import Served
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import Site, gateway_on
+from weightsync import Publisher
+
+ANSWER_S = 20.0
+STEP_S = 2.0
+"""A publish of a few bytes takes milliseconds; a gateway's timeouts are minutes."""
+
+
+def published(publisher: Publisher) -> int:
+    return publisher.publish({"w": torch.rand(8)}).version
+
+
+async def in_thread(work: Callable[[], object]) -> object:
+    return await asyncio.wait_for(asyncio.to_thread(work), ANSWER_S)
+
+
+async def test_every_version_is_in_force_at_both_gateways_without_a_call(tmp_path: Path) -> None:
+    engines = [FakeEngine(step_s=0.001, epoch=None) for _ in range(2)]
+    async with gateway_on(engines[0]) as one, gateway_on(engines[1]) as other:
+        urls = [f"{each.url}/v1/jobs/job" for each in (one, other)]
+        with Publisher(tmp_path / "job.store", announce=urls) as publisher:
+            for version in (1, 2):
+                assert await in_thread(lambda: published(publisher)) == version
+                assert await in_thread(lambda: publisher.announced(ANSWER_S))
+                assert [engine.version for engine in engines] == [version, version]
+                assert engines[0].updated == {"store": "job.store", "version": version}
+
+
+class SlowGateway:
+    """Takes announcements and answers none before it is opened."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.answered: list[int] = []
+        self.open = threading.Event()
+        self.status = 200
+        self.app = web.Application()
+        self.app.router.add_post("/v1/jobs/job/versions", self.versions)
+
+    async def versions(self, request: web.Request) -> web.Response:
+        version = (await request.json())["version"]
+        self.received.append(version)
+        while not self.open.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.01)
+        self.answered.append(version)
+        return web.json_response({"version": version, "engines": {}}, status=self.status)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(ANSWER_S):
+        while not holds():  # noqa: ASYNC110 - of another thread
+            await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_that_hangs_delays_no_publish_and_gets_the_newest_version(
+    tmp_path: Path,
+) -> None:
+    slow, site, clock = SlowGateway(), Site(), MonotonicClock()
+    await site.serve(slow.app)
+    with Publisher(tmp_path / "job.store", announce=f"{site.url}/v1/jobs/job") as publisher:
+        for version in (1, 2, 3):
+            began_s = clock.now()
+            await in_thread(lambda: published(publisher))
+            assert clock.now() - began_s < STEP_S
+            await until(lambda at=version: slow.received[-1:] == [at])
+        assert not publisher.announced(0.0)
+        slow.open.set()
+        assert await in_thread(lambda: publisher.announced(ANSWER_S))
+        assert slow.answered == [3]
+    await site.close()
+
+
+async def test_a_gateway_that_was_away_gets_the_version_when_it_is_back(tmp_path: Path) -> None:
+    site = Site()
+    await site.serve(web.Application())
+    url, slow = f"{site.url}/v1/jobs/job", SlowGateway()
+    slow.open.set()
+    await site.close()
+    with Publisher(tmp_path / "job.store", announce=url) as publisher:
+        await in_thread(lambda: published(publisher))
+        assert not publisher.announced(0.0)
+        await site.serve(slow.app)
+        assert await in_thread(lambda: publisher.announced(ANSWER_S))
+    assert slow.answered == [1]
+    await site.close()
+
+
+async def test_a_refused_announcement_is_logged_and_not_repeated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow, site = SlowGateway(), Site()
+    slow.open.set()
+    slow.status = 400
+    await site.serve(slow.app)
+    publisher = Publisher(tmp_path / "job.store", announce=f"{site.url}/v1/jobs/job")
+    await in_thread(lambda: published(publisher))
+    await until(lambda: "is not announced" in caplog.text)
+    assert slow.received == [1]
+    assert not publisher.announced(0.0)
+    slow.status = 200
+    await in_thread(lambda: published(publisher))
+    assert await in_thread(lambda: publisher.announced(ANSWER_S))
+    await in_thread(publisher.close)
+    await site.close()
+
+
+def test_the_example_publishes_and_the_gateway_serves_it(
+    tmp_path: Path, fake_engine: Callable[..., Served], gateway: Callable[..., Served]
+) -> None:
+    front = gateway(fake_engine())
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
+    script = Path(__file__).parents[2] / "examples/publish.py"
+    where = ("--checkpoint", tmp_path / "model.safetensors", "--store", tmp_path / "job-a")
+    printed = subprocess.check_output(
+        [sys.executable, script, *where, "--job", "job", "--gateway", front.url],
+        text=True,
+        timeout=60,
+    )
+    assert printed.splitlines()[-1] == "every dedicated engine serves it"
+
+
+def test_an_address_that_is_no_job_s_is_refused_before_anything_is_published(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="/v1/jobs/JOB"):
+        Publisher(tmp_path / "job.store", announce="http://127.0.0.1:8300")

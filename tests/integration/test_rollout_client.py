@@ -1,0 +1,188 @@
+"""A job's client beside a gateway that is killed, stopped and started again: no token is lost."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.wire.rollouts import Choice, FinishReason
+from harvester.platform.backoff import RetryLimits
+from scheduler import AsyncRolloutClient, RolloutClient
+from tests.integration.conftest import Served
+from tests.integration.gateway_in_process import PROMPT, continued
+
+SILENCE_S = 0.5
+QUICK = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5, progress_bytes=1)
+Start = Callable[..., Served]
+
+
+def client_of(gateway: Served, **options: object) -> AsyncRolloutClient:
+    return AsyncRolloutClient(gateway.url, "job", silence_s=SILENCE_S, **options)
+
+
+def sampling(max_tokens: int) -> dict[str, object]:
+    return {"max_tokens": max_tokens, "temperature": 0.0}
+
+
+def assert_whole(choice: Choice, count: int, *, version: int = 0) -> None:
+    assert choice.finish_reason is FinishReason.LENGTH, choice.fault
+    assert list(choice.token_ids) == continued(PROMPT, count, version=version)
+    assert [each.token_id for each in choice.logprobs.content] == list(choice.token_ids)
+    assert (choice.spans[0].start, choice.spans[-1].end) == (0, count)
+    assert all(left.end == right.start for left, right in pairwise(choice.spans))
+    assert {span.version for span in choice.spans} == {version}
+    assert all(span.engine in ("e0", "e1") for span in choice.spans)
+
+
+async def until_tokens(choices: AsyncGenerator[Choice, None], count: int) -> list[int]:
+    """Tokens of the stream's next choices, at least `count`."""
+    found: list[int] = []
+    while len(found) < count:
+        found += (await anext(choices)).token_ids
+    return found
+
+
+async def turns_of(gateway: Served) -> int:
+    return int((await gateway.get("/v1/status"))["jobs"]["job"]["turns"]["started"])
+
+
+async def test_a_turn_is_served_and_a_version_announced(fake_engine: Start, gateway: Start) -> None:
+    front = gateway(fake_engine(), fake_engine())
+    async with client_of(front) as client:
+        assert_whole(await client.generate(PROMPT, sampling(20), trajectory="t"), 20)
+        switched = await client.announce(1, "job.store")
+        assert (switched.version, set(switched.engines)) == (1, {"e0", "e1"})
+        choice = await client.generate(PROMPT, sampling(20), weight_version=1)
+        assert_whole(choice, 20, version=1)
+        with pytest.raises(PeerProtocolError, match="top_q"):
+            await client.generate(PROMPT, {"max_tokens": 1, "top_q": 1})
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_token(
+    fake_engine: Start, gateway: Start, number: signal.Signals
+) -> None:
+    engines = fake_engine(step_s=0.01), fake_engine(step_s=0.01)
+    front = gateway(*engines)
+    async with client_of(front) as client:
+        await client.announce(1, "job.store")
+        beside = [
+            asyncio.create_task(client.generate(PROMPT, sampling(120), trajectory=f"t{each}"))
+            for each in range(6)
+        ]
+        async with aclosing(client.stream(PROMPT, sampling(120))) as choices:
+            streamed = await until_tokens(choices, 30)
+            os.kill(front.process.pid, number)
+            async for choice in choices:
+                streamed += choice.token_ids
+        assert streamed == continued(PROMPT, 120, version=1)
+        assert (choice.spans[0].start, choice.spans[-1].end) == (0, 120)
+        assert choice.finish_reason is FinishReason.LENGTH
+        for other in await asyncio.gather(*beside):
+            assert_whole(other, 120, version=1)
+        # No gateway, and no wait for one: it is known to be silent.
+        async with asyncio.timeout(SILENCE_S):
+            assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=1)
+        if number == signal.SIGSTOP:
+            os.kill(front.process.pid, signal.SIGCONT)
+            before = await turns_of(front)
+            async with asyncio.timeout(10):
+                # Found to be back without a turn, and used from the next one on.
+                while client._watch.silent:  # noqa: ASYNC110 - over HTTP
+                    await asyncio.sleep(0.02)
+            assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=1)
+            assert await turns_of(front) == before + 1
+
+
+async def test_no_engine_serves_a_turn_that_it_must_not_while_the_gateway_is_silent(
+    fake_engine: Start, gateway: Start
+) -> None:
+    """Neither another version than the pin's, nor sampling that would count output as prompt."""
+    front = gateway(fake_engine(step_s=0.01))
+    brief = RetryLimits(give_up_s=4 * SILENCE_S, wait_max_s=0.1, progress_bytes=1)
+    async with client_of(front, retries=brief) as client:
+        await client.announce(1, "job.store")
+        counting = sampling(500) | {"frequency_penalty": 0.5}
+        async with aclosing(client.stream(PROMPT, counting)) as choices:
+            streamed = await until_tokens(choices, 10)
+            front.kill()
+            async for choice in choices:
+                streamed += choice.token_ids
+        assert choice.finish_reason is FinishReason.ABORT
+        assert "does not go on from output" in choice.fault
+        assert streamed == continued(PROMPT, len(streamed), version=1)
+        with pytest.raises(Exhausted, match="e0 serves version 1"):
+            await client.generate(PROMPT, sampling(5), weight_version=2)
+        assert_whole(await client.generate(PROMPT, sampling(5), weight_version=1), 5, version=1)
+
+
+async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
+    fake_engine: Start, gateway: Start
+) -> None:
+    engine = fake_engine(step_s=0.01)
+    front = gateway(engine)
+    async with client_of(front) as client, aclosing(client.stream(PROMPT, sampling(80))) as choices:
+        streamed = await until_tokens(choices, 20)
+        front.kill()
+        again = gateway(engine, port=int(front.url.rsplit(":", 1)[1]))
+        async for choice in choices:
+            streamed += choice.token_ids
+        assert streamed == continued(PROMPT, 80, version=0)
+        async with asyncio.timeout(10):
+            while not await turns_of(again):
+                assert_whole(await client.generate(PROMPT, sampling(5)), 5)
+
+
+async def test_an_aborted_turn_returns_the_tokens_that_it_has(
+    fake_engine: Start, gateway: Start
+) -> None:
+    front = gateway(fake_engine(step_s=0.01))
+    async with client_of(front) as client:
+        choices = client.stream(PROMPT, sampling(500), request_id="long")
+        streamed = await until_tokens(choices, 5)
+        client.abort("long")
+        async for choice in choices:
+            streamed += choice.token_ids
+        assert choice.finish_reason is FinishReason.ABORT
+        assert streamed == continued(PROMPT, len(streamed), version=0)
+        assert choice.spans[-1].end == len(streamed) < 500
+
+
+async def test_without_a_fallback_a_turn_waits_for_the_gateway_and_gives_up(
+    fake_engine: Start, gateway: Start
+) -> None:
+    front = gateway(fake_engine())
+    async with client_of(front, fallback=False, retries=QUICK) as client:
+        assert_whole(await client.generate(PROMPT, sampling(5)), 5)
+        front.kill()
+        with pytest.raises(Exhausted, match="gave up"):
+            await client.generate(PROMPT, sampling(5))
+
+
+def test_code_without_an_event_loop_has_the_same_client(fake_engine: Start, gateway: Start) -> None:
+    front = gateway(fake_engine())
+    with RolloutClient(front.url, "job") as client:
+        assert client.announce(1, "job.store").version == 1
+        assert_whole(client.generate(PROMPT, sampling(9)), 9, version=1)
+        streamed = [
+            token for choice in client.stream(PROMPT, sampling(9)) for token in choice.token_ids
+        ]
+        assert streamed == continued(PROMPT, 9, version=1)
+
+
+def test_the_example_of_a_turn_runs(fake_engine: Start, gateway: Start) -> None:
+    front = gateway(fake_engine())
+    script = Path(__file__).parents[2] / "examples/rollout.py"
+    options = ("--gateway", front.url, "--job", "job", "--tokens", "4,5,6", "--max-tokens", "3")
+    printed = subprocess.check_output([sys.executable, script, *options], text=True, timeout=60)
+    shown = f"3 tokens, length: {continued(PROMPT, 3, version=0)}"
+    assert printed.startswith(shown)
+    assert "tokens 0 to 3: version 0, e0 " in printed

@@ -1,0 +1,126 @@
+"""A rollout server of verl over a gateway, as a real Ray actor, and under verl's own classes."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from scheduler.client import verl_server
+from tests.integration.conftest import Served
+from tests.integration.gateway_in_process import PROMPT, continued
+
+pytestmark = [
+    pytest.mark.ray,
+    # Ray's own, on a machine without an accelerator and when its processes end.
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+ANSWER_S = 60.0
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+Start = Callable[..., Served]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def server(cluster: None, fake_engine: Start, gateway: Start) -> Iterator[Any]:
+    front = gateway(fake_engine(step_s=0.01), fake_engine(step_s=0.01))
+    handle = verl_server.started(front.url, "job", response_length=12)
+    yield handle
+    ray.kill(handle)
+
+
+def answer(reference: Any) -> Any:
+    return ray.get(reference, timeout=ANSWER_S)
+
+
+def test_a_turn_has_verl_s_fields(server: Any) -> None:
+    given = SAMPLING | {"logprobs": True}
+    output = answer(
+        server.generate.remote(
+            request_id="r",
+            prompt_ids=PROMPT,
+            sampling_params=given,
+            image_data=None,
+            video_data=None,
+            priority=1,
+        )
+    )
+    assert output.token_ids == continued(PROMPT, 12, version=0)
+    assert len(output.log_probs) == 12
+    assert (output.stop_reason, output.num_preempted) == ("completed", 0)
+    assert output.routed_experts is None
+    assert output.extra_fields == dict.fromkeys(
+        ("global_steps", "min_global_steps", "max_global_steps"), 0
+    )
+    bare = answer(
+        server.generate.remote(
+            request_id="r", prompt_ids=PROMPT, sampling_params={"max_new_tokens": 3}
+        )
+    )
+    assert (len(bare.token_ids), bare.log_probs) == (3, None)
+
+
+def test_media_is_refused_in_words(server: Any) -> None:
+    with pytest.raises(Exception, match="media is not routed"):
+        answer(
+            server.generate.remote(
+                request_id="r", prompt_ids=PROMPT, sampling_params=SAMPLING, image_data=[b"x"]
+            )
+        )
+
+
+def test_an_abort_returns_the_tokens_so_far_and_a_new_turn_waits_for_resume(server: Any) -> None:
+    long = SAMPLING | {"max_tokens": 2000}
+    running = server.generate.remote(request_id="a", prompt_ids=PROMPT, sampling_params=long)
+    # Served one after the other: the long turn has begun when the short one has ended.
+    answer(server.generate.remote(request_id="b", prompt_ids=PROMPT, sampling_params=SAMPLING))
+    answer(server.abort_all_requests.remote())
+    output = answer(running)
+    assert output.stop_reason == "aborted"
+    assert 0 < len(output.token_ids) < 2000
+    assert output.token_ids == continued(PROMPT, len(output.token_ids), version=0)
+    waiting = server.generate.remote(request_id="c", prompt_ids=PROMPT, sampling_params=SAMPLING)
+    assert ray.wait([waiting], timeout=0.5)[0] == []
+    answer(server.clear_kv_cache.remote())
+    answer(server.resume_generation.remote())
+    assert answer(waiting).stop_reason == "completed"
+
+
+async def test_verl_s_own_client_and_balancer_serve_turns_from_it(server: Any) -> None:
+    """Partial rollouts too: the client goes on from an aborted turn's tokens by itself."""
+    llm_server = pytest.importorskip("verl.workers.rollout.llm_server")
+    balancer = ray.remote(llm_server.GlobalRequestLoadBalancer).remote(servers={"gateway": server})
+    rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=200)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    client = llm_server.LLMServerClient(config, balancer)
+    output = await client.generate(
+        "t", prompt_ids=PROMPT, sampling_params=dict(SAMPLING), priority=2, trajectory="t"
+    )
+    assert output.token_ids == continued(PROMPT, 12, version=0)
+    assert output.extra_fields["max_global_steps"] == 0
+    partial = llm_server.FullyAsyncLLMServerClient(config, balancer)
+    given = SAMPLING | {"logprobs": True}
+    turn = asyncio.create_task(partial.generate("u", prompt_ids=PROMPT, sampling_params=given))
+    await client.generate("v", prompt_ids=PROMPT, sampling_params=dict(SAMPLING))
+    await server.abort_all_requests.remote()
+    await server.resume_generation.remote()
+    output = await asyncio.wait_for(turn, ANSWER_S)
+    assert output.token_ids == continued(PROMPT, 200, version=0)
+    assert len(output.log_probs) == 200

@@ -1,0 +1,324 @@
+"""The judge of benchmarks.migration.faults sees each fault of a tampered record, and only it."""
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from benchmarks.migration.judge import IN_FLIGHT_S, Evidence, TokenTruth, Verdict, judged
+from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
+
+PROMPT = [1, 10, 11]
+OUTPUT = [20, 21, 22, 23, 24, 25, 26, 27]
+STOP = 99
+LOGPROB = -0.5
+COUNTERS = (
+    "lost",
+    "duplicated",
+    "wrong_span",
+    "resampled_tokens",
+    "truncated_by_place",
+    "overrun",
+    "lost_to_others",
+)
+
+
+def body(name: str, **sampling: Any) -> dict[str, Any]:
+    given = {"max_tokens": len(OUTPUT), "temperature": 0.0, "stop_token_ids": [STOP]}
+    return {"request_id": name, "token_ids": PROMPT, "sampling_params": given | sampling}
+
+
+def choice(ids: list[int], spans: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
+    content = [{"token_id": one, "logprob": LOGPROB} for one in ids]
+    return {
+        "token_ids": ids, "logprobs": {"content": content}, "spans": spans,
+        "finish_reason": finish, "fault": "",
+    }  # fmt: skip
+
+
+def span(start: int, end: int, engine: str, version: int) -> dict[str, Any]:
+    return {"start": start, "end": end, "engine": engine, "version": version, "numerics": ""}
+
+
+def attempt(
+    name: str, number: int, engine: str, before: list[int], ids: list[int]
+) -> AttemptRecord:
+    began_s = 10.0 * number
+    return AttemptRecord(
+        engine=engine,
+        request_id=name,
+        number=number,
+        context=PROMPT + before,
+        began_s=began_s,
+        status=200,
+        identity=f"{engine}.{number}",
+        token_ids=list(ids),
+        passed=[(began_s + 1, len(ids))],
+        finish_reason=None,
+        end="whole",
+        ended_s=began_s + 5,
+    )
+
+
+SPANS = [span(0, 3, "e0", 1), span(3, len(OUTPUT), "e1", 2)]
+
+
+class Case:
+    """One turn that began on e0 at version 1 and went on on e1 at version 2, streamed."""
+
+    def __init__(self) -> None:
+        name = "t0-0"
+        self.request = RequestRecord(trajectory="t0", body=body(name), sent_s=0.0, status=200)
+        self.attempts = [
+            attempt(name, 1, "e0", [], OUTPUT[:3]),
+            attempt(name, 2, "e1", OUTPUT[:3], OUTPUT[3:]),
+        ]
+        self.attempts[0].end = "broken"
+        self.held = [
+            HeldRecord(engine="e0", identity="e0.1", version=1, state_hash="h1"),
+            HeldRecord(engine="e1", identity="e1.2", version=2, state_hash="h2"),
+        ]
+        self.truths = [TokenTruth(LOGPROB, 0.0)] * len(OUTPUT)
+        self.extra: list[RequestRecord] = []
+        self.poison: frozenset[str] = frozenset()
+        self.say(OUTPUT, SPANS)
+
+    def say(
+        self, ids: list[int], spans: list[dict[str, Any]], finish: str | None = "length"
+    ) -> None:
+        half = len(ids) // 2
+        events = [choice(ids[:half], [], None), choice(ids[half:], spans, finish)]
+        self.request.events = [json.dumps({"choices": [one]}) for one in events] + ["[DONE]"]
+
+    def verdict(self) -> Verdict:
+        evidence = Evidence(
+            requests=[*self.extra, self.request],
+            attempts=self.attempts,
+            held=self.held,
+            hashes={1: "h1", 2: "h2"},
+            truths={"t0-0": self.truths},
+            poison=self.poison,
+        )
+        return judged(deepcopy(evidence))
+
+    def counted(self) -> dict[str, int]:
+        found = self.verdict()
+        return {name: value for name in COUNTERS if (value := getattr(found, name))}
+
+
+def test_a_turn_that_moved_well_is_acquitted_and_was_looked_at() -> None:
+    verdict = Case().verdict()
+    assert Case().counted() == {}
+    assert verdict.findings == []
+    assert (verdict.turns, verdict.moved_turns, verdict.moves) == (1, 1, 1)
+    assert (verdict.judged_spans, verdict.judged_tokens) == (2, len(OUTPUT))
+    assert verdict.unknown_weights_spans == 0
+
+
+def dropped_token(case: Case) -> None:
+    case.say(OUTPUT[:4] + OUTPUT[5:], [SPANS[0], span(3, len(OUTPUT) - 1, "e1", 2)])
+    case.request.body["sampling_params"]["max_tokens"] = len(OUTPUT) - 1
+
+
+def doubled_token(case: Case) -> None:
+    case.say([*OUTPUT[:4], OUTPUT[3], *OUTPUT[4:]], [SPANS[0], span(3, len(OUTPUT) + 1, "e1", 2)])
+    case.request.body["sampling_params"]["max_tokens"] = len(OUTPUT) + 1
+
+
+def error_status(case: Case) -> None:
+    case.request.status, case.request.events = 503, []
+
+
+def no_reply(case: Case) -> None:
+    case.request.status, case.request.events, case.request.error = 0, [], "broken"
+
+
+def stream_without_end(case: Case) -> None:
+    del case.request.events[-1]
+
+
+def aborted_at_once(case: Case) -> None:
+    case.say([], [], "abort")
+    case.attempts = []
+
+
+def aborted_later(case: Case) -> None:
+    case.say(OUTPUT[:3], [SPANS[0]], "abort")
+    del case.attempts[1]
+
+
+def short_length(case: Case) -> None:
+    case.request.body["sampling_params"]["max_tokens"] = len(OUTPUT) + 4
+
+
+def stop_without_a_stop_token(case: Case) -> None:
+    case.say(OUTPUT, SPANS, "stop")
+
+
+def went_on_behind_the_stop_token(case: Case) -> None:
+    case.request.body["sampling_params"]["stop_token_ids"] = [OUTPUT[2]]
+
+
+def went_on_behind_eos(case: Case) -> None:
+    ids = [*OUTPUT[:2], 2, *OUTPUT[3:]]
+    case.say(ids, SPANS)
+    case.attempts[0].token_ids = ids[:3]
+    case.attempts[1].context = PROMPT + ids[:3]
+
+
+def two_ends(case: Case) -> None:
+    case.request.events.insert(0, json.dumps({"choices": [choice([], [], "length")]}))
+
+
+def two_answers(case: Case) -> None:
+    first = deepcopy(case.request)
+    first.events, first.broken_off = [], True
+    first.events.append(json.dumps({"choices": [choice([30], [], None)]}))
+    case.extra.append(first)
+
+
+def served_twice(case: Case) -> None:
+    case.attempts.append(attempt("t0-0", 1, "e1", [], OUTPUT))
+
+
+def went_on_from_other_tokens(case: Case) -> None:
+    case.attempts[1].context = [*PROMPT, 20, 21, 77]
+
+
+def gap_between_spans(case: Case) -> None:
+    case.say(OUTPUT, [SPANS[0], span(4, len(OUTPUT), "e1", 2)])
+
+
+def tokens_without_a_span(case: Case) -> None:
+    case.say(OUTPUT, SPANS[:1])
+
+
+def span_of_another_engine(case: Case) -> None:
+    case.say(OUTPUT, [span(0, 3, "e1", 1), SPANS[1]])
+
+
+def span_of_other_weights_by_hash(case: Case) -> None:
+    case.held[1] = replace_held(case.held[1], "h1")
+
+
+def workers_that_disagree(case: Case) -> None:
+    case.held.append(replace_held(case.held[1], "h1"))
+
+
+def greedy_token_of_other_weights(case: Case) -> None:
+    case.truths = [*case.truths[:4], TokenTruth(LOGPROB, 0.01), *case.truths[5:]]
+
+
+def logprob_of_other_weights(case: Case) -> None:
+    case.truths = [*case.truths[:4], TokenTruth(LOGPROB - 0.1, 0.0), *case.truths[5:]]
+
+
+def tokens_sampled_again(case: Case) -> None:
+    case.attempts[0].token_ids = [*OUTPUT[:3], 40, 41]
+    case.attempts[0].passed = [(11.0, 5)]
+
+
+def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
+    return HeldRecord(
+        engine=held.engine, identity=held.identity, version=held.version, state_hash=state_hash
+    )
+
+
+@pytest.mark.parametrize(
+    ("tamper", "counts"),
+    [
+        (dropped_token, {"lost": 1}),
+        (error_status, {"lost": 1}),
+        (no_reply, {"lost": 1}),
+        (stream_without_end, {"lost": 1}),
+        (aborted_at_once, {"lost": 1}),
+        (doubled_token, {"duplicated": 1}),
+        (two_ends, {"duplicated": 1}),
+        (two_answers, {"duplicated": 1}),
+        (served_twice, {"duplicated": 1}),
+        (went_on_from_other_tokens, {"duplicated": 1}),
+        (gap_between_spans, {"wrong_span": 1}),
+        (tokens_without_a_span, {"wrong_span": 1}),
+        (span_of_another_engine, {"wrong_span": 1}),
+        (span_of_other_weights_by_hash, {"wrong_span": 1}),
+        (workers_that_disagree, {"wrong_span": 1}),
+        (greedy_token_of_other_weights, {"wrong_span": 1}),
+        (logprob_of_other_weights, {"wrong_span": 1}),
+        (tokens_sampled_again, {"resampled_tokens": 2}),
+        (aborted_later, {"truncated_by_place": 1}),
+        (short_length, {"truncated_by_place": 1}),
+        (stop_without_a_stop_token, {"truncated_by_place": 1}),
+        (went_on_behind_the_stop_token, {"overrun": 1}),
+        (went_on_behind_eos, {"overrun": 1}),
+    ],
+)
+def test_the_judge_convicts_a_tampered_record_of_just_that(
+    tamper: Callable[[Case], None], counts: dict[str, int]
+) -> None:
+    case = Case()
+    tamper(case)
+    assert case.counted() == counts
+
+
+def test_the_judge_tells_tokens_in_flight_apart_from_resampled_ones() -> None:
+    case = Case()
+    tokens_sampled_again(case)
+    case.attempts[0].passed = [(11.0, 3), (case.attempts[0].ended_s - IN_FLIGHT_S / 2, 2)]
+    assert case.counted() == {}
+    assert case.verdict().in_flight_tokens == 2
+
+
+def test_a_tie_of_the_two_best_candidates_is_no_wrong_span() -> None:
+    case = Case()
+    case.truths = [TokenTruth(LOGPROB, 1e-4), *case.truths[1:]]
+    assert case.counted() == {}
+    assert case.verdict().ties == 1
+
+
+def test_a_sampled_token_need_not_be_the_best() -> None:
+    case = Case()
+    case.request.body["sampling_params"]["temperature"] = 1.0
+    case.truths = [TokenTruth(LOGPROB, 2.0)] * len(OUTPUT)
+    assert case.counted() == {}
+
+
+def test_a_span_whose_weights_no_one_asked_for_is_counted_as_unknown() -> None:
+    case = Case()
+    del case.held[1]
+    assert case.counted() == {}
+    assert case.verdict().unknown_weights_spans == 1
+
+
+def poisoned(case: Case) -> None:
+    """A request that killed e1 while the turn was there."""
+    request = RequestRecord(trajectory="p", body=body("p-0"), sent_s=0.0, status=422)
+    bad = attempt("p-0", 1, "e1", [], [])
+    bad.end, bad.began_s, bad.ended_s = "broken", 21.0, 22.0
+    case.extra.append(request)
+    case.attempts.append(bad)
+    case.poison = frozenset({"p"})
+
+
+def test_a_turn_lost_beside_a_poison_request_is_lost_to_others() -> None:
+    case = Case()
+    poisoned(case)
+    error_status(case)
+    assert case.counted() == {"lost": 1, "lost_to_others": 1}
+
+
+def test_a_turn_blamed_for_the_poison_is_lost_to_others() -> None:
+    case = Case()
+    poisoned(case)
+    case.attempts = case.attempts[:1]
+    case.request.status, case.request.events = 422, []
+    assert case.counted() == {"lost": 1, "lost_to_others": 1}
+
+
+def test_a_turn_that_survived_the_poison_is_not_and_the_poison_is_judged_apart() -> None:
+    case = Case()
+    poisoned(case)
+    assert case.counted() == {}
+    assert case.verdict().poison == {"422": 1}
+    assert case.verdict().turns == 1

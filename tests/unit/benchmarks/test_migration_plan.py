@@ -1,0 +1,54 @@
+"""The drawn plan and fault script of benchmarks.migration: complete, bounded, repeatable."""
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.migration.rollout_plan import FaultKind, bias_plan, fault_script, rollout_plan
+
+CONTEXTS = (256, 512)
+DEDICATED = ["e0", "e1"]
+
+
+@pytest.mark.parametrize("trajectories", [20, 100, 1000])
+def test_each_kind_of_fault_strikes_while_trajectories_run(trajectories: int) -> None:
+    script = fault_script(0, trajectories, dedicated=DEDICATED, guest="guest")
+    counted = Counter(fault.kind for fault in script)
+    assert set(counted) == set(FaultKind)
+    # Restarts take a minute each.
+    assert counted[FaultKind.KILL] + counted[FaultKind.IDLE_RESTART] <= 4
+    assert all(0 < fault.at_ended < trajectories for fault in script)
+    assert [fault.at_ended for fault in script] == sorted(fault.at_ended for fault in script)
+    assert script == fault_script(0, trajectories, dedicated=DEDICATED, guest="guest")
+    assert script != fault_script(1, trajectories, dedicated=DEDICATED, guest="guest")
+
+
+@pytest.mark.parametrize("trajectories", [20, 1000])
+def test_all_turns_fit_the_larger_context_and_many_only_that(trajectories: int) -> None:
+    plan = rollout_plan(0, trajectories, contexts=CONTEXTS)
+    assert plan == rollout_plan(0, trajectories, contexts=CONTEXTS)
+    only_large = 0
+    for trajectory in plan:
+        most = sum(len(t.new_tokens) + t.sampling["max_tokens"] for t in trajectory.turns)
+        assert most <= CONTEXTS[1]
+        only_large += most > CONTEXTS[0]
+    assert only_large >= trajectories / 4
+    assert len({one.name for one in plan}) == len(plan)
+    poison = [one for one in plan if one.poison]
+    assert len(plan) - len(poison) == trajectories
+    prompts = {tuple(one.turns[0].new_tokens) for one in poison}
+    assert len(prompts) == len(poison) > 1
+
+
+def test_both_arms_of_the_bias_part_have_the_same_turns_but_for_their_seeds() -> None:
+    plan = bias_plan(0, 400, blocks=4, arms=("calm", "moved"))
+    assert len(plan) == 400
+    arms: dict[str, dict[str, tuple[object, ...]]] = {"calm": {}, "moved": {}}
+    for planned in plan:
+        arm, _, pair = planned.name.partition("-")
+        (turn,) = planned.turns
+        sampling = {key: value for key, value in turn.sampling.items() if key != "seed"}
+        arms[arm][pair] = (turn.new_tokens, sampling, "seed" in turn.sampling)
+    assert arms["calm"] == arms["moved"]
+    assert len({planned.arm for planned in plan}) == 8
+    assert {arm.split()[0] for arm in [plan[0].arm, plan[50].arm]} == {"calm", "moved"}

@@ -1,0 +1,81 @@
+"""Deployments beside which no guest may run, from configurations with vLLM's fields."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coserve.vllm.deployment import unfit_deployment
+
+ALONE = {
+    "nnodes": 1,
+    "distributed_executor_backend": "mp",
+    "data_parallel_backend": "mp",
+    "data_parallel_size": 1,
+    "data_parallel_size_local": 1,
+    "enable_expert_parallel": False,
+}
+
+
+def config(transfer: Any = None, **parallel: Any) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**(ALONE | parallel)), kv_transfer_config=transfer
+    )
+
+
+def transfer(connector: str | None, role: str | None, **extra: Any) -> Any:
+    return SimpleNamespace(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra)
+
+
+@pytest.mark.parametrize(
+    "fitting",
+    [
+        config(),
+        config(distributed_executor_backend="uni"),
+        config(distributed_executor_backend=None),
+        config(data_parallel_size=4, data_parallel_size_local=2),
+        config(data_parallel_size=4, data_parallel_size_local=4, enable_expert_parallel=True),
+        config(transfer(None, None)),
+        config(transfer("NixlConnector", "kv_producer")),
+        config(transfer("OffloadingConnector", "kv_both")),
+        config(transfer("LMCacheConnectorV1", "kv_both")),
+    ],
+)
+def test_engines_of_one_machine_that_make_their_own_kv_fit(fitting: Any) -> None:
+    assert unfit_deployment(fitting) == ""
+
+
+WIDE = {"data_parallel_size": 16, "data_parallel_size_local": 8}
+
+
+@pytest.mark.parametrize(
+    ("unfit", "reason", "remedy"),
+    [
+        (config(nnodes=2), "over 2 nodes", "one node"),
+        (config(distributed_executor_backend="ray"), "Ray", "mp"),
+        (config(data_parallel_backend="ray", data_parallel_size=2), "Ray", "mp"),
+        (config(enable_expert_parallel=True, **WIDE), "over 16 ranks", "one API server"),
+        (config(transfer("LMCacheConnectorV1", "kv_consumer")), "wait for KV", "kv_producer"),
+        (config(transfer("NixlPullConnector", "kv_both")), "NixlPullConnector", "kv_producer"),
+        (
+            config(
+                transfer(
+                    "MultiConnector",
+                    "kv_both",
+                    connectors=[
+                        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+                        {"kv_connector": "MooncakeConnector"},
+                    ],
+                )
+            ),
+            "MooncakeConnector",
+            "kv_producer",
+        ),
+    ],
+)
+def test_an_engine_that_waits_for_other_machines_is_refused_with_a_remedy(
+    unfit: Any, reason: str, remedy: str
+) -> None:
+    found = unfit_deployment(unfit)
+    assert reason in found
+    assert remedy in found

@@ -1,0 +1,84 @@
+"""Bets on which slices were withheld: what they may win without harm, and by a rise."""
+
+import math
+import random
+
+import pytest
+
+from harvester.policy.harm_test import HORIZON_S, BetWealth, MedianTest, TailTest
+
+RUNS = 400
+
+
+def fair_run(seed: int, *, suspicious: bool) -> float:
+    """The stakes' worth after slices whose latencies have nothing to do with their kind."""
+    rng, wealth = random.Random(seed), BetWealth()
+    for number in range(200):
+        share = 0.5 if wealth.newest > 3.0 else 0.25
+        wealth.bet(
+            rng.gauss(0.0, 1.0),
+            withheld=rng.random() < share,
+            share=share,
+            slice_s=HORIZON_S / 10_000,
+        )
+        if suspicious and number % 40 == 0:
+            wealth.suspect()
+    return wealth.stakes
+
+
+@pytest.mark.parametrize("suspicious", [False, True])
+def test_a_harmless_guest_s_bets_win_nothing_on_average(suspicious: bool) -> None:
+    runs = [fair_run(seed, suspicious=suspicious) for seed in range(RUNS)]
+    mean = sum(runs) / RUNS
+    error = math.sqrt(sum((one - mean) ** 2 for one in runs)) / RUNS
+    # Staked: at the start, in 2 % of a horizon, and for five rises.
+    staked = 0.1 + 0.02 * 0.3 + suspicious * 5 * 0.05 * 0.3
+    assert mean - 3 * error <= staked
+
+
+def test_the_stakes_of_a_horizon_are_one_whatever_is_suspected() -> None:
+    rng, wealth, staked = random.Random(1), BetWealth(), 0.1
+    for _ in range(10_000):
+        before = wealth.stakes
+        wealth.bet(0.0, withheld=rng.random() < 0.5, share=0.5, slice_s=HORIZON_S / 10_000)
+        wealth.suspect()
+        staked += wealth.stakes - before
+    assert staked == pytest.approx(wealth.stakes)
+    assert wealth.stakes <= 1.0
+
+
+def test_a_rise_of_the_median_is_suspected_once() -> None:
+    test = MedianTest()
+    for median_s in [0.100, 0.101, 0.099] * 50:
+        test.observe(median_s, withheld=False, share=0.05, slice_s=2.0)
+    calm = test.wealths[0].reserve
+    test.observe(0.15, withheld=False, share=0.05, slice_s=2.0)
+    risen = test.wealths[0].reserve
+    assert risen < 0.96 * calm
+    assert test.wealths[0].newest > 3.0
+    test.observe(0.15, withheld=False, share=0.05, slice_s=2.0)
+    assert test.wealths[0].reserve >= risen
+
+
+def test_more_requests_above_the_threshold_are_suspected() -> None:
+    test = TailTest()
+    for number in range(1000):
+        above = float(number % 20 == 0)
+        test.observe(requests=30, above=above, withheld=False, share=0.05, slice_s=6.0)
+    assert all(wealth.newest < 3.0 for wealth in test.wealths)
+    for _ in range(30):
+        test.observe(requests=30, above=1.0, withheld=False, share=0.05, slice_s=6.0)
+    assert all(wealth.newest > 3.0 for wealth in test.wealths)
+
+
+def test_lasting_harm_is_no_dispersion() -> None:
+    rng, test = random.Random(2), TailTest()
+
+    def serve(rate: float, slices: int) -> None:
+        for _ in range(slices):
+            above = float(sum(rng.random() < rate for _ in range(30)))
+            test.observe(requests=30, above=above, withheld=False, share=0.05, slice_s=6.0)
+
+    serve(0.001, 1000)
+    serve(0.01, 300)
+    assert test.dispersion < 2.0

@@ -1,0 +1,123 @@
+"""The client's tokens are the turn: whatever a gateway replays, samples anew or leaves out."""
+
+import msgspec
+import pytest
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
+from harvester.platform.backoff import Interrupted
+from scheduler.client.gateway_turn import GatewayTurn
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.stream import EngineChunk
+
+PROMPT = (7, 8, 9)
+
+
+def opened(**sampling: object) -> tuple[Turn, GatewayTurn]:
+    params = msgspec.convert({"max_tokens": 6, "seed": 3, **sampling}, SamplingParams)
+    request = GenerateRequest(request_id="r", token_ids=PROMPT, sampling_params=params)
+    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    return turn, GatewayTurn(turn, stream=True)
+
+
+def chunk(
+    tokens: list[int],
+    *spans: tuple[int, int, int],
+    finish: str | None = None,
+    numerics: str = "x",
+) -> EngineChunk:
+    """Spans are start, end and version."""
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": -1.0} for token in tokens]},
+        "finish_reason": finish,
+        "spans": [
+            {"start": start, "end": end, "version": v, "engine": "e0", "numerics": numerics}
+            for start, end, v in spans
+        ],
+    }
+    return msgspec.json.decode(msgspec.json.encode({"choices": [choice]}), type=EngineChunk)
+
+
+def fold(at_gateway: GatewayTurn, *chunks: EngineChunk) -> None:
+    at_gateway.request()
+    for each in chunks:
+        at_gateway.fold(each, lambda: None)
+
+
+def spans_of(turn: Turn) -> list[tuple[int, int, int]]:
+    return [(span.start, span.end, span.version) for span in turn.choice().spans]
+
+
+def test_a_stream_is_the_turn_with_the_gateway_s_spans() -> None:
+    turn, at_gateway = opened()
+    first, second = chunk([1, 2], (0, 2, 1)), chunk([3, 4], (0, 3, 1), (3, 4, 2))
+    fold(at_gateway, first, second, chunk([], (0, 3, 1), (3, 4, 2), finish="stop"))
+    assert turn.token_ids == [1, 2, 3, 4]
+    assert spans_of(turn) == [(0, 3, 1), (3, 4, 2)]
+    assert turn.finish_reason is FinishReason.STOP
+
+
+def test_a_turn_that_is_joined_again_is_requested_alike_and_takes_only_what_is_new() -> None:
+    turn, at_gateway = opened()
+    request = at_gateway.request()
+    at_gateway.fold(chunk([1, 2], (0, 2, 1)), lambda: None)
+    assert at_gateway.request() == request
+    at_gateway.fold(chunk([1, 2, 3], (0, 3, 1), finish="stop"), lambda: None)
+    assert (turn.token_ids, spans_of(turn)) == ([1, 2, 3], [(0, 3, 1)])
+
+
+def test_another_turn_under_the_same_id_is_left_and_the_rest_requested_as_a_new_one() -> None:
+    turn, at_gateway = opened(min_tokens=4)
+    fold(at_gateway, chunk([1, 2], (0, 2, 1)))
+    at_gateway.request()
+    with pytest.raises(Interrupted, match="does not begin with the tokens"):
+        at_gateway.fold(chunk([1, 5], (0, 2, 2)), lambda: None)
+    rest = at_gateway.request()
+    assert (rest.request_id, rest.token_ids) == ("r.1", (*PROMPT, 1, 2))
+    assert (rest.sampling_params.max_tokens, rest.sampling_params.min_tokens) == (4, 2)
+    assert rest.sampling_params.seed not in (None, 3)
+    at_gateway.fold(chunk([6, 7], (0, 2, 2), finish="stop"), lambda: None)
+    assert (turn.token_ids, spans_of(turn)) == ([1, 2, 6, 7], [(0, 2, 1), (2, 4, 2)])
+
+
+def test_another_turn_that_ends_before_the_tokens_that_are_here_does_not_end_this_one() -> None:
+    turn, at_gateway = opened()
+    fold(at_gateway, chunk([1, 2], (0, 2, 1)))
+    at_gateway.request()
+    with pytest.raises(Interrupted):
+        at_gateway.fold(chunk([1], (0, 1, 1), finish="abort"), lambda: None)
+    assert not turn.ended
+
+
+def test_after_an_engine_s_own_tokens_the_gateway_gets_the_rest() -> None:
+    turn, at_gateway = opened()
+    fold(at_gateway, chunk([1], (0, 1, 1)))
+    attempt = turn.begin(engine="e1", version=WeightVersion(1), numerics="x")
+    turn.accept(attempt, [2], turn.logprobs[:1])
+    assert at_gateway.movable
+    assert at_gateway.request().token_ids == (*PROMPT, 1, 2)
+
+
+def test_a_turn_whose_sampling_counts_output_moves_to_the_gateway_only_with_its_own_tokens() -> (
+    None
+):
+    turn, at_gateway = opened(frequency_penalty=0.5)
+    fold(at_gateway, chunk([1], (0, 1, 1)))
+    assert at_gateway.movable
+    attempt = turn.begin(engine="e1", version=WeightVersion(1), numerics="x")
+    turn.accept(attempt, [2], turn.logprobs[:1])
+    assert not at_gateway.movable
+
+
+def test_tokens_without_a_span_or_a_log_probability_are_refused() -> None:
+    _, at_gateway = opened()
+    with pytest.raises(PeerProtocolError, match="no span"):
+        fold(at_gateway, chunk([1, 2], (0, 1, 1)))
+    _, at_gateway = opened()
+    bare = chunk([1], (0, 1, 1))
+    bare.choices[0].logprobs = None
+    with pytest.raises(PeerProtocolError, match="log-probs"):
+        fold(at_gateway, bare)

@@ -1,0 +1,67 @@
+"""The OpenAPI document names what the gateway serves."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jsonschema
+import msgspec
+import pytest
+
+from harvester.contracts.clock import MonotonicClock
+from scheduler.gateway.gateway import Gateway
+from scheduler.gateway.job_paths import JOB_BASE
+from scheduler.gateway.openapi import OPERATIONS, document
+from scheduler.gateway.settings import GatewaySettings
+from scheduler.gateway.tenants import Tenants
+from tests.integration.openapi_replies import DOCUMENT, check_reply
+
+
+def served() -> set[str]:
+    settings = GatewaySettings.model_validate({"jobs": [{"id": "j"}], "engines": [{"id": "e"}]})
+    scheduler = cast(Any, SimpleNamespace(renderer=None))
+    app = Gateway(scheduler, settings, Tenants.load(None), MonotonicClock()).app
+    return {
+        f"{route.method} {route.resource.canonical}"
+        for route in app.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+
+
+def test_every_route_is_in_the_document_and_no_other() -> None:
+    based = {each.replace(" ", f" {JOB_BASE}", 1) for each in OPERATIONS}
+    assert OPERATIONS.keys() | based == served()
+    shown = {
+        f"{method.upper()} {path}"
+        for path, methods in document()["paths"].items()
+        for method in methods
+    }
+    assert shown == set(OPERATIONS)
+    assert [each["url"] for each in DOCUMENT["servers"]] == ["/", JOB_BASE]
+
+
+def test_operations_have_names_of_their_own_and_every_reference_leads_somewhere() -> None:
+    names = [each["operationId"] for path in DOCUMENT["paths"].values() for each in path.values()]
+    assert len(set(names)) == len(names)
+    text = msgspec.json.encode(DOCUMENT).decode()
+    for part in text.split('"$ref":"')[1:]:
+        reference = part.split('"')[0]
+        assert reference.removeprefix("#/components/schemas/") in DOCUMENT["components"]["schemas"]
+
+
+def test_schemas_are_those_of_the_wire_types() -> None:
+    generate = DOCUMENT["paths"]["/inference/v1/generate"]["post"]
+    body = generate["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/GenerateRequest"}
+    known = DOCUMENT["components"]["schemas"]
+    assert {"sampling_params", "token_ids"} <= set(known["GenerateRequest"]["required"])
+    assert "on_interrupt" in known["GenerateRequest"]["properties"]
+    for schema in known.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_a_reply_that_the_document_does_not_describe_is_found() -> None:
+    check_reply("POST", "/abort_requests", 200, {"aborted": 1, "status": "aborted"})
+    check_reply("POST", "/v1/jobs/a/versions", 409, {"error": "old"})
+    for status, reply in ((200, {"aborted": "1"}), (400, {"detail": "x"})):
+        with pytest.raises(jsonschema.ValidationError):
+            check_reply("POST", "/abort_requests", status, reply)

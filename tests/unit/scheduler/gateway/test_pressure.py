@@ -1,0 +1,57 @@
+"""Shares of one bound: no tenant starves another, and what is held stays bounded."""
+
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.gateway.pressure import Pressure, TenantShares
+
+MOST = 120
+
+
+def test_one_tenant_alone_has_the_whole_bound() -> None:
+    shares = TenantShares(MOST, name="bytes")
+    with shares.holding("a", 100), shares.holding("a", 20):
+        assert shares.held == MOST
+        with pytest.raises(Pressure, match=r"bytes is 120: 120 are held, 120 of them by a"):
+            shares.holding("a", 1).__enter__()
+    with shares.holding("a", 10 * MOST):
+        assert shares.held == 10 * MOST
+    assert shares.held == 0
+
+
+def test_a_tenant_within_its_share_is_taken_when_another_has_filled_the_bound() -> None:
+    shares = TenantShares(MOST, name="bytes")
+    with shares.holding("a", MOST), shares.holding("b", 30), shares.holding("b", 30):
+        for tenant in ("a", "b"):
+            with pytest.raises(Pressure):
+                shares.holding(tenant, 1).__enter__()
+        with shares.holding("c", 40):
+            assert shares.held == MOST + 60 + 40
+
+
+def test_the_share_of_a_tenant_without_work_is_the_others() -> None:
+    shares = TenantShares(MOST, name="bytes")
+    with shares.holding("b", 10):
+        pass
+    with shares.holding("a", 60), shares.holding("b", 1), shares.holding("a", 59):
+        assert shares.held == MOST
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40), st.booleans()), max_size=60))
+def test_held_amounts_stay_within_the_harmonic_bound(steps: list[tuple[str, int, bool]]) -> None:
+    shares = TenantShares(MOST, name="bytes")
+    open_: list[ExitStack] = []
+    for tenant, amount, ends in steps:
+        if ends and open_:
+            open_.pop(0).close()
+            continue
+        held = ExitStack()
+        try:
+            held.enter_context(shares.holding(tenant, amount))
+        except Pressure:
+            continue
+        open_.append(held)
+        assert shares.held <= MOST * (1 + 1 / 2 + 1 / 3 + 1 / 4)

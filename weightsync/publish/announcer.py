@@ -1,0 +1,102 @@
+"""Tells gateways of the newest version, on a thread of its own: no publish waits for one or fails.
+
+A newer version takes the place of one that is still being announced.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.wire.rollouts import PublishedVersion
+from harvester.platform.backoff import Backoff, RetryLimits
+from harvester.platform.http_kit import HttpRefusal, posted
+from harvester.platform.loop_thread import LoopThread
+from harvester.platform.tls import Credentials
+
+_LOG = logging.getLogger(__name__)
+_SWITCH_S = 150.0
+"""A gateway answers when every dedicated engine serves the version."""
+_ONCE = RetryLimits(attempts_max=1)
+_LIMITS = RetryLimits(give_up_s=inf, attempts_max=inf, first_wait_s=0.1, wait_max_s=10.0)
+
+
+class Announcer:
+    def __init__(
+        self, jobs: Sequence[str], *, store: str, token_file: Path | str | None, clock: Clock
+    ) -> None:
+        """`jobs`: URLs of the job at each gateway, `http://127.0.0.1:8300/v1/jobs/job-a`. `store`:
+        its name under the engines' ROSEMUX_WEIGHT_ROOT. Raises ConfigError."""
+        for url in jobs:
+            if not url.startswith(("http://", "https://")) or "/v1/jobs/" not in url:
+                raise ConfigError(
+                    f"announce: {url!r} is no job's URL; give http://127.0.0.1:8300/v1/jobs/JOB"
+                )
+        self._jobs = tuple(url.rstrip("/") for url in jobs)
+        self._store = checked_name(store, what="store")
+        credentials = Credentials(token_file=None if token_file is None else Path(token_file))
+        sent = credentials.headers_for(*self._jobs)
+        self._headers = {"Content-Type": "application/json", **sent}
+        self._clock = clock
+        self._loop = LoopThread("weight-announce")
+        self._task: asyncio.Task[None] | None = None
+        self._in_force = threading.Event()
+        self._in_force.set()
+
+    def announce(self, version: WeightVersion) -> None:
+        self._in_force.clear()
+        self._loop.call(self._begin, version)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the newest version is in force at every gateway within this time."""
+        return self._in_force.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        if not self.wait(timeout_s):
+            _LOG.warning("the last version is not announced: no gateway confirmed it in time")
+        self._loop.close()
+
+    def _begin(self, version: WeightVersion) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.ensure_future(self._tell_all(version))
+
+    async def _tell_all(self, version: WeightVersion) -> None:
+        body = msgspec.json.encode(PublishedVersion(version=version, store=self._store))
+        async with aiohttp.ClientSession() as session:
+            told = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
+        if all(told):
+            self._in_force.set()
+
+    async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> bool:
+        backoff = Backoff(_LIMITS, self._clock, random=Random(body))
+        warned = False
+        while True:
+            try:
+                await posted(
+                    session,
+                    f"{url}/versions",
+                    body,
+                    Backoff(_ONCE, self._clock),
+                    headers=self._headers,
+                    timeout_s=_SWITCH_S,
+                )
+            except HttpRefusal as error:
+                _LOG.error("a version is not announced: %s", error)
+                return False
+            except Exhausted as error:
+                if not warned:
+                    _LOG.warning("a version is announced again until a gateway takes it: %s", error)
+                warned = True
+            else:
+                return True
+            await asyncio.sleep(backoff.wait_s() or _LIMITS.wait_max_s)
