@@ -14,7 +14,13 @@ from statistics import NormalDist
 import msgspec
 import xxhash
 
-from harvester.policy.harm_test import SUSPICION, BetWealth, MedianTest, TailTest
+from harvester.policy.harm_test import (
+    SUSPICION,
+    SUSPICION_OF_NEWCOMER,
+    BetWealth,
+    MedianTest,
+    TailTest,
+)
 from harvester.policy.settings import ProofSettings
 
 _P99_TIMES = 10.0
@@ -312,9 +318,11 @@ class Proof:
         settings = self._settings
         if not settings.share_ratio:
             return 0.0
-        if max(wealth.newest for wealth in self._wealths()) > SUSPICION:
+        newcomer = self.state.judged_s < settings.proving_s
+        suspicion = SUSPICION_OF_NEWCOMER if newcomer else SUSPICION
+        if max(wealth.newest for wealth in self._wealths()) > suspicion:
             return max(0.5, settings.share_ratio)
-        if self.state.judged_s < settings.proving_s:
+        if newcomer:
             return max(settings.proving_share_ratio, settings.share_ratio)
         return settings.share_ratio
 

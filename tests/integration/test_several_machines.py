@@ -179,7 +179,8 @@ async def test_no_other_machine_reaches_an_engine_past_its_proxy(
     async with site.client(url, token=DATA) as peer:
         assert (await answer(peer, "GET", "/rosemux/engine"))[0] == 200
         assert (await answer(peer, "POST", "/pause", {}))[0] == 403
-        assert (await answer(peer, "POST", "/collective_rpc", {"method": "rosemux_stage"}))[0] == 403
+        stage = {"method": "rosemux_stage"}
+        assert (await answer(peer, "POST", "/collective_rpc", stage))[0] == 403
     async with site.client(url, token=ENGINE) as peer:
         for path in ("/sleep", "/_fake", "/server_info", "/docs"):
             assert (await answer(peer, "POST", path, {}))[0] == 404
