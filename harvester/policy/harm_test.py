@@ -28,7 +28,7 @@ _LONGEST_ODDS = 4.0
 """Natural logarithm: no slice moves the odds by more."""
 _LEAST_WEALTH = 1e-30
 _SUSPICION_HALF_LIFE_S = 1800.0
-SUSPICION, SUSPICION_OF_NEWCOMER = 20.0, 3.0
+SUSPICION, SUSPICION_OF_NEWCOMER = 10.0, 3.0
 """Times the newest bet is worth its stake when more time is withheld, to decide soon: of a guest
 that has run for long without harm, and of one that is yet to prove itself."""
 _SUSPICION_AT_RISE = 1.25 * SUSPICION
