@@ -72,7 +72,7 @@ class Scene:
         scheduler._token_limit = 512
         scheduler._core, scheduler._waker = self.core, self.waker
         scheduler._measure_load = lambda: None
-        scheduler._kv = SimpleNamespace(tokens_withheld=0, keep_within=lambda _: 0)
+        scheduler._kv = SimpleNamespace(tokens_withheld=0, blocks_usable=0, keep_within=lambda _: 0)
         scheduler._prefixes = SimpleNamespace(
             make_room=lambda *_, **__: None, keep_within=lambda *_, **__: None
         )
