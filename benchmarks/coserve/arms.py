@@ -45,9 +45,6 @@ _OURS: dict[str, Any] = {"proof": NO_VERDICT}
 RECLAIM: dict[str, Any] = {**BARE, "proof": {"share_ratio": 0.5, "slice_s": 0.5, **NO_VERDICT}}
 """The agent closes the grant every other half second, for its proof, and for nothing else."""
 _BLOCKING = {"blocking_ratio": 1.0}
-# A twentieth of a short prefill is less than any step of a guest, and no step would ever start.
-# The promise without isolation is a quarter.
-_UNISOLATED = {**_BLOCKING, "epsilon": 0.25}
 
 SETTINGS = {
     Arm.STOCK: Setting(rollouts=False, policy=_OURS),
@@ -57,7 +54,7 @@ SETTINGS = {
     Arm.UNGATED: Setting(policy={"ungated": True, **_BLOCKING, **BARE}),
     Arm.SATURATION: Setting(policy={"law": Law.SATURATION.value, **_BLOCKING, **BARE}),
     Arm.ROSE: Setting(policy={"law": Law.ROSE.value, **_BLOCKING, **BARE}),
-    Arm.GATE_ONLY: Setting(policy={**_OURS, **_UNISOLATED}),
+    Arm.GATE_ONLY: Setting(policy={**_OURS, **_BLOCKING}),
     Arm.ROSEMUX: Setting(isolated=True, policy=_OURS),
 }
 UNMIXED = (Arm.STOCK, Arm.ALONE, Arm.AWAKE)

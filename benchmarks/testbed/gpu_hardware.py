@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import ClassVar
 
 from benchmarks.testbed import memory_split
@@ -45,9 +44,6 @@ class GpuHardware(Hardware):
     clients = 32
     shares_core = False
     starts_in_turn = True
-    # A running step blocks production for all of its time: a twentieth of most prompts is less than
-    # any step of a guest, and none would start. The promise without isolation is a quarter.
-    policy = MappingProxyType({"epsilon": 0.25})
     # Prompts stay as they are: a GPU takes them whole, and the longest make the law's slack. Each
     # output token is a step of milliseconds regardless of its batch, so that requests of natural
     # length would keep production half busy at one per second.
