@@ -53,39 +53,13 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
             late = min(self.granted, self.granted_late_beats - self.granted_beats * share)
         return self.granted_misses - self.granted * self.withheld_misses / self.withheld + late
 
-    def rate_over(self, baseline: "Served", *, dispersion: float) -> float:
-        """Share of granted requests and beats that were late, less the highest that withheld ones
-        of `baseline` make believable."""
-        pairs = (
-            (self.granted_misses, self.granted, baseline.withheld_misses, baseline.withheld),
-            (
-                *(self.granted_late_beats, self.granted_beats),
-                *(baseline.withheld_late_beats, baseline.withheld_beats),
-            ),
-        )
-        return sum(
-            max(0.0, late / count - _upper(alone_late / dispersion, alone / dispersion))
-            for late, count, alone_late, alone in pairs
-            if count
-        )
-
 
 COUNTS = Served.__struct_fields__
 _SURE = 4.0
 """Standard errors; more of them with few hours."""
-_BELIEVABLE = 2.0
 _UNPROVEN_REQUESTS = 1000
 """Granted requests without a withheld one, after which nothing is known in production's favour."""
 _HOURS_LEAST = 8
-
-
-def _upper(misses: float, requests: float) -> float:
-    """Upper bound of a rate (Wilson, 1927); 0 without requests: nothing speaks for production."""
-    if not requests:
-        return 0.0
-    rate, z2 = min(1.0, misses / requests), _BELIEVABLE * _BELIEVABLE
-    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / requests + z2 / (4 * requests * requests))
-    return (rate + z2 / (2 * requests) + half) / (1 + z2 / requests)
 
 
 def _sure(excess: Sequence[float]) -> float:

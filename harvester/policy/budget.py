@@ -9,12 +9,14 @@ of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 ove
 over 6 h and 30 m).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from harvester.contracts.served import COUNTS, Served, charged_misses
 from harvester.contracts.wire.error_budget import Allotment
+from harvester.policy.own_misses import believable_rate
 from harvester.policy.settings import BudgetSettings
 
 _MINUTE_S = 60.0
@@ -40,10 +42,12 @@ BURN_WINDOWS = (
     BurnWindow(rate=14.4 / 2, long_minutes=60, short_minutes=5),
     BurnWindow(rate=6.0 / 2, long_minutes=360, short_minutes=30),
 )
-_DISPERSION_KEPT = 0.5 ** (1.0 / (7 * 24 * 60))
-"""A minute; half of it in a week."""
 RESUME_RATIO = 0.5
 """A burn stop ends below this share of the rate that caused it."""
+
+
+_REQUESTS = "granted", "granted_misses", "withheld", "withheld_misses"
+_BEATS = "granted_beats", "granted_late_beats", "withheld_beats", "withheld_late_beats"
 
 
 class Ring(msgspec.Struct, kw_only=True):
@@ -113,6 +117,11 @@ class Ring(msgspec.Struct, kw_only=True):
         sums = [sum([counts[place] for place in places]) for counts in self._counts]
         return Served(**dict(zip(COUNTS, sums, strict=True)))
 
+    def newest(self, names: Sequence[str], periods: int) -> list[list[float]]:
+        """Counts of the newest `periods` periods, for each of the names."""
+        places = [(self.head - back) % len(self.requests) for back in range(periods)]
+        return [[getattr(self, name)[place] for place in places] for name in names]
+
 
 def _ring(period_s: float, size: int) -> Ring:
     return Ring(period_s=period_s, requests=[0] * size, misses=[0] * size)
@@ -124,8 +133,8 @@ class BudgetState(msgspec.Struct, kw_only=True):
     stopped_at_s: float | None = None
     reason: str = ""
     judged_minute: int = -1
-    dispersion: float = 1.0
-    """Variance of misses between slices over that of independent requests; it falls slowly."""
+    slice_s: float = _MINUTE_S
+    """Length of the proof's slices."""
     guard: str = ""
     """The guard that stopped harvesting: `error_budget` or a burn's."""
     allotment: Allotment | None = None
@@ -205,20 +214,33 @@ class ErrorBudget:
             baseline = self.state.minutes.last(baseline_minutes or minutes)
             if not baseline.withheld and not baseline.unproven:
                 return 0.0
-            rate = served.rate_over(baseline, dispersion=self.state.dispersion)
+            rate = sum(
+                self._rate_over(names, minutes, baseline_minutes or minutes)
+                for names in (_REQUESTS, _BEATS)
+            )
         return rate / (1 - settings.slo_target_ratio)
+
+    def _rate_over(self, names: Sequence[str], minutes: int, baseline_minutes: int) -> float:
+        """Share of late granted ones that is not believed to be production's own."""
+        granted, late, *_ = [sum(counts) for counts in self.state.minutes.newest(names, minutes)]
+        if not late:
+            return 0.0
+        baseline = self.state.minutes.newest(names, baseline_minutes)
+        return max(0.0, late / granted - believable_rate(*baseline, slice_s=self.state.slice_s))
 
     def observe(
         self,
         served: Served,
         *,
         now: float,
-        dispersion: float = 1.0,
+        slice_s: float = _MINUTE_S,
         leased: bool = False,
         allotment: Allotment | None = None,
     ) -> bool:
-        """Fold new counts in; True while harvesting must stop. `allotment`: of the lease."""
+        """Fold new counts in; True while harvesting must stop. `slice_s`: length of the proof's
+        slices; `allotment`: of the lease."""
         state = self.state
+        state.slice_s = slice_s
         self._month = None
         for ring in (state.minutes, state.hours):
             ring.add(served, now=now)
@@ -226,9 +248,6 @@ class ErrorBudget:
         missed = served.misses + served.granted_misses + served.granted_late_beats
         changed = self._follow(allotment, leased=leased)
         if changed or missed > 0 or state.judged_minute != state.minutes.head:
-            if state.judged_minute != state.minutes.head:
-                # Bursts are rare: what they have shown is forgotten in weeks, not in minutes.
-                state.dispersion = max(1.0, dispersion, state.dispersion * _DISPERSION_KEPT)
             state.judged_minute = state.minutes.head
             self._judge(now)
         return self.stopped and self._settings.enforced

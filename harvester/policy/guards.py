@@ -75,7 +75,7 @@ class Guards:
         return self.budget.observe(
             served,
             now=now,
-            dispersion=self.proof.miss_dispersion,
+            slice_s=self.proof.slice_s,
             leased=lease.lease is not None,
             allotment=lease.allotment,
         )

@@ -223,9 +223,10 @@ class Proof:
         return 1.0 / self._settings.error_ratio
 
     @property
-    def miss_dispersion(self) -> float:
-        """Variance of misses between slices over that of independent requests; 1 or above."""
-        return max(self.state.ttft.slo.dispersion, self.state.itl.slo.dispersion)
+    def slice_s(self) -> float:
+        """Length of the running slice."""
+        slices = self.state.slices
+        return slices[-1].length_s if slices else self._settings.slice_s
 
     def impact(self) -> dict[str, Impact | None]:
         state, settings = self.state, self._settings

@@ -125,15 +125,19 @@ def test_an_outage_of_production_is_no_burn() -> None:
         assert not stopped, minute
 
 
-def test_a_burn_stops_before_people_are_paged() -> None:
-    """25 % misses beside the guest: 14.4 times the pace over an hour is reached after 35 min."""
+@pytest.mark.parametrize(("slice_s", "withheld_share"), [(2.0, 0.05), (30.0, 0.5)])
+def test_a_burn_stops_before_people_are_paged(slice_s: float, withheld_share: float) -> None:
+    """25 % misses beside the guest: 14.4 times the pace over an hour is reached after 35 min. Long
+    slices show less, but half of them are withheld as soon as the proof suspects the guest."""
     budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, share_ratio=1.0))
     quiet = Served(requests=300, granted=270, withheld=15)
     for minute in range(24 * 60):
-        budget.observe(quiet, now=60.0 * minute)
-    harm = replace(quiet, misses=67, granted_misses=67.5)
+        budget.observe(quiet, now=60.0 * minute, slice_s=slice_s)
+    withheld = 285 * withheld_share
+    granted = 285 - withheld
+    harm = replace(quiet, misses=67, granted=granted, granted_misses=granted / 4, withheld=withheld)
     minute = 24 * 60
-    while not budget.observe(harm, now=60.0 * minute):
+    while not budget.observe(harm, now=60.0 * minute, slice_s=slice_s):
         minute += 1
     assert minute - 24 * 60 < 35
     assert budget.state.guard == "burn_1h"

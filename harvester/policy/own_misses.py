@@ -1,0 +1,55 @@
+"""The share of its requests that production may miss by itself, from slices withheld at random.
+
+Load comes in swings that outlast slices, so that all withheld ones may fall between two of them.
+How far the rates of minutes, granted and withheld requests together, spread around their mean says
+how far off a sample of the minutes may be. Harm that lasts raises all minutes and adds no spread.
+Reads no clock.
+"""
+
+import math
+from collections.abc import Sequence
+
+_MINUTE_S = 60.0
+_BELIEVABLE = 2.5
+"""Standard errors."""
+_LEAST_MINUTES = 3
+"""Minutes with requests, without which their spread is unknown."""
+
+
+def believable_rate(
+    granted: Sequence[float],
+    granted_late: Sequence[float],
+    withheld: Sequence[float],
+    withheld_late: Sequence[float],
+    *,
+    slice_s: float,
+) -> float:
+    """The highest share of late requests, 0 to 1, that production alone is believed to have; counts
+    of each minute, which has 60 / `slice_s` slices. 0 without withheld requests: nothing speaks for
+    production."""
+    alone = sum(withheld)
+    if not alone:
+        return 0.0
+    counts = [one + other for one, other in zip(granted, withheld, strict=True)]
+    late = [one + other for one, other in zip(granted_late, withheld_late, strict=True)]
+    if sum(map(bool, counts)) < _LEAST_MINUTES or not sum(granted):
+        return 1.0
+    error = _sampling_error(counts, late, share=alone / sum(counts))
+    error *= math.sqrt(slice_s / _MINUTE_S)
+    return min(1.0, _upper(sum(withheld_late), alone) + _BELIEVABLE * error)
+
+
+def _sampling_error(counts: Sequence[float], late: Sequence[float], *, share: float) -> float:
+    """Standard error of the difference between the rates of a random `share` of the minutes and of
+    the others (ratio estimates; Cochran, "Sampling Techniques", 1977, chapter 6)."""
+    total, minutes = sum(counts), sum(map(bool, counts))
+    mean = sum(late) / total
+    squares = sum([(one - mean * count) ** 2 for one, count in zip(late, counts, strict=True)])
+    return math.sqrt(squares * minutes / (minutes - 1) / (share * (1 - share))) / total
+
+
+def _upper(misses: float, requests: float) -> float:
+    """Upper bound of a rate (Wilson, "Probable inference", 1927)."""
+    rate, z2 = min(1.0, misses / requests), _BELIEVABLE * _BELIEVABLE
+    half = _BELIEVABLE * math.sqrt(rate * (1 - rate) / requests + z2 / (4 * requests * requests))
+    return (rate + z2 / (2 * requests) + half) / (1 + z2 / requests)

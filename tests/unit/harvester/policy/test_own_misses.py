@@ -1,0 +1,54 @@
+import random
+
+import pytest
+
+from harvester.policy.own_misses import believable_rate
+
+_SLICES_A_MINUTE = 6
+
+
+def minutes(rng: random.Random, count: int, *, share: float, harm: float) -> list[list[float]]:
+    """Late requests of 50 a slice under a load that swings for about a minute."""
+    load, counts = 0.0, []
+    for _ in range(count):
+        granted = granted_late = withheld = withheld_late = 0.0
+        for _ in range(_SLICES_A_MINUTE):
+            load = 0.8 * load + rng.gauss(0.0, 0.6)
+            late = 50 * min(1.0, 0.01 * 10**load)
+            if rng.random() < share:
+                withheld, withheld_late = withheld + 50, withheld_late + late
+            else:
+                granted, granted_late = granted + 50, granted_late + min(50, late + 50 * harm)
+        counts.append([granted, granted_late, withheld, withheld_late])
+    return [list(column) for column in zip(*counts, strict=True)]
+
+
+def bound(columns: list[list[float]]) -> float:
+    return believable_rate(*columns, slice_s=60.0 / _SLICES_A_MINUTE)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
+@pytest.mark.parametrize("count", [5, 60])
+def test_swings_of_load_stay_within_what_is_believed_of_production(
+    count: int, share: float
+) -> None:
+    rng = random.Random(1)
+    exceeded = 0
+    for _ in range(300):
+        granted, late, *alone = minutes(rng, count, share=share, harm=0.0)
+        exceeded += sum(late) / max(1.0, sum(granted)) > bound([granted, late, *alone]) > 0.0
+    assert exceeded <= 6
+
+
+def test_harm_that_lasts_widens_nothing() -> None:
+    rng = random.Random(2)
+    harmless = bound(minutes(rng, 60, share=0.25, harm=0.0))
+    assert bound(minutes(rng, 60, share=0.25, harm=0.25)) < harmless + 0.1
+
+
+def test_two_minutes_say_nothing_against_production() -> None:
+    assert bound([[270.0, 270.0], [200.0, 200.0], [30.0, 30.0], [0.0, 0.0]]) == 1.0
+
+
+def test_without_withheld_requests_nothing_speaks_for_production() -> None:
+    assert bound([[300.0], [100.0], [0.0], [0.0]]) == 0.0
