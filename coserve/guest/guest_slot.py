@@ -6,7 +6,7 @@ Imports nothing of vLLM.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,8 @@ class GuestSlot:
         self._guest_page.make()
         self._look_ns = 0
         self._pulses = GrantedPulses(self._directory)
+        self._pulses_read: Sequence[Reading[PulseHead]] = ()
+        """As of the last decision."""
         self._token_limit = token_limit
         self.steps = GuestSteps()
         self.load = GuestQueue()
@@ -127,6 +129,7 @@ class GuestSlot:
             )
             may_probe = now_ns > self.steps.probe_ns
             decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
+            self._pulses_read = pulses
             if decision.tokens == 0 < self.last.tokens:
                 self._closings += 1
             self.last = decision
@@ -193,7 +196,7 @@ class GuestSlot:
                 decodes=decodes,
                 prefill_tokens=prefill_tokens,
                 context_tokens=self.load.kv_tokens,
-                production=self._production(now_ns),
+                production=self._production(self._pulses_read, now_ns),
                 now_ns=now_ns,
             )
             self._mean_wait_s = self._for_step.mean_wait_s
@@ -202,7 +205,8 @@ class GuestSlot:
         """Record the end of the oldest launched step."""
         with self._lock:
             now_ns = monotonic_ns()
-            self.steps.finish(production=self._production(now_ns), now_ns=now_ns)
+            read = [page.read(now_ns=now_ns) for page in self._pulses.pages]
+            self.steps.finish(production=self._production(read, now_ns), now_ns=now_ns)
             wait_s, self._mean_wait_s, self.steps.rest_s = self._mean_wait_s, None, 0.0
             if wait_s is not None:
                 self.steps.rest_s = rest_s(self.steps.last_step_s, wait_s, self.granted)
@@ -288,12 +292,13 @@ class GuestSlot:
                 )
         return self._lends
 
-    def _production(self, now_ns: int) -> ProductionMoment | None:
+    def _production(
+        self, read: Sequence[Reading[PulseHead]], now_ns: int
+    ) -> ProductionMoment | None:
         grant = self._grant.record
         if grant is None:
             return None
-        read = [page.read(now_ns=now_ns).record for page in self._pulses.pages]
-        pulses = [pulse for pulse in read if pulse is not None]
+        pulses = [reading.record for reading in read if reading.record is not None]
         if len(pulses) < len(read):
             return None
         return ProductionMoment(
