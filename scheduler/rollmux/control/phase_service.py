@@ -1,8 +1,7 @@
 """The shell around the permit policy: calls in, decisions kept and journalled, answers out.
 
 Never blocks and is used by one thread at a time; a waiting caller looks again when `on_change`
-signals a change. The embedded control, the socket and the Ray actor are fronts of
-this one service.
+signals a change. The socket server and the Ray actor are the shells around it.
 """
 
 import logging

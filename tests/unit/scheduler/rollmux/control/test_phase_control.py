@@ -15,7 +15,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
 from scheduler.rollmux.control.control import PhaseControl, install, phase
-from scheduler.rollmux.control.embedded import EmbeddedControl
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,

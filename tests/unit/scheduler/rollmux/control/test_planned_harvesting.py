@@ -10,7 +10,7 @@ import pytest
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.control import PhaseControl
-from scheduler.rollmux.control.embedded import EmbeddedControl
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.nodes_file import read_submissions
 from scheduler.rollmux.control.wire import (
     Placed,
