@@ -25,7 +25,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     QueueJob,
     SettleJob,
 )
-from scheduler.rollmux.cluster.submission import KINDS, Submission, nodes_of, submission_fault
+from scheduler.rollmux.cluster.submission import KINDS, Submission, submission_fault
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
@@ -311,8 +311,8 @@ class ClusterPolicy:
     def _beside(self, to: AssignPlace) -> tuple[JobId, ...]:
         group = self.planner.table.groups.get(to.group)
         others = {} if group is None else group.pinned
-        nodes = set(nodes_of(to.placement))
-        found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
+        nodes = set(to.placement.nodes)
+        found = (job for job, other in others.items() if nodes.intersection(other.nodes))
         return tuple(sorted(job for job in found if job != to.placement.job))
 
     def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
@@ -344,7 +344,7 @@ class ClusterPolicy:
             return
         placed.moves += placed.started
         placed.arrived_s = now if placed.started else None
-        self._hold(placed, nodes_of(placed.to))
+        self._hold(placed, placed.to.nodes)
         placed.arrive()
         self._arrived.add(placed.job)
         self._touched.add(placed.job)
@@ -436,4 +436,4 @@ class ClusterPolicy:
 
 
 def _is_on(placed: JobPlacement, name: NodeId) -> bool:
-    return placed.at is not None and name in nodes_of(placed.at)
+    return placed.at is not None and name in placed.at.nodes

@@ -15,7 +15,6 @@ from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
 from scheduler.rollmux.control.control import PhaseControl, install, phase
-from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,
@@ -31,6 +30,7 @@ from scheduler.rollmux.permits.events import (
     Place,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
 
 QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
