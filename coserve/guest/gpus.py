@@ -51,8 +51,8 @@ def smi_lines(command: str, *arguments: str) -> tuple[str, ...]:
     if done.returncode != 0:
         said = (done.stdout + done.stderr)[:_MAX_SAID_BYTES].decode(errors="replace").split()
         raise Unsupported(
-            f"{command} ended with {done.returncode}: the GPU or its driver is ill: "
-            f"{' '.join(said) or 'it said nothing'}"
+            f"{command} ended with {done.returncode}: the GPU or its driver has failed: "
+            f"{' '.join(said) or 'no output'}"
         )
     return tuple(line for line in done.stdout.decode(errors="replace").splitlines() if line)
 

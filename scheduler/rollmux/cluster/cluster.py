@@ -114,7 +114,7 @@ class ClusterPolicy:
             placed.changed = False
             self.unsaved.add(given.job)
         if placed.stage is PlacementStage.MOVING and (placed.told or self._is_apart(placed)):
-            # Told at its iteration's end, or a new process is told with the answer.
+            # EventKind at its iteration's end, or a new process is told with the answer.
             self._leave_old(placed, now)
 
     def request_phase(self, job: JobId, kind: PhaseKind, *, now: float) -> None:
@@ -233,7 +233,7 @@ class ClusterPolicy:
         named = self.fleet.named
         return named(placement.rollout_nodes), named(placement.training_nodes)
 
-    def wanted_terms(self, placed: JobPlacement) -> JobTerms | None:
+    def current_terms(self, placed: JobPlacement) -> JobTerms | None:
         """The permit terms of the job on its current nodes; None without nodes."""
         rollout, training = self.machines(placed.at)
         return placed.submission.terms(
@@ -419,7 +419,7 @@ class ClusterPolicy:
             placed, permit = self.placements.get(job), self._permits.permit(job)
             if placed is None:
                 continue
-            wanted = self.wanted_terms(placed)
+            wanted = self.current_terms(placed)
             there = None if permit is None or job in self._removed else permit.terms
             if wanted is None:
                 self._remove(job)

@@ -45,7 +45,7 @@ from scheduler.rollmux.control.wire import (
     Transport,
     Waiting,
 )
-from scheduler.rollmux.permits.events import Enter, Forget, Leave, Place, Withdraw
+from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
@@ -234,7 +234,7 @@ class PhaseControl:
         pauses = self._backoff(self._timeout_s)
         while True:
             try:
-                reply = self._said_terms()
+                reply = self._submit_terms()
             except Exhausted as error:
                 pauses.pause(error)
                 continue
@@ -247,10 +247,10 @@ class PhaseControl:
                 raise ConfigError(f"job {self.job}: {reply.reason}")
             pauses.pause(Exhausted(f"job {self.job}: {reply}"))
 
-    def _said_terms(self) -> Reply:
+    def _submit_terms(self) -> Reply:
         if isinstance(self._terms, Submission):
             return self._transport.call(Submit(submission=self._terms))
-        return self._transport.call(Place(terms=self._terms))
+        return self._transport.call(Register(terms=self._terms))
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
         pauses = self._backoff(self._timeout_s)
@@ -289,13 +289,13 @@ class PhaseControl:
         )
         self._leased_s = 0.0
         if not failed:
-            self._told(self._say(leave, timeout_s=self._timeout_s))
+            self._obey(self._say(leave, timeout_s=self._timeout_s))
             return
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
         with suppress(Exhausted, Stale, PeerProtocolError):
             self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
 
-    def _told(self, left: Reply) -> None:
+    def _obey(self, left: Reply) -> None:
         if not isinstance(left, Accepted):
             return
         if left.unload:

@@ -123,7 +123,7 @@ class World:
             permit, placed = permits.permit(job), policy.placements.get(job)
             assert permit is not None
             assert placed is not None
-            wanted = policy.wanted_terms(placed)
+            wanted = policy.current_terms(placed)
             assert permit.terms == wanted or wanted is None
             if wanted is None:
                 assert permit.stage is PermitStage.APART

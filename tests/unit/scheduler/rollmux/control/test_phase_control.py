@@ -27,7 +27,7 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import (
     Beat,
     Leave,
-    Place,
+    Register,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
@@ -294,7 +294,7 @@ class Scripted(Transport):
         if isinstance(message, Leave):
             self.left.append(message)
             return Ended(reason="gone")
-        if isinstance(message, Place):
+        if isinstance(message, Register):
             return Accepted()
         return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
 
