@@ -140,7 +140,7 @@ def _disagreements(findings: Findings, trees: list[WheelTree]) -> list[str]:
 
 def _engine_run(tree: WheelTree, console: Console) -> EngineRun:
     console.rule(f"engine tests on vLLM {tree.version}")
-    return run_engine_tests(tree, SUPPORTED[tree.version], timeout_s=_ENGINE_TEST_TIMEOUT_S)
+    return run_engine_tests(tree, UPSTREAM_VERSIONS[tree.version], timeout_s=_ENGINE_TEST_TIMEOUT_S)
 
 
 if __name__ == "__main__":
