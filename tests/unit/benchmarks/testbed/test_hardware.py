@@ -110,7 +110,7 @@ def test_a_machine_that_will_not_do_says_what_to_do(
     exclusive = find_hardware(command=smi(tmp_path, mode="Exclusive_Process"))
     with pytest.raises(Unsupported, match="the mode must be Default"):
         exclusive.check()
-    with pytest.raises(Unsupported, match=f"does not say what memory GPU {UUID} has"):
+    with pytest.raises(Unsupported, match=f"does not report the memory of GPU {UUID}"):
         find_hardware(command=smi(tmp_path, total="[N/A]"))
     machine.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=16384, f_frsize=4096))
     with pytest.raises(ConfigError, match="--shm-size"):
