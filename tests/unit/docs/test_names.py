@@ -45,8 +45,8 @@ init intake isolation joined journal journalled judge keeper kept kernels key ki
 known kv kvcached label lanes large last latency latest launch law layers layout lazy least
 leave ledger left lent lift limit linear list listener load location lock log logger logprob
 longest loop lora lost mailbox make manifest map mapped max measured median member memory
-message meta metrics middleware miss mode model moment monotonic movable mps mux name narrow
-needed object objective observed obstacles occupant offer on only openapi operation operator
+message met meta metrics middleware miss mode model moment monotonic movable mps mux name narrow
+needed not object objective observed obstacles occupant offer on only openapi operation operator
 options order other outage outcome output over overruns overwrite own owners pace packer page
 parallel params parent part passed paths pause payload peer pending per percentile picked piece
 plain plan plane planned plugin policy pool prefix pressure price printed private probe process
@@ -63,7 +63,7 @@ take target tenant tensor terms test text thread time timeline timeouts tinker t
 trainer transfer transport trigger type unload unplaced unreachable unrecorded unsafe unseen
 unshared unsupported up update usage use value varint verdict view virtual vllm wait waker walk
 warn watch watchdog weight whole widen wire withdraw withdrawn word work workload world worst
-writable write written xor xxh yaml zero
+writable write written xor xxh yaml yet zero
 """
 """Plain English words, units and names of programs, in names. What RoseMux means by a word of its
 own, and what the field means by its terms, is in the glossary."""
