@@ -22,8 +22,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightsync.publish.intake import ShardSlice
-from weightsync.publisher import Publisher
+from weightsync import Publisher, ShardSlice
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Jobs, nodes, groups, leases and engines: the model that gateway and RollMux share."""
+"""Jobs, nodes, placements, leases and engines: the model that gateway and RollMux share."""
 
 from enum import StrEnum
 
@@ -7,7 +7,6 @@ import msgspec
 from harvester.contracts.ids import (
     EngineId,
     Epoch,
-    GroupId,
     JobId,
     LeaseId,
     NodeId,
@@ -91,22 +90,6 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nodes(self) -> tuple[NodeId, ...]:
         return (*self.rollout_nodes, *self.training_nodes)
-
-
-class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """A co-execution group: its jobs run their phases in turn on its nodes and nowhere else.
-
-    Leases are elastic extra capacity and no part of it: a group is feasible without any.
-    """
-
-    group: GroupId
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
-    placements: tuple[Placement, ...] = ()
-
-    @property
-    def jobs(self) -> tuple[JobId, ...]:
-        return tuple(placement.job for placement in self.placements)
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

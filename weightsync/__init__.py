@@ -1,7 +1,7 @@
 """Weights of a policy as versions of a store: published as deltas, followed by engines and copies.
 
 >>> import tempfile, torch
->>> from weightsync import Follower, Publisher, Receiver
+>>> from weightsync import Follower, Publisher, Receiver, TensorTarget
 >>> where = tempfile.TemporaryDirectory()
 >>> with Publisher(f"{where.name}/job-a") as publisher:
 ...     first = publisher.publish({"layer.weight": torch.ones(2, 3)})
@@ -9,10 +9,14 @@
 >>> with Follower(receiver, f"{where.name}/policy") as follower:
 ...     follower.pull().state_hash == first.state_hash
 True
+>>> held = {"layer.weight": torch.zeros(2, 3)}
+>>> receiver.sync(None, first.version, TensorTarget(held)).state_hash == first.state_hash
+True
+>>> held["layer.weight"].tolist()
+[[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 >>> receiver.close(); where.cleanup()
 
-`ShardSlice` is one rank's part of a tensor, `TensorTarget` a state dict that `Receiver.sync`
-changes in place.
+`ShardSlice` is one rank's part of a tensor, for a publisher of several ranks.
 """
 
 from importlib import import_module

@@ -189,7 +189,7 @@ class Follower(AbstractContextManager["Follower"]):
             staged = self._receiver.prepare(held.version, target, held=layout)
             if staged.full is None:
                 try:
-                    return self._rehearsed(staged)
+                    return self._tried_on_copies(staged)
                 except Corrupt:
                     # The held state is not the one that the chain builds on.
                     staged = self._receiver.prepare(None, target)
@@ -203,7 +203,7 @@ class Follower(AbstractContextManager["Follower"]):
         published = staged.expected.state_hash or state_hash.combined(digests, staged.layout)
         return _Coming(staged=staged, state_hash=published, digests=digests)
 
-    def _rehearsed(self, staged: Staged) -> _Coming:
+    def _tried_on_copies(self, staged: Staged) -> _Coming:
         """Apply a chain to copies. Raises Corrupt if the result is not the published state."""
         checkpoint = self._kept.checkpoint
         if checkpoint is None or checkpoint.layout() != staged.layout:

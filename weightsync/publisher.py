@@ -26,7 +26,7 @@ from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import Anchored, Order, PublishResult, Settled, WrittenShare
 from weightsync.publish.intake import Intake, State
 from weightsync.publish.last_published import LastPublished, MappedFile
-from weightsync.publish.ranks import Alone, Conversation, RanksByFiles
+from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
 from weightsync.publish.share import Share
 from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
@@ -187,7 +187,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             warm_up(spec.width_bytes for spec in self._copy.contents.layout.values())
 
     def _agreed(self, state: State, step: int, started: float) -> Published:
-        with self._ranks.conversation(step) as talk:
+        with self._ranks.exchange(step) as talk:
             alone = isinstance(self._ranks, Alone)
             intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
             offers = talk.gather(self._share.offer(intake))
@@ -204,7 +204,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             seconds=self._clock.now() - started,
         )
 
-    def _published(self, talk: Conversation, intake: Intake, order: Order) -> PublishResult:
+    def _published(self, talk: RankExchange, intake: Intake, order: Order) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:
             written = self._written(talk, intake, order, draft)
             everything = talk.gather(written)
@@ -214,7 +214,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         return outcome
 
     def _written(
-        self, talk: Conversation, intake: Intake, order: Order, draft: Draft
+        self, talk: RankExchange, intake: Intake, order: Order, draft: Draft
     ) -> WrittenShare:
         if order.base:
             return self._share.write_delta(draft, intake)
@@ -223,7 +223,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._copy.skip(settled.skipped[self._ranks.rank])
         return self._share.write_full(draft)
 
-    def _anchored(self, talk: Conversation, order: Order, outcome: PublishResult) -> Anchored:
+    def _anchored(self, talk: RankExchange, order: Order, outcome: PublishResult) -> Anchored:
         """Write an anchor if one is due. A failed anchor is due again with the next version, since
         this version is already published."""
         if not outcome.anchor_directory:

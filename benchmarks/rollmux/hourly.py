@@ -7,6 +7,7 @@ that changes nodes pays the usual price of a move. Between two hours nothing mov
 
 from dataclasses import replace
 
+from benchmarks.rollmux.variants import means_at
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.config import ClusterConfig
@@ -32,7 +33,7 @@ class HourlyPlanner(GroupPlanner):
             return ()
         self._due_s = now + HOUR_S
         for job, facts in self.facts.items():
-            rollout_s, training_s = self._truth[job].means_at(facts.training.count)
+            rollout_s, training_s = means_at(self._truth[job], facts.training.count)
             facts.believe(Belief(rollout_s, 0.0, PHASE_CV, training_s, 0.0, PHASE_CV))
         effects: list[GroupEffect] = []
         for group in list(self.table.groups.values()):

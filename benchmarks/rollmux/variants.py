@@ -68,6 +68,13 @@ def lognormal_curve(sigma: float) -> tuple[Completion, ...]:
     )
 
 
+def means_at(one: SimulatedJob, iteration: int) -> tuple[float, float]:
+    """True means of one iteration."""
+    passed = min(1.0, iteration / max(1, one.iterations - 1))
+    factor = 1.0 + (one.drift - 1.0) * passed
+    return one.means_s[0] * factor, one.means_s[1] * factor
+
+
 def autocorrelated(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
     """Durations with deviations that are a first-order autoregression of the same spread."""
     steps = rng.standard_normal((one.iterations, 2))
@@ -76,7 +83,7 @@ def autocorrelated(one: SimulatedJob, rng: np.random.Generator) -> SimulatedJob:
     noise[0] = steps[0]
     for at in range(1, len(steps)):
         noise[at] = AUTOCORRELATION * noise[at - 1] + steps[at]
-    means_s = np.array([one.means_at(at) for at in range(one.iterations)], dtype=np.float64)
+    means_s = np.array([means_at(one, at) for at in range(one.iterations)], dtype=np.float64)
     rollout, training = one.job.phases
     maxima_s = (rollout.max_s, training.max_s)
     varied = cut_noise(PHASE_CV * noise, one.means_s, maxima_s)

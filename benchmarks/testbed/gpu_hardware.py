@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from benchmarks.testbed import memory_split
 from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind, RolloutLoad
+from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.prerequisites import check_gpu_machine, check_machine, is_cuda_build
 from benchmarks.testbed.production_model import (
     EIGHT_BILLION,
@@ -17,7 +18,7 @@ from benchmarks.testbed.production_model import (
 )
 from benchmarks.testbed.window import TokenScale
 from coserve.guest import isolation
-from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory, gpu_memory, gpus
+from coserve.guest.gpus import ComputeMode, Gpu, gpus, smi_lines
 from coserve.guest.isolation import TIME_SLICING, Isolation
 from coserve.vllm.launch import GpuOwner, GpuShare
 from examples.grpo.model import PolicyShape
@@ -27,6 +28,8 @@ _QUICK_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """Decode steps are replayed as whole CUDA graphs, as by default; prefills are not compiled. vLLM's
 default compiles with Inductor for minutes at a first start, and both engines would need one."""
 _POLICY_CONTEXT = 2048
+_MEMORY_FIELDS = 3
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,17 @@ class RehearsedGpu(GpuHardware):
 _REHEARSED = RehearsedGpu(
     Gpu("GPU-none", ComputeMode.DEFAULT), GpuMemory(total_bytes=0, free_bytes=0)
 )
+
+
+def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
+    """Memory of one GPU, now. Raises Unsupported if the driver does not report it."""
+    query = "--query-gpu=uuid,memory.total,memory.free"
+    for line in smi_lines(command, query, "--format=csv,noheader,nounits"):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) == _MEMORY_FIELDS and words[0] == uuid and "".join(words[1:]).isdigit():
+            total, free = (int(word) * _MIB for word in words[1:])
+            return GpuMemory(total_bytes=total, free_bytes=free)
+    raise Unsupported(f"{command} does not report the memory of GPU {uuid}")
 
 
 def find_hardware(wanted: Kind | None = None, *, command: str = "nvidia-smi") -> Hardware:

@@ -7,7 +7,6 @@ guest's KV is a fixed size, out of what production leaves. Pure.
 from dataclasses import dataclass
 
 from benchmarks.testbed.production_model import ModelShape
-from coserve.guest.gpus import GpuMemory
 from harvester.contracts.errors import Unsupported
 
 GIB = 1 << 30
@@ -20,6 +19,12 @@ WORKSPACE_BYTES = 4 * GIB
 KV_BYTES_MIN = 4 * GIB
 GUEST_KV_BYTES_MAX = 24 * GIB
 """A batch of rollouts uses less; the rest of a large GPU stays free."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    total_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

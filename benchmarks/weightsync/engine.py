@@ -135,7 +135,7 @@ def measure(
     `pause_ms`   the same with the calls that begin and end it: the engine's pause
     `native_ms`  vLLM's own sparse path, which checks indices but no state and packs nothing;
                  None where this vLLM has none (before 0.29)
-    `stage_ms`   the work before the pause: read, decoded, rehearsed, packed
+    `stage_ms`   the work before the pause: read, decoded, tried on copies, packed
     `unstaged_pause_ms`  the pause without that work before it
 
     Raises Unsupported if the engine does not come up, Exhausted if it is not done in time.

@@ -9,8 +9,6 @@ from harvester.contracts.errors import Unsupported
 
 _TIMEOUT_S = 20.0
 _FIELDS = 2
-_MEMORY_FIELDS = 3
-_MIB = 1 << 20
 _MAX_SAID_BYTES = 300
 _CONTROL_DEVICE = Path("/dev/nvidiactl")
 
@@ -28,30 +26,13 @@ class Gpu:
     compute_mode: ComputeMode
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuMemory:
-    total_bytes: int
-    free_bytes: int
-
-
 def gpus(command: str = "nvidia-smi") -> tuple[Gpu, ...]:
     """GPUs of this machine; empty without a driver. Raises Unsupported if the driver is broken."""
-    lines = _asked(command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader")
+    lines = smi_lines(command, "--query-gpu=uuid,compute_mode", "--format=csv,noheader")
     return tuple(_gpu(line) for line in lines)
 
 
-def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
-    """Memory of one GPU, now. Raises Unsupported if the driver does not report it."""
-    query = "--query-gpu=uuid,memory.total,memory.free"
-    for line in _asked(command, query, "--format=csv,noheader,nounits"):
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == _MEMORY_FIELDS and words[0] == uuid and "".join(words[1:]).isdigit():
-            total, free = (int(word) * _MIB for word in words[1:])
-            return GpuMemory(total_bytes=total, free_bytes=free)
-    raise Unsupported(f"{command} does not say what memory GPU {uuid} has")
-
-
-def _asked(command: str, *arguments: str) -> tuple[str, ...]:
+def smi_lines(command: str, *arguments: str) -> tuple[str, ...]:
     """Lines of the command's output; empty if the command and the driver are missing."""
     try:
         done = subprocess.run(
@@ -70,8 +51,8 @@ def _asked(command: str, *arguments: str) -> tuple[str, ...]:
     if done.returncode != 0:
         said = (done.stdout + done.stderr)[:_MAX_SAID_BYTES].decode(errors="replace").split()
         raise Unsupported(
-            f"{command} ended with {done.returncode}: the GPU or its driver is ill: "
-            f"{' '.join(said) or 'it said nothing'}"
+            f"{command} ended with {done.returncode}: the GPU or its driver has failed: "
+            f"{' '.join(said) or 'no output'}"
         )
     return tuple(line for line in done.stdout.decode(errors="replace").splitlines() if line)
 

@@ -28,10 +28,6 @@ class KvReserve:
         self._blocks = pool.num_gpu_blocks - 1
 
     @property
-    def returns_pages(self) -> bool:
-        return self._give_back is not None
-
-    @property
     def tokens_total(self) -> int:
         return self._blocks * self._tokens_per_block
 

@@ -53,8 +53,6 @@ def check(vllm: Capabilities) -> None:
 class KvShared:
     """KV limit of one engine under kvcached. Used by the engine loop's thread only."""
 
-    returns_pages = True
-
     def __init__(self, pool: Any, *, tokens_per_block: int, segment: KvSegment | None) -> None:
         """`segment` publishes the limit to other processes; None publishes nothing."""
         self._pool = pool

@@ -153,6 +153,6 @@ class _Update:
         self._asleep, away = asleep, _WEIGHTS in asleep
         setattr(self._worker, _AWAY, away)
         engine = getattr(self._worker, "weight_transfer_engine", None)
-        rest = getattr(engine, "rest", None)
-        if rest is not None:
-            rest(away=away)
+        set_asleep = getattr(engine, "set_asleep", None)
+        if set_asleep is not None:
+            set_asleep(asleep=away)

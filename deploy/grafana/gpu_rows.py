@@ -63,8 +63,7 @@ def gpu_guests() -> tuple[Lines, ...]:
         ),
         lines(
             "Held asleep over what may stay",
-            "Above 1 a guest whose weights are away holds more than it said that it would; 0 is "
-            "awake.",
+            "Above 1 a sleeping guest holds more than it declared; 0: it is awake.",
             RATIO,
             (_held_asleep(), "{{node}} {{slot}}"),
         ),

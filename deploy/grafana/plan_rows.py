@@ -82,7 +82,7 @@ def _deciding() -> tuple[Lines, ...]:
         ),
         quantiles(
             "Time of a decision",
-            "What the planner took for an event; nobody is answered meanwhile.",
+            "Time of the planner for an event; the control answers no call meanwhile.",
             f"{_PLAN}_decision_seconds",
             "instance",
         ),

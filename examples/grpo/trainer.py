@@ -38,7 +38,7 @@ from examples.grpo.training_run import Collects, TrainingRun
 from examples.grpo.warm_up import WarmStart, use_one_thread, warm_start
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import RoseMuxError
-from scheduler.client.rollout_client import AsyncRolloutClient
+from scheduler import AsyncRolloutClient
 
 _LOG = logging.getLogger(__name__)
 _LINE_MAX_BYTES = 4096

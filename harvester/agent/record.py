@@ -115,9 +115,9 @@ class SlotRecord:
 
     def save(self, policy: SlotPolicy, *, now: float, last: bool = False) -> None:
         """Save the durable state when it is due: at once after a changed verdict."""
-        standing, (_, misses) = policy.standing, policy.accounted
+        verdicts, (_, misses) = policy.durable_verdicts, policy.accounted
         patience_s = _SAVE_S if misses == self._saved_misses else _SAVE_SPENT_S
-        due = last or standing != self._saved or now - self._saved_at_s >= patience_s
+        due = last or verdicts != self._saved or now - self._saved_at_s >= patience_s
         if not due or (now < self._resave_at_s and not last):
             return
         try:
@@ -125,7 +125,7 @@ class SlotRecord:
         except OSError as error:
             self._state_fault, self._resave_at_s = _fault_of("state", error), now + _RETRY_S
         else:
-            self._state_fault, self._saved = "", standing
+            self._state_fault, self._saved = "", verdicts
             self._saved_at_s, self._saved_misses = now, misses
         self._log_fault()
 

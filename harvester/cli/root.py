@@ -87,10 +87,6 @@ COMMANDS: dict[str, LazyCommand] = {
         target="scheduler.sim.simulate_commands:simulate",
         summary="Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm.",
     ),
-    "simulate-fleet": LazyCommand(
-        target="scheduler.sim.simulate_commands:simulate_fleet",
-        summary="Simulate rollouts of a small fleet, with and without leased guests.",
-    ),
 }
 
 

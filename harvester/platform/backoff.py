@@ -11,6 +11,7 @@ from random import Random
 from typing import TypeVar
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.doubling import doubled_s
 from harvester.contracts.errors import Exhausted
 
 T = TypeVar("T")
@@ -72,8 +73,8 @@ class Backoff:
         jitter.
         """
         self._attempts += 1
-        doubled = self._limits.first_wait_s * 2.0 ** min(self._attempts - 1, 30)
-        own = min(self._limits.wait_max_s, doubled)
+        limits = self._limits
+        own = doubled_s(limits.first_wait_s, self._attempts - 1, most_s=limits.wait_max_s)
         wait_s = max(0.5 * own, retry_after_s) + own * self._random.random()
         left_s = self._progress_s + self._limits.give_up_s - self._clock.now()
         over = self._attempts >= self._limits.attempts_max or wait_s >= left_s

@@ -1,9 +1,9 @@
-"""The share of its requests that production may miss by itself, from slices withheld at random.
+"""Production's own misses, apart from the budget: their coverage is tested without any charge.
 
-Load comes in swings that outlast slices, so that all withheld ones may fall between two of them.
-How far the rates of minutes, granted and withheld requests together, spread around their mean says
-how far off a sample of the minutes may be. Harm that lasts raises all minutes and adds no spread.
-Reads no clock.
+Their rate comes from slices withheld at random. Load comes in swings that outlast slices, so that
+all withheld ones may fall between two of them. How far the rates of minutes, granted and withheld
+requests together, spread around their mean says how far off a sample of the minutes may be. Harm
+that lasts raises all minutes and adds no spread. Reads no clock.
 """
 
 import math

@@ -119,7 +119,7 @@ class SlotPolicy:
         self._memory.quarantine = reason
 
     @property
-    def standing(self) -> tuple[object, ...]:
+    def durable_verdicts(self) -> tuple[object, ...]:
         """The verdicts that must survive this process; a change means they must be saved."""
         return (
             self._memory.quarantine,

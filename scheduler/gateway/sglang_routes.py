@@ -142,7 +142,7 @@ class SglangRoutes:
             await samples.results()
             choices = [turn.choice() for turn in samples.turns if turn is not None]
             replies = [
-                await self._told(asked, choice, turn)
+                await self._reply(asked, choice, turn)
                 for choice, turn in zip(choices, turns, strict=True)
             ]
             return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
@@ -155,7 +155,7 @@ class SglangRoutes:
             async for chunk in samples.chunks():
                 turn = samples.turns[chunk.index]
                 assert turn is not None
-                told = await self._told(asked, turn.choice(), turns[chunk.index])
+                told = await self._reply(asked, turn.choice(), turns[chunk.index])
                 await send(told | {"index": chunk.index})
         return send.response
 
@@ -164,7 +164,7 @@ class SglangRoutes:
         ids: list[int] = told["tokens"]
         return ids
 
-    async def _told(self, asked: "_Asked", choice: Choice, turn: GenerateRequest) -> Body:
+    async def _reply(self, asked: "_Asked", choice: Choice, turn: GenerateRequest) -> Body:
         reason: Body | None = None
         if choice.finish_reason is not None:
             reason = {"type": str(choice.finish_reason)}

@@ -1,4 +1,4 @@
-"""`rosemux replay`, `rosemux simulate` and `rosemux simulate-fleet`."""
+"""`rosemux replay` and `rosemux simulate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -80,33 +80,3 @@ def simulate(
         write_whole(json, msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
     if html is not None:
         write_whole(html, comparison_page(found))
-
-
-def simulate_fleet(
-    dedicated: Annotated[int, typer.Option(min=1, max=256)] = 1,
-    guests: Annotated[int, typer.Option(min=0, max=256)] = 1,
-    guest_speed: Annotated[float, typer.Option(min=0.01, max=10.0)] = 0.5,
-    lease_s: Annotated[float, typer.Option(min=0.1, help="Mean seconds to a revoke.")] = 60.0,
-    trajectories: Annotated[int, typer.Option(min=1, max=100_000)] = 192,
-    steps: Annotated[int, typer.Option(min=1, max=1000)] = 10,
-    seed: int = 1,
-) -> None:
-    """Simulate rollouts of a small fleet in virtual time, with and without leased guests."""
-    from scheduler.sim.simulated_fleet import BatchShape, FleetShape, run_steps
-
-    fleet = FleetShape(
-        dedicated=dedicated, guests=guests, guest_speed_ratio=guest_speed, lease_s=lease_s
-    )
-    batch = BatchShape(trajectories=trajectories)
-    fixed = run_steps(fleet, batch, steps=steps, seed=seed, leases=False)
-    leased = run_steps(fleet, batch, steps=steps, seed=seed, leases=True)
-    fixed_s = sum(result.rollout_s for result in fixed)
-    leased_s = sum(result.rollout_s for result in leased)
-    tokens = sum(result.tokens for result in fixed)
-    typer.echo("simulated, not measured")
-    typer.echo(f"rollouts without leases: {fixed_s / steps:8.2f} s  {tokens / fixed_s:8.0f} tok/s")
-    typer.echo(
-        f"rollouts with leases:    {leased_s / steps:8.2f} s  {tokens / leased_s:8.0f} tok/s"
-    )
-    typer.echo(f"rollout speed-up:        {fixed_s / leased_s:8.2f}")
-    typer.echo(f"turns migrated:          {sum(result.migrated for result in leased):8d}")

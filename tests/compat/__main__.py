@@ -21,6 +21,7 @@ from tests.compat.conformance import Finding, TableVerdict, compare
 from tests.compat.overlay import EngineRun, OverlayResult, run_engine_tests
 from tests.compat.source_tree import WheelTree, wheel_version
 from tests.compat.symbol import Symbol, Use
+from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 _MARKS = {
     TableVerdict.PRESENT: "[green]yes[/]",
@@ -54,7 +55,7 @@ def compat(
         if download:
             _download(wheels, versions, console)
         trees = _trees(wheels, versions)
-        findings = {tree.version: compare(tree, capabilities(tree.version)) for tree in trees}
+        findings = {tree.version: compare(tree, UPSTREAM_VERSIONS[tree.version]) for tree in trees}
     except RoseMuxError as error:
         console.print(f"compat: {error}", style="red", markup=False)
         raise typer.Exit(2) from error
@@ -130,16 +131,16 @@ def _disagreements(findings: Findings, trees: list[WheelTree]) -> list[str]:
     ]
     lines += [
         f"{tree.version}: the wheel pins torch {tree.torch_version}, the capability table says "
-        f"{SUPPORTED[tree.version].torch_version}"
+        f"{UPSTREAM_VERSIONS[tree.version].torch_version}"
         for tree in trees
-        if tree.torch_version != SUPPORTED[tree.version].torch_version
+        if tree.torch_version != UPSTREAM_VERSIONS[tree.version].torch_version
     ]
     return lines
 
 
 def _engine_run(tree: WheelTree, console: Console) -> EngineRun:
     console.rule(f"engine tests on vLLM {tree.version}")
-    return run_engine_tests(tree, SUPPORTED[tree.version], timeout_s=_ENGINE_TEST_TIMEOUT_S)
+    return run_engine_tests(tree, UPSTREAM_VERSIONS[tree.version], timeout_s=_ENGINE_TEST_TIMEOUT_S)
 
 
 if __name__ == "__main__":

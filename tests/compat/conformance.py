@@ -7,10 +7,10 @@ import ast
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coserve.vllm.capabilities import Capabilities
 from tests.compat.source_tree import SourceTree
 from tests.compat.symbol import Symbol, Use
 from tests.compat.upstream import TABLE
+from tests.compat.upstream_versions import UpstreamVersion
 
 
 class TableVerdict(StrEnum):
@@ -39,12 +39,12 @@ class Finding:
         return self.verdict in {TableVerdict.PRESENT, TableVerdict.ABSENT}
 
 
-def compare(tree: SourceTree, table: Capabilities) -> tuple[Finding, ...]:
+def compare(tree: SourceTree, table: UpstreamVersion) -> tuple[Finding, ...]:
     """Compare every row of the upstream table with the sources of one version."""
     return tuple(_finding(symbol, tree, table) for symbol in TABLE)
 
 
-def _finding(symbol: Symbol, tree: SourceTree, table: Capabilities) -> Finding:
+def _finding(symbol: Symbol, tree: SourceTree, table: UpstreamVersion) -> Finding:
     expected, actual = symbol.when(table), holds(symbol, tree)
     if expected:
         verdict = TableVerdict.PRESENT if actual else TableVerdict.BROKEN

@@ -15,8 +15,8 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
-from coserve.vllm.capabilities import Capabilities
 from tests.compat.source_tree import WheelTree
+from tests.compat.upstream_versions import UpstreamVersion
 
 _NO_TESTS_COLLECTED = 5
 
@@ -36,7 +36,7 @@ class EngineRun:
     reason: str = ""
 
 
-def run_engine_tests(tree: WheelTree, table: Capabilities, *, timeout_s: float) -> EngineRun:
+def run_engine_tests(tree: WheelTree, table: UpstreamVersion, *, timeout_s: float) -> EngineRun:
     """Run `pytest -m engine` on one version; skipped unless its torch is the installed one."""
     installed_torch = _installed_torch()
     if installed_torch != table.torch_version:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from coserve.vllm.capabilities import Capabilities
+from tests.compat.upstream_versions import UpstreamVersion
 
 
 class Use(StrEnum):
@@ -29,7 +29,7 @@ class Use(StrEnum):
     """An HTTP route of the module: `name` is its path, `details` its method."""
 
 
-def always(_: Capabilities) -> bool:
+def always(_: UpstreamVersion) -> bool:
     return True
 
 
@@ -41,7 +41,7 @@ class Symbol:
     module: str
     name: str
     details: tuple[str, ...] = ()
-    when: Callable[[Capabilities], bool] = always
+    when: Callable[[UpstreamVersion], bool] = always
 
 
 def reads(module: str, *names: str) -> tuple[Symbol, ...]:

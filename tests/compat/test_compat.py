@@ -13,6 +13,7 @@ from coserve.vllm.capabilities import SUPPORTED
 from tests.compat.__main__ import compat
 from tests.compat.overlay import EngineRun, OverlayResult, run_engine_tests
 from tests.compat.source_tree import WheelTree, wheel_version
+from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 VERSION = "0.32.0"
 
@@ -100,6 +101,8 @@ def test_a_version_that_pins_another_torch_is_skipped_and_the_reason_names_both(
         installed = metadata.version("torch").partition("+")[0]
     except metadata.PackageNotFoundError:
         installed = "none"
-    run = run_engine_tests(tree, replace(SUPPORTED[VERSION], torch_version="9.9.9"), timeout_s=1.0)
+    run = run_engine_tests(
+        tree, replace(UPSTREAM_VERSIONS[VERSION], torch_version="9.9.9"), timeout_s=1.0
+    )
     reason = f"pins torch 9.9.9, installed is {installed}"
     assert run == EngineRun(VERSION, OverlayResult.SKIPPED, reason)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from coserve.vllm.capabilities import capabilities
 from tests.compat.conformance import TableVerdict, compare, holds
 from tests.compat.source_tree import SourceTree
 from tests.compat.symbol import Symbol, Use
+from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 
 class WrittenTree(SourceTree):
@@ -89,7 +89,7 @@ def test_a_read_can_rely_on_a_string_in_the_definition() -> None:
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.32.0"])
 def test_sources_without_anything_break_what_is_relied_on_and_nothing_else(version: str) -> None:
-    table = capabilities(version)
+    table = UPSTREAM_VERSIONS[version]
     findings = compare(WrittenTree(), table)
     assert {f.verdict for f in findings} == {TableVerdict.BROKEN, TableVerdict.ABSENT}
     assert all((f.verdict is TableVerdict.BROKEN) == f.symbol.when(table) for f in findings)
@@ -104,6 +104,6 @@ def test_a_hook_that_the_capability_table_denies_is_reported() -> None:
             )
         }
     )
-    findings = compare(checker, capabilities("0.31.0"))
+    findings = compare(checker, UPSTREAM_VERSIONS["0.31.0"])
     undeclared = [f.symbol.name for f in findings if f.verdict is TableVerdict.UNDECLARED]
     assert undeclared == ["/weight_checker"]

@@ -157,7 +157,7 @@ ENGINE_LOOP: tuple[Symbol, ...] = (
         Use.CALL,
         "vllm.utils.watch_dog",
         "get_watch_dog",
-        when=lambda table: table.loop_watch_dog,
+        when=lambda table: table.capabilities.loop_watch_dog,
     ),
     *reads(
         _CORE,

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from coserve.vllm.capabilities import Capabilities
 from tests.compat.symbol import Symbol, Use, always
+from tests.compat.upstream_versions import UpstreamVersion
 
 _RL_ROUTES = (
     "vllm.entrypoints.serve.dev.rlhf.api_router",
@@ -16,16 +16,16 @@ _TOKEN_ROUTES = (
 
 
 def _rl_route(
-    path: str, method: str = "post", when: Callable[[Capabilities], bool] = always
+    path: str, method: str = "post", when: Callable[[UpstreamVersion], bool] = always
 ) -> list[Symbol]:
-    def is_in(module: str) -> Callable[[Capabilities], bool]:
+    def is_in(module: str) -> Callable[[UpstreamVersion], bool]:
         return lambda table: table.rl_routes_module == module and when(table)
 
     return [Symbol(Use.ROUTE, module, path, (method,), is_in(module)) for module in _RL_ROUTES]
 
 
 def _token_route(module: str) -> list[Symbol]:
-    def is_there(table: Capabilities) -> bool:
+    def is_there(table: UpstreamVersion) -> bool:
         return table.token_routes_module == module
 
     protocol = module.replace("api_router", "protocol")
@@ -69,7 +69,7 @@ ROUTES: tuple[Symbol, ...] = (
         "vllm.entrypoints.serve.dev.sleep.api_router",
         "/release_kv_cache_memory",
         ("post",),
-        lambda table: table.kv_memory_release,
+        lambda table: table.capabilities.kv_memory_release,
     ),
     Symbol(Use.ROUTE, "vllm.entrypoints.serve.instrumentator.health", "/health", ("get",)),
 )

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from coserve.vllm.capabilities import WeightEngineApi
 from tests.compat.symbol import Symbol, Use, overrides, reads
+from tests.compat.upstream_versions import WeightEngineApi
 
 _WORKER = "vllm.v1.worker.gpu_worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
@@ -143,7 +143,7 @@ WEIGHTS: tuple[Symbol, ...] = (
         _PATCHES,
         "load_checkpoint_weight_patches",
         ("model", "patches"),
-        lambda table: table.checkpoint_patches,
+        lambda table: table.capabilities.checkpoint_patches,
     ),
 )
 """Bases of the weight backend, packing of weights on a CPU, and replies of ranks."""

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from coserve.vllm.capabilities import SUPPORTED, capabilities
+from coserve.vllm.capabilities import SUPPORTED
 from tests.compat.source_tree import wheel_version
+from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 GOLDENS = Path(__file__).parents[1] / "contract" / "scheduler" / "vllm_wire.json"
 _CARRIED: dict[str, Any] = {
@@ -54,7 +55,7 @@ def dumped(version: str) -> dict[str, Any]:
     import pydantic
     from vllm.sampling_params import SamplingParams
 
-    routes = capabilities(version).token_routes_module
+    routes = UPSTREAM_VERSIONS[version].token_routes_module
     protocol = importlib.import_module(routes.replace("api_router", "protocol"))
 
     def request(**sampling: Any) -> Any:

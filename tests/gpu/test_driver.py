@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coserve.guest.gpus import ComputeMode, Gpu, gpu_memory, gpus
+from benchmarks.testbed.gpu_hardware import gpu_memory
+from coserve.guest.gpus import ComputeMode, Gpu, gpus
 from coserve.guest.isolation import TIME_SLICING, choose
 from tests.gpu.conftest import ON_A_GPU, need_cuda
 from tests.gpu.nvidia_smi import TOTAL_MIB, UUIDS, fake

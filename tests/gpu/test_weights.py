@@ -18,7 +18,7 @@ from weightsync.encoding.delta import Delta, checked_apply  # noqa: E402
 from weightsync.publisher import Published  # noqa: E402
 from weightsync.transport.location import StoreRoot  # noqa: E402
 from weightsync.vllm.device_delta import apply_on_device  # noqa: E402
-from weightsync.vllm.engine_weights import EngineWeights, Wanted  # noqa: E402
+from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion  # noqa: E402
 from weightsync.vllm.loader_map import traced  # noqa: E402
 from weightsync.vllm.stager import StageState  # noqa: E402
 
@@ -111,7 +111,7 @@ def test_versions_are_staged_and_loaded_in_place_and_verified(
     published: tuple[Path, list[Published]],
 ) -> None:
     root, versions = published
-    wanted: Callable[[int], Wanted] = lambda number: Wanted(  # noqa: E731
+    wanted: Callable[[int], RequestedVersion] = lambda number: RequestedVersion(  # noqa: E731
         store="store", version=WeightVersion(number)
     )
     weights = EngineWeights(model, None, StoreRoot(root.parent), packed_ahead_bytes=0)

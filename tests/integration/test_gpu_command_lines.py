@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.gpu_hardware import GpuHardware
-from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
+from benchmarks.testbed.memory_split import GpuMemory
+from coserve.guest.gpus import ComputeMode, Gpu
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand, EngineSpec

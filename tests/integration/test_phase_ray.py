@@ -21,7 +21,7 @@ from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,
 )
-from scheduler.rollmux.permits.events import Place
+from scheduler.rollmux.permits.events import Register
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
 from tests.unit.scheduler.rollmux.cluster.submissions import cluster as planned_nodes
 from tests.unit.scheduler.rollmux.cluster.submissions import submission
@@ -104,7 +104,7 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
         ]
         phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
         for control in controls:
-            control.call(Place(terms=JobTerms(job=JobId("job"), phases=(phase,))))
+            control.call(Register(terms=JobTerms(job=JobId("job"), phases=(phase,))))
             assert b'scheduler_phase_jobs{stage="apart"} 1.0' in control.metrics()
     with urllib.request.urlopen(f"http://127.0.0.1:{free}/metrics", timeout=10) as reply:
         assert b'scheduler_phase_jobs{stage="apart"} 1.0' in reply.read()

@@ -96,4 +96,4 @@ def test_a_crash_is_no_recovery(world: World) -> None:
 
     outcome = struck(world, Fault("a crash", strike))
     assert not outcome.recovered
-    assert "not ours" in outcome.story
+    assert "not ours" in outcome.failure

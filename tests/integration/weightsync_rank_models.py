@@ -94,7 +94,7 @@ def _followed(config: Any, store: str, states: list[State]) -> dict[str, Any]:
     """Differences of a rank that follows a store from one that loaded, version by version."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
-    from weightsync.vllm.engine_weights import EngineWeights, Wanted
+    from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
     from weightsync.vllm.rank_parts import is_partial
 
     root = StoreRoot(os.environ["ROSEMUX_WEIGHT_ROOT"])
@@ -103,7 +103,7 @@ def _followed(config: Any, store: str, states: list[State]) -> dict[str, Any]:
     weights = EngineWeights(model, config.model_config, root, packed_ahead_bytes=0, sliced=True)
     seen: dict[str, Any] = {"partial": is_partial(model), "differing": [], "reports": []}
     for version, state in enumerate(states, start=1):
-        weights.load(Wanted(store=store, version=WeightVersion(version)))
+        weights.load(RequestedVersion(store=store, version=WeightVersion(version)))
         weights.release()
         seen["differing"].append(_differing(model, _built(config, state)))
         seen["reports"].append(weights.report())
@@ -115,14 +115,14 @@ def _refusal(config: Any, store: str, state: State) -> str:
     """A rank's refusal of a store of another model."""
     from harvester.contracts.ids import WeightVersion
     from weightsync.transport.location import StoreRoot
-    from weightsync.vllm.engine_weights import EngineWeights, Wanted
+    from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 
     root = StoreRoot(os.environ["ROSEMUX_WEIGHT_ROOT"])
     weights = EngineWeights(
         _built(config, state), config.model_config, root, packed_ahead_bytes=0, sliced=True
     )
     try:
-        weights.load(Wanted(store=store, version=WeightVersion(1)))
+        weights.load(RequestedVersion(store=store, version=WeightVersion(1)))
     except Exception as error:
         return str(error)
     return "none"

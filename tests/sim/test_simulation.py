@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from scheduler.sim.simulated_fleet import BatchShape, FleetShape, run_steps
 from scheduler.sim.simulation import Simulation
+from tests.sim.simulated_fleet import BatchShape, FleetShape, run_steps
 
 BATCH = BatchShape(trajectories=96)
 
@@ -29,7 +29,7 @@ def test_runs_actions_in_time_order_and_ties_in_the_order_of_scheduling() -> Non
 
 def test_the_same_seed_gives_the_same_run_under_any_hash_seed() -> None:
     program = (
-        "from scheduler.sim.simulated_fleet import *\n"
+        "from tests.sim.simulated_fleet import *\n"
         "print(run_steps(FleetShape(guests=2, lease_s=0.5), BatchShape(trajectories=48), "
         "steps=2, seed=3, leases=True))"
     )

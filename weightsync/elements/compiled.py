@@ -53,11 +53,6 @@ def generated(signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], A
     return made
 
 
-def compiled_forms() -> int:
-    """Machine code forms of all loops so far, one for each combination of element types."""
-    return sum(len(loop.signatures) for loop in _loops)
-
-
 def forget_cache() -> None:
     """Compile without cache files from now on: the cache cannot be written or read."""
     for loop in _loops:

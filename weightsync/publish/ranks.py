@@ -14,13 +14,13 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
-from weightsync.publish.conversation import Mailbox, OtherRank, RankZero, given
+from weightsync.publish.rank_exchange import Mailbox, OtherRank, RankZero, given
 
 RANKS_DIRECTORY = ".ranks"
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
-class Conversation(Protocol):
+class RankExchange(Protocol):
     def gather(self, message: _T) -> list[_T]:
         """On rank 0 the messages of all ranks, in rank order; on other ranks an empty list."""
 
@@ -34,7 +34,7 @@ class Alone:
     rank = 0
 
     @contextmanager
-    def conversation(self, step: int) -> Iterator[Conversation]:  # noqa: ARG002 - one rank
+    def exchange(self, step: int) -> Iterator[RankExchange]:  # noqa: ARG002 - one rank
         yield self
 
     def gather(self, message: _T) -> list[_T]:
@@ -65,7 +65,7 @@ class RanksByFiles:
             self._mailbox.clear()
 
     @contextmanager
-    def conversation(self, step: int) -> Iterator[Conversation]:
+    def exchange(self, step: int) -> Iterator[RankExchange]:
         """Context of one publish; an error inside reaches every rank."""
         talk = (
             RankZero(self._mailbox, step, ranks=self._ranks, timeout_s=self._timeout_s)

@@ -48,7 +48,6 @@ class Applied:
     version: WeightVersion
     state_hash: str
     bytes_read: int
-    tensors_changed: int
     from_full: bool
     seconds: float
     """Duration of the apply alone: writing and verifying."""
@@ -95,7 +94,6 @@ class Staged:
             version=self.plan.target,
             state_hash=state_hash,
             bytes_read=self.bytes_read,
-            tensors_changed=len(self.changed),
             from_full=self.full is not None,
             seconds=seconds,
         )

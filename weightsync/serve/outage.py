@@ -39,7 +39,7 @@ class Outage:
     def is_on(self) -> bool:
         return self._probing is not None and not self._probing.done()
 
-    async def asked(
+    async def request(
         self,
         ask: Callable[[], Awaitable[T]],
         recall: Callable[[], T | None],

@@ -61,12 +61,12 @@ class RelayShelf:
         self._outage = Outage()
 
     async def names(self) -> tuple[str, ...]:
-        return await self._outage.asked(
+        return await self._outage.request(
             self._shelf.names, lambda: self._remembered.stores() or None, self._shelf.names
         )
 
     async def directories(self, store: str) -> tuple[str, ...]:
-        return await self._outage.asked(
+        return await self._outage.request(
             lambda: self._shelf.directories(store),
             lambda: self._whole_versions(store) or None,
             lambda: self._shelf.directories(store),
@@ -76,19 +76,19 @@ class RelayShelf:
         until_s = self._clock.now() + wait_s
         while True:
             left_s = max(0.0, until_s - self._clock.now())
-            found = await self._asked_latest(store, known, left_s)
+            found = await self._request_latest(store, known, left_s)
             # In an outage no newer version can appear: wait for its end.
             if found != known or not self._outage.is_on or not await self._outage.over(left_s):
                 return found
 
-    async def _asked_latest(self, store: str, known: bytes | None, wait_s: float) -> bytes | None:
+    async def _request_latest(self, store: str, known: bytes | None, wait_s: float) -> bytes | None:
         async def ask() -> bytes | None:
             raw = await self._shelf.latest(store, known, wait_s=wait_s)
             if raw is not None:
                 self._remembered.keep_latest(store, raw)
             return raw
 
-        return await self._outage.asked(
+        return await self._outage.request(
             ask,
             lambda: self._newest_here(store),
             lambda: self._shelf.latest(store, None, wait_s=0.0),
@@ -159,14 +159,14 @@ class RelayShelf:
         if name == CONFIG_FILE:
             return await self._read_small(store, path)
         # A version whose files are all cached was ready when they were pulled.
-        return await self._outage.asked(
+        return await self._outage.request(
             lambda: self._read_small(store, path),
             lambda: b"" if directory in self._whole_versions(store) else None,
             lambda: self._shelf.latest(store, None, wait_s=0.0),
         )
 
     async def _read_index(self, store: str, directory: str) -> bytes:
-        raw = await self._outage.asked(
+        raw = await self._outage.request(
             lambda: self._read_small(store, f"{directory}/{INDEX_FILE}"),
             lambda: self._remembered.index(store, directory),
             lambda: self._shelf.latest(store, None, wait_s=0.0),

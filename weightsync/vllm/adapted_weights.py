@@ -17,7 +17,7 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.layout.manifest import AdapterRecord
 from weightsync.receive.staged import Applied
 from weightsync.vllm.adapter_stores import AdapterCopy, AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.stager import Stager, StageState, StageStatus
 
@@ -60,7 +60,7 @@ class AdaptedWeights:
         fits = all(self._is_on(copy.record) for copy in self._held.values())
         return self._base.is_loaded and fits
 
-    def stage(self, wanted: Wanted) -> StageStatus:
+    def stage(self, wanted: RequestedVersion) -> StageStatus:
         """See EngineWeights; if an adapter needs another base, that base is staged next."""
         record = self._record(wanted)
         if record is None:
@@ -70,7 +70,7 @@ class AdaptedWeights:
             return self._base.stage(_base_of(record))
         return status
 
-    def load(self, wanted: Wanted) -> Applied:
+    def load(self, wanted: RequestedVersion) -> Applied:
         """Bring the engine to a version of a base or of an adapter; see EngineWeights.
 
         Raises ConfigError for a base that adapters in force do not fit, for an adapter without a
@@ -92,8 +92,8 @@ class AdaptedWeights:
         self._base.paced_by(pace)
         self._stores.paced_by(pace)
 
-    def rest(self) -> None:
-        self._base.rest()
+    def fall_asleep(self) -> None:
+        self._base.fall_asleep()
         self._stager.clear()
 
     def release(self) -> None:
@@ -110,7 +110,7 @@ class AdaptedWeights:
         self._base.close()
         self._stores.close()
 
-    def _load_adapter(self, name: str, wanted: Wanted, record: AdapterRecord) -> Applied:
+    def _load_adapter(self, name: str, wanted: RequestedVersion, record: AdapterRecord) -> Applied:
         coming = self._stager.take(wanted.key, self._preparing(wanted))
         if coming.held is not self._of_store(wanted.store):
             coming = self._stager.take(wanted.key, self._preparing(wanted))
@@ -133,7 +133,7 @@ class AdaptedWeights:
         self._slots.check(form)
         self._base.load(_base_of(record))
 
-    def _check_base_stays(self, wanted: Wanted) -> None:
+    def _check_base_stays(self, wanted: RequestedVersion) -> None:
         if not self._held:
             return
         manifest = self._stores.manifest(wanted.store, wanted.version)
@@ -146,7 +146,7 @@ class AdaptedWeights:
                     "adapter version for the new base, which brings the base along"
                 )
 
-    def _record(self, wanted: Wanted) -> AdapterRecord | None:
+    def _record(self, wanted: RequestedVersion) -> AdapterRecord | None:
         manifest = self._stores.manifest(wanted.store, wanted.version)
         return manifest.adapter if manifest else None
 
@@ -157,20 +157,20 @@ class AdaptedWeights:
     def _of_store(self, store: str) -> AdapterCopy | None:
         return next((copy for copy in self._held.values() if copy.store == store), None)
 
-    def _preparing(self, wanted: Wanted) -> Callable[[], _Coming]:
+    def _preparing(self, wanted: RequestedVersion) -> Callable[[], _Coming]:
         """The preparation as a callable, bound to the copy in force now."""
         held = self._of_store(wanted.store)
         return lambda: self._prepared(wanted, held)
 
-    def _prepared(self, wanted: Wanted, held: AdapterCopy | None) -> _Coming:
+    def _prepared(self, wanted: RequestedVersion, held: AdapterCopy | None) -> _Coming:
         copy = self._stores.copied(wanted.store, wanted.version, held)
         with TemporaryDirectory(prefix="rosemux-adapter-") as directory:
             copy.write_to(Path(directory))
             return _Coming(copy, self._slots.read(Path(directory)), held)
 
 
-def _base_of(record: AdapterRecord) -> Wanted:
-    return Wanted(
+def _base_of(record: AdapterRecord) -> RequestedVersion:
+    return RequestedVersion(
         store=record.base_store,
         version=WeightVersion(record.base_version),
         state_hash=record.base_state_hash,

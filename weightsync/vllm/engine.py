@@ -52,9 +52,9 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         return self._weights.stage(update_info)
 
-    def rest(self, *, away: bool) -> None:
+    def set_asleep(self, *, asleep: bool) -> None:
         """Around the worker's sleep."""
-        self._weights.rest(away=away)
+        self._weights.set_asleep(asleep=asleep)
 
     def paced_by(self, pace: Pace) -> None:
         """Called where production is beside this engine."""

@@ -1,6 +1,6 @@
 """The weights of one running model: the loaded version, preparations, and updates.
 
-    stage   in the background, while the engine runs: pulled, decoded, rehearsed on copies
+    stage   in the background, while the engine runs: pulled, decoded, tried on copies
     load    between two steps: written in place, packed forms swapped, the result hashed
 
 Decides whether a preparation and a loader map are still valid; the receiver decides what is read
@@ -24,7 +24,7 @@ from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
 from weightsync.vllm.host_targets import ShadowTarget, SliceTarget, traced_slices
-from weightsync.vllm.in_place import applied_in_place, is_hashed_whole, rehearsed
+from weightsync.vllm.in_place import applied_in_place, is_hashed_whole, tried_on_copies
 from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
@@ -37,7 +37,7 @@ Target: TypeAlias = LoaderMap | SliceTarget | ShadowTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RequestedVersion:
     """One version of one store."""
 
     store: str
@@ -118,11 +118,11 @@ class EngineWeights:
         """Whether the weights are known to be a published version."""
         return self._loaded is not None
 
-    def stage(self, wanted: Wanted) -> StageStatus:
+    def stage(self, wanted: RequestedVersion) -> StageStatus:
         """Prepare a version in the background; repeated calls return its progress."""
         return self._stager.begin(wanted.key, self._preparing(wanted))
 
-    def load(self, wanted: Wanted) -> Applied:
+    def load(self, wanted: RequestedVersion) -> Applied:
         """Bring the model to a version, prepared or not; raises if the model does not hold it.
 
         A failure before any write (unknown version, broken payload, other shapes) leaves the loaded
@@ -154,7 +154,7 @@ class EngineWeights:
         """Make every later piece of work ask `pace`."""
         self._pool.pace = self._receive_pool.pace = pace
 
-    def rest(self) -> None:
+    def fall_asleep(self) -> None:
         """Wait for background work and drop the staged version."""
         self._stager.clear()
 
@@ -179,7 +179,7 @@ class EngineWeights:
             receiver.close()
         self._receivers.clear()
 
-    def _preparing(self, wanted: Wanted) -> Callable[[], _Prepared]:
+    def _preparing(self, wanted: RequestedVersion) -> Callable[[], _Prepared]:
         """The preparation as a callable, bound to the version loaded now."""
         base = self._base_for(wanted.store)
         receiver = self._receiver(wanted.store)
@@ -195,7 +195,7 @@ class EngineWeights:
             return _Base(target)
         return self._base
 
-    def _prepared(self, receiver: Receiver, base: _Base, wanted: Wanted) -> _Prepared:
+    def _prepared(self, receiver: Receiver, base: _Base, wanted: RequestedVersion) -> _Prepared:
         receiver.select(base.target.selection if isinstance(base.target, SliceTarget) else None)
         held = None if base.target is None or receiver.is_partial else base.target.layout()
         staged = receiver.prepare(base.version, wanted.version, held=held)
@@ -204,12 +204,12 @@ class EngineWeights:
         if not isinstance(base.target, LoaderMap):
             return _Prepared(base=base, staged=staged)
         try:
-            forms = self._rehearsed(base.target, staged)
+            forms = self._tried(base.target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
             self._mended += 1
             staged = receiver.prepare(None, wanted.version)
-            forms = self._rehearsed(base.target, staged)
+            forms = self._tried(base.target, staged)
         return _Prepared(base=base, staged=staged, forms=forms)
 
     def _settled(self, receiver: Receiver, staged: Staged, target: Target) -> Applied:
@@ -227,8 +227,8 @@ class EngineWeights:
                 staged = receiver.prepare(None, staged.plan.target)
         return receiver.settle(staged, target)
 
-    def _rehearsed(self, target: LoaderMap, staged: Staged) -> dict[Any, PackedForm]:
-        return rehearsed(
+    def _tried(self, target: LoaderMap, staged: Staged) -> dict[Any, PackedForm]:
+        return tried_on_copies(
             target,
             staged,
             self._packed,

@@ -1,6 +1,6 @@
-"""Deltas written into runtime storage in the pause, and rehearsed on copies before it.
+"""Deltas written into runtime storage in the pause, and tried on copies before it.
 
-In the rehearsal every tensor is copied, changed and hashed, so that a base or a delta that does not
+On trial every tensor is copied, changed and hashed, so that a base or a delta that does not
 lead to the published state is found before anything is touched; packed forms of linear layers are
 made from the very copies that were hashed. In the pause each block is hashed as soon as it is
 written, while the processor's cache holds it, so that all weights are read once instead of twice.
@@ -70,14 +70,14 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tensors that are rehearsed together: those of one packed weight, or a single one."""
+    """Tensors that are tried together: those of one packed weight, or a single one."""
 
     names: tuple[str, ...]
     layers: Layers
     size_bytes: int
 
 
-def rehearsed(
+def tried_on_copies(
     target: LoaderMap,
     staged: Staged,
     packed: Mapping[int, Layers],
@@ -99,7 +99,7 @@ def rehearsed(
         parts = [part for part in parts if part.layers]
     done = each(
         pool,
-        lambda part: _rehearse(target, staged, part, pack, hashed),
+        lambda part: _try_part(target, staged, part, pack, hashed),
         parts,
         lambda part: part.size_bytes,
     )
@@ -145,7 +145,7 @@ def _is_flat(target: LoaderMap, layer: Any, names: Sequence[str]) -> bool:
     )
 
 
-def _rehearse(
+def _try_part(
     target: LoaderMap, staged: Staged, part: _Part, pack: Pack, hashed: bool
 ) -> tuple[dict[str, str], dict[Any, PackedForm]]:
     weight: torch.Tensor | None = None

@@ -20,7 +20,7 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
@@ -56,8 +56,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if type(self.version) is not int or self.version < 1:
             raise PeerProtocolError(f"version {self.version!r}: a number from 1")
 
-    def wanted(self) -> Wanted:
-        return Wanted(**asdict(self))
+    def requested(self) -> RequestedVersion:
+        return RequestedVersion(**asdict(self))
 
 
 class WorkerWeights:
@@ -80,7 +80,7 @@ class WorkerWeights:
         )
         self._pace: Pace | None = None
         self._device = device
-        self._away = False
+        self._asleep = False
         self._weights: EngineWeights | AdaptedWeights = base
         if vllm_config.lora_config is not None:
             from vllm.triton_utils import HAS_TRITON
@@ -91,18 +91,18 @@ class WorkerWeights:
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         """Prepare a version in the background; returns its state and a message."""
-        if self._away:
+        if self._asleep:
             return {"state": "failed", "message": "asleep: the update prepares by itself"}
-        status = self._weights.stage(update_info.wanted())
+        status = self._weights.stage(update_info.requested())
         return {"state": status.state.value, "message": status.message}
 
-    def rest(self, *, away: bool) -> None:
-        """Record that the weights are about to leave the device, or are back. Nothing touches them
-        while they are away, and preparations that read them are dropped."""
-        self._away = away
-        if away:
+    def set_asleep(self, *, asleep: bool) -> None:
+        """Record that the weights fall asleep or are awake again. Nothing touches them
+        while they sleep, and preparations that read them are dropped."""
+        self._asleep = asleep
+        if asleep:
             with nullcontext() if self._pace is None else self._pace.hurry():
-                self._weights.rest()
+                self._weights.fall_asleep()
 
     def paced_by(self, pace: Pace) -> None:
         """Make each piece of weight work ask from now on: production is beside this engine."""
@@ -113,7 +113,7 @@ class WorkerWeights:
         """Load the version; raises if the engine does not hold exactly it afterwards."""
         # A step may still read the weights after its call has returned.
         self._await_device()
-        self._weights.load(update_info.wanted())
+        self._weights.load(update_info.requested())
         self._await_device()
 
     def finish(self) -> None:

@@ -45,13 +45,13 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one fault. A crash is no recovery; `story` describes the failure."""
+    """Result of one fault. A crash is no recovery; `failure` describes it."""
 
     recovered: bool
     refused: bool = False
     passable: bool = False
     passed: bool = False
-    story: str = ""
+    failure: str = ""
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class Trials:
             tally.refused += outcome.refused
             tally.passable += outcome.passable
             tally.passed += outcome.passed
-        for line in (outcome.story, *world.wrong):
+        for line in (outcome.failure, *world.wrong):
             if line and len(self.failures) < _STORIES:
                 self.failures.append(f"{number}, {fault.name}: {line}")
 
@@ -108,22 +108,23 @@ def struck(world: World, fault: Fault) -> Outcome:
         mend()
         recovered = world.recovered()
     except Exception:
-        return Outcome(recovered=False, story=traceback.format_exc(limit=-6))
+        return Outcome(recovered=False, failure=traceback.format_exc(limit=-6))
     if passable and not passed:
         return Outcome(
             recovered=False,
             refused=True,
             passable=True,
-            story=f"stopped at {refusal}, and another way was intact",
+            failure=f"stopped at {refusal}, and another way was intact",
         )
     if not recovered:
         return Outcome(
             recovered=False,
             refused=refusal is not None,
-            story=f"not at version {world.newest}; before: {refusal}, after: {world.last_refusal}",
+            failure=f"not at version {world.newest}; before: {refusal}, "
+            f"after: {world.last_refusal}",
         )
     if grew_bytes > _GREW_BYTES_MAX:
-        return Outcome(recovered=False, story=f"it took {grew_bytes >> 20} MiB of memory")
+        return Outcome(recovered=False, failure=f"it took {grew_bytes >> 20} MiB of memory")
     return Outcome(recovered=True, refused=refusal is not None, passable=passable, passed=passed)
 
 

@@ -194,7 +194,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """The stop token or string that ended it; None on EOS and on any other end."""
     spans: tuple[Span, ...] = ()
     fault: str = ""
-    """Why the turn ended early, where it was not the job's wish."""
+    """Why the turn ended early, where its job did not request that."""
     weight_versions: tuple[VersionRange, ...] | None = None
     """As vLLM gives them: of the whole output, once it has ended."""
     immovable: tuple[str, ...] = ()

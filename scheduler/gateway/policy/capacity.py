@@ -32,8 +32,8 @@ class CapacityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """One job's turns. `dispatched` and `speeds` only record routing, on one line of the
-    journal."""
+    """One job's turns. `dispatched` and `s_per_token` only record routing, on one line of
+    the journal."""
 
     job: JobId
     active: bool

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from harvester.contracts.doubling import doubled_s
 from harvester.contracts.ids import EngineId
 
 USUAL_FIRST_TOKENS = 3.0
@@ -65,15 +66,15 @@ class TurnCourse:
             self._stuck_since_s = began_s
 
     def avoid(self, engine: EngineId, pause_s: float, why: str, *, now: float) -> None:
-        doubled_s = min(pause_s * 2.0 ** min(self._setbacks, 16), PAUSE_MAX_S)
-        self._avoided[engine] = now + max(pause_s, doubled_s)
+        longer_s = doubled_s(pause_s, self._setbacks, most_s=PAUSE_MAX_S)
+        self._avoided[engine] = now + max(pause_s, longer_s)
         self._setbacks += 1
         self.why = why
 
     def stall_after_s(self, stall_s: float, *, usual_first_token_s: float) -> float:
         """The silence after which it leaves an engine."""
-        doubled_s = stall_s * 2.0 ** min(self._stalls, 16)
-        return max(doubled_s, USUAL_FIRST_TOKENS * usual_first_token_s)
+        usual_s = USUAL_FIRST_TOKENS * usual_first_token_s
+        return max(doubled_s(stall_s, self._stalls), usual_s)
 
     def stalled(self, engine: EngineId, *, gated: bool, now: float) -> None:
         """Records that it was taken off a silent engine. A closed gate opens as suddenly as it

@@ -5,6 +5,8 @@ Reads no clock.
 
 from dataclasses import dataclass
 
+from harvester.contracts.doubling import doubled_s
+
 MOST_IN_A_ROW = 3
 FORGOTTEN_S = 300.0
 _FIRST_S = 1.0
@@ -50,6 +52,6 @@ class ForeignUpdates:
         self.times, self._last_s = self.times + 1, now
         wait_s = 0.0
         if self.times > 1:
-            wait_s = min(_FIRST_S * 2.0 ** min(self.times - 2, 16), _LONGEST_S)
+            wait_s = doubled_s(_FIRST_S, self.times - 2, most_s=_LONGEST_S)
         self.until_s = now + wait_s
         return self.times == 1

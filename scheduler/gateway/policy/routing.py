@@ -126,10 +126,6 @@ class RoutingPolicy:
     def open_turns(self) -> int:
         return len(self._placed)
 
-    def open_turns_on(self, engine: EngineId) -> int:
-        load = self._engines.get(engine)
-        return load.open_turns if load else 0
-
     def queued_turns_of(self, job: JobId) -> int:
         return sum(queued.job == job for queued in self._queued.values())
 

@@ -139,7 +139,7 @@ class Turn:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     fault: str = ""
-    """Why it ended early, where that was not the job's wish."""
+    """Why it ended early, where its job did not request that."""
     routed_experts: str | None = None
     """The engine's array, where one attempt made the whole turn."""
     immovable: tuple[str, ...] = ()

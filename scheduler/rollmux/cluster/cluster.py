@@ -25,7 +25,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     QueueJob,
     SettleJob,
 )
-from scheduler.rollmux.cluster.submission import KINDS, Submission, nodes_of, submission_fault
+from scheduler.rollmux.cluster.submission import KINDS, Submission, submission_fault
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
@@ -114,7 +114,7 @@ class ClusterPolicy:
             placed.changed = False
             self.unsaved.add(given.job)
         if placed.stage is PlacementStage.MOVING and (placed.told or self._is_apart(placed)):
-            # Told at its iteration's end, or a new process is told with the answer.
+            # EventKind at its iteration's end, or a new process is told with the answer.
             self._leave_old(placed, now)
 
     def request_phase(self, job: JobId, kind: PhaseKind, *, now: float) -> None:
@@ -233,7 +233,7 @@ class ClusterPolicy:
         named = self.fleet.named
         return named(placement.rollout_nodes), named(placement.training_nodes)
 
-    def wanted_terms(self, placed: JobPlacement) -> JobTerms | None:
+    def current_terms(self, placed: JobPlacement) -> JobTerms | None:
         """The permit terms of the job on its current nodes; None without nodes."""
         rollout, training = self.machines(placed.at)
         return placed.submission.terms(
@@ -311,8 +311,8 @@ class ClusterPolicy:
     def _beside(self, to: AssignPlace) -> tuple[JobId, ...]:
         group = self.planner.table.groups.get(to.group)
         others = {} if group is None else group.pinned
-        nodes = set(nodes_of(to.placement))
-        found = (job for job, other in others.items() if nodes.intersection(nodes_of(other)))
+        nodes = set(to.placement.nodes)
+        found = (job for job, other in others.items() if nodes.intersection(other.nodes))
         return tuple(sorted(job for job in found if job != to.placement.job))
 
     def _restart(self, placed: JobPlacement, placement: Placement, now: float) -> None:
@@ -344,7 +344,7 @@ class ClusterPolicy:
             return
         placed.moves += placed.started
         placed.arrived_s = now if placed.started else None
-        self._hold(placed, nodes_of(placed.to))
+        self._hold(placed, placed.to.nodes)
         placed.arrive()
         self._arrived.add(placed.job)
         self._touched.add(placed.job)
@@ -419,7 +419,7 @@ class ClusterPolicy:
             placed, permit = self.placements.get(job), self._permits.permit(job)
             if placed is None:
                 continue
-            wanted = self.wanted_terms(placed)
+            wanted = self.current_terms(placed)
             there = None if permit is None or job in self._removed else permit.terms
             if wanted is None:
                 self._remove(job)
@@ -436,4 +436,4 @@ class ClusterPolicy:
 
 
 def _is_on(placed: JobPlacement, name: NodeId) -> bool:
-    return placed.at is not None and name in nodes_of(placed.at)
+    return placed.at is not None and name in placed.at.nodes

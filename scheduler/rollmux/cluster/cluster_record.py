@@ -18,7 +18,6 @@ from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.job_placement import JobPlacement
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
-from scheduler.rollmux.cluster.submission import nodes_of
 from scheduler.rollmux.planner.group_table import GroupState
 
 _NAMES_AT_ONCE = 1000
@@ -169,7 +168,7 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     placed, kept = record.placed, record.facts
-    there = () if placed.at is None else nodes_of(placed.at)
+    there = () if placed.at is None else placed.at.nodes
     held = there if record.held is None else record.held
     policy.residency.hold(placed.job, held, placed.submission.host_bytes)
     policy.placements[placed.job] = placed

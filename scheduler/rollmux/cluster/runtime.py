@@ -33,8 +33,8 @@ from scheduler.rollmux.permits.events import (
     Leave,
     PermitEffect,
     PermitEndReason,
-    Place,
     Refuse,
+    Register,
     TimeElapsed,
     Withdraw,
 )
@@ -121,7 +121,7 @@ class PhaseRuntime:
                 self.cluster.report_node(event.node, failed=event.failed, now=now)
             case Forget(job=job) if job in self.cluster.placements:
                 self.cluster.end_job(job, now=now)
-            case Place(terms=terms):
+            case Register(terms=terms):
                 reason = "this control plans: submit the job, and it is placed"
                 self._effects.append(Refuse(job=terms.job, reason=reason))
             case Enter():
@@ -141,7 +141,7 @@ class PhaseRuntime:
         placed = self.cluster.placements.get(job)
         if placed is None:
             return ""
-        terms = self.cluster.wanted_terms(placed)
+        terms = self.cluster.current_terms(placed)
         permit = self.permits.permit(job)
         if permit is not None and permit.holding:
             return ""
@@ -198,7 +198,7 @@ class PhaseRuntime:
         for effect in self.cluster.take_effects():
             match effect:
                 case JobTerms():
-                    self._follow(self.permits.place(effect, now=now), now)
+                    self._follow(self.permits.register(effect, now=now), now)
                 case Removal(job=job, for_good=for_good):
                     self._follow(self.permits.remove(job, for_good=for_good, now=now), now)
                 case _:

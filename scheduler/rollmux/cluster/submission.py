@@ -6,7 +6,7 @@ from typing import Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId, TenantId
-from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Placement
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.tail import Completion, best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
@@ -158,7 +158,3 @@ def _rises(curve: tuple[Completion, ...]) -> bool:
     inside = all(0.0 <= each <= 1.0 for point in curve for each in point)
     rising = all(a <= b for one, two in pairwise(curve) for a, b in zip(one, two, strict=True))
     return inside and rising and len(curve) <= CURVE_MAX
-
-
-def nodes_of(placement: Placement) -> tuple[NodeId, ...]:
-    return (*placement.rollout_nodes, *placement.training_nodes)

@@ -172,7 +172,7 @@ def explain(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Tell a job's story: its placements, its moves with their reasons, and the jobs it waited
+    """Print a job's history: its placements, its moves with their reasons, and the jobs it waited
     for."""
     from harvester.contracts.errors import ConfigError
     from scheduler.rollmux.control.explanation import explanation, moment

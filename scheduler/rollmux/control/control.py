@@ -45,7 +45,7 @@ from scheduler.rollmux.control.wire import (
     Transport,
     Waiting,
 )
-from scheduler.rollmux.permits.events import Enter, Forget, Leave, Place, Withdraw
+from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
@@ -54,7 +54,6 @@ Resume = Callable[[bool], None]
 """Called with whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
 OnMove = Callable[[OrderMove], None]
-OnArrive = Callable[[Placed], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +86,13 @@ class PhaseControl:
         clock: Clock | None = None,
         timeout_s: float = float("inf"),
         on_move: OnMove = lambda _move: None,
-        on_arrive: OnArrive = lambda _placed: None,
         harvesting: Harvesting | None = None,
     ) -> None:
         """`terms` name the job's nodes; a planning control takes a `Submission` and names them.
 
         `timeout_s` bounds the wait for a place, for a permit and for an absent control.
         A job's move comes between two iterations: `on_move` frees what it holds on its old
-        nodes, and once its new ones have room `on_arrive` brings its state there.
+        nodes, and the job waits until its new ones have room. Its next phase loads it there.
         With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
 
         Raises ConfigError if the job is refused, Exhausted if no control answers in time.
@@ -112,7 +110,7 @@ class PhaseControl:
         self._clock = clock or MonotonicClock()
         self._timeout_s = timeout_s
         self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        self._on_move, self._on_arrive = on_move, on_arrive
+        self._on_move = on_move
         self._loading_s = 0.0
         self._leased_s = 0.0
         self._loaded = LoadedStates(transport, self._clock, self.job, self._holder)
@@ -236,7 +234,7 @@ class PhaseControl:
         pauses = self._backoff(self._timeout_s)
         while True:
             try:
-                reply = self._said_terms()
+                reply = self._submit_terms()
             except Exhausted as error:
                 pauses.pause(error)
                 continue
@@ -249,10 +247,10 @@ class PhaseControl:
                 raise ConfigError(f"job {self.job}: {reply.reason}")
             pauses.pause(Exhausted(f"job {self.job}: {reply}"))
 
-    def _said_terms(self) -> Reply:
+    def _submit_terms(self) -> Reply:
         if isinstance(self._terms, Submission):
             return self._transport.call(Submit(submission=self._terms))
-        return self._transport.call(Place(terms=self._terms))
+        return self._transport.call(Register(terms=self._terms))
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
         pauses = self._backoff(self._timeout_s)
@@ -291,13 +289,13 @@ class PhaseControl:
         )
         self._leased_s = 0.0
         if not failed:
-            self._told(self._say(leave, timeout_s=self._timeout_s))
+            self._obey(self._say(leave, timeout_s=self._timeout_s))
             return
         # A failed holder reports it while its lease lasts: after that the control knows by itself.
         with suppress(Exhausted, Stale, PeerProtocolError):
             self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
 
-    def _told(self, left: Reply) -> None:
+    def _obey(self, left: Reply) -> None:
         if not isinstance(left, Accepted):
             return
         if left.unload:
@@ -313,7 +311,6 @@ class PhaseControl:
         self._place()
         if self.placement is not None and self.placement != before:
             self._loaded.release()
-            self._on_arrive(self.placement)
 
     def _backoff(self, timeout_s: float) -> Backoff:
         limits = RetryLimits(

@@ -1,4 +1,4 @@
-"""One job's story in a journal, for people and for machines."""
+"""One job's history in a journal, for people and for machines."""
 
 import re
 from collections.abc import Iterator
@@ -46,20 +46,20 @@ class Explanation:
 
 
 def explanation(directory: Path, job: str, *, since: datetime, permits: bool) -> Explanation:
-    """The story of one job; with `permits`, every permit by itself, not only a summary.
+    """The history of one job; with `permits`, every permit by itself, not only a summary.
 
     Raises ConfigError if the journal or the job in it is missing.
     """
     if not is_name(job):
         raise ConfigError(f"{job[:80]!r} is no job's name")
-    story = JobHistory(JobId(job), since=since)
+    history = JobHistory(JobId(job), since=since)
     entries: list[Entry] = []
     for line in journal_lines(directory):
-        told = story.heard(line)
+        told = history.read(line)
         entries += told if permits else (one for one in told if one.told not in SUMMARISED)
-    if not story.was_known:
+    if not history.was_known:
         raise ConfigError(f"nothing of a job {job} in the journal in {directory}")
-    summaries = tuple(summary for _, summary in sorted(story.permits.summaries.items()))
+    summaries = tuple(summary for _, summary in sorted(history.permits.summaries.items()))
     return Explanation(JobId(job), tuple(entries), summaries)
 
 

@@ -1,4 +1,4 @@
-"""One event of a job's story, in words."""
+"""One event of a job's history, in words."""
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -9,7 +9,7 @@ import msgspec
 from harvester.contracts.ids import NodeId
 
 
-class Told(StrEnum):
+class EventKind(StrEnum):
     JOURNAL = "journal"
     """The journal begins here, or lacks decisions."""
     CONTROL = "control"
@@ -36,13 +36,13 @@ class Told(StrEnum):
 
 SUMMARISED = frozenset(
     {
-        Told.GRANTED,
-        Told.NARROWED,
-        Told.FREED,
-        Told.UNLOADED,
-        Told.WIDENED,
-        Told.WARNED,
-        Told.DONE,
+        EventKind.GRANTED,
+        EventKind.NARROWED,
+        EventKind.FREED,
+        EventKind.UNLOADED,
+        EventKind.WIDENED,
+        EventKind.WARNED,
+        EventKind.DONE,
     }
 )
 """Routine entries about permits: too many to be listed one by one."""
@@ -50,7 +50,7 @@ SUMMARISED = frozenset(
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
-    told: Told
+    told: EventKind
     text: str
 
 

@@ -1,4 +1,4 @@
-"""One job's story from the journal: its placements, the reasons of its moves, its permits.
+"""One job's history from the journal: its placements, the reasons of its moves, its permits.
 
 Fed with every line of a journal, it answers entries in the order of time; keeps no more than
 what the next line needs.
@@ -23,14 +23,14 @@ from scheduler.rollmux.cluster.runtime_events import (
     Submit,
 )
 from scheduler.rollmux.cluster.submission import Submission
-from scheduler.rollmux.control.history_entry import Entry, Told, seconds
+from scheduler.rollmux.control.history_entry import Entry, EventKind, seconds
 from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
 from scheduler.rollmux.control.permit_history import PermitHistory
-from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Place
+from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Register
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 
-_CAUSES: Final = frozenset({"submit", "place", "forget", "node", "control_resumed", "enter"})
-"""Samples that a story needs beside what follows from them."""
+_CAUSES: Final = frozenset({"submit", "register", "forget", "node", "control_resumed", "enter"})
+"""Samples that a history needs beside what follows from them."""
 
 
 class JobHistory:
@@ -44,7 +44,7 @@ class JobHistory:
         self._new_process = False
         self._queued_for = ""
 
-    def heard(self, line: Began | Dated) -> Iterator[Entry]:
+    def read(self, line: Began | Dated) -> Iterator[Entry]:
         for entry in self._began(line) if isinstance(line, Began) else self._decided(line):
             if entry.at >= self._since:
                 yield entry
@@ -58,13 +58,13 @@ class JobHistory:
         was_known, self.is_known = self.is_known, self._is_in(snapshot)
         if line.missing and was_known:
             words = f"{line.missing} decisions before this could not be written to the journal"
-            yield Entry(at=line.moment.at, told=Told.JOURNAL, text=words)
+            yield Entry(at=line.moment.at, told=EventKind.JOURNAL, text=words)
         if was_known and not self.is_known:
             words = "the control began anew and does not know the job any more"
-            yield Entry(at=line.moment.at, told=Told.CONTROL, text=words)
+            yield Entry(at=line.moment.at, told=EventKind.CONTROL, text=words)
         elif self.is_known and self._first:
             words = f"the journal begins; the job is there already{_where(job_permits, self._job)}"
-            yield Entry(at=line.moment.at, told=Told.JOURNAL, text=words)
+            yield Entry(at=line.moment.at, told=EventKind.JOURNAL, text=words)
         self._first = False
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
@@ -86,7 +86,7 @@ class JobHistory:
         ]
         yield from self._caused(event, line.moment)
         yield from self._planned(effects, line.moment)
-        yield from self.permits.heard(
+        yield from self.permits.read(
             effects, line.moment, cause=self._cause(event), counts=line.moment.at >= self._since
         )
         yield from self._closed(event, effects, line.moment)
@@ -96,18 +96,20 @@ class JobHistory:
         match event:
             case Submit(submission=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
-                yield Entry(at=now.at, told=Told.SUBMITTED, text=_submitted(given))
-            case Place(terms=terms) if terms.job == self._job and not self.is_known:
+                yield Entry(at=now.at, told=EventKind.SUBMITTED, text=_submitted(given))
+            case Register(terms=terms) if terms.job == self._job and not self.is_known:
                 self.is_known = True
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
-                yield Entry(at=now.at, told=Told.PLACED, text=f"placed by hand on {nodes}")
+                yield Entry(at=now.at, told=EventKind.PLACED, text=f"placed by hand on {nodes}")
             case ControlResumed() if self.is_known:
                 words = "the control is back" if self._new_process else "the control was paused"
                 yield Entry(
-                    at=now.at, told=Told.CONTROL, text=f"{words}: holders have a whole lease again"
+                    at=now.at,
+                    told=EventKind.CONTROL,
+                    text=f"{words}: holders have a whole lease again",
                 )
             case Enter(job=job, kind=kind) if job == self._job:
-                self.permits.asked(kind, now)
+                self.permits.request(kind, now)
             case _:
                 pass
 
@@ -117,16 +119,18 @@ class JobHistory:
         for effect in own:
             match effect:
                 case PlanJob():
-                    yield _asked(effect, now)
+                    yield _plan_entry(effect, now)
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
-                    yield Entry(at=now.at, told=Told.QUEUED, text=f"waits for a place: {reason}")
+                    yield Entry(
+                        at=now.at, told=EventKind.QUEUED, text=f"waits for a place: {reason}"
+                    )
                 case OrderMove():
                     words = f"its iteration is over: told to go on on {_nodes(effect)}"
-                    yield Entry(at=now.at, told=Told.MOVE_TOLD, text=words)
+                    yield Entry(at=now.at, told=EventKind.MOVE_TOLD, text=words)
                 case SettleJob() if asked is None or _nodes(asked) != _nodes(effect):
                     words = f"is in {effect.group} on {_nodes(effect)} now"
-                    yield Entry(at=now.at, told=Told.ARRIVED, text=words)
+                    yield Entry(at=now.at, told=EventKind.ARRIVED, text=words)
                 case _:
                     pass
 
@@ -155,7 +159,7 @@ class JobHistory:
         self.is_known = False
         why = "it was forgotten" if forgotten else "it was silent for too long"
         fared = "" if close is None else f"; {_fared(close)}"
-        yield Entry(at=now.at, told=Told.CLOSED, text=f"closed: {why}{fared}")
+        yield Entry(at=now.at, told=EventKind.CLOSED, text=f"closed: {why}{fared}")
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
@@ -183,18 +187,18 @@ def _submitted(given: Submission) -> str:
     return f"submitted with an SLO of {given.slo:.2f}: {phases}"
 
 
-def _asked(plan: PlanJob, now: Moment) -> Entry:
+def _plan_entry(plan: PlanJob, now: Moment) -> Entry:
     where = f"{plan.group} on {_nodes(plan)}"
     beside = f" beside {', '.join(plan.beside)}" if plan.beside else " alone"
     match plan.decision:
         case PlacementDecision.PLACED:
-            told, words = Told.PLACED, f"placed in {where}{beside}: {plan.reason}"
+            told, words = EventKind.PLACED, f"placed in {where}{beside}: {plan.reason}"
         case PlacementDecision.MOVED:
             words = f"asked to move to {where}{beside}, at its iteration's end: {plan.reason}"
-            told = Told.MOVE_ASKED
+            told = EventKind.MOVE_ASKED
         case PlacementDecision.RESTARTED:
             words = f"gets other nodes, in {where}{beside}: {plan.reason}"
-            told = Told.RESTARTED
+            told = EventKind.RESTARTED
     return Entry(at=now.at, told=told, text=words)
 
 

@@ -143,23 +143,23 @@ class RayControl:
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Status of every job. Raises as `call` does."""
-        return msgspec.json.decode(self._asked("jobs"), type=tuple[JobStatus, ...])
+        return msgspec.json.decode(self._request("jobs"), type=tuple[JobStatus, ...])
 
     def metrics(self) -> bytes:
         """Metrics in Prometheus's text format, for a collector that runs on Ray itself."""
-        text: bytes = self._asked("metrics")
+        text: bytes = self._request("metrics")
         return text
 
     def call(self, message: Call) -> Reply:
         """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
         timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
         name = call_name(message)
-        body, fault = self._asked("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
+        body, fault = self._request("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
         if fault:
             raise PeerProtocolError(f"{name}: {fault}")
         return decoded_reply(body)
 
-    def _asked(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
+    def _request(self, method: str, *arguments: object, timeout_s: float = _ANSWER_S) -> Any:
         import ray
 
         try:

@@ -9,7 +9,7 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect
-from scheduler.rollmux.control.history_entry import Entry, Told, nodes_in_words, seconds
+from scheduler.rollmux.control.history_entry import Entry, EventKind, nodes_in_words, seconds
 from scheduler.rollmux.control.journal_lines import Moment
 from scheduler.rollmux.permits.events import (
     DropPlace,
@@ -74,7 +74,7 @@ class NodeHolders:
             self._add(job, permit.get("nodes", ()))
             self._keeps[job] = tuple(permit.get("keep", ()))
 
-    def heard(self, effect: RuntimeEffect) -> None:
+    def apply(self, effect: RuntimeEffect) -> None:
         match effect:
             case GrantPermit(job=job, nodes=nodes) | WidenPermit(job=job, nodes=nodes):
                 self._add(job, nodes)
@@ -141,13 +141,13 @@ class PermitHistory:
             # Since when its worker asks is in no record.
             self._ask(now)
 
-    def asked(self, kind: PhaseKind, now: Moment) -> None:
+    def request(self, kind: PhaseKind, now: Moment) -> None:
         """A worker of the job asks for its permit, perhaps again."""
         if self._granted_s is None and (self._asked_s is None or kind is not self._kind):
             self._kind = kind
             self._ask(now)
 
-    def heard(
+    def read(
         self, effects: Iterable[RuntimeEffect], now: Moment, *, cause: str, counts: bool
     ) -> Iterator[Entry]:
         """`cause` is what ended a permit where its effect does not know better."""
@@ -157,7 +157,7 @@ class PermitHistory:
                 yield from self._own(effect, now, cause)
             if isinstance(effect, GrantPermit | WidenPermit | FreeNodes | EndPermit | NarrowPhase):
                 self._look(now)
-                self._holders.heard(effect)
+                self._holders.apply(effect)
 
     def _ask(self, now: Moment) -> None:
         self._asked_s = self._looked_s = now.t_s
@@ -184,23 +184,25 @@ class PermitHistory:
             case GrantPermit():
                 yield self._granted(effect, now)
             case WidenPermit():
-                yield self._happened(now, Told.WIDENED, f"gets {nodes_in_words(effect.nodes)} too")
+                yield self._happened(
+                    now, EventKind.WIDENED, f"gets {nodes_in_words(effect.nodes)} too"
+                )
             case NarrowPhase():
                 where = nodes_in_words(effect.keep, effect.accelerators) or "none of its nodes"
                 words = f"asked to bring its tail together on {where}: {effect.reason}"
-                yield self._happened(now, Told.NARROWED, words)
+                yield self._happened(now, EventKind.NARROWED, words)
             case FreeNodes():
                 words = f"its tail has left {nodes_in_words(effect.nodes)}, or a part of each"
-                yield self._happened(now, Told.FREED, words)
+                yield self._happened(now, EventKind.FREED, words)
             case UnloadNodes():
                 where = nodes_in_words(effect.nodes)
                 words = f"asked to take its state off {where}: another job is to start there"
-                yield self._happened(now, Told.UNLOADED, words)
+                yield self._happened(now, EventKind.UNLOADED, words)
             case WarnHolder():
-                yield self._happened(now, Told.WARNED, f"warned: {effect.reason}")
+                yield self._happened(now, EventKind.WARNED, f"warned: {effect.reason}")
             case RevokePermit():
                 words = f"told to end within {seconds(effect.grace_s)}: {effect.reason}"
-                yield self._happened(now, Told.REVOKED, words)
+                yield self._happened(now, EventKind.REVOKED, words)
             case EndPermit():
                 yield self._ended(effect, now, cause)
             case _:
@@ -219,7 +221,7 @@ class PermitHistory:
                 summary.behind_s[job] = summary.behind_s.get(job, 0.0) + spent_s
         where = nodes_in_words(grant.nodes, grant.accelerators) or "no nodes"
         words = f"{grant.kind} begins on {where}, after {seconds(waited_s)} of waiting"
-        return Entry(at=now.at, told=Told.GRANTED, text=words + behind_in_words(behind))
+        return Entry(at=now.at, told=EventKind.GRANTED, text=words + behind_in_words(behind))
 
     def _ended(self, end: EndPermit, now: Moment, cause: str) -> Entry:
         held_s = 0.0 if self._granted_s is None else now.t_s - self._granted_s
@@ -233,12 +235,12 @@ class PermitHistory:
         long = "" if began is None else f" after {seconds(held_s)}"
         if end.ended is PermitEndReason.DONE:
             words = f"{end.kind} is done{long}; alone it would have taken {seconds(end.solo_s)}"
-            return Entry(at=now.at, told=Told.DONE, text=words)
+            return Entry(at=now.at, told=EventKind.DONE, text=words)
         why = cause or end.reason
         words = f"its {end.kind} permit ended{long}, {end.ended}: {why}"
-        return Entry(at=now.at, told=Told.LOST, text=words)
+        return Entry(at=now.at, told=EventKind.LOST, text=words)
 
-    def _happened(self, now: Moment, told: Told, text: str) -> Entry:
+    def _happened(self, now: Moment, told: EventKind, text: str) -> Entry:
         if self._counts and self._kind is not None:
             happened = self._summary(self._kind).happened
             happened[told] = happened.get(told, 0) + 1

@@ -1,8 +1,7 @@
 """The shell around the permit policy: calls in, decisions kept and journalled, answers out.
 
 Never blocks and is used by one thread at a time; a waiting caller looks again when `on_change`
-signals a change. The embedded control, the socket and the Ray actor are fronts of
-this one service.
+signals a change. The socket server and the Ray actor are the shells around it.
 """
 
 import logging
@@ -45,8 +44,8 @@ from scheduler.rollmux.permits.events import (
     Forget,
     Leave,
     PermitEndReason,
-    Place,
     Refuse,
+    Register,
     TimeElapsed,
     Unloaded,
     Withdraw,
@@ -109,8 +108,8 @@ class PhaseService:
     def call(self, message: Call) -> Reply:
         """Raises Exhausted where its decision could not be kept: ask again."""
         match message:
-            case Place():
-                return self.place(message)
+            case Register():
+                return self.register(message)
             case Enter():
                 return self.enter(message)
             case Beat():
@@ -127,11 +126,11 @@ class PhaseService:
                     reason="this control does not plan: it was started without nodes"
                 )
 
-    def place(self, given: Place) -> Accepted | CallRefused:
+    def register(self, given: Register) -> Accepted | CallRefused:
         terms = given.terms
         known = self._policy.permit(terms.job)
         if known is None and len(self._policy.jobs) >= JOBS_MAX:
-            return CallRefused(reason=f"{JOBS_MAX} jobs are placed", retry_after_s=_RETRY_S)
+            return CallRefused(reason=f"{JOBS_MAX} jobs are registered", retry_after_s=_RETRY_S)
         if known is None or known.terms != terms:
             refusal = _refusal(self._observe(given))
             if refusal:

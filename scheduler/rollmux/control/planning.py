@@ -45,7 +45,7 @@ from scheduler.rollmux.control.wire import (
     Reply,
     Waiting,
 )
-from scheduler.rollmux.permits.events import Enter, Leave, Place
+from scheduler.rollmux.permits.events import Enter, Leave, Register
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 _RETRY_S: Final = 0.5
@@ -111,7 +111,7 @@ class PlanningService(PhaseService):
             case _:
                 return super().call(message)
 
-    def place(self, given: Place) -> CallRefused:
+    def register(self, given: Register) -> CallRefused:
         return CallRefused(reason=f"job {given.terms.job}: {_PLANS}")
 
     def submit(self, message: Submit) -> Placed | Waiting | CallRefused:

@@ -1,13 +1,13 @@
 """Calls between a job's process and the phase control, and the replies. Each may be repeated.
 
-    Place      -> Accepted | CallRefused
+    Register   -> Accepted | CallRefused
     Enter      -> Granted | Waiting | CallRefused      held open while it has to wait
     Withdraw   -> Accepted
     Beat       -> Orders | Ended
     Leave      -> Accepted | Ended
     Unloaded   -> Accepted | Ended
     Forget     -> Accepted
-    Submit     -> Placed | Waiting | CallRefused       where the control plans: instead of Place
+    Submit     -> Placed | Waiting | CallRefused       where the control plans: instead of Register
     NodeReport -> Accepted | CallRefused               by an operator or a health check
 
 A call is the event that the control's policy takes. The same records travel in one process, over a
@@ -25,7 +25,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, OrderMove, Submit
-from scheduler.rollmux.permits.events import Enter, Place, Unloaded, Withdraw
+from scheduler.rollmux.permits.events import Enter, Register, Unloaded, Withdraw
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, PermitStage
 
 WAIT_MAX_S: Final = 30.0
@@ -187,7 +187,7 @@ def checked(call: Call) -> Call:
         case NodeReport():
             checked_name(call.node, what="node")
             return call
-        case Place(terms=terms):
+        case Register(terms=terms):
             job = terms.job
             nodes = tuple(node for phase in terms.phases for node in phase.nodes)
         case Submit(submission=given):
@@ -208,4 +208,4 @@ def decoded_reply(body: bytes) -> Reply:
     try:
         return _REPLY.decode(body)
     except msgspec.MsgspecError as error:
-        raise PeerProtocolError(f"the phase control said {body[:200]!r}: {error}") from error
+        raise PeerProtocolError(f"the phase control replied {body[:200]!r}: {error}") from error

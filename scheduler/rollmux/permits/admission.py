@@ -19,7 +19,7 @@ from scheduler.rollmux.permits.terms import JobTerms, terms_fault
 Effects = list[PermitEffect]
 
 
-def place(table: PermitTable, terms: JobTerms) -> Effects:
+def register(table: PermitTable, terms: JobTerms) -> Effects:
     job, fault = terms.job, terms_fault(terms)
     if fault:
         return [Refuse(job=job, reason=fault)]

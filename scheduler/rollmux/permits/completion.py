@@ -30,7 +30,7 @@ class Course(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float = 0.0
     ratio: float = 0.0
 
-    def heard(self, ratio: float, *, at_s: float) -> "Course":
+    def progressed(self, ratio: float, *, at_s: float) -> "Course":
         """Folds a beat's share in; responses are taken to complete evenly between two beats."""
         ratio = min(ratio, 1.0)
         if not (ratio > self.ratio and at_s >= self.at_s):
@@ -55,7 +55,7 @@ class CompletionCurve(msgspec.Struct, frozen=True, kw_only=True):
         """Folds one more phase in; a phase that reported no progress teaches nothing."""
         if course.ratio <= 0.0 or lasted_s <= 0.0:
             return self
-        ended = course.heard(1.0, at_s=lasted_s)
+        ended = course.progressed(1.0, at_s=lasted_s)
         if len(ended.passed_s) < len(LEVELS):
             return self
         found = [min(1.0, passed_s / lasted_s) for passed_s in ended.passed_s]

@@ -16,7 +16,7 @@ class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call of a job's process or an operator; its tag names it on the wire and in the journal."""
 
 
-class Place(StrictStruct, frozen=True, kw_only=True, tag="place"):
+class Register(StrictStruct, frozen=True, kw_only=True, tag="register"):
     """A new job and its terms, or new terms of a known job; a permit in use outlives them."""
 
     terms: JobTerms
@@ -104,7 +104,7 @@ class TimeElapsed(msgspec.Struct, frozen=True, kw_only=True, tag="time_elapsed")
     pass
 
 
-PermitCall = Place | Enter | Withdraw | Beat | Leave | Unloaded | Forget
+PermitCall = Register | Enter | Withdraw | Beat | Leave | Unloaded | Forget
 PermitEvent = PermitCall | ControlResumed | TimeElapsed
 
 

@@ -174,7 +174,7 @@ class LeasedTail:
                 self._move(Seen.NODES_BACK, now)
             case TailPlace.AWAY if self._is_gone(now):
                 self._move(Seen.LEASE_GONE, now)
-        return self._asked(sample.stage, now)
+        return self._requests(sample.stage, now)
 
     def _is_gone(self, now: float) -> bool:
         starves = now - max(self._made[0], self._since_s) > STARVED_S
@@ -185,7 +185,7 @@ class LeasedTail:
         self._ended(TailEnd.FINISHED, now)
         self.place = TailPlace.ENDED
 
-    def _asked(self, stage: PermitStage, now: float) -> tuple[TailEffect, ...]:
+    def _requests(self, stage: PermitStage, now: float) -> tuple[TailEffect, ...]:
         """Requests to the control, repeated until its orders show that they arrived."""
         if self.place not in (TailPlace.AWAY, TailPlace.IN_LINE) or now - self._asked_s < RECALL_S:
             return ()

@@ -213,7 +213,7 @@ class PermitTable:
         line = (job for _, job in self._lines.get(node, ()))
         return tuple(job for job in line if self.waits(self.jobs[job], now))
 
-    def wanted(self, permit: JobPermit, now: float) -> bool:
+    def is_requested(self, permit: JobPermit, now: float) -> bool:
         return any(self.waiting_at(node, now) for node in permit.nodes)
 
     def ahead(self, permit: JobPermit, now: float) -> frozenset[JobId]:

@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.permits.accelerators import in_tail, work_until
-from scheduler.rollmux.permits.admission import place, remove, request, withdraw
+from scheduler.rollmux.permits.admission import register, remove, request, withdraw
 from scheduler.rollmux.permits.endings import ended, fail, stale
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -28,8 +28,8 @@ from scheduler.rollmux.permits.events import (
     PermitEffect,
     PermitEndReason,
     PermitEvent,
-    Place,
     Recall,
+    Register,
     RevokePermit,
     TimeElapsed,
     Unloaded,
@@ -101,10 +101,10 @@ class PermitPolicy:
         return min(due, default=float("inf"))
 
     def observe(self, event: PermitEvent, *, now: float) -> tuple[PermitEffect, ...]:
-        return self._served(self._heard(event, now), now)
+        return self._served(self._received(event, now), now)
 
-    def place(self, terms: JobTerms, *, now: float) -> tuple[PermitEffect, ...]:
-        return self._served(place(self._table, terms), now)
+    def register(self, terms: JobTerms, *, now: float) -> tuple[PermitEffect, ...]:
+        return self._served(register(self._table, terms), now)
 
     def remove(self, job: JobId, *, now: float, for_good: bool) -> tuple[PermitEffect, ...]:
         """Takes a job off its nodes; unless `for_good`, the knowledge about it stays."""
@@ -121,11 +121,11 @@ class PermitPolicy:
         # A job that is asked to make room leaves its lines, where others may stand behind it.
         return (*effects, *serve(self._table, self._table.settle(), now=now))
 
-    def _heard(self, event: PermitEvent, now: float) -> Effects:
+    def _received(self, event: PermitEvent, now: float) -> Effects:
         table = self._table
         match event:
-            case Place():
-                return place(table, event.terms)
+            case Register():
+                return register(table, event.terms)
             case Forget():
                 return remove(table, event.job, now=now, for_good=True)
             case Enter():
@@ -156,7 +156,7 @@ class PermitPolicy:
         permit.tokens = max(permit.tokens, event.tokens)
         permit.complete_ratio = max(permit.complete_ratio, event.complete_ratio)
         if permit.course is not None:
-            permit.course = permit.course.heard(event.complete_ratio, at_s=permit.worked_s)
+            permit.course = permit.course.progressed(event.complete_ratio, at_s=permit.worked_s)
         if event.narrowed and permit.move(PermitTrigger.NARROWED):
             freed = self._table.narrow(permit)
             return [FreeNodes(job=event.job, epoch=event.epoch, nodes=freed)]
@@ -195,7 +195,7 @@ class PermitPolicy:
 
     def _watch(self, permit: JobPermit, now: float) -> list[EndPermit | WarnHolder | RevokePermit]:
         table, config = self._table, self.config
-        wanted = permit.warned_s is not None and table.wanted(permit, now)
+        wanted = permit.warned_s is not None and table.is_requested(permit, now)
         lasted_s = now - permit.started_s
         match verdict(permit, config, wanted=wanted, now=now):
             case WatchdogVerdict.WELL:

@@ -42,7 +42,7 @@ def make_room(
     if not waiting:
         return asked
     for permit in table.holders(touched):
-        if permit.warned_s is None or not table.wanted(permit, now):
+        if permit.warned_s is None or not table.is_requested(permit, now):
             continue
         if verdict(permit, config, wanted=True, now=now) is WatchdogVerdict.OBSTRUCTS:
             asked.append(revoke(table, config, permit, now=now))

@@ -146,7 +146,7 @@ Side = tuple[Records, Records, Records, Records]
 
 
 @compiled
-def wanted(
+def affordable(
     left: Side,
     right: Side,
     linked: Records,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import Group, Node, Placement, Pool
+from scheduler.model import Node, Placement, Pool
 from scheduler.rollmux.planner.residency import Residency
 
 
@@ -37,7 +37,10 @@ class NodeType:
 
 @dataclass(slots=True)
 class GroupState:
-    """One group; mutable."""
+    """A co-execution group: its jobs run their phases in turn on its nodes and nowhere else.
+
+    Leases are elastic extra capacity and no part of it: a group is feasible without any.
+    """
 
     group: GroupId
     rollout: list[NodeId] = field(default_factory=list)
@@ -56,14 +59,6 @@ class GroupState:
         for node in placement.training_nodes:
             training |= 1 << (len(self.rollout) + self.training.index(node))
         return rollout, training
-
-    def as_group(self) -> Group:
-        return Group(
-            group=self.group,
-            rollout_nodes=tuple(self.rollout),
-            training_nodes=tuple(self.training),
-            placements=tuple(self.pinned.values()),
-        )
 
 
 class GroupTable:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scheduler.model import Pool
 from scheduler.rollmux.forecast.compiled import Records
-from scheduler.rollmux.planner.assignments import Masks, connected, table, wanted
+from scheduler.rollmux.planner.assignments import Masks, affordable, connected, table
 from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.verdicts import Admits, Hosting, Verdicts
 
@@ -129,7 +129,7 @@ class CheapestHosting:
         versions = tuple(guests[one].version for one in members)
         left = table(tuple(guests[one].rollout_nodes for one in members))
         right = table(tuple(guests[one].training_nodes for one in members))
-        prices, rows, columns = wanted(
+        prices, rows, columns = affordable(
             (left.nodes, left.residents, left.sharing, fits[0]),
             (right.nodes, right.residents, right.sharing, fits[1]),
             connected(left.widths, right.widths),

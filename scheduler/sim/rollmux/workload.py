@@ -95,12 +95,6 @@ class SimulatedJob:
     curve: tuple[Completion, ...] = PAPER_CURVE
     """Completion curve over a rollout's solo time; empty without a tail."""
 
-    def means_at(self, iteration: int) -> tuple[float, float]:
-        """True means of one iteration."""
-        passed = min(1.0, iteration / max(1, self.iterations - 1))
-        factor = 1.0 + (self.drift - 1.0) * passed
-        return self.means_s[0] * factor, self.means_s[1] * factor
-
     @property
     def iterations(self) -> int:
         return len(self.lengths_s)

@@ -33,8 +33,8 @@ from scheduler.rollmux.permits.events import (
     Enter,
     Forget,
     Leave,
-    Place,
     Recall,
+    Register,
     Unloaded,
     Withdraw,
 )
@@ -47,10 +47,10 @@ TERMS = JobTerms(
 )
 GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
-        "place",
-        Place(terms=TERMS),
+        "register",
+        Register(terms=TERMS),
         (
-            b'{"type":"place","terms":{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"accelerators":1,"max_s":9.0,'
+            b'{"type":"register","terms":{"job":"j","phases":[{"kind":"rollout","nodes":["n"],"accelerators":1,"max_s":9.0,'
             b'"least_accelerators":0,'
             b'"tail_ratio":0.8,"tail_accelerators":1,"learn_tail":false}]}}'
         ),
@@ -165,7 +165,7 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("shutdown", b"{}"),
         ("enter", b'{"job":"../up","kind":"rollout","holder":"h"}'),
         ("enter", b'{"job":"j","kind":"rollout","holder":"h","more":1}'),
-        ("place", b'{"terms":{"job":"j","phases":[{"kind":"rollout","nodes":["/dev/null"]}]}}'),
+        ("register", b'{"terms":{"job":"j","phases":[{"kind":"rollout","nodes":["/dev/null"]}]}}'),
         ("beat", b'{"job":"j"}'),
         ("round", b'{"turns":["j","k"]}'),
         ("beat", b"not json"),

@@ -12,6 +12,7 @@ from scheduler.gateway.engine_client import generate_body
 from scheduler.gateway.policy.trajectories import TurnLedger
 from scheduler.gateway.requests import REFUSED_FIELDS, REFUSED_SAMPLING_FIELDS
 from scheduler.gateway.stream import EventStream
+from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def protocol():
     pytest.importorskip("vllm")
-    routes = capabilities(installed_vllm_version()).token_routes_module
+    version = capabilities(installed_vllm_version()).version
+    routes = UPSTREAM_VERSIONS[version].token_routes_module
     return import_module(routes.replace("api_router", "protocol"))
 
 

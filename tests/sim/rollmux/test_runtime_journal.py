@@ -9,7 +9,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect, RuntimeEvent
 from scheduler.rollmux.control.explanation import EVER, explanation
-from scheduler.rollmux.control.history_entry import Told
+from scheduler.rollmux.control.history_entry import EventKind
 from scheduler.sim.replay import replay_journal
 from scheduler.sim.rollmux.arms import ARMS, runtime_of
 from scheduler.sim.rollmux.disruptions import Disruptions
@@ -55,13 +55,13 @@ def test_every_move_of_a_workload_names_its_saving_or_the_rescued_job(
     names = {one.job.job for one in jobs}
     stories = [explanation(directory, job, since=EVER, permits=False) for job in sorted(names)]
     entries = [entry for story in stories for entry in story.entries]
-    moves = [entry.text for entry in entries if entry.told is Told.MOVE_ASKED]
+    moves = [entry.text for entry in entries if entry.told is EventKind.MOVE_ASKED]
     assert moves
     for text in moves:
         rescued = any(f"the promise to {job} was at risk" in text for job in names)
         assert rescued or "saves" in text or "failed" in text, text
-    assert any(entry.told is Told.RESTARTED for entry in entries)
+    assert any(entry.told is EventKind.RESTARTED for entry in entries)
     for story in stories:
-        assert story.entries[0].told is Told.SUBMITTED
-        assert story.entries[-1].told is Told.CLOSED
+        assert story.entries[0].told is EventKind.SUBMITTED
+        assert story.entries[-1].told is EventKind.CLOSED
         assert {one.kind for one in story.permits} >= {"rollout", "training"}

@@ -7,7 +7,8 @@ from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.calibration import mean_busy_share
 from benchmarks.testbed.gpu_hardware import GpuHardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware
-from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
+from benchmarks.testbed.memory_split import GpuMemory
+from coserve.guest.gpus import ComputeMode, Gpu
 from harvester.contracts.page import ProductionModel
 
 GPU = GpuHardware(

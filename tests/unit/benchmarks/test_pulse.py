@@ -14,9 +14,10 @@ from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.gpu_hardware import GpuHardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware
+from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.parts import Parts
 from benchmarks.testbed.production_request import ProductionRequest
-from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
+from coserve.guest.gpus import ComputeMode, Gpu
 from coserve.vllm.launch import EngineCommand
 
 

@@ -10,6 +10,7 @@ from harvester.cli.root import COMMANDS
 TableAfter = Callable[[str, str], list[list[str]]]
 
 MOST_DECISIONS = 50
+IMAGE_BYTES_MAX = 300_000
 
 
 def documents(repository: Path) -> list[Path]:
@@ -22,6 +23,18 @@ def test_every_link_leads_to_a_file(repository: Path) -> None:
     for page in documents(repository):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_image_on_a_page_is_there_small_and_described(repository: Path) -> None:
+    shown = [
+        (page.parent / target, text)
+        for page in documents(repository)
+        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text())
+    ]
+    for image, text in shown:
+        assert image.is_file(), image
+        assert image.stat().st_size < IMAGE_BYTES_MAX, image
+        assert len(text) > 20, f"{image}: what does it show?"
 
 
 def test_every_command_and_target_that_is_named_exists(repository: Path) -> None:

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import yaml
 
 from deploy.metrics import METRICS, Exporter
+from scheduler.rollmux.cluster.submission import submission_fault
 from scheduler.rollmux.control.nodes_file import ClusterSettings
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import CALLS
@@ -81,8 +83,13 @@ def test_the_documented_attributes_of_a_permit_exist(table_after: TableAfter) ->
     assert named
 
 
-def test_the_example_parses_and_imports_what_there_is(repository: Path) -> None:
-    code, *_ = re.findall(r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL)
-    compile(code, PAGE, "exec")
-    imports = "\n".join(line for line in code.splitlines() if line.startswith("from "))
-    exec(imports, {})
+def test_the_examples_parse_and_declare_a_job_that_there_can_be(repository: Path) -> None:
+    planned, pinned, *_ = re.findall(
+        r"```python\n(.*?)```", (repository / PAGE).read_text(), re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    for code in (planned, pinned):
+        compile(code, PAGE, "exec")
+        exec(code.partition("phases = PhaseControl")[0], names)
+    assert submission_fault(names["job"]) == ""
+    assert {phase.kind for phase in names["terms"].phases} == {"rollout", "training"}

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import Group, JobSpec, Lease, Node
+from scheduler.model import JobSpec, Lease, Node
+from scheduler.rollmux.planner.group_table import GroupState
 
 
 def group_faults(
-    groups: Iterable[Group], *, nodes: Mapping[NodeId, Node], jobs: Mapping[JobId, JobSpec]
+    groups: Iterable[GroupState], *, nodes: Mapping[NodeId, Node], jobs: Mapping[JobId, JobSpec]
 ) -> tuple[str, ...]:
     """Every broken invariant in words: groups are disjoint, pins stay inside, state fits."""
     faults: list[str] = []
@@ -16,16 +17,16 @@ def group_faults(
     home: dict[JobId, GroupId] = {}
     resident: Counter[NodeId] = Counter()
     for group in groups:
-        for node in (*group.rollout_nodes, *group.training_nodes):
+        for node in (*group.rollout, *group.training):
             if owner.setdefault(node, group.group) != group.group:
                 faults.append(f"node {node} is in groups {owner[node]} and {group.group}")
-        for placement in group.placements:
+        for placement in group.pinned.values():
             if home.setdefault(placement.job, group.group) != group.group:
                 faults.append(f"job {placement.job} is in two groups")
-            outside = set(placement.rollout_nodes) - set(group.rollout_nodes)
-            outside |= set(placement.training_nodes) - set(group.training_nodes)
+            outside = set(placement.rollout_nodes) - set(group.rollout)
+            outside |= set(placement.training_nodes) - set(group.training)
             faults += [f"job {placement.job} is pinned outside its group" for _ in outside]
-            for node in {*placement.rollout_nodes, *placement.training_nodes}:
+            for node in set(placement.nodes):
                 resident[node] += jobs[placement.job].host_bytes_per_node
     for node, held_bytes in sorted(resident.items()):
         if held_bytes > nodes[node].host_bytes:

@@ -2,13 +2,13 @@
 
 from harvester.contracts.ids import Epoch, GroupId, JobId, LeaseId, NodeId, SlotId, TenantId
 from scheduler.model import (
-    Group,
     JobSpec,
     Lease,
     Node,
     Placement,
     Pool,
 )
+from scheduler.rollmux.planner.group_table import GroupState
 from tests.unit.scheduler.faults import group_faults, lease_faults
 
 NODES = {
@@ -21,19 +21,19 @@ JOBS = {
 }
 
 
-def _group(name: str, rollout: str, *jobs: str, pinned: str | None = None) -> Group:
-    return Group(
+def _group(name: str, rollout: str, *jobs: str, pinned: str | None = None) -> GroupState:
+    nodes = (NodeId(pinned or rollout),)
+    return GroupState(
         group=GroupId(name),
-        rollout_nodes=(NodeId(rollout),),
-        training_nodes=(),
-        placements=tuple(
-            Placement(job=JobId(job), rollout_nodes=(NodeId(pinned or rollout),), training_nodes=())
+        rollout=[NodeId(rollout)],
+        pinned={
+            JobId(job): Placement(job=JobId(job), rollout_nodes=nodes, training_nodes=())
             for job in jobs
-        ),
+        },
     )
 
 
-def _faults(*groups: Group) -> tuple[str, ...]:
+def _faults(*groups: GroupState) -> tuple[str, ...]:
     return group_faults(groups, nodes=NODES, jobs=JOBS)
 
 

@@ -14,11 +14,12 @@ import psutil
 import pytest
 
 from benchmarks.testbed import prerequisites
-from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
+from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware, gpu_memory
 from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.parts import Parts
 from benchmarks.testbed.slot import GUEST, PRODUCTION, ServingSlot, SlotPorts
-from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory
+from coserve.guest.gpus import ComputeMode, Gpu
 from coserve.guest.isolation import NO_ISOLATION, TIME_SLICING
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand
@@ -109,7 +110,7 @@ def test_a_machine_that_will_not_do_says_what_to_do(
     exclusive = find_hardware(command=smi(tmp_path, mode="Exclusive_Process"))
     with pytest.raises(Unsupported, match="the mode must be Default"):
         exclusive.check()
-    with pytest.raises(Unsupported, match=f"does not say what memory GPU {UUID} has"):
+    with pytest.raises(Unsupported, match=f"does not report the memory of GPU {UUID}"):
         find_hardware(command=smi(tmp_path, total="[N/A]"))
     machine.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=16384, f_frsize=4096))
     with pytest.raises(ConfigError, match="--shm-size"):
@@ -308,3 +309,20 @@ def test_requests_only_become_smaller_and_fit_the_engines(hardware: Hardware) ->
     context = hardware.policy_context(PolicyShape())
     assert load.prompt_tokens + load.turn_tokens <= context
     assert load.places >= load.concurrency
+
+
+def test_the_driver_reports_the_memory_of_one_gpu(tmp_path: Path) -> None:
+    command = tmp_path / "nvidia-smi"
+
+    def reports(text: str) -> str:
+        command.write_text(f"#!/bin/sh\nprintf '{text}'\n")
+        command.chmod(0o755)
+        return str(command)
+
+    both = reports("GPU-1, 81559, 81000\\nGPU-2, 143771, 12\\n")
+    assert gpu_memory("GPU-2", both) == GpuMemory(total_bytes=143_771 << 20, free_bytes=12 << 20)
+    for unknown in ("GPU-3", "GPU-"):
+        with pytest.raises(Unsupported, match="does not report the memory"):
+            gpu_memory(unknown, both)
+    with pytest.raises(Unsupported, match="does not report the memory"):
+        gpu_memory("GPU-1", reports("GPU-1, [N/A], [N/A]\\n"))

@@ -7,11 +7,11 @@ from benchmarks.testbed.memory_split import (
     GUEST_KV_BYTES_MAX,
     KV_BYTES_MIN,
     WORKSPACE_BYTES,
+    GpuMemory,
     beside,
     side_by_side,
 )
 from benchmarks.testbed.production_model import EIGHT_BILLION
-from coserve.guest.gpus import GpuMemory
 from harvester.contracts.errors import Unsupported
 
 MIB = 1 << 20

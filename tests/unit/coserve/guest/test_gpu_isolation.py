@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coserve.guest.gpus import ComputeMode, Gpu, GpuMemory, gpu_memory, gpus
+from coserve.guest.gpus import ComputeMode, Gpu, gpus
 from coserve.guest.isolation import (
     NO_ISOLATION,
     TIME_SLICING,
@@ -149,16 +149,6 @@ def test_the_driver_names_gpus_and_their_modes(tmp_path: Path) -> None:
     says = smi(tmp_path, "printf 'GPU-1, Default\\nGPU-2, Exclusive_Process\\n'")
     assert gpus(says) == (SHARED, EXCLUSIVE)
     assert gpus(str(tmp_path / "absent")) == ()
-
-
-def test_the_driver_says_what_memory_a_gpu_has_and_what_is_free(tmp_path: Path) -> None:
-    says = smi(tmp_path, "printf 'GPU-1, 81559, 81000\\nGPU-2, 143771, 12\\n'")
-    assert gpu_memory("GPU-2", says) == GpuMemory(total_bytes=143_771 << 20, free_bytes=12 << 20)
-    for unknown in ("GPU-3", "GPU-"):
-        with pytest.raises(Unsupported, match="does not say what memory"):
-            gpu_memory(unknown, says)
-    with pytest.raises(Unsupported, match="does not say what memory"):
-        gpu_memory("GPU-1", smi(tmp_path, "echo GPU-1, [N/A], [N/A]"))
 
 
 def test_a_gpu_without_the_driver_s_program_is_no_machine_without_gpus(

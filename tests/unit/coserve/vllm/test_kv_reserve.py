@@ -119,4 +119,3 @@ def test_without_a_worker_that_returns_pages_the_budget_holds_all_the_same() -> 
     reserve = KvReserve(pool, tokens_per_block=PER_BLOCK)
     assert reserve.keep_within(PER_BLOCK) == 0
     assert pool.get_num_free_blocks() == 1
-    assert not reserve.returns_pages

@@ -245,7 +245,7 @@ def test_a_driver_that_is_ill_is_no_machine_without_a_gpu(
     (programs / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (programs / "nvidia-smi").chmod(0o755)
     code, shown = said(write(), capsys)
-    assert (code, "its driver is ill" in shown) == (2, True)
+    assert (code, "its driver has failed" in shown) == (2, True)
 
 
 @pytest.mark.parametrize(

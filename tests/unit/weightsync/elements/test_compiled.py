@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[4]
 PACKAGES = ("weightsync", "harvester")
 
 _PUBLISH_AND_PULL = """
-import sys, tempfile
+import gc, sys, tempfile
 from pathlib import Path
 import torch
-from weightsync.elements.compiled import compiled_forms
+from numba.core.dispatcher import Dispatcher
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
@@ -35,8 +35,14 @@ def state(at):
             made[f"{name}.{elements}"] = bits
     return made
 
+def compiled_forms():
+    # Machine code forms of all loops so far, one for each combination of element types.
+    loops = [each for each in gc.get_objects() if issubclass(type(each), Dispatcher)]
+    return sum(len(loop.signatures) for loop in loops)
+
 warm_up(WIDTHS_BYTES)
 before = compiled_forms()
+assert before > 0
 root = Path(tempfile.mkdtemp(dir=sys.argv[1]))
 with Publisher(root / "store", anchor_every=3) as publisher:
     for at in range(len(SHARES)):

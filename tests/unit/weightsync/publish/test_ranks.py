@@ -34,7 +34,7 @@ def _alone_at(store: Path, rank: int, *, ranks: int = 2) -> RanksByFiles:
 
 def _talk(ranks: RanksByFiles, step: int, *, fails_at: int | None = None) -> list[str]:
     heard = []
-    with ranks.conversation(step) as talk:
+    with ranks.exchange(step) as talk:
         for turn in range(3):
             if turn == fails_at:
                 raise Exhausted("disk full")
@@ -74,7 +74,7 @@ def test_silent_ranks_are_named(tmp_path: Path) -> None:
     first = _alone_at(tmp_path, 0, ranks=3)
     with (
         pytest.raises(Exhausted, match=r"step 4: rank 1, 2 of 3 did not report for 5 s"),
-        first.conversation(4) as talk,
+        first.exchange(4) as talk,
     ):
         talk.gather(Said("offer"))
 
@@ -118,11 +118,11 @@ def test_a_rank_0_that_starts_last_is_called_again(tmp_path: Path) -> None:
 def test_a_foreign_message_is_a_protocol_error(tmp_path: Path) -> None:
     first = _alone_at(tmp_path, 0)
     (tmp_path / RANKS_DIRECTORY / "call-00001").write_bytes(b"{torn")
-    with pytest.raises(PeerProtocolError, match="call-00001"), first.conversation(1) as talk:
+    with pytest.raises(PeerProtocolError, match="call-00001"), first.exchange(1) as talk:
         talk.gather(Said("offer"))
 
 
 def test_one_rank_alone_hears_itself() -> None:
-    with Alone().conversation(1) as talk:
+    with Alone().exchange(1) as talk:
         words = talk.gather(Said("all of it"))
         assert talk.tell(words[0], Said) == Said("all of it")

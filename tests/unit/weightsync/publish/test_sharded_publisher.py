@@ -356,7 +356,7 @@ def test_a_rank_writes_only_where_a_version_is_begun(tmp_path: Path, directory: 
     first = RanksByFiles(tmp_path / "store", rank=0, ranks=2, timeout_s=60.0)
 
     def ordered() -> None:
-        with first.conversation(1) as talk:
+        with first.exchange(1) as talk:
             talk.gather(Offer(0, ""))
             talk.tell(Order(1, 0, directory), Order)
             talk.gather(Holding({}, {}))

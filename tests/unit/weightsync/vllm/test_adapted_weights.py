@@ -17,7 +17,7 @@ from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.adapted_weights import AdaptedWeights
 from weightsync.vllm.adapter_stores import AdapterStores
-from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]
@@ -67,14 +67,14 @@ class Engine:
     def adapter(self, store: str, version: int, **more: Any) -> Any:
         named = {"adapter": "policy", **more}
         return self.weights.load(
-            Wanted(store=store, version=WeightVersion(version), **named),
+            RequestedVersion(store=store, version=WeightVersion(version), **named),
         )
 
     def base(self, version: int) -> Any:
-        return self.weights.load(Wanted(store="store", version=WeightVersion(version)))
+        return self.weights.load(RequestedVersion(store="store", version=WeightVersion(version)))
 
     def stage(self, store: str, version: int) -> StageState:
-        wanted = Wanted(store=store, version=WeightVersion(version))
+        wanted = RequestedVersion(store=store, version=WeightVersion(version))
         while (told := self.weights.stage(wanted)).state is StageState.RUNNING:
             pass
         return told.state

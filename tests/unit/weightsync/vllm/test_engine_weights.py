@@ -12,7 +12,7 @@ from tests.unit.weightsync.vllm.plain_model import PlainModel
 from tests.unit.weightsync.vllm.test_paced_pool import CountingPace
 from weightsync.publisher import Published, Publisher
 from weightsync.transport.location import StoreRoot
-from weightsync.vllm.engine_weights import EngineWeights, Wanted
+from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]
@@ -31,8 +31,8 @@ def weights(model: PlainModel, published: tuple[Path, list[Published]]) -> Itera
     made.close()
 
 
-def wanted(version: int, store: str = "store") -> Wanted:
-    return Wanted(store=store, version=WeightVersion(version))
+def wanted(version: int, store: str = "store") -> RequestedVersion:
+    return RequestedVersion(store=store, version=WeightVersion(version))
 
 
 def staged(weights: EngineWeights, version: int) -> StageState:
@@ -63,7 +63,7 @@ def test_beside_production_every_piece_of_a_version_asks_and_the_bits_are_the_sa
     assert loaded > 0
     assert staged(weights, 4) is StageState.READY
     prepared = pace.begun
-    assert prepared > loaded, "decoded and rehearsed in pieces"
+    assert prepared > loaded, "decoded and tried in pieces"
     weights.load(wanted(4))
     assert pace.begun > prepared, "and written in pieces"
     assert model.holds(states[3])
@@ -116,7 +116,7 @@ def test_another_expected_state_is_refused_before_anything_is_touched(
 ) -> None:
     weights.load(wanted(3))
     before = weights.report()
-    other = Wanted(store="store", version=WeightVersion(4), state_hash="0" * 32)
+    other = RequestedVersion(store="store", version=WeightVersion(4), state_hash="0" * 32)
     with pytest.raises(Corrupt, match="it means another store"):
         weights.load(other)
     assert model.holds(states[2])
@@ -196,7 +196,7 @@ def test_before_the_weights_leave_what_was_staged_from_them_is_dropped(
 ) -> None:
     weights.load(wanted(3))
     assert staged(weights, 4) is StageState.READY
-    weights.rest()
+    weights.fall_asleep()
     assert weights.stage(wanted(4)).state is StageState.RUNNING, "it is prepared anew"
     weights.load(wanted(4))
     assert model.holds(states[3])

@@ -14,7 +14,6 @@ from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
     Submit,
 )
-from scheduler.rollmux.cluster.submission import nodes_of
 from scheduler.rollmux.control.wire import (
     CallRefused,
     Granted,
@@ -124,7 +123,7 @@ class World:
             permit, placed = permits.permit(job), policy.placements.get(job)
             assert permit is not None
             assert placed is not None
-            wanted = policy.wanted_terms(placed)
+            wanted = policy.current_terms(placed)
             assert permit.terms == wanted or wanted is None
             if wanted is None:
                 assert permit.stage is PermitStage.APART
@@ -137,13 +136,13 @@ class World:
                 # It runs where its state is.
                 assert placed.at is not None
                 assert set(permit.nodes) <= {
-                    policy.fleet.machines.get(name) for name in nodes_of(placed.at)
+                    policy.fleet.machines.get(name) for name in placed.at.nodes
                 }
         for pool in POOLS:
             counts = policy.fleet.counts(pool)
             assert counts["used"] + counts["free"] + counts["failed"] == policy.fleet.count(pool)
-        groups = [group.as_group() for group in policy.planner.table.groups.values()]
-        owned = [node for one in groups for node in (*one.rollout_nodes, *one.training_nodes)]
+        groups = policy.planner.table.groups.values()
+        owned = [node for one in groups for node in (*one.rollout, *one.training)]
         assert len(owned) == len(set(owned))
         assert set(owned) == {*policy.fleet.machines, *policy.fleet.awaited}
 

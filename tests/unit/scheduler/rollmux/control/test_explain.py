@@ -18,14 +18,14 @@ from scheduler.rollmux.cluster.runtime_events import (
 )
 from scheduler.rollmux.control.command import explain
 from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
-from scheduler.rollmux.control.history_entry import Told
+from scheduler.rollmux.control.history_entry import EventKind
 from scheduler.rollmux.control.journal_lines import journal_lines
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.permits.events import (
     Beat,
     Enter,
     Forget,
-    Place,
+    Register,
 )
 from tests.unit.scheduler.rollmux.cluster.submissions import (
     PERMITS,
@@ -67,7 +67,7 @@ def _explained(control: Control, job: str, *, permits: bool = False) -> Explanat
     return explanation(directory, job, since=EVER, permits=permits)
 
 
-def _told(found: Explanation, told: Told) -> list[str]:
+def _told(found: Explanation, told: EventKind) -> list[str]:
     return [entry.text for entry in found.entries if entry.told is told]
 
 
@@ -98,29 +98,29 @@ def test_the_explanation_of_a_move_names_the_job_with_the_promise_at_risk(contro
     control.submit(control.service.cluster.placements[JobId("easy")].submission)
     assert control.runs("easy")
     found = _explained(control, "easy")
-    (asked,) = _told(found, Told.MOVE_ASKED)
+    (asked,) = _told(found, EventKind.MOVE_ASKED)
     assert asked.startswith("asked to move to group-")
     assert "at its iteration's end: the promise to tight was at risk" in asked
-    (told,), (arrived,) = _told(found, Told.MOVE_TOLD), _told(found, Told.ARRIVED)
+    (told,), (arrived,) = _told(found, EventKind.MOVE_TOLD), _told(found, EventKind.ARRIVED)
     where = " | ".join(" ".join(side) for side in control.at("easy"))
     assert told == f"its iteration is over: told to go on on {where}"
     assert arrived.endswith(f"on {where} now")
     order = [entry.told for entry in found.entries]
     assert order == [
-        Told.SUBMITTED,
-        Told.PLACED,
-        Told.MOVE_ASKED,
-        Told.MOVE_TOLD,
-        Told.ARRIVED,
+        EventKind.SUBMITTED,
+        EventKind.PLACED,
+        EventKind.MOVE_ASKED,
+        EventKind.MOVE_TOLD,
+        EventKind.ARRIVED,
     ]
 
 
 def test_a_placement_names_nodes_neighbours_and_price(control: Control) -> None:
     control.submit(submission("a"), submission("b"))
-    assert _told(_explained(control, "a"), Told.PLACED) == [
+    assert _told(_explained(control, "a"), EventKind.PLACED) == [
         "placed in group-3 on r0 | t0 alone: new isolated group, +57.00 $/h"
     ]
-    (placed,) = _told(_explained(control, "b"), Told.PLACED)
+    (placed,) = _told(_explained(control, "b"), EventKind.PLACED)
     assert re.fullmatch(r"placed in group-3 on .* beside a: .*, \+\d+\.00 \$/h", placed)
 
 
@@ -130,7 +130,11 @@ def test_a_job_without_a_place_hears_what_is_missing_once(opens: Opens) -> None:
     control.submit(submission("b", slo=1.0))
     control.service.call(Forget(job=JobId("a")))
     found = _explained(control, "b")
-    assert [entry.told for entry in found.entries] == [Told.SUBMITTED, Told.QUEUED, Told.PLACED]
+    assert [entry.told for entry in found.entries] == [
+        EventKind.SUBMITTED,
+        EventKind.QUEUED,
+        EventKind.PLACED,
+    ]
     assert "1 h20 of which 0 are free" in found.entries[1].text
 
 
@@ -140,11 +144,13 @@ def test_a_failed_node_is_named_with_the_phase_that_it_ended(control: Control) -
     control.pass_time(8.0, beats="a")
     control.service.call(NodeReport(node=NodeId("r0"), failed=True))
     found = _explained(control, "a")
-    assert _told(found, Told.RESTARTED) == [
+    assert _told(found, EventKind.RESTARTED) == [
         "gets other nodes, in group-3 on r1 | t0 alone: node r0 failed; it is replaced"
     ]
-    assert _told(found, Told.LOST) == ["its rollout permit ended after 8.0 s, left: node r0 failed"]
-    assert not _told(found, Told.ARRIVED)
+    assert _told(found, EventKind.LOST) == [
+        "its rollout permit ended after 8.0 s, left: node r0 failed"
+    ]
+    assert not _told(found, EventKind.ARRIVED)
 
 
 def test_a_job_without_nodes_is_notified_of_its_next_node(opens: Opens) -> None:
@@ -153,7 +159,10 @@ def test_a_job_without_nodes_is_notified_of_its_next_node(opens: Opens) -> None:
     control.service.call(NodeReport(node=NodeId("t0"), failed=True))
     control.service.call(NodeReport(node=NodeId("t0"), failed=False))
     found = _explained(control, "a")
-    (restarted,), (arrived,) = _told(found, Told.RESTARTED), _told(found, Told.ARRIVED)
+    (restarted,), (arrived,) = (
+        _told(found, EventKind.RESTARTED),
+        _told(found, EventKind.ARRIVED),
+    )
     assert "on r0 | (no node is free) alone: node t0 failed" in restarted
     assert arrived == "is in group-3 on r0 | t0 now"
 
@@ -172,15 +181,15 @@ def test_a_permit_names_its_wait_and_the_jobs_before_it(control: Control) -> Non
     control.pass_time(12.0, beats="b")
     control.leave("b")
     found = _explained(control, "b", permits=True)
-    granted = _told(found, Told.GRANTED)[-1]
+    granted = _told(found, EventKind.GRANTED)[-1]
     assert granted == "training begins on t0, after 20.0 s of waiting, behind a (20.0 s)"
     assert (
-        _told(found, Told.DONE)[-1]
+        _told(found, EventKind.DONE)[-1]
         == "training is done after 12.0 s; alone it would have taken 12.0 s"
     )
     summary = next(one for one in found.permits if one.kind is TRAINING)
     assert summary.behind_s == {"a": 20.0}
-    assert not _told(_explained(control, "b"), Told.GRANTED)
+    assert not _told(_explained(control, "b"), EventKind.GRANTED)
     assert any(
         line.startswith(
             "training: 1 permits, waited 20.0 s in the median, 20.0 s at most, behind a"
@@ -201,12 +210,12 @@ def test_a_tail_that_is_narrowed_says_to_which_accelerators_and_why(opens: Opens
     control.enter("b")
     control.service.call(Beat(job=JobId("a"), epoch=epoch, complete_ratio=0.9, narrowed=True))
     found = _explained(control, "a", permits=True)
-    (narrowed,) = _told(found, Told.NARROWED)
+    (narrowed,) = _told(found, EventKind.NARROWED)
     assert re.fullmatch(
         r"asked to bring its tail together on r0\[[\d,]+\]: 90% complete, and others wait", narrowed
     )
-    assert _told(found, Told.FREED)
-    (granted,) = _told(_explained(control, "b", permits=True), Told.GRANTED)
+    assert _told(found, EventKind.FREED)
+    (granted,) = _told(_explained(control, "b", permits=True), EventKind.GRANTED)
     assert re.match(r"rollout begins on r0\[[\d,]+\], after", granted)
 
 
@@ -214,7 +223,7 @@ def test_a_closed_job_gets_its_slow_down_and_its_slo(control: Control) -> None:
     control.submit(submission("a"))
     control.iteration("a")
     control.service.call(Forget(job=JobId("a")))
-    (closed,) = _told(_explained(control, "a"), Told.CLOSED)
+    (closed,) = _told(_explained(control, "a"), EventKind.CLOSED)
     assert re.fullmatch(
         r"closed: it was forgotten; after 1 iterations and 0 moves its slow-down was "
         r"[\d.]+ of 1.60: its SLO was kept",
@@ -226,7 +235,9 @@ def test_a_silent_job_is_explained_as_silent(opens: Opens) -> None:
     control = opens(cluster(gone_s=60.0))
     control.submit(submission("a"))
     control.pass_time(200.0)
-    assert _told(_explained(control, "a"), Told.CLOSED) == ["closed: it was silent for too long"]
+    assert _told(_explained(control, "a"), EventKind.CLOSED) == [
+        "closed: it was silent for too long"
+    ]
 
 
 def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapshot(
@@ -244,8 +255,10 @@ def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapsho
     control.leave("a")
     found = _explained(control, "b", permits=True)
     control.service.close()
-    assert _told(found, Told.CONTROL) == ["the control is back: holders have a whole lease again"]
-    assert _told(found, Told.GRANTED)[-1].endswith("behind a (4.0 s)")
+    assert _told(found, EventKind.CONTROL) == [
+        "the control is back: holders have a whole lease again"
+    ]
+    assert _told(found, EventKind.GRANTED)[-1].endswith("behind a (4.0 s)")
 
 
 def test_a_story_goes_over_rotated_files_and_says_where_the_journal_begins(
@@ -256,7 +269,7 @@ def test_a_story_goes_over_rotated_files_and_says_where_the_journal_begins(
     while not (tmp_path / "scheduler.policy.cluster.jsonl.1").exists():
         control.iteration("a")
     whole = _explained(control, "a")
-    assert whole.entries[0].told is Told.SUBMITTED
+    assert whole.entries[0].told is EventKind.SUBMITTED
     first = (tmp_path / "scheduler.policy.cluster.jsonl.1").stat().st_mtime_ns
     while (tmp_path / "scheduler.policy.cluster.jsonl.1").stat().st_mtime_ns == first:
         control.iteration("a")
@@ -272,7 +285,7 @@ def test_a_torn_last_line_is_left_out(control: Control, tmp_path: Path) -> None:
     path = tmp_path / "scheduler.policy.cluster.jsonl"
     with path.open("ab") as file:
         file.write(b'{"type":"decided","t_s":1.0,"sam')
-    assert _told(_explained(control, "a"), Told.PLACED)
+    assert _told(_explained(control, "a"), EventKind.PLACED)
 
 
 def test_a_rotation_while_the_journal_is_read_loses_no_line(opens: Opens, tmp_path: Path) -> None:
@@ -327,11 +340,11 @@ def test_after_a_reboot_no_wait_is_measured_over_two_clocks(opens: Opens, tmp_pa
 
 def test_a_control_without_a_plan_explains_permits(tmp_path: Path) -> None:
     service = PhaseService(PERMITS, VirtualClock(), journal=tmp_path)
-    service.call(Place(terms=terms("a", rollout="r0", training="t0")))
+    service.call(Register(terms=terms("a", rollout="r0", training="t0")))
     service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
     service.close()
     found = explanation(tmp_path, "a", since=EVER, permits=True)
-    assert [entry.told for entry in found.entries] == [Told.PLACED, Told.GRANTED]
+    assert [entry.told for entry in found.entries] == [EventKind.PLACED, EventKind.GRANTED]
 
 
 def test_only_later_events_are_listed_and_counted(control: Control) -> None:
@@ -340,7 +353,7 @@ def test_only_later_events_are_listed_and_counted(control: Control) -> None:
     whole = _explained(control, "a", permits=True)
     since = whole.entries[-1].at
     found = explanation(control.kept["journal"], "a", since=since, permits=True)
-    assert [entry.told for entry in found.entries] == [Told.DONE]
+    assert [entry.told for entry in found.entries] == [EventKind.DONE]
     assert sum(len(one.waits_s) for one in found.permits) == 0
 
 

@@ -14,7 +14,6 @@ from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
 from scheduler.rollmux.control.control import PhaseControl
-from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
@@ -26,6 +25,7 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import GONE_S, Switches, TailEnd
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PermitsConfig
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, nodes, terms
 
 LONG_S = 20.0

@@ -15,7 +15,6 @@ from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
 from scheduler.rollmux.control.control import PhaseControl, install, phase
-from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,
@@ -28,9 +27,10 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import (
     Beat,
     Leave,
-    Place,
+    Register,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
 
 QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
@@ -294,7 +294,7 @@ class Scripted(Transport):
         if isinstance(message, Leave):
             self.left.append(message)
             return Ended(reason="gone")
-        if isinstance(message, Place):
+        if isinstance(message, Register):
             return Accepted()
         return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
 

@@ -16,7 +16,7 @@ from scheduler.rollmux.permits.events import (
     Enter,
     Forget,
     Leave,
-    Place,
+    Register,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 from tests.unit.scheduler.rollmux.permits.permit_scenario import (
@@ -76,7 +76,7 @@ class Scene:
 def test_waiting_and_holding_jobs_are_counted_by_phase() -> None:
     scene = Scene()
     for job in ("a", "b", "c"):
-        scene.service.place(Place(terms=terms(job)))
+        scene.service.register(Register(terms=terms(job)))
         scene.enter(job)
     scene.clock.now_s = 40.0
     assert scene.said("permits_held", phase="rollout") == 1
@@ -89,7 +89,7 @@ def test_waiting_and_holding_jobs_are_counted_by_phase() -> None:
 
 def test_a_placed_job_without_a_request_does_not_count_as_waiting() -> None:
     scene = Scene()
-    scene.service.place(Place(terms=terms("a")))
+    scene.service.register(Register(terms=terms("a")))
     scene.run("a", ROLLOUT)
     assert scene.said("jobs", stage="waiting") == 1
     assert scene.said("permits_waiting", phase="training") == 0
@@ -97,7 +97,7 @@ def test_a_placed_job_without_a_request_does_not_count_as_waiting() -> None:
 
 def test_the_first_start_of_a_phase_in_a_process_is_cold_and_all_later_ones_are_warm() -> None:
     scene = Scene()
-    scene.service.place(Place(terms=terms("a")))
+    scene.service.register(Register(terms=terms("a")))
     for _ in range(3):
         scene.run("a", ROLLOUT)
         scene.run("a", TRAINING)
@@ -110,7 +110,7 @@ def test_the_first_start_of_a_phase_in_a_process_is_cold_and_all_later_ones_are_
 def test_a_node_that_goes_to_another_job_is_a_switch() -> None:
     scene = Scene()
     for job in ("a", "b"):
-        scene.service.place(Place(terms=terms(job)))
+        scene.service.register(Register(terms=terms(job)))
     scene.run("a", ROLLOUT)
     scene.run("a", TRAINING)
     scene.run("a", ROLLOUT)
@@ -125,9 +125,9 @@ def test_a_lost_lease_an_overrun_and_a_revocation_are_counted_apart() -> None:
     long = JobTerms(
         job=JobId("long"), phases=(PhaseTerms(kind=ROLLOUT, nodes=nodes("r0"), max_s=2.0),)
     )
-    scene.service.place(Place(terms=long))
-    scene.service.place(Place(terms=terms("dead", rollout="r1")))
-    scene.service.place(Place(terms=terms("next")))
+    scene.service.register(Register(terms=long))
+    scene.service.register(Register(terms=terms("dead", rollout="r1")))
+    scene.service.register(Register(terms=terms("next")))
     for job in ("long", "dead"):
         scene.enter(job)
     for _ in range(30):
@@ -144,8 +144,8 @@ def test_a_lost_lease_an_overrun_and_a_revocation_are_counted_apart() -> None:
 
 def test_a_tail_that_made_room_and_the_times_of_phases_are_seen() -> None:
     scene = Scene()
-    scene.service.place(Place(terms=terms("a", tail_ratio=0.5, tail_accelerators=0)))
-    scene.service.place(Place(terms=terms("b")))
+    scene.service.register(Register(terms=terms("a", tail_ratio=0.5, tail_accelerators=0)))
+    scene.service.register(Register(terms=terms("b")))
     scene.enter("a")
     scene.clock.now_s = 3.0
     scene.enter("b")
@@ -167,7 +167,9 @@ def test_the_number_of_series_does_not_grow_with_jobs() -> None:
     scene = Scene()
     before = scene.service.metrics().count(b"\n")
     for job in range(40):
-        scene.service.place(Place(terms=terms(f"job{job}", rollout=f"r{job}", training=f"t{job}")))
+        scene.service.register(
+            Register(terms=terms(f"job{job}", rollout=f"r{job}", training=f"t{job}"))
+        )
         scene.run(f"job{job}", ROLLOUT)
         scene.service.call(Forget(job=JobId(f"job{job}")))
     assert scene.service.metrics().count(b"\n") == before
@@ -175,7 +177,7 @@ def test_the_number_of_series_does_not_grow_with_jobs() -> None:
 
 def test_a_restarted_control_calls_no_process_cold_that_it_knew(tmp_path: Path) -> None:
     first = Scene(tmp_path / "state.sqlite")
-    first.service.place(Place(terms=terms("a")))
+    first.service.register(Register(terms=terms("a")))
     first.run("a", ROLLOUT)
     first.run("a", TRAINING)
     first.service.close()

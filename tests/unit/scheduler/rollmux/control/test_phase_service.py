@@ -24,7 +24,7 @@ from scheduler.rollmux.permits.events import (
     Enter,
     Forget,
     Leave,
-    Place,
+    Register,
     Unloaded,
 )
 from scheduler.rollmux.permits.job_permit import PermitStage
@@ -56,7 +56,7 @@ def _pass_time(service: PhaseService, clock: VirtualClock, seconds: float) -> No
 def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
     service = _service(VirtualClock())
     for job in ("a", "b"):
-        service.place(Place(terms=terms(job)))
+        service.register(Register(terms=terms(job)))
     assert _enter(service, "a") == Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=10.0)
     assert _enter(service, "b") == Waiting(ahead=1)
     assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1))) == Accepted()
@@ -66,7 +66,7 @@ def test_an_entry_is_granted_or_says_how_many_come_before() -> None:
 def _leave_loaded(service: PhaseService) -> None:
     """Job a has left its state on r0, and b waits for it."""
     for job in ("a", "b"):
-        service.place(Place(terms=terms(job)))
+        service.register(Register(terms=terms(job)))
     _enter(service, "a")
     assert service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True)) == Accepted()
     assert isinstance(_enter(service, "b"), Waiting)
@@ -110,9 +110,9 @@ def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -
 
 def test_repeating_a_call_changes_nothing() -> None:
     service = _service(VirtualClock())
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     assert _enter(service, "a") == _enter(service, "a")
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     leave = Leave(job=JobId("a"), epoch=Epoch(1))
     assert service.leave(leave) == Accepted()
     assert service.leave(leave) == Accepted()
@@ -121,8 +121,8 @@ def test_repeating_a_call_changes_nothing() -> None:
 
 def test_orders_hold_all_that_the_holder_must_know() -> None:
     service = _service(VirtualClock())
-    service.place(Place(terms=terms("a", rollout="r0 r1", tail_ratio=0.5)))
-    service.place(Place(terms=terms("b", rollout="r1")))
+    service.register(Register(terms=terms("a", rollout="r0 r1", tail_ratio=0.5)))
+    service.register(Register(terms=terms("b", rollout="r1")))
     _enter(service, "a")
     _enter(service, "b")
     beat = Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.5)
@@ -139,7 +139,7 @@ def test_a_restarted_desk_knows_its_holders_and_gives_no_epoch_again(tmp_path: P
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     first = _service(clock, path)
     for job in ("a", "b"):
-        first.place(Place(terms=terms(job)))
+        first.register(Register(terms=terms(job)))
         _enter(first, job)
     first.close()
     clock.advance_to(100.0)
@@ -157,7 +157,7 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
 ) -> None:
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     first = _service(clock, path)
-    first.place(Place(terms=terms("a")))
+    first.register(Register(terms=terms("a")))
     _enter(first, "a")
     first.close()
     second = _service(clock, path)
@@ -168,7 +168,7 @@ def test_a_holder_that_does_not_come_back_after_a_restart_loses_its_permit(
 def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
     clock = VirtualClock()
     service = _service(clock)
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     _enter(service, "a")
     service.tick()
     clock.advance_to(60.0)
@@ -180,7 +180,7 @@ def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
 
 def test_a_job_that_is_forgotten_must_be_placed_again(tmp_path: Path) -> None:
     service = _service(VirtualClock(), tmp_path / "state.sqlite")
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     service.call(Forget(job=JobId("a")))
     refused = _enter(service, "a")
     assert isinstance(refused, CallRefused)
@@ -203,7 +203,7 @@ def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
 ) -> None:
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     service = _service(clock, path)
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     keep, full = PermitState.keep, Exhausted("disk full")
 
     def refuse(*_: object) -> None:
@@ -223,8 +223,8 @@ def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
     monkeypatch.setattr(service_module, "JOBS_MAX", 1)
     service = _service(VirtualClock())
-    service.place(Place(terms=terms("a")))
-    refused = service.place(Place(terms=terms("b")))
+    service.register(Register(terms=terms("a")))
+    refused = service.register(Register(terms=terms("b")))
     assert isinstance(refused, CallRefused)
     assert refused.retry_after_s is not None
 
@@ -234,7 +234,7 @@ def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
     for _ in range(2):
         service = _service(clock, state, journal=journal)
         for job in ("a", "b"):
-            service.place(Place(terms=terms(job)))
+            service.register(Register(terms=terms(job)))
             _enter(service, job)
         _pass_time(service, clock, 12.0)
         for job in ("a", "b"):
@@ -248,7 +248,7 @@ def test_its_journal_replays_also_after_a_restart(tmp_path: Path) -> None:
 def test_a_leave_after_the_permit_was_lost_says_so(tmp_path: Path) -> None:
     clock = VirtualClock()
     service = _service(clock)
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     _enter(service, "a")
     _pass_time(service, clock, 11.0)
     assert isinstance(service.leave(Leave(job=JobId("a"), epoch=Epoch(1))), Ended)

@@ -10,7 +10,6 @@ import pytest
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.control import PhaseControl
-from scheduler.rollmux.control.embedded import EmbeddedControl
 from scheduler.rollmux.control.nodes_file import read_submissions
 from scheduler.rollmux.control.wire import (
     Placed,
@@ -21,6 +20,7 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.leased_tail import Switches
 from scheduler.rollmux.permits.terms import LEASED_TAIL_RATIO, PhaseTerms
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, Control, cluster, submission
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.control.test_leased_rollout import BOTH, FakeGateway
 
 

@@ -28,7 +28,7 @@ from scheduler.rollmux.permits.events import (
     Beat,
     Forget,
     Leave,
-    Place,
+    Register,
 )
 from scheduler.rollmux.planner.packing import OpeningKind
 from tests.unit.scheduler.rollmux.cluster.submissions import (
@@ -148,7 +148,7 @@ def test_a_job_is_known_with_one_declaration_until_it_is_forgotten() -> None:
 def test_a_planning_control_refuses_placement_by_hand() -> None:
     control = Control()
     control.submit(submission("a"))
-    refused = control.service.call(Place(terms=terms("x")))
+    refused = control.service.call(Register(terms=terms("x")))
     assert isinstance(refused, CallRefused)
     assert "plans" in refused.reason
 
@@ -406,7 +406,7 @@ def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_pat
     with pytest.raises(ConfigError, match="plan"):
         PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
     service = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
-    service.place(Place(terms=terms("a")))
+    service.register(Register(terms=terms("a")))
     assert isinstance(service.call(Submit(submission=submission("b"))), CallRefused)
     service.close()
     with pytest.raises(ConfigError, match="by hand"):

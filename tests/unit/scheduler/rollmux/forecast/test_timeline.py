@@ -20,7 +20,7 @@ def _apart(*jobs: tuple[float, float], slo: float = 1.5) -> list[Occupant]:
     ]
 
 
-def test_a_rehearsal_gives_every_node_to_one_job_at_a_time() -> None:
+def test_a_forecast_gives_every_node_to_one_job_at_a_time() -> None:
     members = [occupant(300.0, 100.0, bulk=0.5), occupant(200.0, 250.0, bulk=0.6)]
     stretches = timeline_of(Roster.of(members), rules=TAILS)
     for node in (1, 2):

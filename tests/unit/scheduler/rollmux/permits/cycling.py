@@ -12,7 +12,7 @@ from scheduler.rollmux.permits.events import (
     Leave,
     PermitEffect,
     PermitEvent,
-    Place,
+    Register,
     TimeElapsed,
 )
 from scheduler.rollmux.permits.permits import PermitPolicy
@@ -36,7 +36,7 @@ class CyclingJobs:
     def __post_init__(self) -> None:
         self.policy = PermitPolicy(STEADY)
         for terms in self.placed:
-            self.hear(Place(terms=terms))
+            self.hear(Register(terms=terms))
 
     def begin(self, *jobs: str) -> None:
         for job in jobs:

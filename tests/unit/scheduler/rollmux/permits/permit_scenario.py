@@ -10,8 +10,8 @@ from scheduler.rollmux.permits.events import (
     GrantPermit,
     Leave,
     PermitEffect,
-    Place,
     Recall,
+    Register,
     TimeElapsed,
     Withdraw,
 )
@@ -44,7 +44,7 @@ class Group:
         self.policy = PermitPolicy(config)
         self.now = 0.0
         for each in placed:
-            self.policy.observe(Place(terms=each), now=0.0)
+            self.policy.observe(Register(terms=each), now=0.0)
 
     def ask(self, job: str, kind: PhaseKind = ROLLOUT, *, holder: str = "") -> Any:
         event = Enter(job=JobId(job), kind=kind, holder=holder or f"{job}.1")

@@ -26,7 +26,7 @@ PHASE = PhaseTerms(
 def _course(*said: tuple[float, float]) -> Course:
     course = Course()
     for at_s, ratio in said:
-        course = course.heard(ratio, at_s=at_s)
+        course = course.progressed(ratio, at_s=at_s)
     return course
 
 

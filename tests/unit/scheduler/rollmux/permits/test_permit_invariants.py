@@ -20,8 +20,8 @@ from scheduler.rollmux.permits.events import (
     Leave,
     PermitEffect,
     PermitEvent,
-    Place,
     Recall,
+    Register,
     TimeElapsed,
     WidenPermit,
     Withdraw,
@@ -55,9 +55,9 @@ def _phase(kind: PhaseKind) -> st.SearchStrategy[PhaseTerms]:
     )
 
 
-def _placed(job: JobId) -> st.SearchStrategy[Place]:
+def _placed(job: JobId) -> st.SearchStrategy[Register]:
     phases = st.tuples(_phase(ROLLOUT), _phase(TRAINING))
-    return phases.map(lambda both: Place(terms=JobTerms(job=job, phases=both)))
+    return phases.map(lambda both: Register(terms=JobTerms(job=job, phases=both)))
 
 
 _job = st.sampled_from(JOBS)
@@ -177,7 +177,7 @@ def test_from_any_state_every_waiting_job_is_served_when_holders_end(
 @given(st.tuples(*map(_placed, JOBS)), st.permutations(JOBS), st.sets(st.sampled_from(JOBS)))
 @settings(max_examples=200, deadline=None)
 def test_no_job_is_passed_more_than_once_by_another_job(
-    placed: tuple[Place, ...], order: list[JobId], stubborn: set[JobId]
+    placed: tuple[Register, ...], order: list[JobId], stubborn: set[JobId]
 ) -> None:
     """Some never end their phase, the others end and ask again as fast as they can."""
     policy, now = PermitPolicy(CONFIG), 0.0

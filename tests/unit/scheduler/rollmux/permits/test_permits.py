@@ -12,9 +12,9 @@ from scheduler.rollmux.permits.events import (
     FreeNodes,
     NarrowPhase,
     PermitEndReason,
-    Place,
     Recall,
     Refuse,
+    Register,
     RevokePermit,
     WarnHolder,
     WidenPermit,
@@ -346,7 +346,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
     group = Group(terms("a"), terms("b"), terms("c", rollout="r1"), terms("d", rollout="r1"))
     for job in ("a", "b", "c", "d"):
         group.ask(job)
-    group.policy.observe(Place(terms=terms("b", rollout="r1")), now=0.0)
+    group.policy.observe(Register(terms=terms("b", rollout="r1")), now=0.0)
     # b asked before d did.
     assert granted(group.end("c")) == ["b"]
 
@@ -367,7 +367,7 @@ def test_a_job_that_is_moved_keeps_its_turn_on_its_new_nodes() -> None:
 )
 def test_terms_that_cannot_be_met_are_refused_in_words(wrong: JobTerms, said: str) -> None:
     policy = PermitPolicy(CONFIG)
-    (refused,) = policy.observe(Place(terms=wrong), now=0.0)
+    (refused,) = policy.observe(Register(terms=wrong), now=0.0)
     assert isinstance(refused, Refuse)
     assert said in refused.reason
     assert policy.jobs == ()

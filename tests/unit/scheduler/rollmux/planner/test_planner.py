@@ -168,11 +168,9 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
         ]
         for event in events:
             _tally(event(now=now), up, on_the_way)
-            groups = [group.as_group() for group in planner.table.groups.values()]
+            groups = planner.table.groups.values()
             assert group_faults(groups, nodes=up, jobs=jobs) == ()
-            assert {node for one in groups for node in one.rollout_nodes + one.training_nodes} == {
-                *up
-            }
+            assert {node for one in groups for node in one.rollout + one.training} == {*up}
             assert {facts.job.job for facts in planner.facts.values() if facts.moving} == on_the_way
     assert planner.table.groups == {}
     assert not up

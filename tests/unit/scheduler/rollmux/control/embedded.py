@@ -1,4 +1,4 @@
-"""The phase control in this process: jobs are threads, permits are taken without leaving it."""
+"""The phase control in the process of a test: jobs are threads."""
 
 import threading
 from pathlib import Path

@@ -13,7 +13,7 @@ from weightsync.elements.bits import spec_of
 from weightsync.publisher import Published
 from weightsync.receive.staged import Staged
 from weightsync.receiver import Receiver
-from weightsync.vllm.in_place import rehearsed
+from weightsync.vllm.in_place import tried_on_copies
 from weightsync.vllm.loader_map import LoaderMap, traced
 
 State = dict[str, torch.Tensor]
@@ -77,7 +77,7 @@ def test_packed_forms_are_made_of_the_next_weights_while_the_held_ones_stay(
         seen.append(weight)
         return packed(layer, weight)
 
-    forms = rehearsed(target, staged, layers_of(model), pack, pool, budget_bytes=PLENTY)
+    forms = tried_on_copies(target, staged, layers_of(model), pack, pool, budget_bytes=PLENTY)
     assert list(forms) == [model]
     (weight,) = seen
     assert torch.equal(weight[:-1], states[3]["layer.weight"])
@@ -92,7 +92,7 @@ def test_a_base_that_is_not_what_the_delta_builds_on_is_found_before_anything_is
     before[0] += 1
     model.held["layer.bias"].data.copy_(before)
     with pytest.raises(Corrupt, match="version 4 on top of what this engine holds"):
-        rehearsed(target, staged, {}, packed, pool, budget_bytes=PLENTY)
+        tried_on_copies(target, staged, {}, packed, pool, budget_bytes=PLENTY)
     assert torch.equal(model.held["layer.bias"], before)
 
 
@@ -101,8 +101,8 @@ def test_layers_over_the_budget_are_left_for_the_pause(
 ) -> None:
     size = model.weight.nbytes
     layers = layers_of(model)
-    assert not rehearsed(target, staged, layers, packed, pool, budget_bytes=size - 1)
-    assert rehearsed(target, staged, layers, packed, pool, budget_bytes=size)
+    assert not tried_on_copies(target, staged, layers, packed, pool, budget_bytes=size - 1)
+    assert tried_on_copies(target, staged, layers, packed, pool, budget_bytes=size)
 
 
 def test_a_full_checkpoint_is_packed_ahead_whatever_the_engine_holds(
@@ -121,5 +121,5 @@ def test_a_full_checkpoint_is_packed_ahead_whatever_the_engine_holds(
         seen.append(weight)
         return packed(layer, weight)
 
-    rehearsed(target, full, layers_of(model), pack, pool, budget_bytes=PLENTY)
+    tried_on_copies(target, full, layers_of(model), pack, pool, budget_bytes=PLENTY)
     assert torch.equal(seen[0][:-1], states[3]["layer.weight"])
