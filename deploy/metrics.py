@@ -237,8 +237,8 @@ _AGENT = (
         "guest_steps_met",
         Kind.HISTOGRAM,
         "slot",
-        "The guest's steps that were under way between a production request's arrival and its first "
-        "token; at most 1 at the P99.",
+        "The guest's steps that were under way between a production request's arrival and its "
+        "first token; at most 1 at the P99.",
     ),
     _agent(
         "signal_age_seconds",

@@ -31,7 +31,7 @@ _PREEMPTING = ("idle-group", "idle")
 """Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
 _MOST_REQUESTS = 1_000
-"""Requests that production is believed to have served within a beat, whatever a guest's page says."""
+"""Requests that production is believed to serve within a beat, whatever a guest's page says."""
 _RECLAIM_OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = {
     "used": "prefix_tokens_used_total",
