@@ -234,6 +234,13 @@ _AGENT = (
         "From the decision to close until the guest's last launched step ended.",
     ),
     _agent(
+        "guest_steps_met",
+        Kind.HISTOGRAM,
+        "slot",
+        "The guest's steps that were under way between a production request's arrival and its "
+        "first token; at most 1 at the P99.",
+    ),
+    _agent(
         "signal_age_seconds",
         Kind.GAUGE,
         "slot source",

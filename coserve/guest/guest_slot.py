@@ -277,6 +277,7 @@ class GuestSlot:
             decide_s_mean=self._decide_s,
             step_work_s_total=self._work_s,
             lending=self._lending(now_ns),
+            steps_met=tuple(steps.met.counts),
         )
 
     def _lending(self, now_ns: int) -> Lending:
@@ -304,4 +305,5 @@ class GuestSlot:
         return ProductionMoment(
             idle(pulses, terms_of(pulses, grant), now_ns=now_ns),
             sum([pulse.requests_total for pulse in pulses]),
+            sum([pulse.waiting for pulse in pulses]),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coserve.guest.steps_met import StepsMet
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Calibration
 
@@ -24,6 +25,8 @@ class ProductionMoment(msgspec.Struct, frozen=True):
     idle: bool
     requests: int
     """Requests that ever arrived."""
+    waiting: int
+    """Requests without a first token."""
 
 
 class _Launched(msgspec.Struct, frozen=True):
@@ -38,6 +41,7 @@ class _Launched(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class GuestSteps:
     model: StepTimeModel = field(default_factory=StepTimeModel)
+    met: StepsMet = field(default_factory=StepsMet)
     launched_total: int = 0
     finished_total: int = 0
     tokens_total: int = 0
@@ -71,6 +75,7 @@ class GuestSteps:
         predicted_s = self.model.predict_s(
             decodes=decodes, prefill_tokens=prefill_tokens, context_tokens=context_tokens
         )
+        self._meet(production, begins=True)
         self._launched.append(
             _Launched(decodes, prefill_tokens, context_tokens, predicted_s, now_ns, production)
         )
@@ -80,6 +85,7 @@ class GuestSteps:
         """Record the end of the oldest launched step."""
         if not self._launched:
             return
+        self._meet(production, begins=False)
         step = self._launched.popleft()
         # A queued step begins when the step before it ends.
         start_ns = max(step.start_ns, self.last_end_ns)
@@ -97,6 +103,17 @@ class GuestSteps:
             self._calibrated_ns = now_ns
             self._calibrations = (self.model.alone.summary(), self.model.beside.summary())
         return self._calibrations
+
+    def _meet(self, production: ProductionMoment | None, *, begins: bool) -> None:
+        if production is None:
+            self.met.forget()
+            return
+        self.met.observe(
+            production.requests,
+            production.waiting,
+            under_way=len(self._launched),
+            begins=begins,
+        )
 
     def _learn(self, step: _Launched, after: ProductionMoment | None) -> None:
         before, model, step_s = step.production, self.model, self.last_step_s

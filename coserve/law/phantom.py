@@ -3,7 +3,7 @@
 It decides how long an arrival may wait for a guest step that has begun, so that harvesting keeps
 its promise on the time to first token (TTFT). Touches no page and no clock.
 
-    T        TTFT of a prompt alone: its prefill and one decode
+    T        TTFT of a prompt alone on an idle engine: its prefill
     H        harmonic mean of T over the prompts, 1 / mean(1 / T)
     w(s)     longest wait behind a step of s seconds: preemption + blocking ratio * s
     room     share * SLO / (1 + share), the share epsilon of a prompt that just keeps its SLO
@@ -124,7 +124,8 @@ def rest_s(step_s: float, mean_s: float, grant: Grant) -> float:
 
 
 def _alone_s(model: ProductionModel, prompt_tokens: int) -> float:
-    return model.prefill_s(prompt_tokens) + model.decode_base_s
+    # The first token comes with the prefill; a NaN in the decodes' times makes this one too.
+    return model.prefill_s(prompt_tokens) + 0.0 * model.decode_s(1)
 
 
 def lesser(one_s: float, other_s: float) -> float:

@@ -67,7 +67,8 @@ def events_slack_s(
     if pulse.in_flight == 0:
         return slack
     if pulse.waiting > 0:
-        decode_s = model.decode_s(terms.decoding)
+        # Decodes share its step; without any, a NaN in their times still leaves no slack.
+        decode_s = bool(terms.decoding) * model.decode_s(terms.decoding)
         waited_s = max(0.0, (now_ns - pulse.oldest_waiting_arrival_ns) * 1e-9)
         for prompt_tokens in (0, pulse.largest_waiting_prompt_tokens):
             alone_s = model.prefill_s(prompt_tokens) + decode_s

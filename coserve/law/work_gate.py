@@ -2,7 +2,7 @@
 
 The work is done in pieces; each piece needs slack for the time that pieces of its kind have taken,
 as a step does. Without slack it waits; but a version may be late and never stuck, so after a while
-one piece goes without slack.
+one piece goes without slack. None goes in a slice that is withheld to measure production alone.
 """
 
 import math
@@ -59,11 +59,11 @@ class WorkPace:
     _next_s: float = 0.0
     """Earliest time of a piece without slack."""
 
-    def admits(self, budget_s: float, *, now: float) -> bool:
-        """Whether a piece may run now; call again after a refusal."""
+    def admits(self, budget_s: float | None, *, now: float) -> bool:
+        """Whether a piece may run now; call again after a refusal. None: not even a late one."""
         if self._admitted_s is None:
             self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
-        if self.piece_s > budget_s and now < self._next_s:
+        if budget_s is None or (self.piece_s > budget_s and now < self._next_s):
             return False
         self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
         return True
@@ -108,7 +108,7 @@ class WorkGate:
 
     def admits(self, kind: str) -> bool:
         """Whether a piece may run now, for callers that can return later."""
-        return self._pace(kind).admits(self.budget_s(), now=self._clock.now())
+        return self._pace(kind).admits(self._budget_s(), now=self._clock.now())
 
     @contextmanager
     def measured(self, kind: str) -> Iterator[None]:
@@ -134,12 +134,19 @@ class WorkGate:
     def budget_s(self) -> float:
         """See `work_budget_s`. Infinite while production waits for memory: a guest that can free
         memory only after its work must finish soon, and the agent has lifted it."""
+        budget_s = self._budget_s()
+        return -math.inf if budget_s is None else budget_s
+
+    def _budget_s(self) -> float | None:
+        """None while the grant is withheld."""
         now_ns = monotonic_ns()
         grant = self._grant_page.read(now_ns=now_ns)
         if grant.record is None:
             return -math.inf
         if self._owes(grant.record, now_ns):
             return math.inf
+        if grant.record.withheld:
+            return None
         pulses = self._pulses.read(grant.record, now_ns=now_ns)
         return work_budget_s(grant, pulses, now_ns=now_ns)
 

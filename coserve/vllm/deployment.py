@@ -21,9 +21,10 @@ def unfit_deployment(vllm_config: Any) -> str:
         return "Ray may place its ranks on other nodes; start it with the executor backend mp"
     if parallel.data_parallel_backend == "ray" and ranks > 1:
         return "Ray may place its data-parallel ranks on other nodes; take the backend mp"
-    if parallel.enable_expert_parallel and ranks > parallel.data_parallel_size_local:
+    if vllm_config.model_config.is_moe and ranks > parallel.data_parallel_size_local:
+        # Steps of such ranks are one forward pass each, with expert parallelism or without.
         return (
-            f"expert parallelism over {ranks} ranks, of which this API server has "
+            f"a mixture of experts over {ranks} ranks, of which this API server has "
             f"{parallel.data_parallel_size_local}: all wait for each; harvest replicas whose ranks "
             "one API server of one node has"
         )

@@ -4,7 +4,7 @@ from grafana_foundation_sdk.builders.stat import Panel as Stat
 from grafana_foundation_sdk.builders.timeseries import Panel as Lines
 
 from deploy.grafana.panels import BYTES, COUNT, PER_SECOND, RATIO, SECONDS, lines, number
-from deploy.grafana.queries import PLACE, SLOT, latest, quantiles, rate
+from deploy.grafana.queries import PLACE, SLOT, latest, quantile, quantiles, rate
 
 _VLLM = 'node=~"$node", job=~"$job", model_name=~"$model_name", instance=~"$instance"'
 _ENGINES = "node, job"
@@ -185,6 +185,12 @@ def giving_back() -> tuple[Lines | Stat, ...]:
             _RECLAIM,
             PLACE,
             SLOT,
+        ),
+        lines(
+            "Guest steps that a request meets",
+            "Between a production request's arrival and its first token; at most 1 at the P99.",
+            COUNT,
+            (quantile(0.99, "harvester_guest_steps_met", PLACE, SLOT), "{{node}} {{slot}} p99"),
         ),
         lines(
             "Guest KV",

@@ -30,6 +30,8 @@ BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
 _PREEMPTING = ("idle-group", "idle")
 """Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
+_MOST_REQUESTS = 1_000
+"""Requests that production is believed to serve within a beat, whatever a guest's page says."""
 _RECLAIM_OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = {
     "used": "prefix_tokens_used_total",
@@ -157,7 +159,8 @@ class SlotExposition:
 
     def _begin(self) -> None:
         """Create every series at the start: `increase` does not see a counter's first value."""
-        self._metrics.reclaim_duration.labels(self._slot)
+        for histogram in (self._metrics.reclaim_duration, self._metrics.steps_met):
+            histogram.labels(self._slot)
         for name in ("guest_tokens", "requests", "slo_misses", "journal_missing_lines"):
             self._count(name, 0)
         for name in ("unrecorded", "grant_step_tokens"):
@@ -200,6 +203,11 @@ class SlotExposition:
             for outcome, field in _PREFIX_OUTCOMES.items():
                 tokens = getattr(guest, field) - getattr(before, field)
                 self._count("guest_prefix_tokens", max(0, tokens), outcome)
+            for met, (count, seen) in enumerate(
+                zip(guest.steps_met, before.steps_met, strict=False)
+            ):
+                for _ in range(min(_MOST_REQUESTS, count - seen)):
+                    self._metrics.steps_met.labels(self._slot).observe(met)
         self._guest = guest
         if self._closing_at_ns is not None and guest.steps_launched <= guest.steps_finished:
             late_ns = max(0, guest.last_step_end_ns - self._closing_at_ns)

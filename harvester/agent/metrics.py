@@ -124,6 +124,13 @@ class AgentMetrics:
             registry=self.registry,
             buckets=_RECLAIM_EDGES_S,
         )
+        self.steps_met = Histogram(
+            "harvester_guest_steps_met",
+            "The guest's steps between a production request's arrival and its first token.",
+            ("slot",),
+            registry=self.registry,
+            buckets=(0.0, 1.0, 2.0, 3.0),
+        )
         self.gauge, self.counter = cache(self._gauge), cache(self._counter)
         self.gauge("build_info", version).set(1)
         self.gauge("config_last_reload_successful").set(1)

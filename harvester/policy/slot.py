@@ -379,6 +379,7 @@ class SlotPolicy:
             abort_grace_s=settings.abort_grace_s,
             law=settings.law,
             asleep=asleep,
+            withheld=memory.condition in _PROVEN_CONDITIONS and self.guards.proof.withheld(now=now),
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
             preemption_s=settings.preemption_s,

@@ -237,6 +237,9 @@ class Grant(Record, frozen=True, kw_only=True):
     preemption_s: float = 5e-4
     """Cost to production of a running guest step beside the share `blocking_ratio`: the switch, and
     caches that the step has filled. Not counted where the ratio is 1."""
+    withheld: bool = False
+    """Closed to measure production alone: the guest's other work rests too, unless production waits
+    for it."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -339,3 +342,6 @@ class Guest(Record, frozen=True, kw_only=True):
     """CPU time of all of RoseMux's own work in the engine loop: decisions, accounts and pages."""
     lending: Lending = Lending()
     """With the guest's present step times; at most a second old."""
+    steps_met: tuple[int, ...] = ()
+    """Requests of production by the number of the guest's steps that were under way between their
+    arrival and their first token: 0, 1, 2, 3, and 4 or more."""

@@ -3,8 +3,8 @@
 from coserve.guest.guest_steps import GuestSteps, ProductionMoment
 from coserve.law.step_time import StepTimeModel
 
-IDLE = ProductionMoment(idle=True, requests=7)
-BUSY = ProductionMoment(idle=False, requests=8)
+IDLE = ProductionMoment(idle=True, requests=7, waiting=0)
+BUSY = ProductionMoment(idle=False, requests=8, waiting=0)
 SECOND_NS = 1_000_000_000
 
 
@@ -46,7 +46,7 @@ def test_steps_beside_production_are_counted_apart_and_not_learned() -> None:
 
 def test_a_request_that_came_and_went_within_a_step_disturbed_it() -> None:
     loop = Loop(step_s=0.010)
-    loop.step(0.010, after=ProductionMoment(idle=True, requests=8))
+    loop.step(0.010, after=ProductionMoment(idle=True, requests=8, waiting=0))
     assert loop.steps.calibrations(now_ns=loop.now_ns)[1].steps == 1
     assert loop.steps.model.samples == 0
 

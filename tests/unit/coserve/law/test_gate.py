@@ -46,33 +46,33 @@ def decision(
 
 def test_opens_to_the_tokens_whose_predicted_step_fits_the_slack(make_grant: MakeGrant) -> None:
     # 24 ms of phantom leave 8 ms of 32: 2 ms besides and 60 tokens of 0.1 ms.
-    found = decision(make_grant(ttft_slo_s=0.0320001))
+    found = decision(make_grant(ttft_slo_s=0.0280001))
     assert (found.tokens, found.reason) == (60, None)
     assert found.slack_s == pytest.approx(0.008, abs=1e-6)
     # With three decodes running 3 ms of these go to them and leave 30 tokens of prefill.
-    assert decision(make_grant(ttft_slo_s=0.0320001), decodes=3).tokens == 33
+    assert decision(make_grant(ttft_slo_s=0.0280001), decodes=3).tokens == 33
 
 
 def test_an_isolation_backend_stretches_what_a_preemption_leaves_of_the_slack(
     make_grant: MakeGrant,
 ) -> None:
-    grant = make_grant(ttft_slo_s=0.0320001, blocking_ratio=0.5)
+    grant = make_grant(ttft_slo_s=0.0280001, blocking_ratio=0.5)
     # 8 ms less half a millisecond for the preemption, twice over.
     assert decision(grant).tokens == 130
-    slight = make_grant(ttft_slo_s=0.0244, blocking_ratio=0.02)
+    slight = make_grant(ttft_slo_s=0.0164, blocking_ratio=0.02)
     assert decision(slight).reason is Closed.NO_SLACK
 
 
 def test_a_measured_preemption_takes_the_place_of_the_default(make_grant: MakeGrant) -> None:
-    grant = make_grant(ttft_slo_s=0.0320001, blocking_ratio=0.5, preemption_s=0.004)
+    grant = make_grant(ttft_slo_s=0.0280001, blocking_ratio=0.5, preemption_s=0.004)
     # 8 ms less 4 for the preemption, twice over.
     assert decision(grant).tokens == 60
-    whole = make_grant(ttft_slo_s=0.0320001, preemption_s=0.004)
-    assert decision(whole) == decision(make_grant(ttft_slo_s=0.0320001))
+    whole = make_grant(ttft_slo_s=0.0280001, preemption_s=0.004)
+    assert decision(whole) == decision(make_grant(ttft_slo_s=0.0280001))
 
 
 def test_launched_steps_are_taken_off(make_grant: MakeGrant) -> None:
-    assert decision(make_grant(ttft_slo_s=0.0320001), launched_s=0.004).tokens == 20
+    assert decision(make_grant(ttft_slo_s=0.0280001), launched_s=0.004).tokens == 20
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_an_infinite_slack_gives_a_full_step(make_grant: MakeGrant) -> None:
 def test_rests_after_a_step_that_was_longer_than_any_arrival_may_wait(
     make_grant: MakeGrant,
 ) -> None:
-    # 24 ms alone, of which an arrival may wait 1.2 ms; the shortest step takes 2 ms.
+    # 20 ms alone, of which an arrival may wait 1 ms; the shortest step takes 2 ms.
     grant = make_grant(epsilon=0.05)
     found = decision(grant)
-    assert found.mean_wait_s == pytest.approx(0.0012)
-    # Steps of three times the mean wait, 2 * 3.6 ms, rest twice as long.
-    assert found.tokens == 52
-    rest = rest_s(0.0072, 0.0012, grant)
-    assert rest == pytest.approx(0.0144)
-    ended_ns = NOW_NS - 4_400_000
+    assert found.mean_wait_s == pytest.approx(0.001)
+    # Steps of three times the mean wait, 2 * 3 ms, rest twice as long.
+    assert found.tokens == 40
+    rest = rest_s(0.006, 0.001, grant)
+    assert rest == pytest.approx(0.012)
+    ended_ns = NOW_NS - 2_000_000
     resting = decision(grant, rest_s=rest, last_end_ns=ended_ns)
     assert (resting.tokens, resting.reason) == (0, Closed.RESTING)
     assert resting.rest_s == pytest.approx(0.010)
-    assert decision(grant, rest_s=rest, last_end_ns=ended_ns - 10_100_000).tokens == 52
+    assert decision(grant, rest_s=rest, last_end_ns=ended_ns - 10_100_000).tokens == 40
 
 
 def test_a_rest_is_time_in_which_production_is_idle(make_grant: MakeGrant) -> None:
@@ -136,8 +136,8 @@ CLOSED: list[tuple[Closed, PageFault | None, dict[str, Any], Any]] = [
     (Closed.NO_PULSE, None, {"pulses": ("pulse.a.0", "pulse.b.0")}, Pulse()),
     *[(Closed.PULSE_FAULT, fault, {}, fault) for fault in PageFault],
     (Closed.HUNG, None, {}, Pulse(in_flight=1, last_step_end_ns=LONG_AGO_NS)),
-    (Closed.NO_SLACK, None, {"ttft_slo_s": 0.020}, Pulse()),
-    (Closed.NO_SLACK, None, {"ttft_slo_s": 0.025}, Pulse()),
+    (Closed.NO_SLACK, None, {"ttft_slo_s": 0.016}, Pulse()),
+    (Closed.NO_SLACK, None, {"ttft_slo_s": 0.021}, Pulse()),
     (
         Closed.NO_SLACK,
         None,
@@ -193,18 +193,18 @@ def test_a_probe_learns_whether_a_prediction_that_admits_nothing_is_right(
     make_grant: MakeGrant,
 ) -> None:
     # 1 ms of slack for a step that is predicted to take 2 ms and more.
-    grant = make_grant(ttft_slo_s=0.025)
+    grant = make_grant(ttft_slo_s=0.021)
     assert decision(grant).reason is Closed.NO_SLACK
     found = decision(grant, may_probe=True)
     assert (found.tokens, found.probe) == (1, True)
 
 
 def test_a_probe_waits_for_idle_production_and_for_its_own_steps(make_grant: MakeGrant) -> None:
-    grant = make_grant(ttft_slo_s=0.025)
+    grant = make_grant(ttft_slo_s=0.021)
     busy = Pulse(in_flight=1, running=1)
     assert not decision(grant, busy, may_probe=True).open
     assert not decision(grant, may_probe=True, launched_s=0.001).open
-    assert not decision(make_grant(ttft_slo_s=0.020), may_probe=True).open
+    assert not decision(make_grant(ttft_slo_s=0.016), may_probe=True).open
     assert not decision(grant, may_probe=True, cap=0).open
 
 

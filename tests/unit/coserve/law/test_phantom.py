@@ -40,7 +40,8 @@ models = st.builds(
 
 
 def alone_s(model: ProductionModel, tokens: int) -> float:
-    return model.prefill_s(tokens) + model.decode_base_s
+    """An idle engine samples the first token in the prefill's own step."""
+    return model.prefill_base_s + model.prefill_s_per_token * tokens
 
 
 def p99(tokens: Sequence[int]) -> int:

@@ -57,6 +57,18 @@ def test_a_piece_without_slack_is_late_and_not_stuck(slot: Slot) -> None:
     assert not gate.admits("weights")
 
 
+def test_in_a_withheld_slice_no_piece_goes_however_late(slot: Slot) -> None:
+    clock = VirtualClock()
+    gate = WorkGate(slot.directory, clock=clock)
+    slot.grant(mode=GrantMode.CLOSED, withheld=True)
+    assert not gate.admits("weights")
+    clock.advance_to(1000.0)
+    assert not gate.admits("weights")
+    assert gate.budget_s() == -math.inf
+    slot.grant(mode=GrantMode.CLOSED)
+    assert gate.admits("weights")
+
+
 def test_pieces_of_one_kind_say_nothing_of_another(slot: Slot) -> None:
     clock = VirtualClock()
     gate = WorkGate(slot.directory, clock=clock)
@@ -75,8 +87,10 @@ def test_a_guest_that_owes_memory_works_without_a_limit(
     guest.load.kv_tokens_total = 1000
     guest.publish()
     slot.production_arrives()
+    for withheld in (False, True):
+        slot.grant(kv_budget_tokens=400, withheld=withheld)
+        assert gate.budget_s() == math.inf
     slot.grant(kv_budget_tokens=400)
-    assert gate.budget_s() == math.inf
     guest.load.kv_tokens_withheld = 600
     guest.publish()
     assert gate.budget_s() < 0.0

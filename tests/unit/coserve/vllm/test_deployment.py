@@ -13,13 +13,14 @@ ALONE = {
     "data_parallel_backend": "mp",
     "data_parallel_size": 1,
     "data_parallel_size_local": 1,
-    "enable_expert_parallel": False,
 }
 
 
-def config(transfer: Any = None, **parallel: Any) -> Any:
+def config(transfer: Any = None, *, experts: bool = False, **parallel: Any) -> Any:
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**(ALONE | parallel)), kv_transfer_config=transfer
+        model_config=SimpleNamespace(is_moe=experts),
+        parallel_config=SimpleNamespace(**(ALONE | parallel)),
+        kv_transfer_config=transfer,
     )
 
 
@@ -34,7 +35,7 @@ def transfer(connector: str | None, role: str | None, **extra: Any) -> Any:
         config(distributed_executor_backend="uni"),
         config(distributed_executor_backend=None),
         config(data_parallel_size=4, data_parallel_size_local=2),
-        config(data_parallel_size=4, data_parallel_size_local=4, enable_expert_parallel=True),
+        config(data_parallel_size=4, data_parallel_size_local=4, experts=True),
         config(transfer(None, None)),
         config(transfer("NixlConnector", "kv_producer")),
         config(transfer("OffloadingConnector", "kv_both")),
@@ -54,7 +55,7 @@ WIDE = {"data_parallel_size": 16, "data_parallel_size_local": 8}
         (config(nnodes=2), "over 2 nodes", "one node"),
         (config(distributed_executor_backend="ray"), "Ray", "mp"),
         (config(data_parallel_backend="ray", data_parallel_size=2), "Ray", "mp"),
-        (config(enable_expert_parallel=True, **WIDE), "over 16 ranks", "one API server"),
+        (config(experts=True, **WIDE), "over 16 ranks", "one API server"),
         (config(transfer("LMCacheConnectorV1", "kv_consumer")), "wait for KV", "kv_producer"),
         (config(transfer("NixlPullConnector", "kv_both")), "NixlPullConnector", "kv_producer"),
         (

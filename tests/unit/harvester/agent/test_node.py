@@ -397,6 +397,18 @@ def test_counts_what_the_guest_did_and_lost(stage: Stage) -> None:
     assert stage.metric("harvester_reclaim_duration_seconds_count", slot=SLOT) == 1
 
 
+def test_counts_the_requests_that_met_steps_of_the_guest(stage: Stage) -> None:
+    stage.harvest()
+    for met in ((10, 3, 0, 0, 0), (12, 5, 1, 0, 0), (1, 0, 0, 0, 0), (10**18, 0, 0, 0, 0)):
+        stage.guest(steps_met=met)
+        stage.beats()
+    within = [
+        stage.metric("harvester_guest_steps_met_bucket", slot=SLOT, le=edge)
+        for edge in ("0.0", "1.0", "2.0", "+Inf")
+    ]
+    assert within == [1_002, 1_004, 1_005, 1_005], "a page that claims more is not believed"
+
+
 def test_says_which_slots_are_silent(stage: Stage) -> None:
     stage.beats()
     assert [name for name, _ in stage.node.silent_slots()] == [SLOT]

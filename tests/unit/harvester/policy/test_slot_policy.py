@@ -344,6 +344,7 @@ def test_withholds_the_grant_in_proof_slices_and_opens_again_right_after(
     withheld = [grant for _, grant in modes if grant.reason == "proof slice"]
     assert 0.1 < len(withheld) / len(modes) < 0.3
     assert {grant.mode for grant in withheld} == {"closed"}
+    assert all(grant.withheld == (grant in withheld) for _, grant in modes[2:])
     assert len([g for _, g in modes if g.mode == "closed"]) <= len(withheld) + 2
 
 
