@@ -10,6 +10,7 @@ using a lease one margin before its duration ends, the grantor frees it at the e
 costs idle time and never double use. The epoch fences: a slot's epoch only rises.
 """
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -42,6 +43,11 @@ class GuardReading(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
     binds: bool = False
     """Whether it reduces or stops harvesting now; it may do so for some time after a breach."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether JSON has words for it."""
+        return math.isfinite(self.value) and math.isfinite(self.limit)
 
 
 class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The agent's routes as a scheduler sees them, and what they refuse."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,15 @@ from harvester.cli.root import main
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.contracts.page import (
+    Calibration,
+    Guest,
+    GuestMemory,
+    Lending,
+    PageDirectory,
+    PageFault,
+    Pulse,
+)
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -82,6 +91,28 @@ async def test_offers_its_slots(client: Any) -> None:
         SlotState.OFFERED,
         "http://127.0.0.1:1",
     )
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        Guest(lending=Lending(tokens=64, share_ratio=math.nan)),
+        Guest(lending=Lending(tokens=64, share_ratio=1.5)),
+        Guest(step_calibration=Calibration(steps=1, p99_ratio=math.inf)),
+        Guest(memory=GuestMemory(weights_bytes=(1 << 64) - 1, kv_bytes=1, graphs_bytes=1)),
+        Guest(kv_tokens=-1),
+    ],
+)
+async def test_a_guest_whose_page_has_impossible_numbers_spoils_its_own_page_alone(
+    client: Any, node: NodeAgent, tmp_path: Path, poison: Guest
+) -> None:
+    pages = PageDirectory(tmp_path / "pages" / "slot0")
+    pages.guest_writer().write(poison, now_ns=monotonic_ns(), ttl_ns=10**11)
+    assert pages.guest_reader().read().fault is PageFault.TORN
+    node.beat()
+    reply = await client.get("/v1/slots")
+    offer = msgspec.json.decode(await reply.read(), type=SlotOffers).slots[0]
+    assert (offer.lending, offer.floor_bytes) == (Lending(), 0)
 
 
 async def test_a_lease_goes_from_taken_over_renewed_to_released(
