@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
-from harvester.platform.bearer import read_tokens
+from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.tls import ServerTls, open_to_network
 from harvester.platform.yaml_file import (
@@ -120,6 +120,28 @@ class KvcachedConfig(_Model):
         return self
 
 
+_ON_LOOPBACK = (
+    "the guest listens on 127.0.0.1 alone, since its development routes let any caller change its "
+    "weights; serve it to others with `rosemux engine-proxy`, at the slot's offered_url"
+)
+_NEEDED = "RoseMux sets it, and a guest without it is not held back; leave it out"
+OWN_FLAGS = {
+    "host": _ON_LOOPBACK,
+    "uds": _ON_LOOPBACK,
+    "port": "set the port of the slot's engine_url",
+    "config": "a file could name any flag; write its flags here",
+    "model": "set guest.model",
+    "max-model-len": "set guest.context_tokens",
+    "max-num-seqs": "set the slot's concurrency",
+    "kv-cache-memory-bytes": "set guest.kv_cache_bytes",
+    "gpu-memory-utilization": "set guest.kv_cache_bytes",
+    "scheduler-cls": _NEEDED,
+    "worker-extension-cls": _NEEDED,
+    "weight-transfer-config": _NEEDED,
+}
+"""Flags of vLLM that a guest's `arguments` may not have, and the remedy."""
+
+
 class GuestConfig(_Model):
     """The guest engine that `rosemux guest` starts on the slot. The agent reads none of it."""
 
@@ -142,7 +164,19 @@ class GuestConfig(_Model):
     eager: bool = False
     """Without CUDA graphs: slower steps, less memory."""
     arguments: tuple[str, ...] = Field(default=(), max_length=256)
-    """More flags of vLLM, placed after RoseMux's own."""
+    """More flags of vLLM, placed after RoseMux's own; those of `OWN_FLAGS` are refused."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _not_our_own(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in arguments:
+            if argument.startswith("--"):
+                # vLLM takes `_` for `-`, any unambiguous beginning, and fields behind a dot.
+                flag = re.split("[=.]", argument[2:].replace("_", "-"), maxsplit=1)[0]
+                for own, remedy in OWN_FLAGS.items():
+                    if own.startswith(flag):
+                        raise ValueError(f"{argument}: {remedy}")
+        return arguments
 
 
 class OwnersConfig(_Model):
@@ -192,6 +226,21 @@ class SlotConfig(_Model):
     def _one_kind_of_memory(self) -> "SlotConfig":
         if self.kvcached is not None and self.memory_group is not None:
             raise ValueError("memory_group is for CPU guests, kvcached for GPU guests: give one")
+        return self
+
+    @model_validator(mode="after")
+    def _guest_within_reach(self) -> "SlotConfig":
+        for field in ("engine_url", "offered_url"):
+            url = urlsplit(getattr(self, field))
+            if getattr(self, field) and not (url.scheme in ("http", "https") and url.hostname):
+                raise ValueError(f"{field}: use http://HOST:PORT")
+        host = urlsplit(self.engine_url).hostname
+        if self.guest is not None and host is not None and not is_loopback(host):
+            raise ValueError(
+                f"engine_url: {host} is not served, as `rosemux guest` listens on 127.0.0.1 alone: "
+                f"write http://127.0.0.1:PORT, and the URL of its `rosemux engine-proxy` (which "
+                "may listen on that address) as offered_url"
+            )
         return self
 
     @field_validator("metrics_url")
