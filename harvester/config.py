@@ -44,6 +44,10 @@ _Account = (
 )
 """A user or a group, by number or name."""
 _LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
+_SERVICE_LINK = re.compile(
+    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+_LINKED = re.compile(r"(tcp|udp|sctp)://")
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -390,7 +394,7 @@ def read_agent_config(
     values = dict(in_file)
     notes = []
     for name, value in sorted((os.environ if environment is None else environment).items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and not _is_service_link(name, value):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             given, was = _parse_variable(name, value), _in(in_file, where)
             _put(values, where, given, origin=name)
@@ -414,6 +418,13 @@ def read_agent_config(
     if config.unsafe_experiments:
         notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
     return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes put it there, for a Service that is named `rosemux-agent` or begins so."""
+    return "__" not in name and bool(
+        _SERVICE_LINK.search(name) or (name.endswith("_PORT") and _LINKED.match(value))
+    )
 
 
 def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from harvester.config import load_agent_config
+from harvester.config import load_agent_config, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageOwners
 from harvester.platform.bearer import is_loopback
@@ -224,3 +224,27 @@ def test_a_guest_s_url_is_one_that_it_listens_on(write: Any) -> None:
     assert load_agent_config(write(elsewhere), environment={})
     with pytest.raises(ConfigError, match="offered_url: use http"):
         load_agent_config(write("slots: [{name: s, offered_url: 'host:80'}]"), environment={})
+
+
+def test_the_service_links_of_kubernetes_are_no_fields(write: Any) -> None:
+    links = {
+        "SERVICE_HOST": "10.96.7.7",
+        "SERVICE_PORT": "8301",
+        "SERVICE_PORT_HTTP": "8301",
+        "PORT": "tcp://10.96.7.7:8301",
+        "PORT_8301_TCP": "tcp://10.96.7.7:8301",
+        "PORT_8301_TCP_PROTO": "tcp",
+        "PORT_8301_TCP_PORT": "8301",
+        "PORT_8301_TCP_ADDR": "10.96.7.7",
+        "METRICS_PORT": "udp://10.96.7.7:8301",
+        "METRICS_SERVICE_HOST": "10.96.7.7",
+    }
+    environment = {f"ROSEMUX_AGENT_{name}": value for name, value in links.items()}
+    loaded = read_agent_config(write(GOOD), environment=environment)
+    assert loaded == read_agent_config(write(GOOD), environment={})
+
+
+@pytest.mark.parametrize("name", ["PORT", "SERVICE", "HTTP__PORT_80_TCP", "HTTP__SERVICE_HOST"])
+def test_a_misspelt_variable_is_no_service_link(write: Any, name: str) -> None:
+    with pytest.raises(ConfigError):
+        load_agent_config(write(GOOD), environment={f"ROSEMUX_AGENT_{name}": "9711"})
