@@ -284,3 +284,21 @@ async def test_status_is_shown_by_tls_and_a_token(
         with pytest.raises(SystemExit) as ended:
             await asyncio.to_thread(main, command)
     assert (ended.value.code, "slot0" in capsys.readouterr().out) == (0, True)
+
+
+async def test_status_shows_a_certificate_to_an_agent_that_asks_for_one(
+    node: NodeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority(tmp_path)
+    client = authority.signs("client")
+    tls = authority.server("agent", client_ca=authority.file)
+    pair = ["--cert-file", str(client.cert_file), "--key-file", str(client.key_file)]
+    async with serving(application(node)) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="", tls=tls)
+        command = ["status", "--pages", str(tmp_path), "--agent", url]
+        command += ["--ca-file", str(authority.file)]
+        for options, status in ((pair, 0), (pair[:2], 2), ([], 1)):
+            with pytest.raises(SystemExit) as ended:
+                await asyncio.to_thread(main, [*command, *options])
+            assert ended.value.code == status
+    assert "slot0" in capsys.readouterr().out
