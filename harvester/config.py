@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.platform.bearer import is_loopback, read_tokens
@@ -340,13 +340,13 @@ class AgentConfig(_Model):
 
     @property
     def page_gid(self) -> int | None:
-        """Group id of `page_group`, None without one. Raises ConfigError for an unknown group."""
+        """Group id of `page_group`, None without one. Raises NotYet for an unknown group."""
         group = self.page_group
         if isinstance(group, str) and not group.isdecimal():
             try:
                 return grp.getgrnam(group).gr_gid
             except KeyError:
-                raise ConfigError(
+                raise NotYet(
                     f"page_group: there is no group {group!r} here; make it, or give its number"
                 ) from None
         return None if group is None else int(group)
