@@ -99,11 +99,11 @@ class AgentProcess:
         try:
             loaded = self._reload()
             loaded.config.check_here()
+            done = node.reconfigure(loaded.config)
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
         else:
             _log_notes(loaded)
-            done = node.reconfigure(loaded.config)
             _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
             if done.guest_start_needed:
                 _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))

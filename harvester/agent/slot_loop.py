@@ -175,12 +175,15 @@ class Slot:
             sample, outcomes=outcomes, record_fault=self.fault, release=release
         )
 
-    def reconfigure(
-        self, slot: SlotConfig, settings: SlotSettings, *, restart_needed: tuple[str, ...]
-    ) -> None:
-        """Install new settings; the policy keeps its memory."""
+    def policy_with(self, settings: SlotSettings) -> SlotPolicy:
+        """The policy under new settings, with its memory."""
         policy = SlotPolicy(settings)
         policy.restore(self.policy.snapshot())
+        return policy
+
+    def reconfigure(
+        self, slot: SlotConfig, policy: SlotPolicy, *, restart_needed: tuple[str, ...]
+    ) -> None:
         self.policy, self.config = policy, slot
         self._restart_needed = restart_needed
         self._record.reopen()
