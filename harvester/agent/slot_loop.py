@@ -191,6 +191,7 @@ class Slot:
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
+        headroom, headroom_age_s = self.exposition.headroom(self.policy.settings)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -209,6 +210,8 @@ class Slot:
             engine=self.guest_description.latest,
             guards=tuple(guard for guard in self.policy.guards.readings() if guard.finite),
             lending=self._lending,
+            headroom_ratio=headroom,
+            headroom_age_s=headroom_age_s,
             budget=self.policy.budget_report(
                 self.config.service or self.config.model or self.name,
                 number=self._leases.allotted_number(self.name),

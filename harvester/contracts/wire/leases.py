@@ -74,6 +74,10 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     guards: tuple[GuardReading, ...] = ()
     lending: Lending = Lending()
     """Steps that the guest may take while production is idle, by its own account."""
+    headroom_ratio: float | None = None
+    """1 - recent P90 latency / SLO, of TTFT or ITL the smaller; None without recent requests."""
+    headroom_age_s: float | None = None
+    """Time since the newest latency behind it."""
     budget: BudgetReport | None = None
     """Evidence for the error budget of the slot's service."""
 
