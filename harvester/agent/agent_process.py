@@ -56,6 +56,8 @@ class AgentProcess:
         _log_notes(self._loaded)
         path = self._config.http.token_file
         accepts = None if path is None else TokenFile(path).accepts
+        if accepts is None:
+            _log.warning("http has no token_file: the tenant of a lease is what its caller says")
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
         async with serving(application(node, accepts=accepts)) as runner:
             try:
