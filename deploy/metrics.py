@@ -88,7 +88,13 @@ _AGENT = (
         "slo_headroom_ratio",
         Kind.GAUGE,
         "slot slo",
-        "1 - recent latency / SLO (slo: ttft, itl); below 0 is a breach.",
+        "1 - recent latency / SLO (slo: ttft, itl); below 0 is a breach. NaN once it is 300 s old.",
+    ),
+    _agent(
+        "headroom_age_seconds",
+        Kind.GAUGE,
+        "slot slo",
+        "Age of the newest latency behind the headroom; NaN before the first one.",
     ),
     _agent(
         "admission_decisions_total",

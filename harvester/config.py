@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
-from harvester.platform.bearer import read_tokens
+from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.tls import ServerTls, open_to_network
 from harvester.platform.yaml_file import (
@@ -44,6 +44,10 @@ _Account = (
 )
 """A user or a group, by number or name."""
 _LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
+_SERVICE_LINK = re.compile(
+    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
+)
+_LINKED = re.compile(r"(tcp|udp|sctp)://")
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -120,6 +124,28 @@ class KvcachedConfig(_Model):
         return self
 
 
+_ON_LOOPBACK = (
+    "the guest listens on 127.0.0.1 alone, since its development routes let any caller change its "
+    "weights; serve it to others with `rosemux engine-proxy`, at the slot's offered_url"
+)
+_NEEDED = "RoseMux sets it, and a guest without it is not held back; leave it out"
+OWN_FLAGS = {
+    "host": _ON_LOOPBACK,
+    "uds": _ON_LOOPBACK,
+    "port": "set the port of the slot's engine_url",
+    "config": "a file could name any flag; write its flags here",
+    "model": "set guest.model",
+    "max-model-len": "set guest.context_tokens",
+    "max-num-seqs": "set the slot's concurrency",
+    "kv-cache-memory-bytes": "set guest.kv_cache_bytes",
+    "gpu-memory-utilization": "set guest.kv_cache_bytes",
+    "scheduler-cls": _NEEDED,
+    "worker-extension-cls": _NEEDED,
+    "weight-transfer-config": _NEEDED,
+}
+"""Flags of vLLM that a guest's `arguments` may not have, and the remedy."""
+
+
 class GuestConfig(_Model):
     """The guest engine that `rosemux guest` starts on the slot. The agent reads none of it."""
 
@@ -142,7 +168,19 @@ class GuestConfig(_Model):
     eager: bool = False
     """Without CUDA graphs: slower steps, less memory."""
     arguments: tuple[str, ...] = Field(default=(), max_length=256)
-    """More flags of vLLM, placed after RoseMux's own."""
+    """More flags of vLLM, placed after RoseMux's own; those of `OWN_FLAGS` are refused."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _not_our_own(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in arguments:
+            if argument.startswith("--"):
+                # vLLM takes `_` for `-`, any unambiguous beginning, and fields behind a dot.
+                flag = re.split("[=.]", argument[2:].replace("_", "-"), maxsplit=1)[0]
+                for own, remedy in OWN_FLAGS.items():
+                    if own.startswith(flag):
+                        raise ValueError(f"{argument}: {remedy}")
+        return arguments
 
 
 class OwnersConfig(_Model):
@@ -192,6 +230,21 @@ class SlotConfig(_Model):
     def _one_kind_of_memory(self) -> "SlotConfig":
         if self.kvcached is not None and self.memory_group is not None:
             raise ValueError("memory_group is for CPU guests, kvcached for GPU guests: give one")
+        return self
+
+    @model_validator(mode="after")
+    def _guest_within_reach(self) -> "SlotConfig":
+        for field in ("engine_url", "offered_url"):
+            url = urlsplit(getattr(self, field))
+            if getattr(self, field) and not (url.scheme in ("http", "https") and url.hostname):
+                raise ValueError(f"{field}: use http://HOST:PORT")
+        host = urlsplit(self.engine_url).hostname
+        if self.guest is not None and host is not None and not is_loopback(host):
+            raise ValueError(
+                f"engine_url: {host} is not served, as `rosemux guest` listens on 127.0.0.1 alone: "
+                f"write http://127.0.0.1:PORT, and the URL of its `rosemux engine-proxy` (which "
+                "may listen on that address) as offered_url"
+            )
         return self
 
     @field_validator("metrics_url")
@@ -287,13 +340,13 @@ class AgentConfig(_Model):
 
     @property
     def page_gid(self) -> int | None:
-        """Group id of `page_group`, None without one. Raises ConfigError for an unknown group."""
+        """Group id of `page_group`, None without one. Raises NotYet for an unknown group."""
         group = self.page_group
         if isinstance(group, str) and not group.isdecimal():
             try:
                 return grp.getgrnam(group).gr_gid
             except KeyError:
-                raise ConfigError(
+                raise NotYet(
                     f"page_group: there is no group {group!r} here; make it, or give its number"
                 ) from None
         return None if group is None else int(group)
@@ -341,7 +394,7 @@ def read_agent_config(
     values = dict(in_file)
     notes = []
     for name, value in sorted((os.environ if environment is None else environment).items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and not _is_service_link(name, value):
             where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
             given, was = _parse_variable(name, value), _in(in_file, where)
             _put(values, where, given, origin=name)
@@ -365,6 +418,13 @@ def read_agent_config(
     if config.unsafe_experiments:
         notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
     return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes put it there, for a Service that is named `rosemux-agent` or begins so."""
+    return "__" not in name and bool(
+        _SERVICE_LINK.search(name) or (name.endswith("_PORT") and _LINKED.match(value))
+    )
 
 
 def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:

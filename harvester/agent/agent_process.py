@@ -56,6 +56,8 @@ class AgentProcess:
         _log_notes(self._loaded)
         path = self._config.http.token_file
         accepts = None if path is None else TokenFile(path).accepts
+        if accepts is None:
+            _log.warning("http has no token_file: the tenant of a lease is what its caller says")
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
         async with serving(application(node, accepts=accepts)) as runner:
             try:
@@ -99,11 +101,11 @@ class AgentProcess:
         try:
             loaded = self._reload()
             loaded.config.check_here()
+            done = node.reconfigure(loaded.config)
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
         else:
             _log_notes(loaded)
-            done = node.reconfigure(loaded.config)
             _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
             if done.guest_start_needed:
                 _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))

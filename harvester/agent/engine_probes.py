@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,11 @@ from harvester.platform.http_kit import body_of
 
 ACCEPT = "text/plain;version=0.0.4"
 """Plain text: newer client libraries write vLLM's `vllm:` as `vllm_` in OpenMetrics."""
-MAX_SCRAPE_BYTES = 8 << 20
+MAX_SCRAPE_BYTES = 1 << 20
+"""The whole page of vLLM 0.32 has 60 KiB, and 46 KiB more for each further engine core
+(data-parallel rank): 22 fit. The narrow one has five series of each."""
+_MAX_READ_BYTES = 64 << 10
+"""Lines of it that are parsed: five series of each core."""
 ENGINE = "metrics"
 
 _SCRAPE_S = 1.0
@@ -48,6 +53,7 @@ _SERIES = {
     "generation_tokens_total": "generation_tokens_total",
 }
 _PREFIX = "vllm:"
+_WANTED = re.compile(rf"^vllm[:_](?:{'|'.join(_SERIES)})[ {{].*$", re.MULTILINE)
 
 
 def narrowed(url: str) -> str:
@@ -59,10 +65,14 @@ def narrowed(url: str) -> str:
 
 
 def read_levels(text: str) -> VllmLevels | None:
-    """Sums over engines and models, and the largest KV use; None unless all are numbers."""
+    """Sums over engines and models, and the largest KV use; None unless all are numbers, or if
+    there are too many."""
+    lines = "\n".join(_WANTED.findall(text))
+    if len(lines) > _MAX_READ_BYTES:
+        return None
     found: dict[str, float] = {}
     try:
-        for name, value in _samples(text):
+        for name, value in _samples(lines + "\n"):
             field = _SERIES.get(name)
             if field == "kv_usage_ratio":
                 found[field] = max(found.get(field, 0.0), value)
@@ -158,8 +168,11 @@ class MetricsProbe:
 async def _levels(session: aiohttp.ClientSession, url: str) -> VllmLevels | None:
     async with session.get(url, headers={"Accept": ACCEPT}) as reply:
         reply.raise_for_status()
-        body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES)
-    return read_levels(body.decode(errors="replace"))
+        body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES + 1)
+    if len(body) > MAX_SCRAPE_BYTES:
+        return None
+    # In a thread: the beats of all slots go on meanwhile.
+    return await asyncio.to_thread(lambda: read_levels(body.decode(errors="replace")))
 
 
 class GuestDescription:

@@ -21,7 +21,7 @@ from harvester.contracts.wire.leases import EndReason, SlotState
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
 from harvester.policy.lease_table import SlotLease
 from harvester.policy.sample import GuestAction, MpsReading, SlotSample
-from harvester.policy.settings import AUTO, Mode
+from harvester.policy.settings import AUTO, Mode, SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition, State
 
@@ -43,6 +43,8 @@ _ACTIONS = {
     KillGuest: GuestAction.KILL,
 }
 _ACTION_OUTCOMES = ("asked", "done", "failed")
+_HEADROOM_S = 300.0
+"""A pulse holds its last 32 latencies for as long as it is silent: later they say nothing."""
 _MPS_STATES = ("together", "apart", "fault", "silent")
 
 
@@ -53,6 +55,10 @@ class SlotExposition:
         self._metrics = metrics
         self._tenants = tenants
         self._last: SlotSample | None = None
+        self._totals: dict[str, dict[str, int]] = {}
+        """Latencies ever appended, of each pulse and SLO."""
+        self._sampled_ns: dict[str, int] = {}
+        """Time of the newest latency of each SLO."""
         self._guest: Guest | None = None
         self._missing_lines = 0
         self._was_open = False
@@ -102,6 +108,7 @@ class SlotExposition:
                     self._set("leases_active", active, name)
             self._tenant = tenant
         self._last = sample
+        self._note_latencies()
 
     def recorded(self, fault: str, missing_total: int) -> None:
         """`fault` is why the journal cannot be written; the count is of missing decisions."""
@@ -114,7 +121,7 @@ class SlotExposition:
         settings, sample = policy.settings, self._last
         guest = None if sample is None else sample.guest.record
         readings = () if sample is None else sample.pulses
-        pulses = [reading.record for reading in readings if reading.record is not None]
+        pulses = self._pulses()
         self._set("quarantined", policy.slot_state() is SlotState.QUARANTINED)
         self._set_one("mode", settings.mode, Mode)
         self._set_one("slot_state", policy.state, State)
@@ -143,13 +150,43 @@ class SlotExposition:
             known = (math.nan,) * 3 if impact is None else (impact.low, impact.ratio, impact.high)
             bounds = dict(zip(("low", "mean", "high"), known, strict=True))
             self._set_each("impact_ratio", bounds, slo)
-        ttfts_s = [x for pulse in pulses for x in pulse.ttft_s_recent]
-        itls_s = [x for pulse in pulses for x in pulse.itl_s_recent]
-        self._set("slo_headroom_ratio", 1 - _p90(ttfts_s) / settings.ttft_slo_s, "ttft")
-        self._set("slo_headroom_ratio", 1 - _p90(itls_s) / settings.itl_slo_s, "itl")
+        for slo, (ratio, age_s) in self._headrooms(settings).items():
+            self._set("slo_headroom_ratio", ratio, slo)
+            self._set("headroom_age_seconds", age_s, slo)
         self._set_calibrations(guest, pulses)
         self._set_guest(guest)
         self._set_sharing(sample, policy)
+
+    def headroom(self, settings: SlotSettings) -> tuple[float | None, float | None]:
+        """The smaller of the two SLOs' headrooms and its age in s; None where unknown."""
+        known = [each for each in self._headrooms(settings).values() if not math.isnan(each[0])]
+        return min(known, default=(None, None))
+
+    def _headrooms(self, settings: SlotSettings) -> dict[str, tuple[float, float]]:
+        """Headroom and its age in s of each SLO; the headroom is NaN beyond `_HEADROOM_S`."""
+        now_ns, found = monotonic_ns(), {}
+        for slo, limit_s in (("ttft", settings.ttft_slo_s), ("itl", settings.itl_slo_s)):
+            seen_ns = self._sampled_ns.get(slo)
+            age_s = math.nan if seen_ns is None else (now_ns - seen_ns) / 1e9
+            recent_s = [x for pulse in self._pulses() for x in getattr(pulse, f"{slo}_s_recent")]
+            fresh = age_s <= _HEADROOM_S
+            found[slo] = (1 - _p90(recent_s) / limit_s if fresh else math.nan, age_s)
+        return found
+
+    def _note_latencies(self) -> None:
+        """A pulse repeats its last latencies; only their count says that there is a new one."""
+        for reading in () if self._last is None else self._last.pulses:
+            if (pulse := reading.record) is not None:
+                totals = {"ttft": pulse.samples_total, "itl": pulse.itl_samples_total}
+                before = self._totals.get(reading.name, totals)
+                self._totals[reading.name] = totals
+                for slo, total in totals.items():
+                    if total > before[slo]:
+                        self._sampled_ns[slo] = monotonic_ns()
+
+    def _pulses(self) -> list[Pulse]:
+        readings = () if self._last is None else self._last.pulses
+        return [reading.record for reading in readings if reading.record is not None]
 
     def ended(self, reason: str) -> None:
         self._count("leases_ended", 1, reason)

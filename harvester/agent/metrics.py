@@ -21,6 +21,7 @@ _GAUGES = {
     "quarantined": ("slot", "1 while it waits for an operator."),
     "unrecorded": ("slot", "1 while journal or state cannot be written."),
     "slo_headroom_ratio": ("slot slo", "1 - recent latency / SLO; below 0 is a breach."),
+    "headroom_age_seconds": ("slot slo", "Age of the newest latency behind it."),
     "grant_step_tokens": ("slot", "Token cap; 0 while closed."),
     "lent_step_tokens": ("slot", "Tokens of a guest step beside idle production; 0 is nothing."),
     "lent_share_ratio": ("slot", "Share of production's idle time that such steps may take."),

@@ -109,12 +109,14 @@ class NodeAgent:
     def reconfigure(self, config: AgentConfig) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others."""
         done = reload(self._config, config)
+        slots = tuple(zip(self.slots, done.config.slots, strict=True))
+        policies = [slot.policy_with(done.config.settings_of(new)) for slot, new in slots]
+        # Nothing below raises: all slots are reconfigured, or none.
         self._config, self.restart_needed = done.config, done.restart_needed
-        self._export_configuration()
-        for slot, new in zip(self.slots, done.config.slots, strict=True):
+        for (slot, new), policy in zip(slots, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
-            settings = done.config.settings_of(new)
-            slot.reconfigure(new, settings, restart_needed=done.restart_needed)
+            slot.reconfigure(new, policy, restart_needed=done.restart_needed)
+        self._export_configuration()
         return done
 
     def _export_configuration(self) -> None:

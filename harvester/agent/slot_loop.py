@@ -175,12 +175,15 @@ class Slot:
             sample, outcomes=outcomes, record_fault=self.fault, release=release
         )
 
-    def reconfigure(
-        self, slot: SlotConfig, settings: SlotSettings, *, restart_needed: tuple[str, ...]
-    ) -> None:
-        """Install new settings; the policy keeps its memory."""
+    def policy_with(self, settings: SlotSettings) -> SlotPolicy:
+        """The policy under new settings, with its memory."""
         policy = SlotPolicy(settings)
         policy.restore(self.policy.snapshot())
+        return policy
+
+    def reconfigure(
+        self, slot: SlotConfig, policy: SlotPolicy, *, restart_needed: tuple[str, ...]
+    ) -> None:
         self.policy, self.config = policy, slot
         self._restart_needed = restart_needed
         self._record.reopen()
@@ -188,6 +191,7 @@ class Slot:
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
+        headroom, headroom_age_s = self.exposition.headroom(self.policy.settings)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -204,8 +208,10 @@ class Slot:
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
             engine=self.guest_description.latest,
-            guards=self.policy.guards.readings(),
+            guards=tuple(guard for guard in self.policy.guards.readings() if guard.finite),
             lending=self._lending,
+            headroom_ratio=headroom,
+            headroom_age_s=headroom_age_s,
             budget=self.policy.budget_report(
                 self.config.service or self.config.model or self.name,
                 number=self._leases.allotted_number(self.name),

@@ -1,9 +1,11 @@
 """The command tree and what becomes of an error: one clear line on stderr and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong settings or an unsupported machine, 75 right settings and a
+machine that lacks what they name (an address, a user, a file: it may come), 130 interrupted.
 """
 
 import importlib
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +15,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from harvester.contracts.errors import ConfigError, RoseMuxError, Unsupported
+from harvester.contracts.errors import ConfigError, NotYet, RoseMuxError, Unsupported
 from harvester.distribution import rosemux_version
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
+EXIT_NOT_YET = os.EX_TEMPFAIL
 EXIT_INTERRUPTED = 130
 
 
@@ -162,6 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `rosemux` command; leaves through SystemExit."""
     try:
         _group()(args=arguments, prog_name="rosemux")
+    except NotYet as error:
+        _fail(error, EXIT_NOT_YET)
     except (ConfigError, Unsupported) as error:
         _fail(error, EXIT_SETTINGS)
     except RoseMuxError as error:

@@ -43,6 +43,10 @@ def status(
     ca_file: Annotated[
         Path | None, typer.Option(help="Certificates to trust besides the system's.")
     ] = None,
+    cert_file: Annotated[
+        Path | None, typer.Option(help="This client's certificate, for an agent that asks for one.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
 ) -> None:
     """Show the slots of this machine: production, grant, guest and lease."""
     console = Console()
@@ -52,7 +56,10 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        offers = _ask(agent_url, Credentials(token_file=token_file, ca_file=ca_file))
+        if (cert_file is None) != (key_file is None):
+            raise ConfigError("a client certificate needs both --cert-file and --key-file")
+        files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
+        offers = _ask(agent_url, Credentials(token_file=token_file, **files))
         console.print(_offer_table(offers))
         console.print(_guard_table(offers))
         console.print(_budget_table(offers))

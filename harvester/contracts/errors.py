@@ -2,6 +2,7 @@
 
     RoseMuxError
     ├── ConfigError          the user must fix it; stop at start
+    │   └── NotYet           unless the machine is still starting; a supervisor tries again
     ├── Exhausted            there is none left now; try later
     ├── Stale                an old epoch or version; drop it
     ├── PeerProtocolError    the other side broke the protocol
@@ -10,6 +11,8 @@
 
 Refusals that a policy expects are values with a reason, not exceptions. Catch where you can act.
 """
+
+import errno
 
 import msgspec
 
@@ -26,7 +29,17 @@ class ConfigError(RoseMuxError):
     """Wrong settings or a missing prerequisite; the message says what to do."""
 
 
-class Exhausted(RoseMuxError):  # noqa: N818 - named for the state, not for a fault
+class NotYet(ConfigError):  # noqa: N818 - named for the state, not for a fault
+    """An address, a user or a mounted file that the settings name is not here; it may come."""
+
+
+def refused(error: Exception) -> type[ConfigError]:
+    """The class of what the operating system refused: NotYet for what is absent."""
+    absent = getattr(error, "errno", None) in (errno.ENOENT, errno.EADDRNOTAVAIL)
+    return NotYet if absent else ConfigError
+
+
+class Exhausted(RoseMuxError):  # noqa: N818
     """A resource is used up for now; the same call may succeed later."""
 
 

@@ -129,13 +129,21 @@ class JournalWriter:
 
     def _open(self) -> FileIO:
         # Without a buffer: one would keep what a full disk refused, and raise again when closed.
-        return self._path.open("ab", buffering=0)
+        return open(self._path, "ab", buffering=0, opener=_private)
 
     def _in_place(self) -> bool:
         try:
             return self._path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
         except FileNotFoundError:
             return False
+
+
+def _private(path: str, flags: int) -> int:
+    """Tenants, jobs and processes are not for every user of the machine, whatever the umask."""
+    file = os.open(path, flags, 0o640)
+    if os.fstat(file).st_mode & 0o007:
+        os.fchmod(file, 0o640)
+    return file
 
 
 def _cut_torn_line(path: Path) -> None:

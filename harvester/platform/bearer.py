@@ -5,7 +5,7 @@ import stat
 from ipaddress import ip_address
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, refused
 from harvester.platform.renewed import Renewed
 
 MIN_TOKEN_BYTES = 16
@@ -31,7 +31,7 @@ def read_tokens(path: Path) -> tuple[bytes, ...]:
         with path.open("rb") as file:
             lines = file.read(_MAX_TOKEN_BYTES).splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+        raise refused(error)(f"cannot read token file {path}: {error.strerror}") from error
     tokens = tuple(filter(None, map(bytes.strip, lines)))
     if not tokens or any(len(t) < MIN_TOKEN_BYTES or not t.isascii() for t in tokens):
         raise ConfigError(

@@ -18,10 +18,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from harvester.contracts.errors import (
     UNDECODABLE,
-    ConfigError,
     Exhausted,
     PeerProtocolError,
     Stale,
+    refused,
 )
 from harvester.platform.backoff import Backoff, retry_after_s
 from harvester.platform.tls import ServerTls
@@ -240,7 +240,7 @@ async def listen(
         await web.TCPSite(runner, host, port, ssl_context=context, backlog=_BACKLOG).start()
     except OSError as error:
         why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise ConfigError(f"cannot listen on {host}:{port}: {why}; {remedy}") from error
+        raise refused(error)(f"cannot listen on {host}:{port}: {why}; {remedy}") from error
     found, taken = runner.addresses[0][:2]
     shown = f"[{found}]" if ":" in found else found
     return f"{'http' if tls is None else 'https'}://{shown}:{taken}"

@@ -170,8 +170,12 @@ class ErrorBudget:
     @property
     def limit(self) -> float | None:
         """Charged misses above which harvesting stops; None if nothing can be spent: a scheduler
-        keeps the service's budget, and there is no lease."""
-        return self.allowance if self.state.allotment is None else self.state.limit
+        keeps the service's budget, and there is no lease. No allotment lifts it above the slot's
+        whole error budget: misses of production and harvesting that its own requests allow."""
+        if self.state.allotment is None or self.state.limit is None:
+            return self.allowance if self.state.allotment is None else None
+        whole = (1 - self._settings.slo_target_ratio) * self._whole()[0]
+        return min(self.state.limit, max(whole, self._settings.minimum_misses))
 
     @property
     def allowed_ratio(self) -> float:

@@ -26,6 +26,9 @@ MAX_REMEMBERED = 1024
 """Ended leases and answered requests that a late repetition may still ask about."""
 
 _RETRY_S = 1.0
+_MOST_STEP = 1 << 32
+"""A scheduler counts its allotments one by one, from the number that the slot reports, or from its
+own after a restart of the agent. A caller who skips more would leave no numbers for later ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class SlotEntry:
     reason: str = "starting"
     lease: SlotLease | None = None
     number: int = 0
-    """Highest number of an allotment that was received."""
+    """Highest number of an allotment that a holder was given."""
 
 
 class LeaseTable:
@@ -98,9 +101,9 @@ class LeaseTable:
         answered = self._answered.get(request.request_id)
         if answered is not None:
             return self._repeated(request, answered, entry, now)
-        allotment = _newer(entry, request.allotment)
-        if request.allotment is not None and allotment is None:
-            return self._refused(request, "this allotment was given before; use a new one")
+        if request.allotment is not None and not _newer(entry, request.allotment):
+            last = f"this slot's last one has number {entry.number}; use a new one"
+            return self._refused(request, f"allotment {request.allotment.number}: {last}")
         if entry.lease is not None:
             return self._refused(request, f"leased to job {entry.lease.job}")
         if entry.state is not SlotState.OFFERED:
@@ -116,9 +119,11 @@ class LeaseTable:
             epoch=entry.epoch,
             request_id=request.request_id,
             ends_s=now + min(request.duration_s, self.ttl_s),
-            allotment=allotment,
+            allotment=request.allotment,
         )
         entry.lease = lease
+        if request.allotment is not None:
+            entry.number = request.allotment.number
         self._answered[request.request_id] = lease.lease
         _forget(self._answered)
         return _granted(lease, now)
@@ -146,7 +151,9 @@ class LeaseTable:
         if held.ending is not None:
             return LeaseEnded(lease=lease, reason=held.ending, deadline_s=held.ends_s - now)
         ends_s = max(held.ends_s, now + min(renewal.duration_s, self.ttl_s))
-        allotment = _newer(entry, renewal.allotment) or held.allotment
+        allotment = held.allotment
+        if renewal.allotment is not None and _newer(entry, renewal.allotment):
+            allotment, entry.number = renewal.allotment, renewal.allotment.number
         entry.lease = replace(held, ends_s=ends_s, allotment=allotment)
         return _granted(entry.lease, now)
 
@@ -241,12 +248,9 @@ class LeaseTable:
         return LeaseRefused(slot=request.slot, reason=reason, retry_after_s=_RETRY_S)
 
 
-def _newer(entry: SlotEntry, allotment: Allotment | None) -> Allotment | None:
-    """The allotment if it is newer than all before it, which are void from now on."""
-    if allotment is None or allotment.number <= entry.number:
-        return None
-    entry.number = allotment.number
-    return allotment
+def _newer(entry: SlotEntry, allotment: Allotment) -> bool:
+    """Whether it is newer than all before it, which are void once it is in force."""
+    return entry.number < allotment.number <= entry.number + _MOST_STEP
 
 
 def _granted(lease: SlotLease, now: float) -> LeaseGranted:

@@ -1,12 +1,13 @@
 """The client of one node agent's lease routes. Every call may be repeated without harm."""
 
+import logging
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import Exhausted, PeerProtocolError
-from harvester.contracts.ids import Epoch, LeaseId, checked_name
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
+from harvester.contracts.ids import Epoch, LeaseId, NodeId, checked_name
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     LeaseEnded,
@@ -14,6 +15,7 @@ from harvester.contracts.wire.leases import (
     LeaseRefused,
     LeaseRenewal,
     LeaseRequest,
+    SlotOffer,
     SlotOffers,
 )
 from harvester.platform.http_kit import body_of
@@ -23,8 +25,18 @@ from harvester.platform.tls import NO_CREDENTIALS, Credentials
 MAX_REPLY_BYTES = 1 << 20
 _TRIES = 2
 
+_log = logging.getLogger(__name__)
+
+
+class _RawOffers(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeId
+    slots: tuple[msgspec.Raw, ...]
+    restart_needed: tuple[str, ...] = ()
+
+
 T = TypeVar("T")
-_OFFERS = msgspec.json.Decoder(SlotOffers)
+_OFFERS = msgspec.json.Decoder(_RawOffers)
+_OFFER = msgspec.json.Decoder(SlotOffer)
 _TAKEN: msgspec.json.Decoder[LeaseGranted | LeaseRefused] = msgspec.json.Decoder(
     LeaseGranted | LeaseRefused
 )
@@ -51,9 +63,22 @@ class AgentClient:
         """Raises ConfigError for credentials that cannot be used."""
         self._peer = Peer(session, url, credentials)
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._faults: list[str] = []
 
     async def offers(self) -> SlotOffers:
-        return await self._call("GET", "/v1/slots", None, _OFFERS)
+        """Without slots that cannot be decoded: one costs the others nothing."""
+        said = await self._call("GET", "/v1/slots", None, _OFFERS)
+        slots, faults = [], []
+        for raw in said.slots:
+            try:
+                slots.append(_OFFER.decode(raw))
+            except UNDECODABLE as error:
+                faults.append(f"{error}: {bytes(raw)[:200].decode(errors='replace')}")
+        if faults != self._faults:
+            self._faults = faults
+            for fault in faults:
+                _log.warning("agent %s offers a slot that is left out: %s", self._peer.url, fault)
+        return SlotOffers(node=said.node, slots=tuple(slots), restart_needed=said.restart_needed)
 
     async def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
         return await self._call("POST", "/v1/leases", request, _TAKEN)

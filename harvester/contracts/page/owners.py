@@ -9,7 +9,7 @@ import pwd
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 
 OWNERS_VARIABLE = "ROSEMUX_PAGE_OWNERS"
 """How engines learn them: `agent:UID,production:UID,guest:UID`, by name or number; a kind may come
@@ -78,7 +78,7 @@ def _uid(user: str | int, what: str) -> int:
         try:
             return pwd.getpwnam(user).pw_uid
         except KeyError:
-            raise ConfigError(
+            raise NotYet(
                 f"owners: {what}: there is no user {user!r} here; make it, or give its number"
             ) from None
     if not 0 <= int(user) < _UIDS:

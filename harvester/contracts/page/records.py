@@ -1,15 +1,22 @@
 """The three records of the page directory. Fields are added with defaults, never renamed.
 
-Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none".
+Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none". An
+engine's page with a number outside its range counts as torn: the agent passes such numbers on.
 """
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from harvester.contracts.process import ProcessId
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Neither NaN nor infinite: JSON has no word for them."""
+Finite = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+"""vLLM takes first tokens by the wall clock, which may be set back."""
 
 MOST_SHAPE_CHARACTERS = 120
 _LATE_NS = 250_000_000
@@ -27,10 +34,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
     """Upper-quantile step times of production running alone, linear in what a step holds."""
 
-    prefill_base_s: float = 0.0
-    prefill_s_per_token: float = 0.0
-    decode_base_s: float = 0.0
-    decode_s_per_request: float = 0.0
+    prefill_base_s: Amount = 0.0
+    prefill_s_per_token: Amount = 0.0
+    decode_base_s: Amount = 0.0
+    decode_s_per_request: Amount = 0.0
 
     def prefill_s(self, tokens: int) -> float:
         return self.prefill_base_s + self.prefill_s_per_token * tokens
@@ -60,14 +67,14 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The latest steps of one kind over what a model of the P90 had predicted for them."""
 
-    steps: int = 0
+    steps: Count = 0
     """Steps compared; the ratios are meaningless while it is 0."""
-    over_ratio: float = 0.0
+    over_ratio: Amount = 0.0
     """Share of steps that took longer than predicted; 0.1 is ideal."""
-    p50_ratio: float = 0.0
-    p90_ratio: float = 0.0
+    p50_ratio: Amount = 0.0
+    p90_ratio: Amount = 0.0
     """1 is ideal."""
-    p99_ratio: float = 0.0
+    p99_ratio: Amount = 0.0
 
 
 class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +83,7 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     told_ns: int = 0
     """With several API servers each step's statistics go to only one of them."""
-    kv_usage_ratio: float = 0.0
+    kv_usage_ratio: Amount = 0.0
     running: int = 0
     """Requests in its batch, from every API server and entry point."""
     waiting: int = 0
@@ -100,7 +107,7 @@ class PulseHead(Record, frozen=True, kw_only=True):
     """Bound from the request's bytes and the learned bytes-to-tokens ratio."""
     last_step_end_ns: int = 0
     requests_total: int = 0
-    kv_usage_ratio: float = 0.0
+    kv_usage_ratio: Amount = 0.0
     prompt_tokens_p99: int = 0
     model: ProductionModel = ProductionModel()
     cores: tuple[EngineCore, ...] = ()
@@ -121,15 +128,15 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     running: int = 0
     """Requests in the engine's running batch."""
     steps_total: int = 0
-    busy_s_total: float = 0.0
+    busy_s_total: Amount = 0.0
     """Total time in which the engine had work to step."""
-    step_s_mean: float = 0.0
+    step_s_mean: Amount = 0.0
     """Exponentially weighted mean over the steps of the last beats."""
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
-    ttft_s_recent: tuple[float, ...] = ()
+    ttft_s_recent: tuple[Finite, ...] = ()
     """Newest last, at most 32; the agent's raw facts for headroom and error budget."""
-    itl_s_recent: tuple[float, ...] = ()
+    itl_s_recent: tuple[Finite, ...] = ()
     samples_total: int = 0
     """TTFT samples ever appended, so that a reader takes each once."""
     itl_samples_total: int = 0
@@ -248,16 +255,16 @@ class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
     All but the KV cache stays allocated while the gate is closed: the floor.
     """
 
-    weights_bytes: int = 0
-    graphs_bytes: int = 0
-    activations_bytes: int = 0
+    weights_bytes: Count = 0
+    graphs_bytes: Count = 0
+    activations_bytes: Count = 0
     """Workspaces, and memory that the allocator retains from the largest step."""
-    other_bytes: int = 0
+    other_bytes: Count = 0
     """Memory of the process outside its allocator: the driver's context, code, communicators."""
-    kv_bytes: int = 0
+    kv_bytes: Count = 0
     whole: bool = False
     """False if the driver does not report the process's memory: then `other_bytes` is missing."""
-    asleep_bytes_max: int = 0
+    asleep_bytes_max: Count = 0
     """Upper bound of memory held while the weights are offloaded: all that was neither weights nor
     KV before. 0 if weights are never offloaded, or if unknown."""
 
@@ -270,9 +277,9 @@ class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that the slack law lends a guest while production is idle."""
 
-    tokens: int = 0
+    tokens: Count = 0
     """Largest step, in tokens; 0 is nothing, or unknown."""
-    share_ratio: float = 0.0
+    share_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Largest share of production's idle time, 0 to 1."""
     reason: str = ""
     """Why nothing is lent, and the remedy; "" if something is, or if unknown."""
@@ -291,36 +298,36 @@ class Guest(Record, frozen=True, kw_only=True):
 
     KIND: ClassVar[int] = 3
 
-    epoch: int = 0
+    epoch: Count = 0
     gate: str = "closed"
     reason: str = ""
-    steps_launched: int = 0
-    steps_finished: int = 0
-    tokens_total: int = 0
-    last_step_tokens: int = 0
-    last_step_s: float = 0.0
-    last_step_end_ns: int = 0
-    running: int = 0
-    waiting: int = 0
-    kv_tokens: int = 0
-    kv_tokens_total: int = 0
+    steps_launched: Count = 0
+    steps_finished: Count = 0
+    tokens_total: Count = 0
+    last_step_tokens: Count = 0
+    last_step_s: Amount = 0.0
+    last_step_end_ns: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+    kv_tokens: Count = 0
+    kv_tokens_total: Count = 0
     weight_version: str = ""
-    aborted_total: int = 0
-    closings_total: int = 0
-    decide_s_mean: float = 0.0
+    aborted_total: Count = 0
+    closings_total: Count = 0
+    decide_s_mean: Amount = 0.0
     """Mean CPU time of the decision before a step, in its own thread."""
-    kv_tokens_withheld: int = 0
+    kv_tokens_withheld: Count = 0
     """Tokens of the total that the budget takes out of use; their memory is released if the guest
     can."""
     processes: tuple[ProcessId, ...] = ()
     """Processes of the engine, as the guest sees them."""
-    step_over_ratio: float = 0.0
+    step_over_ratio: Amount = 0.0
     """Share of recent steps that took longer than predicted; 0.1 is ideal."""
-    kv_tokens_retained: int = 0
+    kv_tokens_retained: Count = 0
     """Prefixes kept for trajectories whose next turn has not arrived."""
-    prefix_tokens_used_total: int = 0
+    prefix_tokens_used_total: Count = 0
     """Tokens of kept prefixes that their next turn hit."""
-    prefix_tokens_dropped_total: int = 0
+    prefix_tokens_dropped_total: Count = 0
     """Tokens of kept prefixes that were evicted before the next turn, or that it did not hit."""
     isolation: str = ""
     """Backend that the guest was started under, as `ROSEMUX_ISOLATION` says; "" if not reported."""
@@ -332,13 +339,13 @@ class Guest(Record, frozen=True, kw_only=True):
     beside_calibration: Calibration = Calibration()
     """Calibration of steps that production overlapped, over their predicted time alone: a P50 of 2
     means half of the accelerator."""
-    blocking_ratio: float = 1.0
+    blocking_ratio: Amount = 1.0
     """Promised by the isolation while the guest sees it hold; else 1."""
     isolation_fault: str = ""
     """Why its isolation does not hold."""
     leaving: bool = False
     """Stopped on purpose; set on the guest's behalf by the process that stops it."""
-    step_work_s_total: float = 0.0
+    step_work_s_total: Amount = 0.0
     """CPU time of all of RoseMux's own work in the engine loop: decisions, accounts and pages."""
     lending: Lending = Lending()
     """With the guest's present step times; at most a second old."""

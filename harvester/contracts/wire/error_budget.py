@@ -41,8 +41,8 @@ class BudgetReport(msgspec.Struct, frozen=True, kw_only=True):
     beside steps: of both only those that count."""
     charged: Misses
     """Misses of 28 days charged to this slot alone."""
-    number: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Highest number of an allotment that it has received in this run."""
+    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    """Highest number of an allotment that a lease of this run has had."""
     limit: Misses | None = None
     """Charged misses at which it stops under the lease in force; null without a lease."""
     allowed_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -10,6 +10,7 @@ using a lease one margin before its duration ends, the grantor frees it at the e
 costs idle time and never double use. The epoch fences: a slot's epoch only rises.
 """
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -43,6 +44,11 @@ class GuardReading(msgspec.Struct, frozen=True, kw_only=True):
     binds: bool = False
     """Whether it reduces or stops harvesting now; it may do so for some time after a breach."""
 
+    @property
+    def finite(self) -> bool:
+        """Whether JSON has words for it."""
+        return math.isfinite(self.value) and math.isfinite(self.limit)
+
 
 class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
@@ -68,6 +74,10 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     guards: tuple[GuardReading, ...] = ()
     lending: Lending = Lending()
     """Steps that the guest may take while production is idle, by its own account."""
+    headroom_ratio: float | None = None
+    """1 - recent P90 latency / SLO, of TTFT or ITL the smaller; None without recent requests."""
+    headroom_age_s: float | None = None
+    """Time since the newest latency behind it."""
     budget: BudgetReport | None = None
     """Evidence for the error budget of the slot's service."""
 

@@ -1,6 +1,7 @@
 """The agent's routes as a scheduler sees them, and what they refuse."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,15 @@ from harvester.cli.root import main
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.contracts.page import (
+    Calibration,
+    Guest,
+    GuestMemory,
+    Lending,
+    PageDirectory,
+    PageFault,
+    Pulse,
+)
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -82,6 +91,28 @@ async def test_offers_its_slots(client: Any) -> None:
         SlotState.OFFERED,
         "http://127.0.0.1:1",
     )
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        Guest(lending=Lending(tokens=64, share_ratio=math.nan)),
+        Guest(lending=Lending(tokens=64, share_ratio=1.5)),
+        Guest(step_calibration=Calibration(steps=1, p99_ratio=math.inf)),
+        Guest(memory=GuestMemory(weights_bytes=(1 << 64) - 1, kv_bytes=1, graphs_bytes=1)),
+        Guest(kv_tokens=-1),
+    ],
+)
+async def test_a_guest_whose_page_has_impossible_numbers_spoils_its_own_page_alone(
+    client: Any, node: NodeAgent, tmp_path: Path, poison: Guest
+) -> None:
+    pages = PageDirectory(tmp_path / "pages" / "slot0")
+    pages.guest_writer().write(poison, now_ns=monotonic_ns(), ttl_ns=10**11)
+    assert pages.guest_reader().read().fault is PageFault.TORN
+    node.beat()
+    reply = await client.get("/v1/slots")
+    offer = msgspec.json.decode(await reply.read(), type=SlotOffers).slots[0]
+    assert (offer.lending, offer.floor_bytes) == (Lending(), 0)
 
 
 async def test_a_lease_goes_from_taken_over_renewed_to_released(
@@ -253,3 +284,21 @@ async def test_status_is_shown_by_tls_and_a_token(
         with pytest.raises(SystemExit) as ended:
             await asyncio.to_thread(main, command)
     assert (ended.value.code, "slot0" in capsys.readouterr().out) == (0, True)
+
+
+async def test_status_shows_a_certificate_to_an_agent_that_asks_for_one(
+    node: NodeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority = Authority(tmp_path)
+    client = authority.signs("client")
+    tls = authority.server("agent", client_ca=authority.file)
+    pair = ["--cert-file", str(client.cert_file), "--key-file", str(client.key_file)]
+    async with serving(application(node)) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="", tls=tls)
+        command = ["status", "--pages", str(tmp_path), "--agent", url]
+        command += ["--ca-file", str(authority.file)]
+        for options, status in ((pair, 0), (pair[:2], 2), ([], 1)):
+            with pytest.raises(SystemExit) as ended:
+                await asyncio.to_thread(main, [*command, *options])
+            assert ended.value.code == status
+    assert "slot0" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from harvester.agent.engine_probes import MetricsProbe, VllmLevels
+from harvester.agent.engine_probes import MAX_SCRAPE_BYTES, MetricsProbe, VllmLevels
 
 LEVELS = VllmLevels(
     running=3.0,
@@ -128,6 +128,37 @@ async def test_an_engine_that_breaks_off_gets_no_further_request(
         assert [await probe.scrape(session) for _ in range(2)] == [None, None]
     assert set(page.asked) == {"narrow"}
     assert caplog.text.count("scrape of") == 1
+
+
+async def test_a_page_that_is_cut_is_missing_data(
+    session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    def endless(page: Page, _: web.Request) -> web.Response:
+        levels = generate_latest(page.registry)
+        return web.Response(body=levels + b"#" * MAX_SCRAPE_BYTES)
+
+    page = Page(endless)
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics/")), pages=tmp_path)
+        assert await probe.scrape(session) is None
+
+
+async def test_the_largest_page_stalls_no_beat(
+    session: aiohttp.ClientSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots share the loop; 8 MiB of samples had held it for seconds."""
+    sample = b'vllm:num_requests_running{engine="0"} 1\n'
+
+    def full(_: Page, __: web.Request) -> web.Response:
+        return web.Response(body=sample * (MAX_SCRAPE_BYTES // len(sample)))
+
+    page, loop = Page(full), asyncio.get_running_loop()
+    loop.set_debug(True)
+    loop.slow_callback_duration = 0.5
+    async with TestServer(page.application) as server:
+        probe = MetricsProbe(str(server.make_url("/metrics/")), pages=tmp_path)
+        assert await probe.scrape(session) is None
+    assert "seconds" not in caplog.text
 
 
 async def test_the_url_s_own_query_is_kept(session: aiohttp.ClientSession, tmp_path: Path) -> None:

@@ -69,3 +69,10 @@ async def test_a_reply_that_is_longer_than_one_may_be_is_refused(
     monkeypatch.setattr(agent_client, "MAX_REPLY_BYTES", len(said) - 1)
     with pytest.raises(PeerProtocolError):
         await offers_of(agent_that_says([said]))
+
+
+async def test_a_slot_that_is_nonsense_costs_the_agents_other_slots_nothing() -> None:
+    said = msgspec.to_builtins(OFFERS)
+    said["slots"][3]["lending"]["share_ratio"] = None
+    found = await offers_of(agent_that_says([msgspec.json.encode(said)]))
+    assert [offer.slot for offer in found.slots] == [f"slot-{n}" for n in range(8) if n != 3]

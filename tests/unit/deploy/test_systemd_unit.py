@@ -53,8 +53,10 @@ def test_a_misspelt_key_would_be_noticed(tmp_path: Path) -> None:
 
 
 @needs_systemd
-def test_exposure_stays_below_two_of_ten() -> None:
-    result = analyze("security", "--offline=true", "--threshold=20", str(UNIT))
+@pytest.mark.parametrize("service", ["agent", "guest@", "engine-proxy@"])
+def test_exposure_stays_below_two_of_ten(service: str) -> None:
+    unit = DEPLOY / "systemd" / f"rosemux-{service}.service"
+    result = analyze("security", "--offline=true", "--threshold=20", str(unit))
 
     assert result.returncode == 0, result.stdout
 
@@ -190,3 +192,13 @@ def test_the_engine_proxy_s_unit_gives_options_that_exist() -> None:
     assert {"--cert", "--key", "--token-file"} <= set(options[::2])
     group = re.findall(r"(?m)^SupplementaryGroups=(.*)$", PROXY_UNIT.read_text())
     assert f"g {group[0]} -" in (DEPLOY / "systemd" / "sysusers.conf").read_text()
+
+
+def test_the_documented_install_puts_the_units_documentation_in_place() -> None:
+    (line,) = re.findall(r"(?m)^install .*$", (DEPLOY.parent / "docs/operations.md").read_text())
+    folder, *patterns = line.partition("#")[0].partition(" -t ")[2].split()
+    files = [file for pattern in patterns for file in DEPLOY.parent.glob(pattern)]
+    installed = {f"file://{folder}/{file.name}" for file in files}
+    for unit in (DEPLOY / "systemd").glob("rosemux*"):
+        (target,) = re.findall(r"(?m)^Documentation=(.*)$", unit.read_text())
+        assert target in installed, unit.name

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from harvester.config import load_agent_config
+from harvester.config import load_agent_config, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageOwners
 from harvester.platform.bearer import is_loopback
@@ -177,3 +177,74 @@ def test_users_and_groups_that_are_not_here_are_named(write: Any, text: str, sai
     config = load_agent_config(write(text + GOOD), environment={})
     with pytest.raises(ConfigError, match=said):
         config.check_here()
+
+
+GUEST = """\
+slots:
+  - name: slot0
+    engine_url: {url}
+    guest: {{model: /m, weights: /w, context_tokens: 64, kv_cache_bytes: 1, arguments: {arguments}}}
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "[--host, 0.0.0.0]",
+        "[--host=0.0.0.0]",
+        "[--hos, 0.0.0.0]",
+        "[--seed, '7', --port, '80']",
+        "[--uds, /tmp/open]",
+        "[--config, more.yaml]",
+        "[--scheduler_cls, other.Scheduler]",
+        "[--weight-transfer-config.backend, nccl]",
+    ],
+)
+def test_flags_that_are_rosemux_s_own_are_refused_for_a_guest(write: Any, arguments: str) -> None:
+    """Behind `--host 0.0.0.0` any machine could change the guest's weights."""
+    text = GUEST.format(url="http://127.0.0.1:8001", arguments=arguments)
+    with pytest.raises(ConfigError, match=r"line 4: slots\.0\.guest\.arguments: .*--"):
+        load_agent_config(write(text), environment={})
+
+
+def test_other_flags_are_a_guest_s_own(write: Any) -> None:
+    arguments = "[--seed, '7', --load-format, dummy, --model-impl, auto, --hf-overrides, '{}']"
+    text = GUEST.format(url="http://[::1]:8001", arguments=arguments)
+    guest = load_agent_config(write(text), environment={}).slots[0].guest
+    assert guest is not None
+    assert guest.arguments[:2] == ("--seed", "7")
+
+
+def test_a_guest_s_url_is_one_that_it_listens_on(write: Any) -> None:
+    with pytest.raises(ConfigError, match=r"engine_url: 10\.9\.9\.9 is not served.*offered_url"):
+        load_agent_config(
+            write(GUEST.format(url="http://10.9.9.9:8001", arguments="[]")), environment={}
+        )
+    elsewhere = "slots: [{name: s, engine_url: 'http://10.9.9.9:8001'}]"
+    assert load_agent_config(write(elsewhere), environment={})
+    with pytest.raises(ConfigError, match="offered_url: use http"):
+        load_agent_config(write("slots: [{name: s, offered_url: 'host:80'}]"), environment={})
+
+
+def test_the_service_links_of_kubernetes_are_no_fields(write: Any) -> None:
+    links = {
+        "SERVICE_HOST": "10.96.7.7",
+        "SERVICE_PORT": "8301",
+        "SERVICE_PORT_HTTP": "8301",
+        "PORT": "tcp://10.96.7.7:8301",
+        "PORT_8301_TCP": "tcp://10.96.7.7:8301",
+        "PORT_8301_TCP_PROTO": "tcp",
+        "PORT_8301_TCP_PORT": "8301",
+        "PORT_8301_TCP_ADDR": "10.96.7.7",
+        "METRICS_PORT": "udp://10.96.7.7:8301",
+        "METRICS_SERVICE_HOST": "10.96.7.7",
+    }
+    environment = {f"ROSEMUX_AGENT_{name}": value for name, value in links.items()}
+    loaded = read_agent_config(write(GOOD), environment=environment)
+    assert loaded == read_agent_config(write(GOOD), environment={})
+
+
+@pytest.mark.parametrize("name", ["PORT", "SERVICE", "HTTP__PORT_80_TCP", "HTTP__SERVICE_HOST"])
+def test_a_misspelt_variable_is_no_service_link(write: Any, name: str) -> None:
+    with pytest.raises(ConfigError):
+        load_agent_config(write(GOOD), environment={f"ROSEMUX_AGENT_{name}": "9711"})

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from harvester.agent import exposition
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
 from harvester.contracts.page import Guest, GuestMemory
@@ -114,3 +115,23 @@ def test_the_guest_s_decision_is_not_a_configured_number(make_scene: Any) -> Non
     )
     assert found is not None
     assert math.isnan(found)
+
+
+def test_headroom_is_as_old_as_production_s_last_latency(
+    scene: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = [10**12]
+    monkeypatch.setattr(exposition, "monotonic_ns", lambda: now_ns[0])
+    slow = {"ttft_s_recent": (9.0,) * 32, "samples_total": 32}
+    scene.set_pulse(**slow)
+    # A restarted agent finds latencies of unknown age.
+    assert math.isnan(value("slo_headroom_ratio", slo="ttft"))
+    assert math.isnan(value("headroom_age_seconds", slo="ttft"))
+    scene.set_pulse(**slow | {"samples_total": 33})
+    assert value("slo_headroom_ratio", slo="ttft") < 0
+    now_ns[0] += 299 * 10**9
+    assert value("slo_headroom_ratio", slo="ttft") < 0
+    assert value("headroom_age_seconds", slo="ttft") == 299
+    now_ns[0] += 2 * 10**9
+    assert math.isnan(value("slo_headroom_ratio", slo="ttft"))
+    assert value("headroom_age_seconds", slo="ttft") == 301

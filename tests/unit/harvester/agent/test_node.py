@@ -552,3 +552,17 @@ def test_an_api_server_that_its_siblings_miss_closes_the_slot_until_it_shows_its
     beats_of(1)
     stage.beats()
     assert "missing" not in stage.grant().reason
+
+
+def test_an_offer_s_headroom_has_its_age(stage: Stage) -> None:
+    stage.guest()
+    stage.production()
+    stage.node.beat()
+    offer = stage.node.slots[0].offer()
+    assert (offer.headroom_ratio, offer.headroom_age_s) == (None, None)
+    stage.production(ttft_s_recent=(0.0,), samples_total=1)
+    stage.node.beat()
+    offer = stage.node.slots[0].offer()
+    assert offer.headroom_ratio == 1.0
+    assert offer.headroom_age_s is not None
+    assert offer.headroom_age_s >= 0

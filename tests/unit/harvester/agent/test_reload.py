@@ -30,6 +30,7 @@ from harvester.contracts.page.records import Law
 from harvester.platform.tls import ServerTls
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import Mode
+from harvester.policy.slot import SlotPolicy
 
 # Changed values are not validated, so some are of another type.
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
@@ -282,6 +283,44 @@ def test_a_reload_that_fails_is_counted_and_ends(
         process._reconfigure(node)
     assert said == ["RELOADING", "READY"]
     assert sample(node, "harvester_config_last_reload_successful") == 0
+
+
+def test_a_slot_that_cannot_be_reconfigured_keeps_every_slot_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = tuple(SlotConfig(name=name, model="old") for name in ("slot0", "slot1"))
+    update = {"page_root": tmp_path / "pages", "state_dir": tmp_path / "state", "slots": slots}
+    old = SIMPLE.model_copy(update=update)
+    new = old.model_copy(
+        update={
+            "mode": Mode.OFF,
+            "tenants": ("u",),
+            "slots": tuple(slot.model_copy(update={"model": "new"}) for slot in slots),
+        }
+    )
+    node = NodeAgent(old, clock=MonotonicClock(), version="1")
+    node.beat()
+    restore, times = SlotPolicy.restore, iter(range(2))
+
+    def fails_at_the_second(policy: SlotPolicy, snapshot: Any) -> None:
+        if next(times):
+            raise ConfigError("slot1 cannot")
+        restore(policy, snapshot)
+
+    monkeypatch.setattr(SlotPolicy, "restore", fails_at_the_second)
+    monkeypatch.setattr(agent_process, "notify", lambda _: None)
+    monkeypatch.setattr(AgentConfig, "check_here", lambda _: None)
+    loaded = LoadedConfig(config=new)
+    process = agent_process.AgentProcess(loaded, reload=lambda: loaded, version="1")
+    process._reconfigure(node)
+    assert sample(node, "harvester_config_last_reload_successful") == 0
+    assert [slot.offer().model for slot in node.slots] == ["old", "old"]
+    assert [slot.policy.settings.mode for slot in node.slots] == [old.mode] * 2
+    monkeypatch.setattr(SlotPolicy, "restore", restore)
+    process._reconfigure(node)
+    assert sample(node, "harvester_config_last_reload_successful") == 1
+    assert [slot.offer().model for slot in node.slots] == ["new", "new"]
+    node.close()
 
 
 def test_the_sections_that_exclude_each_other_are_compared_too() -> None:

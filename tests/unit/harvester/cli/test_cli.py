@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -6,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from deploy.check_expressions import DEPLOY
 from harvester.cli import main
-from harvester.cli.root import COMMANDS, LazyCommand, load
+from harvester.cli.root import COMMANDS, EXIT_NOT_YET, EXIT_SETTINGS, LazyCommand, load
 from harvester.cli.status import _summary
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Unsupported
@@ -179,5 +181,28 @@ def test_a_configuration_that_this_machine_cannot_run_is_not_good(
         ("http: {token_file: /nowhere/token}\n", "/nowhere/token"),
     ):
         path.write_text(lacking + "slots: [{name: slot0}]\n")
-        assert exit_code(["agent", "--config", str(path), "--check-config"]) == 2
+        assert exit_code(["agent", "--config", str(path), "--check-config"]) == EXIT_NOT_YET
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("http", "status"),
+    [
+        ("{host: 203.0.113.7, token_file: %, plain_http: true}", EXIT_NOT_YET),
+        ("{port: 0, token_file: %-late}", EXIT_NOT_YET),
+        ("{host: not-an-address, token_file: %, plain_http: true}", EXIT_SETTINGS),
+    ],
+)
+def test_a_supervisor_tries_again_what_a_machine_that_starts_may_lack(
+    tmp_path: Path, http: str, status: int
+) -> None:
+    token = tmp_path / "token"
+    token.touch(mode=0o600)
+    token.write_text("s" * 32)
+    path = tmp_path / "agent.yaml"
+    folders = f"page_root: {tmp_path / 'pages'}\nstate_dir: {tmp_path / 'state'}\n"
+    path.write_text(f"{folders}http: {http.replace('%', str(token))}\nslots: [{{name: slot0}}]\n")
+    assert exit_code(["agent", "--config", str(path)]) == status
+    for unit in (DEPLOY / "systemd").glob("*.service"):
+        held = re.findall(r"(?m)^RestartPreventExitStatus=(.*)$", unit.read_text())
+        assert held == [str(EXIT_SETTINGS)]

@@ -239,3 +239,20 @@ def test_the_hash_of_a_configuration_knows_values_and_no_order() -> None:
         {"b": {"d": 3, "c": 2}, "a": 1}
     )
     assert config_hash({"a": 1}) != config_hash({"a": 2})
+
+
+def test_other_users_of_the_machine_read_no_journal(path: Path, opened_journal: Opener) -> None:
+    before = os.umask(0)
+    try:
+        writer = opened_journal(path, max_bytes=512)
+        writer.opened(first_line())
+        while not writer.full:
+            decide(writer, 1.0)
+        writer.rotate(first_line())
+        older = path.with_name("older.journal")
+        older.touch(mode=0o666)
+        opened_journal(older).opened(first_line())
+    finally:
+        os.umask(before)
+    for file in (path, path.with_name("slot.journal.1"), older):
+        assert file.stat().st_mode & 0o777 == 0o640

@@ -180,6 +180,15 @@ def test_a_leased_slot_stops_above_its_allotment_and_not_at_its_own_allowance() 
     assert "of 3.0 allotted" in budget.reason
 
 
+def test_no_allotment_lets_a_slot_spend_more_than_its_whole_error_budget() -> None:
+    budget = ErrorBudget(BudgetSettings(slo_target_ratio=0.99, hold_s=0.0), proven=False)
+    endless = replace(ALLOTTED, misses=1e15, budget=1e15)
+    few, one_more = Served(requests=5000, misses=50), Served(misses=1)
+    assert not budget.observe(few, now=0.0, leased=True, allotment=endless)
+    assert budget.limit == pytest.approx(50)
+    assert budget.observe(one_more, now=1.0, leased=True, allotment=endless)
+
+
 def test_an_overspent_service_stops_its_slots_that_spent_nothing() -> None:
     budget = ErrorBudget(BudgetSettings(), proven=False)
     whole = replace(ALLOTTED, spent=101.0)
