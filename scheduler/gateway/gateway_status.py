@@ -115,7 +115,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)
-        for outcome in ("lost", "duplicated", "migrated"):
+        for outcome in ("lost", "duplicated", "migrated", "undelivered"):
             child = metrics.trajectories.labels(job, outcome)
             total = getattr(ledger.counters, outcome)
             child.inc(total - scheduler.exported.get((job, outcome), 0))

@@ -141,10 +141,11 @@ class SglangRoutes:
                 return await self._stream(request, asked, turns, samples)
             await samples.results()
             choices = [turn.choice() for turn in samples.turns if turn is not None]
-            replies = [
-                await self._told(asked, choice, turn)
-                for choice, turn in zip(choices, turns, strict=True)
-            ]
+            with samples.rendering():
+                replies = [
+                    await self._told(asked, choice, turn)
+                    for choice, turn in zip(choices, turns, strict=True)
+                ]
             return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
 
     async def _stream(
@@ -155,7 +156,8 @@ class SglangRoutes:
             async for chunk in samples.chunks():
                 turn = samples.turns[chunk.index]
                 assert turn is not None
-                told = await self._told(asked, turn.choice(), turns[chunk.index])
+                with samples.rendering(chunk.index):
+                    told = await self._told(asked, turn.choice(), turns[chunk.index])
                 await send(told | {"index": chunk.index})
         return send.response
 

@@ -144,7 +144,8 @@ class TextRoutes:
             if text.stream:
                 return await self._stream(request, text, samples, turns)
             await samples.results()
-            return json_reply(await self._whole(text, prompts, turns, samples))
+            with samples.rendering():
+                return json_reply(await self._whole(text, prompts, turns, samples))
 
     async def _whole(
         self,
@@ -221,9 +222,10 @@ class TextRoutes:
                     "request_id": text.name,
                     "choices": [text.engine_choice(choice, turn, choice.index)],
                 }
-                told, states[choice.index] = await self._renderer.derender_chunk(
-                    streamed, turn.token_ids, chunk, states.get(choice.index)
-                )
+                with samples.rendering(choice.index):
+                    told, states[choice.index] = await self._renderer.derender_chunk(
+                        streamed, turn.token_ids, chunk, states.get(choice.index)
+                    )
                 told |= {"id": text.name, "model": text.model}
                 told |= {} if choice.finish_reason is None else samples.versions()
                 told.pop("usage", None)

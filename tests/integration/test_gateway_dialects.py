@@ -67,8 +67,9 @@ class FakeRenderer:
         self.parses = parses
         self.chunk_bytes: list[int] = []
 
-    def app(self) -> web.Application:
-        app = web.Application()
+    def app(self, app: web.Application | None = None) -> web.Application:
+        """The routes alone, or beside those of an engine's `app`."""
+        app = app or web.Application()
         app.add_routes(
             [
                 web.post("/v1/chat/completions/render", self.render_chat),
