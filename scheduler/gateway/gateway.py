@@ -14,9 +14,11 @@ GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
 /jobs/{job}/...                         all of these again, for one job (job_paths.py)
 """
 
+import logging
+import resource
 import secrets
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 
@@ -35,6 +37,7 @@ from harvester.contracts.wire.rollouts import (
     VersionSwitched,
 )
 from harvester.platform.http_kit import (
+    COUNT_READ,
     RETRY_AFTER,
     SMALL_BODY_BYTES,
     decoded_body,
@@ -49,7 +52,7 @@ from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import openapi_route
-from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares
+from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
 from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
@@ -68,6 +71,7 @@ from scheduler.gateway.text_routes import (
 from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
+_log = logging.getLogger(__name__)
 _MODEL_CHARS = 200
 
 
@@ -99,6 +103,7 @@ async def dialect_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return web.Response(status=error.status, body=error.body, content_type="application/json")
     if response.status == PRESSURE_STATUS:
         response.headers["Retry-After"] = _PRESSURE_RETRY_AFTER
+        response.force_close()
         if route in OPENAI_ROUTES:
             response.set_status(OPENAI_PRESSURE_STATUS)
     return _with_error_object(response, route) if route in _ERROR_OBJECTS else response
@@ -124,6 +129,12 @@ _ERROR_OBJECTS = OPENAI_ROUTES | {GENERATE_ROUTE}
 _TURN_ROUTES = frozenset((GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE))
 
 
+@cache
+def _tell_of_room(room: int) -> None:
+    """Once."""
+    _log.warning("no room for connections is left beside %d requests: raise ulimit -n", room)
+
+
 class Gateway:
     def __init__(
         self, scheduler: Scheduler, settings: GatewaySettings, tenants: Tenants, clock: Clock
@@ -134,6 +145,16 @@ class Gateway:
         self._closing = False
         self._max_body_bytes = settings.max_body_bytes
         self.open_bodies = TenantShares(settings.max_open_bytes, name="max_open_bytes")
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        places = sum(each.concurrency for each in settings.engines)
+        self._room = connection_room(descriptors, places=places)
+        self._connections = TenantShares(self._room, name="room for connections (ulimit -n)")
+        if self._room < (most := scheduler.dispatcher.policy.room):
+            _log.warning(
+                "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests",
+                most,
+                self._room,
+            )
         self.app = web.Application(
             middlewares=[
                 dialect_errors,
@@ -172,13 +193,15 @@ class Gateway:
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if route_of(request) not in _TURN_ROUTES:
             return await handler(request)
-        known = request.content_length is not None and "Content-Encoding" not in request.headers
-        body_bytes = request.content_length if known else self._max_body_bytes
-        if body_bytes is not None and body_bytes > self._max_body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, body_bytes)
         tenant = self._scheduler.jobs[self._job(request)].tenant
-        with ExitStack() as held:
-            held.enter_context(self.open_bodies.holding(tenant, body_bytes or 0))
+        if self._connections.held >= self._room:
+            _tell_of_room(self._room)
+        with self._connections.holding(tenant, 1), ExitStack() as held:
+            count = self.open_bodies.counter(tenant, held, most=self._max_body_bytes)
+            if request.content_length is None or "Content-Encoding" in request.headers:
+                request[COUNT_READ] = count
+            else:
+                count(request.content_length)
             request[HELD_BODY] = held
             return await handler(request)
 
