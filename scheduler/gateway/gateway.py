@@ -52,6 +52,7 @@ from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import openapi_route
+from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
 from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
 from scheduler.gateway.requests import decode_generate
@@ -59,7 +60,7 @@ from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler, Switch, SwitchRequest
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
-from scheduler.gateway.tenants import Tenants
+from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     TextRoutes,
@@ -149,12 +150,9 @@ class Gateway:
         places = sum(each.concurrency for each in settings.engines)
         self._room = connection_room(descriptors, places=places)
         self._connections = TenantShares(self._room, name="room for connections (ulimit -n)")
-        if self._room < (most := scheduler.dispatcher.policy.room):
-            _log.warning(
-                "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests",
-                most,
-                self._room,
-            )
+        if self._room < (most := msgspec.convert(settings.routing, RoutingConfig).queue_turns):
+            told = "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests"
+            _log.warning(told, most, self._room)
         self.app = web.Application(
             middlewares=[
                 dialect_errors,
@@ -263,8 +261,21 @@ class Gateway:
 
     async def _activate(self, request: web.Request) -> web.Response:
         job = self._job(request)
+        if self._displaces(self._tenant(request)):
+            raise web.HTTPConflict(
+                reason="another tenant's job is served and has open turns; try again when they "
+                "have ended, or let the operator activate"
+            )
         version, engines = await self._scheduler.activate(job)
         return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
+
+    def _displaces(self, tenant: str | None) -> bool:
+        """Whether an activation takes engines from another tenant's open turns."""
+        scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
+        if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
+            return False
+        in_use = scheduler.fleet.may_use_dedicated(target.job)
+        return in_use and bool(scheduler.ledgers[target.job].turns())
 
     async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
         job = self._job(request)
@@ -275,11 +286,12 @@ class Gateway:
         return json_reply({"job": job, switch.value: wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
-        self._tenant(request)
-        return json_reply(status(self._scheduler, now=self._clock.now()))
+        tenant = self._tenant(request, observes=True)
+        return json_reply(status(self._scheduler, now=self._clock.now(), tenant=tenant))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._tenant(request)
+        if self._tenant(request, observes=True) is not None:
+            raise web.HTTPForbidden(reason=f"send the token of {OPERATOR} or {OBSERVER}")
         return web.Response(
             body=render_metrics(self._scheduler),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
@@ -306,14 +318,17 @@ class Gateway:
             raise PeerProtocolError(f"job {job} is not configured for this caller")
         return job
 
-    def _tenant(self, request: web.Request) -> str | None:
+    def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
+        """The caller; None is the operator, and everyone where there are no tokens."""
         if self._tenants.open_to_all:
             return None
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.
         tenant = self._tenants.tenant_of(request.headers.get("Authorization", key))
         if tenant is None:
             raise web.HTTPUnauthorized(reason="send Authorization: Bearer <tenant's token>")
-        return tenant
+        if tenant == OBSERVER and not observes:
+            raise web.HTTPForbidden(reason=f"the token of {OBSERVER} reads status and metrics")
+        return None if tenant in (OPERATOR, OBSERVER) else tenant
 
 
 async def _streamed(
