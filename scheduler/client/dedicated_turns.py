@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import aiohttp
 import xxhash
@@ -15,7 +16,7 @@ import xxhash
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
 from harvester.contracts.ids import EngineId, WeightVersion
-from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
+from harvester.contracts.wire.engines import CONTINUATION_FEATURE
 from harvester.platform.backoff import Interrupted
 from harvester.platform.tls import Credentials
 from scheduler.client.gateway_watch import GatewayWatch
@@ -36,14 +37,12 @@ _STALL_S = 30.0
 _AVOID_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
 class _Adopted:
-    def __init__(
-        self, client: EngineClient, version: int, description: EngineDescription, numerics: str
-    ) -> None:
-        self.client = client
-        self.version = WeightVersion(version)
-        self.resumes = CONTINUATION_FEATURE in description.features
-        self.numerics = numerics
+    client: EngineClient
+    version: WeightVersion
+    resumes: bool
+    numerics: str
 
 
 class DedicatedTurns:
@@ -138,7 +137,9 @@ class DedicatedTurns:
             # trains an adapter, which the client does not ask for.
             found = f"weights of {held.store}" if held.store else "its first weights"
             raise EngineLost(f"it holds {found}, not of {self._watch.store}")
-        adopted = self._adopted[engine] = _Adopted(client, held.version, description, numerics)
+        resumes = CONTINUATION_FEATURE in description.features
+        version = WeightVersion(held.version)
+        adopted = self._adopted[engine] = _Adopted(client, version, resumes, numerics)
         return adopted
 
     async def _stream(

@@ -56,7 +56,7 @@ class GatewayWatch:
         clock: Clock,
         *,
         silence_s: float,
-        engines: Mapping[EngineId, ListedEngine],
+        engines: Mapping[str, str],
     ) -> None:
         self._gateway = gateway
         self._job, self._headers, self._clock = job, dict(headers), clock
@@ -65,9 +65,11 @@ class GatewayWatch:
         self._open = 0
         self._task: asyncio.Task[None] | None = None
         self._cuts: set[asyncio.Timeout] = set()
-        self.engines = dict(engines)
+        self.engines = {
+            EngineId(name): ListedEngine(EngineKind.DEDICATED, url) for name, url in engines.items()
+        }
         self.learned = False
-        """Whether the gateway has told of the job: its engines, and the weights that they hold."""
+        """Whether the gateway has named the job's engines, and the weights that they hold."""
         self.fault = ""
         """Why it has not, where it answers."""
         self.store = ""

@@ -11,7 +11,6 @@ from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any, Self, TypedDict, TypeVar, Unpack
-from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, PeerProtocolError
-from harvester.contracts.ids import EngineId, JobId, WeightVersion, checked_name
+from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
     Choice,
@@ -44,12 +43,11 @@ from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.client.dedicated_turns import DedicatedTurns
 from scheduler.client.gateway_turn import GatewayTurn
-from scheduler.client.gateway_watch import GatewayWatch, ListedEngine
+from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.gateway.abort_routes import Aborted, FinishSession
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
 from scheduler.gateway.requests import checked_trajectory, decode_generate
 from scheduler.gateway.stream import EngineChunk, EventStream
-from scheduler.model import EngineKind
 
 T = TypeVar("T")
 Sampling = SamplingParams | Mapping[str, Any]
@@ -145,10 +143,7 @@ class AsyncRolloutClient:
             self._headers,
             self._clock,
             silence_s=silence_s if fallback else max(silence_s, _HUNG_S),
-            engines={
-                EngineId(name): ListedEngine(kind=EngineKind.DEDICATED, url=url)
-                for name, url in (dedicated or {}).items()
-            },
+            engines=dedicated or {},
         )
         self._dedicated = DedicatedTurns(self._session, self._watch, self._clock, engines)
 
@@ -212,21 +207,17 @@ class AsyncRolloutClient:
         published = PublishedVersion(
             version=WeightVersion(version), store=store, cut_open_turns=cut_open_turns
         )
-        return await self._call(f"{self._own}/versions", published, VersionSwitched)
+        return await self._call(f"/v1/jobs/{self._job}/versions", published, VersionSwitched)
 
     async def activate(self) -> VersionSwitched:
         """The engines serve this job, with its newest version, on return."""
-        return await self._call(f"{self._own}/activate", None, VersionSwitched)
+        return await self._call(f"/v1/jobs/{self._job}/activate", None, VersionSwitched)
 
     async def end_trajectory(self, trajectory: str) -> int:
         """The trajectory takes no more turns: its prefix need not be kept. Returns the number of
         its turns that were open, which end."""
         ended = FinishSession(session_id=trajectory)
-        return (await self._call("/finish_session", ended, Aborted)).aborted
-
-    @property
-    def _own(self) -> str:
-        return f"/v1/jobs/{quote(self._job, safe='')}"
+        return (await self._call(f"/jobs/{self._job}/finish_session", ended, Aborted)).aborted
 
     async def _call(self, path: str, asked: msgspec.Struct | None, of: type[T]) -> T:
         url, body = self._url + path, b"" if asked is None else msgspec.json.encode(asked)

@@ -73,6 +73,7 @@ from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
 _log = logging.getLogger(__name__)
+_tell_once = cache(_log.warning)
 _MODEL_CHARS = 200
 
 
@@ -128,12 +129,6 @@ _STATUSES = {
 GENERATE_ROUTE = "/inference/v1/generate"
 _ERROR_OBJECTS = OPENAI_ROUTES | {GENERATE_ROUTE}
 _TURN_ROUTES = frozenset((GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE))
-
-
-@cache
-def _tell_of_room(room: int) -> None:
-    """Once."""
-    _log.warning("no room for connections is left beside %d requests: raise ulimit -n", room)
 
 
 class Gateway:
@@ -193,7 +188,7 @@ class Gateway:
             return await handler(request)
         tenant = self._scheduler.jobs[self._job(request)].tenant
         if self._connections.held >= self._room:
-            _tell_of_room(self._room)
+            _tell_once("no room for connections beside %d requests: raise ulimit -n", self._room)
         with self._connections.holding(tenant, 1), ExitStack() as held:
             count = self.open_bodies.counter(tenant, held, most=self._max_body_bytes)
             if request.content_length is None or "Content-Encoding" in request.headers:

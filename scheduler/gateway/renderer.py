@@ -19,6 +19,7 @@ from harvester.contracts.errors import Exhausted, RoseMuxError
 from harvester.platform.backoff import Interrupted
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
+from scheduler.gateway.settings import Timeouts
 
 _MOST_BYTES = 64 << 20
 _RENDERS = 64
@@ -40,6 +41,7 @@ _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_tok
 _ENCODER = msgspec.json.Encoder()
 
 Body = dict[str, Any]
+_Places = AbstractAsyncContextManager[None]
 
 
 class RenderRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
@@ -92,21 +94,14 @@ class Renderer:
     """`peers` gives the places to ask, in order; the next one is asked where one does not
     answer.
 
-    A call whose renderers are away waits for them for `patience_s`. One of the waiting calls looks
+    A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks
     for all of them, so that a renderer that is back is found at once and never stormed.
     """
 
-    def __init__(
-        self,
-        peers: Callable[[], list[Peer]],
-        *,
-        timeout_s: float,
-        connect_s: float,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, peers: Callable[[], list[Peer]], times: Timeouts) -> None:
         self._peers = peers
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=connect_s)
-        self._patience_s = patience_s
+        self._timeout = aiohttp.ClientTimeout(total=times.render_s, sock_connect=times.connect_s)
+        self._patience_s = times.queue_s
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
         self._away, self._fault = False, ""
         self._looking = asyncio.Lock()
@@ -143,13 +138,7 @@ class Renderer:
         reply = await self.post(f"{text.dialect.route}/derender", body | text.beside(prompt, state))
         return reply["chunk"], reply["stream_state"]
 
-    async def post(
-        self,
-        path: str,
-        body: Body,
-        *,
-        places: AbstractAsyncContextManager[None] = nullcontext(),
-    ) -> Any:
+    async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
         data, failures = _ENCODER.encode(body), 0
         now = asyncio.get_running_loop().time
@@ -170,7 +159,7 @@ class Renderer:
                         self._fault = str(error)
         raise Exhausted(f"text cannot be rendered: {self._fault}")
 
-    async def _ask(self, path: str, data: bytes, places: AbstractAsyncContextManager[None]) -> Any:
+    async def _ask(self, path: str, data: bytes, places: _Places) -> Any:
         """Asks each renderer once. Raises RenderRefused, Interrupted."""
         fault, away = "no dedicated engine is up and no renderer is configured", True
         async with places:

@@ -89,12 +89,7 @@ class Scheduler:
         self._session = session
         self._renderers = [Peer(session, given.url, given) for given in settings.renderers]
         times = settings.timeouts
-        self.renderer = Renderer(
-            self._renderer_peers,
-            timeout_s=times.render_s,
-            connect_s=times.connect_s,
-            patience_s=times.queue_s,
-        )
+        self.renderer = Renderer(self._renderer_peers, times)
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
@@ -170,11 +165,8 @@ class Scheduler:
     def _renderer_peers(self) -> list[Peer]:
         """The configured renderers; without any, the dedicated engines that are up. Raises
         Exhausted without any of both."""
-        engines = [
-            member
-            for member in self.fleet.members.values()
-            if member.engine.kind is EngineKind.DEDICATED
-        ]
+        members = self.fleet.members.values()
+        engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
         if not (self._renderers or engines):
             raise Exhausted(
                 "text cannot be rendered: no renderer or dedicated engine is configured"

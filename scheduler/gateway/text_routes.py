@@ -72,7 +72,7 @@ CHUNK_PERIOD_S = 0.05
 """Between the chunks of a choice's streamed text: each costs a call to the renderer, and a reader
 of text sees no difference. The first chunk and the last one do not wait."""
 _NAME_CHARS = 128
-"""Of a client's id for its request, as part of its turns' names: proxies set long ones."""
+"""The part of a request's id that its turns' names have: proxies set long ones."""
 MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
 

@@ -52,7 +52,7 @@ async def test_a_client_trusts_an_authority_shows_its_certificate_and_renews_its
                 await stranger.generate(PROMPT, SAMPLING)
 
 
-async def test_a_gateway_that_names_no_engine_to_a_stranger_is_told_of_in_words(
+async def test_a_client_logs_why_the_gateway_names_no_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tenants, sent = tmp_path / "tenants.yaml", token_file(tmp_path, "sent", "first-token-of-job")

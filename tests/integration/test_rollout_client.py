@@ -160,7 +160,7 @@ async def test_an_aborted_turn_returns_the_tokens_that_it_has(
     ("more", "fault"),
     [({"frequency_penalty": 0.5}, "counts output"), ({}, "interrupted")],
 )
-async def test_what_must_not_go_on_elsewhere_ends_where_a_restarted_gateway_begins_it_anew(
+async def test_a_turn_that_must_not_go_on_elsewhere_ends_where_a_restarted_gateway_begins_it_anew(
     fake_engine: Start, gateway: Start, more: dict[str, object], fault: str
 ) -> None:
     """By its sampling, without a fallback; by its caller's wish with one."""
