@@ -331,7 +331,7 @@ _GATEWAY = (
         "trajectories_total",
         Kind.COUNTER,
         "rl_job outcome",
-        "Trajectories started, lost, duplicated or migrated.",
+        "Trajectories started, lost, duplicated, migrated or undelivered.",
     ),
     _gateway(
         "generated_tokens_total", Kind.COUNTER, "rl_job engine kind", "Tokens given to RL jobs."

@@ -5,10 +5,11 @@ An error reply is `{"error": MESSAGE}`; `STATUSES` are those of every service.
 
 import asyncio
 import errno
+import resource
 import signal
 import ssl
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -42,6 +43,8 @@ BODY_S: Final = 60.0
 IDLE_S: Final = 75.0
 """Longest time of a connection without a whole head of a request, at its beginning and between two
 requests: longer than clients and most proxies keep a connection themselves."""
+COUNT_READ: Final[web.RequestKey[Callable[[int], None]]] = web.RequestKey("count_read")
+"""Called with the bytes read so far of a body whose length is not known before."""
 _BACKLOG: Final = 4096
 """Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
 no room here tries again after 1 s, 2 s, 4 s, ..."""
@@ -104,8 +107,7 @@ def token_required(
     accepts: Callable[[str], bool] | None, *, of: str, probes: Collection[str] = ("/healthz",)
 ) -> Middleware:
     """Refuses requests whose Authorization header is not accepted; None accepts all. Probes carry
-    no token: health reveals no secret.
-    """
+    no token: health reveals no secret."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -121,7 +123,13 @@ async def whole_body(request: web.Request) -> bytes:
     """Raises HTTPRequestTimeout for a body that takes longer than `BODY_S`."""
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            if (count := request.get(COUNT_READ)) is None:
+                return await request.read()
+            body = bytearray()
+            while part := await request.content.readany():
+                body += part
+                count(len(body))
+            return bytes(body)
     except TimeoutError as error:
         reason = f"the body was not whole within {BODY_S:g} s; send it at once"
         raise web.HTTPRequestTimeout(reason=reason) from error
@@ -153,10 +161,7 @@ async def body_of(reply: aiohttp.ClientResponse, *, most_bytes: int) -> bytes:
     or two segments.
     """
     body = bytearray()
-    while len(body) < most_bytes:
-        part = await reply.content.read(most_bytes - len(body))
-        if not part:
-            break
+    while part := await reply.content.read(most_bytes - len(body)):
         body += part
     return bytes(body)
 
@@ -215,8 +220,12 @@ async def serving(
     """Runs an application, which listens nowhere yet; ends it with `shutdown_s` for open requests.
 
     A handler is cancelled when its client leaves. A connection without a whole head of a request
-    for `idle_s` is closed.
+    for `idle_s` is closed. Connections are bounded by the hard limit of descriptors, not the soft
+    one.
     """
+    with suppress(OSError, ValueError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

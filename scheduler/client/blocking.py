@@ -53,3 +53,6 @@ class RolloutClient:
 
     def activate(self) -> VersionSwitched:
         return self._loop.run(self._client.activate())
+
+    def end_trajectory(self, trajectory: str) -> int:
+        return self._loop.run(self._client.end_trajectory(trajectory))

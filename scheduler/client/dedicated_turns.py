@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import aiohttp
 import xxhash
@@ -15,7 +16,7 @@ import xxhash
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError, PeerProtocolError, Stale
 from harvester.contracts.ids import EngineId, WeightVersion
-from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
+from harvester.contracts.wire.engines import CONTINUATION_FEATURE
 from harvester.platform.backoff import Interrupted
 from harvester.platform.tls import Credentials
 from scheduler.client.gateway_watch import GatewayWatch
@@ -26,6 +27,7 @@ from scheduler.gateway.engine_client import (
     RequestFailed,
     RequestRefused,
 )
+from scheduler.gateway.engine_fleet import numerics_of
 from scheduler.gateway.policy.trajectories import Attempt, Turn
 from scheduler.gateway.turns import accepted
 
@@ -35,12 +37,12 @@ _STALL_S = 30.0
 _AVOID_S = 1.0
 
 
+@dataclass(frozen=True, slots=True)
 class _Adopted:
-    def __init__(self, client: EngineClient, version: int, description: EngineDescription) -> None:
-        self.client = client
-        self.version = WeightVersion(version)
-        self.resumes = CONTINUATION_FEATURE in description.features
-        self.numerics = f"{description.dtype} {description.logprobs_mode}".strip()
+    client: EngineClient
+    version: WeightVersion
+    resumes: bool
+    numerics: str
 
 
 class DedicatedTurns:
@@ -70,7 +72,7 @@ class DedicatedTurns:
         attempt = turn.begin(
             engine=engine,
             version=adopted.version,
-            numerics=self._watch.engines[engine].numerics or adopted.numerics,
+            numerics=adopted.numerics,
             resumes=adopted.resumes,
         )
         wait_s = _AVOID_S
@@ -94,7 +96,9 @@ class DedicatedTurns:
         """The trajectory's engine, else the next: each begins at another one of a fixed order."""
         engines = list(self._watch.engines)
         first = xxhash.xxh3_64_intdigest(turn.trajectory.encode()) % max(1, len(engines))
-        why = self._last_fault if engines else "it has named no dedicated engine of the job"
+        why = self._last_fault
+        if not engines:
+            why = self._watch.fault or "it has named no dedicated engine of the job"
         for engine in engines[first:] + engines[:first]:
             if self._avoid_until_s.get(engine, -math.inf) > self._clock.now():
                 continue
@@ -105,7 +109,9 @@ class DedicatedTurns:
                 why = self._last_fault = f"{engine}: {error}"
                 continue
             pin = turn.request.weight_version.resolved(self._watch.version)
-            if not pin.admits(adopted.version):
+            if turn.needed_numerics not in ("", adopted.numerics):
+                why = f"{engine} has the numerics {adopted.numerics!r}"
+            elif not pin.admits(adopted.version):
                 why = f"{engine} serves version {adopted.version}"
             elif turn.counts_output and turn.token_ids and not adopted.resumes:
                 why = f"{engine} does not go on from output, which the turn's sampling counts"
@@ -122,12 +128,18 @@ class DedicatedTurns:
         )
         async with asyncio.timeout(_STALL_S):
             description, held = await client.adopt()
-        if (self._watch.version or held.version) and held.store != self._watch.store:
+            numerics = self._watch.engines[engine].numerics or numerics_of(
+                engine, await client.vllm_version(), description
+            )
+        changed = self._watch.learned and (self._watch.version or held.version)
+        if changed and held.store != self._watch.store:
             # Its first weights too, once the job has published: it has been restarted, or the job
             # trains an adapter, which the client does not ask for.
             found = f"weights of {held.store}" if held.store else "its first weights"
             raise EngineLost(f"it holds {found}, not of {self._watch.store}")
-        adopted = self._adopted[engine] = _Adopted(client, held.version, description)
+        resumes = CONTINUATION_FEATURE in description.features
+        version = WeightVersion(held.version)
+        adopted = self._adopted[engine] = _Adopted(client, version, resumes, numerics)
         return adopted
 
     async def _stream(

@@ -33,14 +33,19 @@ class GatewayTurn:
         self._open: tuple[Span, Attempt] | None = None
 
     @property
+    def whole(self) -> bool:
+        """Whether the gateway may have the turn with all tokens that are here."""
+        return self._known == len(self._turn.token_ids)
+
+    @property
     def movable(self) -> bool:
         """Whether the gateway can go on from the tokens: it takes those of others as prompt."""
-        return self._known == len(self._turn.token_ids) or not self._turn.counts_output
+        return self.whole or not self._turn.counts_output
 
     def request(self) -> GenerateRequest:
         """The request to send: the same again while the gateway may have the turn."""
         turn, self._seen, self._open = self._turn, 0, None
-        if self._known != len(turn.token_ids):
+        if not self.whole:
             self._base = self._known = len(turn.token_ids)
             self._parts += 1
             self._request = msgspec.structs.replace(
@@ -48,6 +53,8 @@ class GatewayTurn:
                 request_id=f"{turn.request.request_id}.{self._parts}",
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
+                # Those of the tokens that are here, not of the rest's own first one.
+                equal_numerics=turn.needed_numerics or turn.request.equal_numerics,
             )
         return self._request
 
@@ -81,7 +88,7 @@ class GatewayTurn:
         self._seen += len(tokens)
         if self._base + self._seen > len(turn.token_ids):
             raise PeerProtocolError("the gateway's reply: no span covers its last tokens")
-        self._known = len(turn.token_ids)
+        self._known, turn.immovable = len(turn.token_ids), choice.immovable
 
     def _attempt(self, span: Span) -> Attempt:
         """An attempt for each engine and version in the reply, which becomes a span again."""

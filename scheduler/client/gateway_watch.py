@@ -1,6 +1,7 @@
 """Probes the gateway while turns are open, cuts them where it is silent, and learns its engines."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -14,6 +15,7 @@ from harvester.platform.peer import Peer
 from scheduler.client.silence import GatewaySilence
 from scheduler.model import EngineKind
 
+_log = logging.getLogger(__name__)
 _STATUS_BYTES = 16 << 20
 _LEARN_S = 5.0
 """The gateway's engines change rarely, and only a gateway that answers can name them."""
@@ -44,7 +46,7 @@ _DECODER = msgspec.json.Decoder(_Status)
 
 class GatewayWatch:
     """`engines`, `store` and `version` are as of the gateway's last status; no engine where the
-    job's turns may not run on dedicated ones."""
+    job's turns may not run on dedicated ones. Before the first one `engines` are as given."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class GatewayWatch:
         clock: Clock,
         *,
         silence_s: float,
+        engines: Mapping[str, str],
     ) -> None:
         self._gateway = gateway
         self._job, self._headers, self._clock = job, dict(headers), clock
@@ -62,7 +65,13 @@ class GatewayWatch:
         self._open = 0
         self._task: asyncio.Task[None] | None = None
         self._cuts: set[asyncio.Timeout] = set()
-        self.engines: dict[EngineId, ListedEngine] = {}
+        self.engines = {
+            EngineId(name): ListedEngine(EngineKind.DEDICATED, url) for name, url in engines.items()
+        }
+        self.learned = False
+        """Whether the gateway has named the job's engines, and the weights that they hold."""
+        self.fault = ""
+        """Why it has not, where it answers."""
         self.store = ""
         self.version = WeightVersion(0)
 
@@ -125,12 +134,18 @@ class GatewayWatch:
         timeout = aiohttp.ClientTimeout(total=self._silence_s)
         async with self._gateway().get(path, headers=self._headers, timeout=timeout) as reply:
             content = await body_of(reply, most_bytes=_STATUS_BYTES)
-        if reply.status == 200 and path == "/v1/status":
+        if path == "/v1/status" and reply.status == 200:
             self._learn(_DECODER.decode(content))
+        elif path == "/v1/status" and reply.status != 503:
+            fault = f"its {path} answers {reply.status}: {content[:200].decode(errors='replace')}"
+            if fault != self.fault:
+                _log.warning("the gateway names no engine to fall back on, %s", fault)
+            self.fault = fault
         # It ends where it answers 503; any other answer is one.
         return reply.status != 503
 
     def _learn(self, status: _Status) -> None:
+        self.learned, self.fault = True, ""
         job = status.jobs.get(self._job, _Job())
         mine = job.dedicated and status.active_job in (None, self._job)
         self.store, self.version = job.store, job.version

@@ -11,7 +11,6 @@ from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any, Self, TypedDict, TypeVar, Unpack
-from urllib.parse import quote
 from uuid import uuid4
 
 import aiohttp
@@ -25,6 +24,7 @@ from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
     Choice,
     FinishReason,
+    OnInterrupt,
     PublishedVersion,
     SamplingParams,
     VersionPin,
@@ -44,7 +44,8 @@ from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.client.dedicated_turns import DedicatedTurns
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.abort_routes import Aborted, FinishSession
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
 from scheduler.gateway.requests import checked_trajectory, decode_generate
 from scheduler.gateway.stream import EngineChunk, EventStream
 
@@ -61,6 +62,10 @@ class TurnOptions(TypedDict, total=False):
     """A new one by default."""
     priority: int
     cache_salt: str | None
+    on_interrupt: OnInterrupt | str | None
+    """`return_partial` ends the turn where it would go on elsewhere; None leaves it to the job."""
+    equal_numerics: bool | str
+    """All tokens by engines of one numerics label: the first engine's, or this one."""
 
 
 RETRIES = RetryLimits(give_up_s=inf, attempts_max=60, wait_max_s=1.0, progress_bytes=1)
@@ -91,7 +96,8 @@ class AsyncRolloutClient:
     has not answered for `silence_s`; replies are then streamed, so that no received token is lost.
     Without it turns wait for the gateway, and are requested again after a minute without an answer
     of its `/healthz`. `engines`: the same files for those engines, where they are behind engine
-    proxies; a token for data is enough.
+    proxies; a token for data is enough. `dedicated`: URLs of engines by name that hold the job's
+    weights and no others, to fall back on while the gateway has never answered.
     """
 
     def __init__(
@@ -104,6 +110,7 @@ class AsyncRolloutClient:
         cert_file: Path | str | None = None,
         key_file: Path | str | None = None,
         engines: Credentials = NO_CREDENTIALS,
+        dedicated: Mapping[str, str] | None = None,
         fallback: bool = True,
         silence_s: float = 2.0,
         retries: RetryLimits = RETRIES,
@@ -136,6 +143,7 @@ class AsyncRolloutClient:
             self._headers,
             self._clock,
             silence_s=silence_s if fallback else max(silence_s, _HUNG_S),
+            engines=dedicated or {},
         )
         self._dedicated = DedicatedTurns(self._session, self._watch, self._clock, engines)
 
@@ -199,14 +207,20 @@ class AsyncRolloutClient:
         published = PublishedVersion(
             version=WeightVersion(version), store=store, cut_open_turns=cut_open_turns
         )
-        return await self._call("versions", msgspec.json.encode(published))
+        return await self._call(f"/v1/jobs/{self._job}/versions", published, VersionSwitched)
 
     async def activate(self) -> VersionSwitched:
         """The engines serve this job, with its newest version, on return."""
-        return await self._call("activate", b"")
+        return await self._call(f"/v1/jobs/{self._job}/activate", None, VersionSwitched)
 
-    async def _call(self, what: str, body: bytes) -> VersionSwitched:
-        url = f"{self._url}/v1/jobs/{quote(self._job, safe='')}/{what}"
+    async def end_trajectory(self, trajectory: str) -> int:
+        """The trajectory takes no more turns: its prefix need not be kept. Returns the number of
+        its turns that were open, which end."""
+        ended = FinishSession(session_id=trajectory)
+        return (await self._call(f"/jobs/{self._job}/finish_session", ended, Aborted)).aborted
+
+    async def _call(self, path: str, asked: msgspec.Struct | None, of: type[T]) -> T:
+        url, body = self._url + path, b"" if asked is None else msgspec.json.encode(asked)
         backoff = Backoff(self._retries, self._clock, random=Random(body))
         content = await posted(
             self._session(),
@@ -217,7 +231,7 @@ class AsyncRolloutClient:
             tls=self._credentials.tls() if self._credentials.has_tls_files else True,
             timeout_s=_SWITCH_S,
         )
-        return _decoded(content, VersionSwitched)
+        return _decoded(content, of)
 
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
@@ -241,6 +255,8 @@ class AsyncRolloutClient:
             "weight_version": {"exact": pin} if isinstance(pin, int) else pin or {},
             "priority": options.get("priority", 0),
             "cache_salt": options.get("cache_salt"),
+            "on_interrupt": options.get("on_interrupt"),
+            "equal_numerics": options.get("equal_numerics", False),
         }
         # The gateway's own check: a field that it would refuse is named here.
         request = decode_generate(msgspec.json.encode(body))
@@ -273,12 +289,23 @@ class AsyncRolloutClient:
     ) -> None:
         backoff = Backoff(self._retries, self._clock, random=Random(turn.request.request_id))
         patience_s = turn.request.weight_version.wait_s
-        pin_until_s = self._clock.now() + (_PIN_S if patience_s is None else patience_s)
+        pin_until_s, why = self._clock.now() + (_PIN_S if patience_s is None else patience_s), ""
         while not turn.ended:
             if not self._watch.silent:
                 self._dedicated.forget()
+            direct = self._fallback and (self._watch.silent or not at_gateway.movable)
+            if turn.token_ids and (direct or not at_gateway.whole):
+                fields = output_fields(turn.request.sampling_params)
+                if turn.request.on_interrupt is OnInterrupt.RETURN_PARTIAL:
+                    turn.fault = f"interrupted: {why}"
+                elif fields and not direct:
+                    turn.immovable = fields
+                    turn.fault = f"its sampling counts output ({', '.join(fields)}); {why}"
+                if turn.fault:
+                    turn.end(FinishReason.ABORT)
+                    return
             try:
-                if self._fallback and (self._watch.silent or not at_gateway.movable):
+                if direct:
                     await self._dedicated.attempt(turn, on_tokens)
                 else:
                     await self._at_gateway(turn, at_gateway, on_tokens)

@@ -4,6 +4,7 @@ Measures nothing and decides nothing: each failure is an exception that names th
 """
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -200,6 +201,9 @@ class EngineClient:
                     raise _refusal(response.status, await _message(response), retry_after)
                 yield response
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if error.errno == errno.EMFILE:
+                # The gateway's own want.
+                raise EngineBusy("the gateway has no descriptor left (ulimit -n)") from error
             raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLost(f"{type(error).__name__}: {error}") from error

@@ -433,12 +433,8 @@ class EngineFleet:
                 self.down(other, fault)
 
     async def _numerics(self, member: Member) -> str:
-        described = member.description
-        version = member.release = await member.client.vllm_version()
-        known = [f"vllm {version}" if version else ""]
-        known += [described.dtype, described.logprobs_mode] if described is not None else []
-        # One that says nothing of itself is equal to no other engine.
-        return " ".join(filter(None, known)) or f"unknown, {member.engine.engine}"
+        member.release = await member.client.vllm_version()
+        return numerics_of(member.engine.engine, member.release, member.description)
 
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None
@@ -481,6 +477,13 @@ class EngineFleet:
 async def _what_became(client: EngineClient) -> Change:
     """One that does not answer is gone; one that does may have died and come back meanwhile."""
     return await client.changed() if await client.healthy() else Change.PROCESS
+
+
+def numerics_of(engine: EngineId, release: str, described: EngineDescription | None) -> str:
+    known = [f"vllm {release}" if release else ""]
+    known += [described.dtype, described.logprobs_mode] if described is not None else []
+    # One that says nothing of itself is equal to no other engine.
+    return " ".join(filter(None, known)) or f"unknown, {engine}"
 
 
 async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> None:

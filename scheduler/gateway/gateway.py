@@ -14,9 +14,11 @@ GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
 /jobs/{job}/...                         all of these again, for one job (job_paths.py)
 """
 
+import logging
+import resource
 import secrets
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
 
@@ -35,6 +37,7 @@ from harvester.contracts.wire.rollouts import (
     VersionSwitched,
 )
 from harvester.platform.http_kit import (
+    COUNT_READ,
     RETRY_AFTER,
     SMALL_BODY_BYTES,
     decoded_body,
@@ -49,14 +52,15 @@ from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import openapi_route
-from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares
+from scheduler.gateway.policy.routing_events import RoutingConfig
+from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
 from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler, Switch, SwitchRequest
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
-from scheduler.gateway.tenants import Tenants
+from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     TextRoutes,
@@ -68,6 +72,8 @@ from scheduler.gateway.text_routes import (
 from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 
+_log = logging.getLogger(__name__)
+_tell_once = cache(_log.warning)
 _MODEL_CHARS = 200
 
 
@@ -99,6 +105,7 @@ async def dialect_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return web.Response(status=error.status, body=error.body, content_type="application/json")
     if response.status == PRESSURE_STATUS:
         response.headers["Retry-After"] = _PRESSURE_RETRY_AFTER
+        response.force_close()
         if route in OPENAI_ROUTES:
             response.set_status(OPENAI_PRESSURE_STATUS)
     return _with_error_object(response, route) if route in _ERROR_OBJECTS else response
@@ -134,6 +141,13 @@ class Gateway:
         self._closing = False
         self._max_body_bytes = settings.max_body_bytes
         self.open_bodies = TenantShares(settings.max_open_bytes, name="max_open_bytes")
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        places = sum(each.concurrency for each in settings.engines)
+        self._room = connection_room(descriptors, places=places)
+        self._connections = TenantShares(self._room, name="room for connections (ulimit -n)")
+        if self._room < (most := msgspec.convert(settings.routing, RoutingConfig).queue_turns):
+            told = "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests"
+            _log.warning(told, most, self._room)
         self.app = web.Application(
             middlewares=[
                 dialect_errors,
@@ -172,13 +186,15 @@ class Gateway:
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if route_of(request) not in _TURN_ROUTES:
             return await handler(request)
-        known = request.content_length is not None and "Content-Encoding" not in request.headers
-        body_bytes = request.content_length if known else self._max_body_bytes
-        if body_bytes is not None and body_bytes > self._max_body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, body_bytes)
         tenant = self._scheduler.jobs[self._job(request)].tenant
-        with ExitStack() as held:
-            held.enter_context(self.open_bodies.holding(tenant, body_bytes or 0))
+        if self._connections.held >= self._room:
+            _tell_once("no room for connections beside %d requests: raise ulimit -n", self._room)
+        with self._connections.holding(tenant, 1), ExitStack() as held:
+            count = self.open_bodies.counter(tenant, held, most=self._max_body_bytes)
+            if request.content_length is None or "Content-Encoding" in request.headers:
+                request[COUNT_READ] = count
+            else:
+                count(request.content_length)
             request[HELD_BODY] = held
             return await handler(request)
 
@@ -240,8 +256,21 @@ class Gateway:
 
     async def _activate(self, request: web.Request) -> web.Response:
         job = self._job(request)
+        if self._displaces(self._tenant(request)):
+            raise web.HTTPConflict(
+                reason="another tenant's job is served and has open turns; try again when they "
+                "have ended, or let the operator activate"
+            )
         version, engines = await self._scheduler.activate(job)
         return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
+
+    def _displaces(self, tenant: str | None) -> bool:
+        """Whether an activation takes engines from another tenant's open turns."""
+        scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
+        if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
+            return False
+        in_use = scheduler.fleet.may_use_dedicated(target.job)
+        return in_use and bool(scheduler.ledgers[target.job].turns())
 
     async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
         job = self._job(request)
@@ -252,11 +281,12 @@ class Gateway:
         return json_reply({"job": job, switch.value: wanted.enabled})
 
     async def _status(self, request: web.Request) -> web.Response:
-        self._tenant(request)
-        return json_reply(status(self._scheduler, now=self._clock.now()))
+        tenant = self._tenant(request, observes=True)
+        return json_reply(status(self._scheduler, now=self._clock.now(), tenant=tenant))
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        self._tenant(request)
+        if self._tenant(request, observes=True) is not None:
+            raise web.HTTPForbidden(reason=f"send the token of {OPERATOR} or {OBSERVER}")
         return web.Response(
             body=render_metrics(self._scheduler),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
@@ -283,14 +313,17 @@ class Gateway:
             raise PeerProtocolError(f"job {job} is not configured for this caller")
         return job
 
-    def _tenant(self, request: web.Request) -> str | None:
+    def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
+        """The caller; None is the operator, and everyone where there are no tokens."""
         if self._tenants.open_to_all:
             return None
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.
         tenant = self._tenants.tenant_of(request.headers.get("Authorization", key))
         if tenant is None:
             raise web.HTTPUnauthorized(reason="send Authorization: Bearer <tenant's token>")
-        return tenant
+        if tenant == OBSERVER and not observes:
+            raise web.HTTPForbidden(reason=f"the token of {OBSERVER} reads status and metrics")
+        return None if tenant in (OPERATOR, OBSERVER) else tenant
 
 
 async def _streamed(

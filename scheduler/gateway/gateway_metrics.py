@@ -34,7 +34,7 @@ class GatewayMetrics:
         )
         self.trajectories = self._counter(
             "trajectories",
-            "Trajectories started, lost, duplicated or migrated.",
+            "Trajectories started, lost, duplicated, migrated or undelivered.",
             ["rl_job", "outcome"],
         )
         self.generated_tokens = self._counter(

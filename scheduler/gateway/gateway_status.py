@@ -8,18 +8,26 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.model import EngineKind
 
 
-def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
-    """Engines, jobs, queue, leases and counters; times are seconds from now."""
+def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> dict[str, Any]:
+    """Engines, jobs, queue, leases and counters; times are seconds from now.
+
+    For a `tenant` its own jobs and their leases, and the engines unless they serve another's job,
+    whose name is then "".
+    """
     policy, routing = scheduler.fleet.policy, scheduler.dispatcher.policy
+    jobs = [job for job, given in scheduler.jobs.items() if tenant in (None, given.tenant)]
     target = policy.target
+    active = target.job if target else None
+    if active is not None and active not in jobs:
+        active, target = JobId(""), None
     return {
-        "active_job": target.job if target else None,
+        "active_job": active,
         "target_version": target.version if target else None,
         "settled": policy.settled,
-        "queued_turns": routing.queued_turns,
-        "held_turns": routing.held_turns,
-        "open_turns": routing.open_turns,
-        "dispatched": dict(scheduler.dispatcher.dispatched),
+        "queued_turns": sum(map(routing.queued_turns_of, jobs)),
+        "held_turns": sum(map(routing.held_turns_of, jobs)),
+        "open_turns": sum(map(routing.open_turns_of, jobs)),
+        "dispatched": dict(scheduler.dispatcher.dispatched) if tenant is None else {},
         "engines": {
             engine: {
                 "kind": member.engine.kind,
@@ -38,6 +46,7 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "fault": member.fault,
             }
             for engine, member in sorted(scheduler.fleet.members.items())
+            if active != ""
         },
         "jobs": {
             job: {
@@ -50,8 +59,8 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "turns": asdict(ledger.counters),
                 "turns_in_ledger": len(ledger),
             }
-            for job, ledger in sorted(scheduler.ledgers.items())
-            for published in (policy.published(job),)
+            for job in sorted(jobs)
+            for ledger, published in ((scheduler.ledgers[job], policy.published(job)),)
         },
         "leases": [
             {
@@ -63,10 +72,12 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "left_s": round(lease.expires_s - now, 3),
             }
             for lease in scheduler.harvest.leases.values()
+            if lease.job in jobs
         ],
         "slots": {
             slot: {"agent": agent, "state": offer.state, "idle_ratio": offer.idle_ratio}
             for slot, (agent, offer) in sorted(scheduler.harvest.offers.items())
+            if tenant is None
         },
         "services": {
             each.service: {
@@ -76,8 +87,9 @@ def status(scheduler: Scheduler, *, now: float) -> dict[str, Any]:
                 "known_s": round(each.known_s, 3),
             }
             for each in scheduler.harvest.budgets.all()
+            if tenant is None
         },
-        "silent_agents": dict(scheduler.harvest.silent_agents),
+        "silent_agents": dict(scheduler.harvest.silent_agents) if tenant is None else {},
     }
 
 
@@ -115,7 +127,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)
-        for outcome in ("lost", "duplicated", "migrated"):
+        for outcome in ("lost", "duplicated", "migrated", "undelivered"):
             child = metrics.trajectories.labels(job, outcome)
             total = getattr(ledger.counters, outcome)
             child.inc(total - scheduler.exported.get((job, outcome), 0))

@@ -107,13 +107,17 @@ OPERATIONS: Mapping[str, Operation] = {
         "vLLM's, by the renderer", _OBJECT, _OBJECT | list[_OBJECT]
     ),
     "GET /v1/models": Operation("Names that `model` may have"),
+    "GET /v1/models/{model}": Operation("One of them; 404 for another name"),
     "POST /tokenize": Operation("vLLM's, by the renderer", _OBJECT),
     "POST /detokenize": Operation("vLLM's, by the renderer", _OBJECT),
     "POST /generate": Operation(
         "SGLang's", _OBJECT, _OBJECT | list[_OBJECT], _STREAMED, names_turns=True
     ),
-    "GET /health": Operation("200 while an engine is up", kinds=()),
-    "GET /health_generate": Operation("200 while an engine is up", kinds=()),
+    **{
+        each: Operation("200 while an engine is up", kinds=())
+        for each in ("GET /health", "GET /health_generate", "GET /ping", "POST /ping")
+    },
+    "GET /version": Operation("vLLM's: the version of an engine"),
     "GET /get_model_info": Operation("SGLang's: model and version"),
     "GET /model_info": Operation("SGLang's: model and version"),
     "GET /get_weight_version": Operation("SGLang's: the job's newest version"),

@@ -7,7 +7,7 @@ so tenants compete for memory and never for places in the queue.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -20,8 +20,17 @@ class Pressure(Exhausted):
     """More waits here than may be held; the same request may be held a moment later."""
 
 
+_OWN_DESCRIPTORS = 64
+"""Files, probes of engines and agents, scrapes, and clients that are being refused."""
 HELD_BODY: Final = web.RequestKey("held_body", ExitStack)
 """Count of a request's body: closed with its reply, unless its handler takes it over."""
+
+
+def connection_room(most: int, *, places: int) -> int:
+    """Requests that may be open with `most` descriptors: each is a connection, and each turn on one
+    of the engines' `places` another."""
+    usable = max(2, most - _OWN_DESCRIPTORS)
+    return usable - min(places, usable // 2)
 
 
 class TenantShares:
@@ -55,6 +64,22 @@ class TenantShares:
             )
         with self.keeping(tenant, amount):
             yield
+
+    def counter(self, tenant: str, held: ExitStack, *, most: int) -> Callable[[int], None]:
+        """Counts a body that grows into `held`: what has come, and at most as much again. The
+        counter raises Pressure, and HTTPRequestEntityTooLarge beyond `most`."""
+        counted = 0
+
+        def count(so_far: int) -> None:
+            nonlocal counted
+            if so_far > most:
+                raise web.HTTPRequestEntityTooLarge(most, so_far)
+            if so_far > counted:
+                more = max(so_far - counted, min(counted, most - counted))
+                held.enter_context(self.holding(tenant, more))
+                counted += more
+
+        return count
 
     @contextmanager
     def keeping(self, tenant: str, amount: int) -> Iterator[None]:

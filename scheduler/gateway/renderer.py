@@ -8,6 +8,7 @@ vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +16,32 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.errors import Exhausted, RoseMuxError
+from harvester.platform.backoff import Interrupted
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
+from scheduler.gateway.settings import Timeouts
 
 _MOST_BYTES = 64 << 20
 _RENDERS = 64
-"""Requests that are rendered at once. A step's thousands wait for each other here, where their wait
-does not count against the time limit of a call."""
+"""Requests that are rendered, and replies that are derendered, at once. A step's thousands wait for
+each other here, where their wait does not count against the time limit of a call."""
 _WRONG_REQUEST = (400, 413, 422)
 """Replies that every renderer would give; after any other the next one is asked."""
+_AWAY = (429, 502, 503, 504)
+"""Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
+_BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, msgspec.DecodeError)
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_PROBE_S = 0.1
+"""Between the calls that look whether an absent renderer is back."""
+_FAILURES = 3
+"""Calls that reach a renderer and fail there, by one request: it may be the request that fails."""
 _SEED_TOKENS = 64
 """The end of a prompt, from which text is decoded where no parser reads all of it."""
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids")
 _ENCODER = msgspec.json.Encoder()
 
 Body = dict[str, Any]
+_Places = AbstractAsyncContextManager[None]
 
 
 class RenderRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
@@ -74,19 +86,29 @@ COMPLETION = Dialect(
 )
 
 
+class _Away(Interrupted):
+    """No renderer can be reached for now."""
+
+
 class Renderer:
     """`peers` gives the places to ask, in order; the next one is asked where one does not
-    answer."""
+    answer.
 
-    def __init__(self, peers: Callable[[], list[Peer]], *, timeout_s: float) -> None:
+    A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks
+    for all of them, so that a renderer that is back is found at once and never stormed.
+    """
+
+    def __init__(self, peers: Callable[[], list[Peer]], times: Timeouts) -> None:
         self._peers = peers
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._renders = asyncio.Semaphore(_RENDERS)
+        self._timeout = aiohttp.ClientTimeout(total=times.render_s, sock_connect=times.connect_s)
+        self._patience_s = times.queue_s
+        self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
+        self._away, self._fault = False, ""
+        self._looking = asyncio.Lock()
 
     async def render(self, dialect: Dialect, request: Body) -> list[Body]:
         """vLLM's generate requests, one for each prompt. Raises RenderRefused, Exhausted."""
-        async with self._renders:
-            rendered = await self.post(f"{dialect.route}/render", request)
+        rendered = await self.post(f"{dialect.route}/render", request, places=self._renders)
         return rendered if isinstance(rendered, list) else [rendered]
 
     async def derender(
@@ -104,9 +126,8 @@ class Renderer:
         body = dict(
             zip(("prompt_token_ids", "prompt_tokens", dialect.response_field), told, strict=True)
         )
-        reply: Body = await self.post(
-            f"{dialect.route}/derender", body | {dialect.request_field: request}
-        )
+        body[dialect.request_field] = request
+        reply: Body = await self.post(f"{dialect.route}/derender", body, places=self._derenders)
         return reply
 
     async def derender_chunk(
@@ -117,33 +138,54 @@ class Renderer:
         reply = await self.post(f"{text.dialect.route}/derender", body | text.beside(prompt, state))
         return reply["chunk"], reply["stream_state"]
 
-    async def post(self, path: str, body: Body) -> Any:
+    async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
-        fault = "no dedicated engine is up and no renderer is configured"
-        for peer in self._peers():
-            try:
-                async with peer.post(
-                    path,
-                    data=_ENCODER.encode(body),
-                    headers={"Content-Type": "application/json"},
-                    timeout=self._timeout,
-                ) as response:
-                    raw = await body_of(response, most_bytes=_MOST_BYTES)
+        data, failures = _ENCODER.encode(body), 0
+        now = asyncio.get_running_loop().time
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None) as patience:
+                while failures < _FAILURES:
+                    try:
+                        if not self._away:
+                            patience.reschedule(None)
+                            return await self._ask(path, data, places)
+                        patience.reschedule(patience.when() or now() + self._patience_s)
+                        async with self._looking:
+                            if self._away:
+                                await asyncio.sleep(_PROBE_S)
+                                return await self._ask(path, data, places)
+                    except Interrupted as error:
+                        failures += not isinstance(error, _Away)
+                        self._fault = str(error)
+        raise Exhausted(f"text cannot be rendered: {self._fault}")
+
+    async def _ask(self, path: str, data: bytes, places: _Places) -> Any:
+        """Asks each renderer once. Raises RenderRefused, Interrupted."""
+        fault, away = "no dedicated engine is up and no renderer is configured", True
+        async with places:
+            for peer in self._peers():
+                try:
+                    async with peer.post(
+                        path,
+                        data=data,
+                        headers={"Content-Type": "application/json"},
+                        timeout=self._timeout,
+                    ) as response:
+                        raw = await body_of(response, most_bytes=_MOST_BYTES)
+                    if response.status in (200, *_WRONG_REQUEST):
+                        self._away = False
                     if response.status == 200:
                         return msgspec.json.decode(raw)
                     if response.status in _WRONG_REQUEST:
                         raise RenderRefused(response.status, raw)
-                    fault = (
-                        f"{peer.url}{path}: {response.status} {raw[:200].decode(errors='replace')}"
-                    )
-            except (
-                aiohttp.ClientError,
-                TimeoutError,
-                ConnectionError,
-                msgspec.DecodeError,
-            ) as error:
-                fault = f"{peer.url}{path}: {error!r}"
-        raise Exhausted(f"text cannot be rendered: {fault}")
+                    away &= response.status in _AWAY
+                    shown = raw[:200].decode(errors="replace")
+                    fault = f"{peer.url}{path}: {response.status} {shown}"
+                except _BROKEN as error:
+                    fault = f"{peer.url}{path}: {error!r}"
+                    away &= isinstance(error, _UNREACHABLE)
+        self._away = away
+        raise (_Away if away else Interrupted)(fault)
 
 
 class StreamedText:

@@ -1,8 +1,8 @@
 """The turns of one request, followed together: each prompt and each of its samples is a turn."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -107,6 +107,17 @@ class Samples:
                     yield choice
             if every_s and (open_ := [task for task in self._tasks if not task.done()]):
                 await asyncio.wait(open_, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
+
+    @contextmanager
+    def rendering(self, index: int | None = None) -> Iterator[None]:
+        """Around the making of the reply, or of one choice's part of it."""
+        try:
+            yield
+        except RoseMuxError:
+            for turn in self.turns if index is None else self.turns[index : index + 1]:
+                if turn is not None:
+                    turn.counters.undelivered += 1
+            raise
 
     def usage(self, index: int | None = None) -> Usage:
         """The tokens of all choices, or of one; prompts count once, whatever their samples."""

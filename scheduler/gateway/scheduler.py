@@ -88,7 +88,8 @@ class Scheduler:
         self._clock = clock
         self._session = session
         self._renderers = [Peer(session, given.url, given) for given in settings.renderers]
-        self.renderer = Renderer(self._renderer_peers, timeout_s=settings.timeouts.render_s)
+        times = settings.timeouts
+        self.renderer = Renderer(self._renderer_peers, times)
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
         self.ledgers = {job: TurnLedger(job) for job in self.jobs}
@@ -101,7 +102,6 @@ class Scheduler:
         self.exported: dict[tuple[JobId, str], int] = {}
         """Ledger totals that the metrics have had."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
-        times = settings.timeouts
         moved = {"moved_after_s": settings.timeouts.guest_stall_s}
         routing = RoutingPolicy(msgspec.convert(moved | settings.routing, RoutingConfig))
         self.dispatcher = Dispatcher(routing, clock, queue_s=times.queue_s)
@@ -163,12 +163,15 @@ class Scheduler:
         )
 
     def _renderer_peers(self) -> list[Peer]:
-        """The configured renderers; without any, the dedicated engines that are up."""
-        return self._renderers or [
-            member.client.peer
-            for member in self.fleet.members.values()
-            if member.up and member.engine.kind is EngineKind.DEDICATED
-        ]
+        """The configured renderers; without any, the dedicated engines that are up. Raises
+        Exhausted without any of both."""
+        members = self.fleet.members.values()
+        engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
+        if not (self._renderers or engines):
+            raise Exhausted(
+                "text cannot be rendered: no renderer or dedicated engine is configured"
+            )
+        return self._renderers or [member.client.peer for member in engines if member.up]
 
     def _log(self, policy: Any, config: msgspec.Struct) -> DecisionLog:
         return DecisionLog(

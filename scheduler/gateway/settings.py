@@ -15,6 +15,7 @@ from scheduler.gateway.policy.capacity import CapacityConfig
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionsConfig
 from scheduler.gateway.requests import MAX_NUMERICS_CHARS, MAX_PIN_WAIT_S
+from scheduler.gateway.tenants import OBSERVER, OPERATOR
 from scheduler.model import EngineKind
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
@@ -138,7 +139,8 @@ class GatewaySettings(_Settings):
     """Port; 0 takes a free one, which the line 'listening on' reports."""
     token_file: Path | None = None
     """YAML map of tenant to bearer token, or to several while one is replaced; read again when it
-    changes. Needed off loopback, unless clients show certificates."""
+    changes. Needed off loopback, unless clients show certificates. `operator`: for all jobs;
+    `observer`: reads status and metrics."""
     tls: ServerTls | None = None
     """The gateway's own TLS: cert_file, key_file, and client_ca_file for mutual TLS."""
     plain_http: bool = False
@@ -182,6 +184,8 @@ class GatewaySettings(_Settings):
                 raise ValueError(f"{what} {twice[0]} is listed twice")
         if sum(job.active for job in self.jobs) > 1:
             raise ValueError("only one job can be active")
+        if taken := {job.tenant for job in self.jobs} & {OPERATOR, OBSERVER}:
+            raise ValueError(f"{min(taken)} is the name of a role; give the tenant another")
         if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
             raise ValueError(fault)
         if not self.engines and not self.agents:

@@ -2,6 +2,7 @@
 
 POST /generate          token ids or text in; one prompt or a list of them; JSON or SSE
 GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get_weight_version
+GET  /ping  /version    vLLM's
 
 Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
 Log-probabilities of prompts are not returned, and a request that asks for them is refused.
@@ -83,6 +84,9 @@ class SglangRoutes:
             web.post("/generate", self._generate),
             web.get("/health", self._health),
             web.get("/health_generate", self._health),
+            web.get("/ping", self._health),
+            web.post("/ping", self._health),
+            web.get("/version", self._version),
             *(
                 web.get(path, self._info)
                 for path in ("/get_model_info", "/model_info", "/server_info")
@@ -93,6 +97,11 @@ class SglangRoutes:
     async def _health(self, _request: web.Request) -> web.Response:
         up = any(member.up for member in self._scheduler.fleet.members.values())
         return web.Response(status=200 if up else 503)
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        """An engine's vLLM, as clients of vLLM choose by it what they send."""
+        members = self._scheduler.fleet.members.values()
+        return json_reply({"version": next((m.release for m in members if m.release), "")})
 
     async def _info(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
@@ -141,10 +150,11 @@ class SglangRoutes:
                 return await self._stream(request, asked, turns, samples)
             await samples.results()
             choices = [turn.choice() for turn in samples.turns if turn is not None]
-            replies = [
-                await self._reply(asked, choice, turn)
-                for choice, turn in zip(choices, turns, strict=True)
-            ]
+            with samples.rendering():
+                replies = [
+                    await self._reply(asked, choice, turn)
+                    for choice, turn in zip(choices, turns, strict=True)
+                ]
             return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
 
     async def _stream(
@@ -155,7 +165,8 @@ class SglangRoutes:
             async for chunk in samples.chunks():
                 turn = samples.turns[chunk.index]
                 assert turn is not None
-                told = await self._reply(asked, turn.choice(), turns[chunk.index])
+                with samples.rendering(chunk.index):
+                    told = await self._reply(asked, turn.choice(), turns[chunk.index])
                 await send(told | {"index": chunk.index})
         return send.response
 

@@ -28,8 +28,9 @@ class _Choice(msgspec.Struct, Generic[L]):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     spans: tuple[Span, ...] = ()
-    """From a gateway, as is `fault`; engines send neither."""
+    """From a gateway, as are `fault` and `immovable`; engines send none of them."""
     fault: str = ""
+    immovable: tuple[str, ...] = ()
     routed_experts: str | None = None
     sampling_mask: list[tuple[int, ...]] | None = None
 

@@ -10,6 +10,8 @@ from harvester.platform.renewed import Renewed
 from harvester.platform.yaml_file import parse_fields, read_text
 
 MIN_TOKEN_CHARS = 16
+OPERATOR, OBSERVER = TenantId("operator"), TenantId("observer")
+"""No tenants: the first one's token is for all jobs, the second one's reads status and metrics."""
 
 Tokens = dict[bytes, TenantId]
 

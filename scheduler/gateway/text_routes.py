@@ -1,6 +1,6 @@
 """OpenAI's routes over the gateway's turns.
 
-GET  /v1/models
+GET  /v1/models    /v1/models/{model}
 POST /v1/chat/completions   POST /v1/completions    JSON, or SSE with "stream": true
 POST .../render    POST /tokenize    POST /detokenize    as vLLM's own
 
@@ -37,7 +37,8 @@ from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
 
 _ENCODER = msgspec.json.Encoder()
-OPENAI_ROUTES = frozenset(("/v1/models", CHAT.route, COMPLETION.route))
+MODEL_ROUTE = "/v1/models/{model:.+}"
+OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", CHAT.route, COMPLETION.route))
 REQUEST_ID_HEADER = "X-Request-Id"
 SESSION_HEADERS = (
     SESSION_HEADER,
@@ -70,6 +71,8 @@ _RENDERED_DEFAULTS = {"logprobs": None, "max_tokens": 16}
 CHUNK_PERIOD_S = 0.05
 """Between the chunks of a choice's streamed text: each costs a call to the renderer, and a reader
 of text sees no difference. The first chunk and the last one do not wait."""
+_NAME_CHARS = 128
+"""The part of a request's id that its turns' names have: proxies set long ones."""
 MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
 
@@ -104,6 +107,7 @@ class TextRoutes:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/v1/models", self._models),
+            web.get(MODEL_ROUTE, self._model),
             web.post(CHAT.route, self._chat),
             web.post(COMPLETION.route, self._completion),
             *(web.post(f"{each.route}/render", self._passed_on) for each in (CHAT, COMPLETION)),
@@ -112,12 +116,21 @@ class TextRoutes:
         ]
 
     async def _models(self, request: web.Request) -> web.Response:
+        return json_reply({"object": "list", "data": self._cards(request)})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        for card in self._cards(request):
+            if card["id"] == request.match_info["model"]:
+                return json_reply(card)
+        raise web.HTTPNotFound(reason="no such model; GET /v1/models names them")
+
+    def _cards(self, request: web.Request) -> list[Body]:
         names = sorted(self._scheduler.model_names(self._job_of(request)))
         card: Body = {"object": "model", "owned_by": "rosemux"}
         # vLLM's name for it; a turn that fits one engine is served.
         if context_tokens := self._scheduler.fleet.context_tokens():
             card["max_model_len"] = context_tokens
-        return json_reply({"object": "list", "data": [{"id": name} | card for name in names]})
+        return [{"id": name} | card for name in names]
 
     async def _passed_on(self, request: web.Request) -> web.Response:
         self._job_of(request)
@@ -139,12 +152,13 @@ class TextRoutes:
         check_count(len(rendered))
         prompts = [self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)]
         turns = turns_of(prompts)
-        trajectory = trajectory_of(request, text.name, text.session)
+        trajectory = trajectory_of(request, text.turn_name, text.session)
         async with follow(self._scheduler, job, trajectory, turns, name=text.name) as samples:
             if text.stream:
                 return await self._stream(request, text, samples, turns)
             await samples.results()
-            return json_reply(await self._whole(text, prompts, turns, samples))
+            with samples.rendering():
+                return json_reply(await self._whole(text, prompts, turns, samples))
 
     async def _whole(
         self,
@@ -221,9 +235,10 @@ class TextRoutes:
                     "request_id": text.name,
                     "choices": [text.engine_choice(choice, turn, choice.index)],
                 }
-                told, states[choice.index] = await self._renderer.derender_chunk(
-                    streamed, turn.token_ids, chunk, states.get(choice.index)
-                )
+                with samples.rendering(choice.index):
+                    told, states[choice.index] = await self._renderer.derender_chunk(
+                        streamed, turn.token_ids, chunk, states.get(choice.index)
+                    )
                 told |= {"id": text.name, "model": text.model}
                 told |= {} if choice.finish_reason is None else samples.versions()
                 told.pop("usage", None)
@@ -259,7 +274,8 @@ class _TextRequest:
         unique, named = secrets.token_hex(16), named or body.get("request_id")
         self.dialect = dialect
         self.name = f"{prefix}-{named or unique}"
-        self._turn_name = f"{self.name}-{unique}" if named else self.name
+        shown = "".join(filter(str.isprintable, self.name[:_NAME_CHARS]))
+        self.turn_name = f"{shown}-{unique}" if named else self.name
         self.model = body.get("model") or job
         self.session = session_of(body)
         self.stream = bool(body.get("stream"))
@@ -294,7 +310,7 @@ class _TextRequest:
     def generate(self, rendered: Body, index: int) -> bytes:
         """The body of a generate request for a rendered prompt."""
         own: Body = {
-            "request_id": f"{self._turn_name}-{index}",
+            "request_id": f"{self.turn_name}-{index}",
             "model": self._asked_model,
             "cache_salt": self._salt,
             "on_interrupt": self._on_interrupt,

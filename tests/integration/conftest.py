@@ -97,7 +97,8 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Starts the real gateway process on the given engines."""
     started: list[Served] = []
 
-    def start(*engines: Served, **settings: Any) -> Served:
+    def start(*engines: Served, descriptors: int = 0, **settings: Any) -> Served:
+        limit = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({descriptors},) * 2); "
         listed = [
             {"id": f"e{index}", "url": engine.url, "concurrency": 8}
             for index, engine in enumerate(engines)
@@ -106,7 +107,7 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         given["timeouts"] = {"health_s": 0.1, "queue_s": 10, **given.get("timeouts", {})}
         path = tmp_path / f"gateway{len(started)}.json"
         path.write_text(json.dumps(given))
-        started.append(Served("-c", _GATEWAY, str(path)))
+        started.append(Served("-c", limit * bool(descriptors) + _GATEWAY, str(path)))
         return started[-1]
 
     yield start

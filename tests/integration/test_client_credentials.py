@@ -52,6 +52,28 @@ async def test_a_client_trusts_an_authority_shows_its_certificate_and_renews_its
                 await stranger.generate(PROMPT, SAMPLING)
 
 
+async def test_a_client_logs_why_the_gateway_names_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tenants, sent = tmp_path / "tenants.yaml", token_file(tmp_path, "sent", "first-token-of-job")
+    write_tenant(tenants, "first-token-of-job")
+    engine = FakeEngine(step_s=0.01, epoch=None)
+    async with (
+        gateway_on(engine, tokens=tenants) as gateway,
+        AsyncRolloutClient(
+            gateway.url, "job", token_file=sent, silence_s=0.2, retries=BRIEF
+        ) as client,
+    ):
+        engine.running.clear()
+        waiting = asyncio.create_task(client.generate(PROMPT, SAMPLING))
+        await gateway.until(lambda: engine.open == 1)
+        client._watch.engines.clear()
+        sent.write_text("another-token-of-job\n")
+        await gateway.until(lambda: "401" in caplog.text)
+        assert "send Authorization" in caplog.text
+        waiting.cancel()
+
+
 def test_half_a_client_certificate_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="both cert_file and key_file"):
         AsyncRolloutClient("https://127.0.0.1:1", "job", cert_file=tmp_path / "c.pem")

@@ -59,7 +59,10 @@ LABEL_VALUES = {
     "kind": ("dedicated", "guest"),
     "level": ("node",),
     "mode": ("off", "observe", "harvest"),
-    "outcome": ("started", "lost", "duplicated", "migrated", "in_time", "missed", "done", "failed"),
+    "outcome": (
+        *("started", "lost", "duplicated", "migrated", "undelivered"),
+        *("in_time", "missed", "done", "failed"),
+    ),
     "part": ("weights", "context", "kv", "used"),
     "phase": ("rollout", "training"),
     "reason": ("breach", "silent"),

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -67,8 +68,9 @@ class FakeRenderer:
         self.parses = parses
         self.chunk_bytes: list[int] = []
 
-    def app(self) -> web.Application:
-        app = web.Application()
+    def app(self, app: web.Application | None = None) -> web.Application:
+        """The routes alone, or beside those of an engine's `app`."""
+        app = app or web.Application()
         app.add_routes(
             [
                 web.post("/v1/chat/completions/render", self.render_chat),
@@ -445,6 +447,32 @@ async def test_chat_returns_the_prompt_s_log_probabilities_as_vllm_does() -> Non
     scores = reply.model_dump()["prompt_logprobs"]
     assert scores[0] is None
     assert [list(each) for each in scores[1:]] == [[str(token)] for token in IDS[1:]]
+
+
+async def test_frameworks_find_what_they_probe_for() -> None:
+    async with served() as (gateway, client):
+        assert (await client.models.retrieve("fake")).model_dump()["max_model_len"] == 1 << 20
+        with pytest.raises(openai.NotFoundError, match="no such model"):
+            await client.models.retrieve("org/other")
+        assert await gateway.get("/version") == (200, {"version": "0.32.0+fake"})
+        async with aiohttp.ClientSession(gateway.url) as session:
+            for call in (session.get, session.post):
+                async with call("/ping") as reply:
+                    assert reply.status == 200
+
+
+async def test_a_request_s_id_may_be_long_and_of_any_characters() -> None:
+    name = "proxy/" * 100 + "\x85"
+    async with served() as (gateway, client):
+        reply = await client.chat.completions.create(
+            model="job", messages=HELLO, max_tokens=2, extra_body={"request_id": name}
+        )
+        body = {"messages": HELLO, "max_tokens": 2}
+        status, again = await gateway.post(
+            "/v1/chat/completions", body, {"X-Request-Id": "x" * 4000}
+        )
+    assert reply.id == f"chatcmpl-{name}"
+    assert (status, again["id"]) == (200, "chatcmpl-" + "x" * 4000)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,61 @@ async def test_a_synchronous_steps_8000_turns_are_all_served(fake_engine, gatewa
         replies = await asyncio.gather(*(served(session, at) for at in range(STEP_TURNS)))
     assert set(replies) == {(200, 2)}
     assert peak_rss_bytes(front.process.pid) - before_bytes < MAX_GROWTH_BYTES
+
+
+async def test_without_descriptors_requests_are_refused_in_words_and_none_hangs(
+    fake_engine, gateway, capfd
+) -> None:
+    front = gateway(fake_engine(step_s=0.01), descriptors=128)
+    sampling = {"max_tokens": 4}
+
+    async def status(session: aiohttp.ClientSession, route: str, at: int) -> int:
+        body = {"request_id": f"r{at}", "token_ids": [1], "sampling_params": sampling}
+        async with session.post(front.url + route, json=body) as reply:
+            await reply.read()
+            return reply.status
+
+    async with asyncio.timeout(30), aiohttp.ClientSession() as session:
+        replies = await asyncio.gather(*(status(session, NATIVE, at) for at in range(80)))
+        again = [await status(session, NATIVE, 100) for _ in range(2)]
+    assert set(replies) == {200, 429}
+    # 128 less 64 of its own and 8 places of the engine.
+    assert replies.count(200) >= 56
+    assert again == [200, 200]
+    told = capfd.readouterr().err.splitlines()
+    assert [line.split()[0] for line in told] == ["queue_turns", "no"], told
+
+
+async def test_bodies_of_unknown_length_count_as_what_has_come() -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    async with gateway_on(engine, max_open_bytes=4096) as front:
+        engine.running.clear()
+        waiting = [asyncio.create_task(chunked(front, f"r{at}")) for at in range(8)]
+        await until(lambda: engine.open == 8)
+        assert front.front.open_bodies.held < 4096
+        assert await chunked(front, "large", filler="x" * 4096) == 429
+        engine.running.set()
+        assert set(await asyncio.gather(*waiting)) == {200}
+        assert front.front.open_bodies.held == 0
+    async with gateway_on(engine, max_body_bytes=1024) as front:
+        assert await chunked(front, "too large", filler="x" * 1024) == 413
+
+
+async def chunked(front: GatewayInProcess, name: str, *, filler: str = "s") -> int:
+    """The status of a request whose length is not declared."""
+    body = {"request_id": name, "token_ids": [1], "cache_salt": filler}
+    whole = json.dumps(body | {"sampling_params": {"max_tokens": 2}}).encode()
+
+    async def parts() -> AsyncIterator[bytes]:
+        for at in range(0, len(whole), 64):
+            yield whole[at : at + 64]
+
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(front.url + NATIVE, data=parts()) as reply,
+    ):
+        await reply.read()
+        return reply.status
 
 
 async def refused(front: GatewayInProcess, route: str, body: dict[str, Any]) -> tuple[int, str]:

@@ -156,6 +156,63 @@ async def test_an_aborted_turn_returns_the_tokens_that_it_has(
         assert choice.spans[-1].end == len(streamed) < 500
 
 
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [({"frequency_penalty": 0.5}, "counts output"), ({}, "interrupted")],
+)
+async def test_a_turn_that_must_not_go_on_elsewhere_ends_where_a_restarted_gateway_begins_it_anew(
+    fake_engine: Start, gateway: Start, more: dict[str, object], fault: str
+) -> None:
+    """By its sampling, without a fallback; by its caller's wish with one."""
+    engine = fake_engine(step_s=0.01)
+    front = gateway(engine)
+    partial = None if more else "return_partial"
+    async with client_of(front, fallback=not more) as client:
+        choices = client.stream(PROMPT, sampling(300) | more, on_interrupt=partial)
+        streamed = await until_tokens(choices, 20)
+        front.kill()
+        # Its weights make other tokens by now.
+        await engine.post("/_fake", {"version": 7})
+        gateway(engine, port=int(front.url.rsplit(":", 1)[1]))
+        async for choice in choices:
+            streamed += choice.token_ids
+    assert choice.finish_reason is FinishReason.ABORT
+    assert fault in choice.fault
+    assert streamed == continued(PROMPT, len(streamed), version=0)
+    assert choice.immovable == tuple(more)
+
+
+async def test_a_client_that_begins_while_the_gateway_is_away_uses_the_engines_that_it_is_given(
+    fake_engine: Start,
+) -> None:
+    engine = fake_engine()
+    given = {"silence_s": SILENCE_S, "retries": RetryLimits(give_up_s=10.0)}
+    dedicated = {"e0": engine.url}
+    async with AsyncRolloutClient("http://127.0.0.1:9", "job", dedicated=dedicated, **given) as one:
+        assert_whole(await one.generate(PROMPT, sampling(5)), 5)
+        numerics = "vllm 0.32.0+fake bfloat16 processed_logprobs"
+        equal = await one.generate(PROMPT, sampling(5), equal_numerics=numerics)
+        assert_whole(equal, 5)
+    brief = given | {"retries": QUICK}
+    async with AsyncRolloutClient("http://127.0.0.1:9", "job", dedicated=dedicated, **brief) as one:
+        one._watch._silence.silent = True
+        with pytest.raises(Exhausted, match="has the numerics"):
+            await one.generate(PROMPT, sampling(5), equal_numerics="other")
+
+
+async def test_a_trajectory_that_has_ended_ends_its_open_turns(
+    fake_engine: Start, gateway: Start
+) -> None:
+    front = gateway(fake_engine(step_s=0.01))
+    async with client_of(front) as client:
+        choices = client.stream(PROMPT, sampling(500), trajectory="t")
+        await until_tokens(choices, 2)
+        assert await client.end_trajectory("t") == 1
+        last = [choice async for choice in choices][-1]
+        assert (last.finish_reason, last.fault) == (FinishReason.ABORT, "")
+        assert await client.end_trajectory("t") == 0
+
+
 async def test_without_a_fallback_a_turn_waits_for_the_gateway_and_gives_up(
     fake_engine: Start, gateway: Start
 ) -> None:

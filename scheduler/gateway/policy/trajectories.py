@@ -49,6 +49,8 @@ class TurnCounters:
     """Ended because of the request itself: an engine refused it, or two engines failed under it."""
     duplicated: int = 0
     """A second end for a turn that had ended: refused, and counted."""
+    undelivered: int = 0
+    """Turns whose reply could not be made from their tokens: no renderer was there in time."""
     migrated: int = 0
     """Attempts that went on elsewhere with tokens already accepted."""
     retried: int = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import resource
 from functools import partial
 from typing import Any
 
@@ -133,6 +134,16 @@ async def test_a_head_that_does_not_come_ends_its_connection(sent: bytes) -> Non
         async with asyncio.timeout(10):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_service_may_have_as_many_connections_as_the_hard_limit_of_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 512), hard))
+    try:
+        async with serving(web.Application()):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_taken_port_is_a_clear_error_with_its_remedy() -> None:

@@ -121,3 +121,26 @@ def test_tokens_without_a_span_or_a_log_probability_are_refused() -> None:
     bare.choices[0].logprobs = None
     with pytest.raises(PeerProtocolError, match="log-probs"):
         fold(at_gateway, bare)
+
+
+def test_a_turn_is_immovable_where_the_gateway_says_so_and_movable_where_it_does_not() -> None:
+    turn, at_gateway = opened(presence_penalty=1.0)
+    fold(at_gateway, chunk([1], (0, 1, 1)))
+    assert turn.choice().immovable == ()
+    pinned = chunk([2], (1, 2, 1))
+    pinned.choices[0].immovable = ("presence_penalty",)
+    at_gateway.fold(pinned, lambda: None)
+    assert turn.choice().immovable == ("presence_penalty",)
+
+
+def test_the_rest_of_a_turn_of_equal_numerics_is_asked_for_with_those_of_its_tokens() -> None:
+    turn, _ = opened()
+    request = msgspec.structs.replace(turn.request, request_id="s", equal_numerics=True)
+    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    at_gateway = GatewayTurn(turn, stream=True)
+    assert at_gateway.request().equal_numerics is True
+    at_gateway.fold(chunk([1], (0, 1, 1), numerics="first"), lambda: None)
+    with pytest.raises(Interrupted):
+        fold(at_gateway, chunk([5], (0, 1, 1), numerics="second"))
+    assert at_gateway.request().equal_numerics == "first"

@@ -3,10 +3,11 @@
 from contextlib import ExitStack
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.gateway.pressure import Pressure, TenantShares
+from scheduler.gateway.pressure import Pressure, TenantShares, connection_room
 
 MOST = 120
 
@@ -20,6 +21,24 @@ def test_one_tenant_alone_has_the_whole_bound() -> None:
     with shares.holding("a", 10 * MOST):
         assert shares.held == 10 * MOST
     assert shares.held == 0
+
+
+def test_a_growing_body_counts_what_has_come_and_at_most_as_much_again() -> None:
+    shares = TenantShares(1 << 20, name="bytes")
+    with ExitStack() as held:
+        count = shares.counter("a", held, most=1000)
+        for so_far in range(1, 1001):
+            count(so_far)
+            assert so_far <= shares.held <= min(2 * so_far, 1000)
+        with pytest.raises(web.HTTPRequestEntityTooLarge):
+            count(1001)
+    assert shares.held == 0
+
+
+def test_connections_leave_room_for_the_turns_on_engines() -> None:
+    assert connection_room(1 << 20, places=100) == (1 << 20) - 64 - 100
+    assert connection_room(256, places=4096) == (256 - 64) // 2
+    assert connection_room(16, places=1) == 1
 
 
 def test_a_tenant_within_its_share_is_taken_when_another_has_filled_the_bound() -> None:

@@ -1,0 +1,141 @@
+"""Turns of text whose renderer is away for a while, or breaks under their requests."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from harvester.contracts.ids import JobId
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import GatewayInProcess, Site, continued, gateway_on
+from tests.integration.test_gateway_dialects import HELLO, IDS, FakeRenderer, text_of
+
+CHAT = "/v1/chat/completions"
+COUNT = 40
+TEXT = text_of(continued(IDS, COUNT, version=0))
+BODY = {"messages": HELLO, "max_tokens": COUNT}
+
+
+@asynccontextmanager
+async def gateway_and_renderer(
+    *, queue_s: float = 30.0
+) -> AsyncIterator[tuple[GatewayInProcess, Site]]:
+    renderer, engine = Site(), FakeEngine(step_s=0.005, epoch=None)
+    await renderer.serve(FakeRenderer().app())
+    given = {"renderers": [renderer.url], "timeouts": {"queue_s": queue_s}}
+    try:
+        async with gateway_on(engine, **given) as front:
+            yield front, renderer
+    finally:
+        await renderer.close()
+
+
+async def ended(front: GatewayInProcess, turns: int) -> None:
+    counters = front.scheduler.ledgers[JobId("job")].counters
+    await front.until(lambda: counters.completed == turns)
+
+
+def undelivered(front: GatewayInProcess) -> int:
+    return front.scheduler.ledgers[JobId("job")].counters.undelivered
+
+
+async def streamed(front: GatewayInProcess) -> list[dict[str, Any]]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(front.url + CHAT, json=BODY | {"stream": True}) as reply,
+    ):
+        lines = (await reply.text()).splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+async def test_turns_that_end_while_their_renderer_is_away_are_delivered_when_it_is_back() -> None:
+    async with gateway_and_renderer() as (front, renderer):
+        waiting = [asyncio.create_task(front.post(CHAT, BODY)) for _ in range(8)]
+        await front.until_tokens(5, turns=8)
+        await renderer.close()
+        await ended(front, 8)
+        late = asyncio.create_task(front.post(CHAT, BODY))
+        await renderer.serve(FakeRenderer().app())
+        for status, reply in await asyncio.gather(*waiting, late):
+            assert (status, reply["choices"][0]["message"]["content"]) == (200, TEXT)
+        assert undelivered(front) == 0
+
+
+async def test_a_stream_goes_on_when_its_renderer_is_back() -> None:
+    async with gateway_and_renderer() as (front, renderer):
+        waiting = asyncio.create_task(streamed(front))
+        await front.until_tokens(5)
+        await renderer.close()
+        await ended(front, 1)
+        await renderer.serve(FakeRenderer().app())
+        told = [event["choices"][0]["delta"]["content"] for event in await waiting]
+    assert "".join(told) == TEXT
+
+
+async def test_an_engine_that_renders_may_restart_under_turns_that_have_ended() -> None:
+    asked = asyncio.Event()
+
+    class EndingRenderer(FakeRenderer):
+        async def derender_chat(self, request: web.Request) -> web.Response:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    def app(renderer: FakeRenderer) -> web.Application:
+        return renderer.app(FakeEngine(step_s=0.001, epoch=None).app())
+
+    engine = Site()
+    await engine.serve(app(EndingRenderer()))
+    async with gateway_on(engine.url) as front:
+        waiting = asyncio.create_task(front.post(CHAT, BODY))
+        await asked.wait()
+        await engine.serve(app(FakeRenderer()))
+        status, reply = await waiting
+    await engine.close()
+    assert (status, reply["choices"][0]["message"]["content"]) == (200, TEXT)
+
+
+async def test_text_that_no_renderer_gives_in_time_is_an_error_and_counted() -> None:
+    async with gateway_and_renderer(queue_s=0.5) as (front, renderer):
+        waiting = asyncio.create_task(front.post(CHAT, BODY))
+        stream = asyncio.create_task(streamed(front))
+        await front.until_tokens(5, turns=2)
+        await renderer.close()
+        status, reply = await waiting
+        assert (status, "cannot be rendered" in reply["error"]["message"]) == (503, True)
+        assert "cannot be rendered" in (await stream)[-1]["error"]["message"]
+        assert undelivered(front) == 2
+        status, _ = await front.post(CHAT, BODY)
+        assert (status, undelivered(front)) == (503, 2)
+        await renderer.serve(FakeRenderer().app())
+        assert (await front.post(CHAT, BODY))[0] == 200
+
+
+@pytest.mark.parametrize("answer", ["broken", "500", "nonsense"])
+async def test_a_request_that_fails_at_its_renderer_is_tried_three_times_beside_others(
+    answer: str,
+) -> None:
+    calls = 0
+
+    class FrailRenderer(FakeRenderer):
+        async def render_chat(self, request: web.Request) -> web.Response:
+            nonlocal calls
+            if (await request.json()).get("user") != "poison":
+                return await super().render_chat(request)
+            calls += 1
+            if answer == "broken":
+                assert request.transport is not None
+                request.transport.abort()
+            return web.Response(status=500 if answer == "500" else 200, text="{")
+
+    async with gateway_and_renderer() as (front, renderer):
+        await renderer.serve(FrailRenderer().app())
+        poison = asyncio.create_task(front.post(CHAT, BODY | {"user": "poison"}))
+        assert (await front.post(CHAT, BODY))[0] == 200
+        assert (await poison)[0] == 503
+        assert calls == 3

@@ -1,0 +1,87 @@
+"""Tenants beside each other at one gateway, and the two roles that are no tenants."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from scheduler.gateway.settings import GatewaySettings
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
+
+ROLES = ("a", "b", "operator", "observer")
+
+
+def role_tokens(tmp_path: Path) -> Path:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.touch(mode=0o600)
+    tokens.write_text("".join(f"{role}: the-token-of-{role}-here\n" for role in ROLES))
+    return tokens
+
+
+async def answered(
+    gateway: GatewayInProcess, role: str, path: str, body: Any = None
+) -> tuple[int, str]:
+    """A GET, or a POST of the body."""
+    headers = {"Authorization": f"Bearer the-token-of-{role}-here"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.request("GET" if body is None else "POST", gateway.url + path, json=body) as reply,
+    ):
+        return reply.status, await reply.text()
+
+
+async def test_a_tenant_sees_its_own_jobs_and_the_engines_while_they_serve_them(
+    tmp_path: Path,
+) -> None:
+    jobs = [{"id": "job-a", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    async with gateway_on(
+        FakeEngine(step_s=0.002, epoch=None), jobs=jobs, tokens=role_tokens(tmp_path)
+    ) as gateway:
+        seen = {role: await answered(gateway, role, "/v1/status") for role in ROLES}
+        scraped = {role: (await answered(gateway, role, "/metrics"))[0] for role in ROLES}
+        turn = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        status, told = await answered(
+            gateway, "observer", "/jobs/job-a/inference/v1/generate", turn
+        )
+    assert {status for status, _ in seen.values()} == {200}
+    found = {role: json.loads(text) for role, (_, text) in seen.items()}
+    assert "job-a" not in seen["b"][1]
+    assert (set(found["b"]["jobs"]), found["b"]["engines"]) == ({"job-b"}, {})
+    # Another job is active, which is neither none nor the tenant's.
+    assert found["b"]["active_job"] == ""
+    assert (set(found["a"]["jobs"]), set(found["a"]["engines"])) == ({"job-a"}, {"e0"})
+    for role in ("operator", "observer"):
+        assert set(found[role]["jobs"]) == {"job-a", "job-b"}
+        assert found[role]["active_job"] == "job-a"
+    assert scraped == {"a": 403, "b": 403, "operator": 200, "observer": 200}
+    assert (status, "reads status and metrics" in told) == (403, True)
+
+
+async def test_no_tenant_takes_the_engines_from_open_turns_of_another(tmp_path: Path) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    site = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(site, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        for role, job in (("a", "job"), ("b", "job-b")):
+            version = {"version": 1, "store": role}
+            status, told = await answered(gateway, role, f"/v1/jobs/{job}/versions", version)
+            assert status == 200, told
+        site.running.clear()
+        turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+        open_ = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
+        await gateway.until(lambda: site.open == 1)
+        status, told = await answered(gateway, "b", "/v1/jobs/job-b/activate", {})
+        assert (status, "another tenant's job" in told) == (409, True)
+        site.running.set()
+        assert (await open_)[0] == 200
+        assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
+        assert (await answered(gateway, "operator", "/v1/jobs/job/activate", {}))[0] == 200
+
+
+def test_a_role_is_no_tenant() -> None:
+    given = {"engines": [{"id": "e"}], "jobs": [{"id": "j", "tenant": "observer"}]}
+    with pytest.raises(ValueError, match="observer is the name of a role"):
+        GatewaySettings.model_validate(given)

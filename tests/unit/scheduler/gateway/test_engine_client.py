@@ -1,0 +1,42 @@
+"""Failures of one engine's calls, by the party at fault."""
+
+import errno
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
+from scheduler.gateway.engine_client import EngineBusy, EngineClient, EngineUnreachable
+from scheduler.gateway.policy.trajectories import TurnLedger
+
+
+class NoConnection:
+    """A session none of whose calls gets a connection."""
+
+    def __init__(self, number: int) -> None:
+        self._error = OSError(number, "no connection")
+
+    def request(self, *_: object, **__: object) -> Any:
+        address = SimpleNamespace(host="engine", port=9, ssl=True)
+        raise aiohttp.ClientConnectorError(cast(Any, address), self._error)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(errno.ECONNREFUSED, EngineUnreachable), (errno.EMFILE, EngineBusy)],
+)
+async def test_a_gateway_without_descriptors_takes_no_engine_for_lost(
+    number: int, raised: type[Exception]
+) -> None:
+    session: Any = NoConnection(number)
+    sampling = SamplingParams(max_tokens=1)
+    request = GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling)
+    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+    assert turn is not None
+    attempt = turn.begin(engine="e0", version=WeightVersion(0), numerics="")
+    client = EngineClient(session, "http://127.0.0.1:9", connect_s=1.0)
+    with pytest.raises(raised):
+        await anext(client.generate(attempt, request_id="r", epoch=None))
