@@ -114,3 +114,10 @@ def test_the_guest_s_decision_is_not_a_configured_number(make_scene: Any) -> Non
     )
     assert found is not None
     assert math.isnan(found)
+
+
+def test_counts_requests_that_ended_early_without_a_first_token(scene: Any, value: Any) -> None:
+    assert value("unanswered_requests_total") == 0
+    scene.set_pulse(unanswered_s_recent=(0.1, 0.9), unanswered_total=2)
+    assert value("unanswered_requests_total") == 1, "the other one is a miss"
+    assert value("requests_total") == 1
