@@ -267,6 +267,12 @@ _AGENT = (
         "slot",
         "Production requests over their SLO whose time overlapped a guest step.",
     ),
+    _agent(
+        "unanswered_requests_total",
+        Kind.COUNTER,
+        "slot",
+        "Production requests that ended without a first token before their SLO: no evidence.",
+    ),
     _agent("slo_objective_ratio", Kind.GAUGE, "slot", "Share of requests that must meet the SLO."),
     _agent(
         "error_budget_spent_ratio",

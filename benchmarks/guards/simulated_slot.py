@@ -9,13 +9,14 @@ from typing import Any
 
 from benchmarks.guards.services import Service, Stalls
 from harvester.policy.guards import GuardMemory, Guards
-from harvester.policy.production import Latencies
+from harvester.policy.production import Latencies, ProductionView
 from harvester.policy.settings import ProofSettings, SlotSettings
 
 REQUESTS_PER_S = 5.0
 _BEAT_S = 0.5
 _BEGIN_S = 1000.0
 _HOUR_S = 3600.0
+_DECODING = 16.0
 _TOKENS_SEEN = 4
 _TOKENS = 500
 """Tokens of a beat, and how many of their times the agent sees: a pulse holds the last ones."""
@@ -65,18 +66,17 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         coming = [each for each in coming if each[0] > now]
         itl = service.itl_beside if harmed else service.itl_alone
         tokens_s = () if stall_s else tuple(load * itl(rng) for _ in range(_TOKENS_SEEN))
-        first, following = (
-            Latencies(seen_s=told, total=len(told)),
-            Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0),
+        itl_told = Latencies(seen_s=tokens_s, total=_TOKENS if tokens_s else 0)
+        production = ProductionView(
+            condition=None,
+            ttft=Latencies(seen_s=told, total=len(told)),
+            itl=itl_told,
+            itl_late=itl_told.above(settings.itl_slo_s),
+            decoded=_DECODING,
         )
-        overspent = guards.account(
-            ttft=first,
-            itl=following,
-            decoding=16,
-            beside_step=partial(le, now - stepped_at_s),
-            now=now,
-        )
-        guards.prove(ttft=first, itl=following, eligible=True, now=now)
+        beside_step = partial(le, now - stepped_at_s)
+        overspent = guards.account(production, beside_step=beside_step, now=now)
+        guards.prove(production, eligible=True, now=now)
         if guards.proof.harmful:
             stopped_by = "proof"
         elif overspent:

@@ -9,6 +9,7 @@ the middleware misses requests whose flag is lost, that come by another entry po
 that outlive their reply. Touches no clock and no page.
 """
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil
@@ -22,6 +23,7 @@ from harvester.contracts.page import Calibration, Pulse
 from harvester.contracts.process import ProcessId
 
 _RECENT = 32
+_LATE_RECENT = 8
 _PROMPTS = 512
 # Exponential weight of the newest step in the mean step time.
 _STEP_WEIGHT = 0.05
@@ -98,6 +100,8 @@ class PulseState:
     may. Only steps wholly within such an interval teach `times`."""
     spoken_ns: int = 0
     """Time of the last message over a WebSocket."""
+    itl_slo_s: float = 0.0
+    """Times between tokens above it are late; 0 if unknown."""
     _open: set[int] = field(default_factory=set)
     _sockets: set[int] = field(default_factory=set)
     """Open WebSockets. Only the cores show their work. Each may have one request in a step while
@@ -125,10 +129,14 @@ class PulseState:
     _requests: int = 0
     _bytes_per_token: float = _INITIAL_BYTES_PER_TOKEN
     _prompts: deque[int] = field(default_factory=lambda: deque(maxlen=_PROMPTS))
-    _ttft: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _itl: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _ttft: tuple[float, ...] = ()
+    _itl: tuple[float, ...] = ()
     _ttft_total: int = 0
     _itl_total: int = 0
+    _late: tuple[float, ...] = ()
+    _late_total: int = 0
+    _unanswered: tuple[float, ...] = ()
+    _unanswered_total: int = 0
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     """Calibrations of prefills and of decodes."""
     _prompt_p99: int = 0
@@ -169,8 +177,12 @@ class PulseState:
         self._open.remove(key)
         if not self._open:
             self._count_busy(self._busy_since_ns, now_ns)
-        if self._waiting.pop(key, None) is None:
+        request = self._waiting.pop(key, None)
+        if request is None:
             return
+        waited_s = (now_ns - request.arrival_ns) * 1e-9
+        self._unanswered = (*self._unanswered, waited_s)[-_RECENT:]
+        self._unanswered_total += 1
         if outlived:
             # Its prefill may be in the next step, which no core has reported yet.
             self._unseen_step_ns = now_ns
@@ -205,13 +217,17 @@ class PulseState:
         self._follow_run(step, beside, answered=len(answered), now_ns=now_ns)
         self._first_tokens(step, answered)
         if step.inter_token_s:
-            self._itl.extend(step.inter_token_s[-_RECENT:])
-            self._itl_total += len(step.inter_token_s)
+            self._itl = (self._itl + step.inter_token_s)[-_RECENT:]
+            batch = sorted(step.inter_token_s)
+            self._itl_total += len(batch)
+            if 0 < self.itl_slo_s < batch[-1]:
+                late = batch[bisect_right(batch, self.itl_slo_s) :]
+                self._late = (*self._late, *late)[-_LATE_RECENT:]
+                self._late_total += len(late)
             # While a request waits, a step without a first token may hold a piece of its prompt.
             prefilling = step.first_tokens or self._waiting
             others = self._decoding_beside(before, beside)
             if not prefilling and others is not None and self._alone_since(previous_ns):
-                batch = sorted(step.inter_token_s)
                 seconds = batch[len(batch) // 2]
                 self.times.observe_decode(requests=len(batch) + others, seconds=seconds)
 
@@ -245,7 +261,7 @@ class PulseState:
             self._prompt_quantiles = quantiles_of(ordered)
 
     def pulse(self, *, now_ns: int) -> Pulse:
-        waiting = self._waiting.values()
+        waiting = [*self._waiting.values()]
         decoding = len(self._open) - len(waiting)
         busy_ns = self._busy_ns + (now_ns - self._busy_since_ns if self._open else 0)
         return Pulse(
@@ -253,8 +269,8 @@ class PulseState:
             waiting=len(waiting),
             running=self._cores.running,
             decoding=decoding,
-            oldest_waiting_arrival_ns=next((r.arrival_ns for r in waiting), 0),
-            largest_waiting_prompt_tokens=max((r.prompt_tokens_bound for r in waiting), default=0),
+            oldest_waiting_arrival_ns=waiting[0].arrival_ns if waiting else 0,
+            largest_waiting_prompt_tokens=max([r.prompt_tokens_bound for r in waiting], default=0),
             last_step_end_ns=self._cores.last_step_ns(decoding=decoding, now_ns=now_ns),
             steps_total=self._steps,
             busy_s_total=busy_ns * 1e-9,
@@ -265,8 +281,8 @@ class PulseState:
             kv_usage_ratio=self._cores.kv_usage_ratio,
             prompt_tokens_p99=self._prompt_p99,
             prompt_tokens_quantiles=self._prompt_quantiles,
-            ttft_s_recent=tuple(self._ttft),
-            itl_s_recent=tuple(self._itl),
+            ttft_s_recent=self._ttft,
+            itl_s_recent=self._itl,
             samples_total=self._ttft_total,
             itl_samples_total=self._itl_total,
             model=self.times.model,
@@ -282,6 +298,11 @@ class PulseState:
             unseen_steps_total=self._unseen_steps,
             middleware=self.middleware,
             unfit=self.unfit,
+            unanswered_s_recent=self._unanswered,
+            unanswered_total=self._unanswered_total,
+            itl_slo_s=self.itl_slo_s,
+            itl_late_s_recent=self._late,
+            itl_late_total=self._late_total,
         )
 
     def _alone_since(self, begun_ns: int) -> bool:
@@ -360,7 +381,7 @@ class PulseState:
     def _first_tokens(self, step: EngineStep, answered: list[int]) -> None:
         requests = [self._waiting.pop(key) for key in answered]
         body_bytes = sum(request.body_bytes - _ENVELOPE_BYTES for request in requests)
-        self._ttft.extend(step.ttft_s[-_RECENT:])
+        self._ttft = (self._ttft + step.ttft_s)[-_RECENT:]
         self._ttft_total += len(step.ttft_s)
         if step.prompt_tokens and body_bytes > 0 and len(requests) == step.first_tokens:
             ratio = max(0.5, body_bytes / step.prompt_tokens)

@@ -237,8 +237,8 @@ class PulseReporter:
         )
 
     def _look_at_grant(self, now_ns: int) -> None:
-        """Track whether a guest may step. A missing or expired grant closes the guest's gate; a
-        grant that only this process cannot read may not."""
+        """Track the SLO and whether a guest may step. A missing or expired grant closes the guest's
+        gate; a grant that only this process cannot read may not."""
         grant = self._grant.read(now_ns=now_ns)
         self._grant_seen = self._grant.sequence()
         if grant.fault is PageFault.FOREIGN and not self._told_stranger:
@@ -253,6 +253,7 @@ class PulseReporter:
             closed = grant.fault in (PageFault.MISSING, PageFault.EXPIRED)
         else:
             closed = not grant.record.mode.admits
+            self._state.itl_slo_s = grant.record.itl_slo_s
         if not closed:
             self._state.alone_since_ns = None
         elif self._state.alone_since_ns is None:

@@ -32,6 +32,7 @@ _PREEMPTING = ("idle-group", "idle")
 _OTHER_TENANT = "other"
 _MOST_REQUESTS = 1_000
 """Requests that production is believed to serve within a beat, whatever a guest's page says."""
+_ACCOUNTED = ("requests", "slo_misses", "unanswered_requests")
 _RECLAIM_OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = {
     "used": "prefix_tokens_used_total",
@@ -63,7 +64,7 @@ class SlotExposition:
         self._missing_lines = 0
         self._was_open = False
         self._closing_at_ns: int | None = None
-        self._counted = (0.0, 0.0)
+        self._counted = (0.0, 0.0, 0.0)
         self._reclaims = dict.fromkeys(_RECLAIM_OUTCOMES, 0)
         self._blocking_ratio = math.nan
         self._tenant = ""
@@ -93,10 +94,9 @@ class SlotExposition:
             outcome = "failed" if done.fault else "done"
             self._count("guest_actions", 1, done.action.value, outcome)
         self._note_guest(sample.guest.record, policy)
-        requests, misses = policy.accounted
-        self._count("requests", requests - self._counted[0])
-        self._count("slo_misses", misses - self._counted[1])
-        self._counted = (requests, misses)
+        for name, now, before in zip(_ACCOUNTED, policy.accounted, self._counted, strict=True):
+            self._count(name, now - before)
+        self._counted = policy.accounted
         for outcome in _RECLAIM_OUTCOMES:
             count = getattr(policy.reclaim.state, outcome)
             self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
@@ -198,7 +198,7 @@ class SlotExposition:
         """Create every series at the start: `increase` does not see a counter's first value."""
         for histogram in (self._metrics.reclaim_duration, self._metrics.steps_met):
             histogram.labels(self._slot)
-        for name in ("guest_tokens", "requests", "slo_misses", "journal_missing_lines"):
+        for name in ("guest_tokens", "journal_missing_lines", *_ACCOUNTED):
             self._count(name, 0)
         for name in ("unrecorded", "grant_step_tokens"):
             self._set(name, 0)

@@ -96,6 +96,7 @@ _COUNTERS = {
         "Kept for a trajectory away at its tools: used by it, or dropped.",
     ),
     "requests": ("slot", "Production requests accounted."),
+    "unanswered_requests": ("slot", "Production requests that ended early without a first token."),
     "slo_misses": ("slot", "Production requests over their SLO beside a guest step."),
 }
 

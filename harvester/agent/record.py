@@ -115,7 +115,7 @@ class SlotRecord:
 
     def save(self, policy: SlotPolicy, *, now: float, last: bool = False) -> None:
         """Save the durable state when it is due: at once after a changed verdict."""
-        verdicts, (_, misses) = policy.durable_verdicts, policy.accounted
+        verdicts, (_, misses, _) = policy.durable_verdicts, policy.accounted
         patience_s = _SAVE_S if misses == self._saved_misses else _SAVE_SPENT_S
         due = last or verdicts != self._saved or now - self._saved_at_s >= patience_s
         if not due or (now < self._resave_at_s and not last):

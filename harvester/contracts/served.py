@@ -22,9 +22,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     granted_misses: float = 0.0
     """Late first tokens."""
     granted_beats: float = 0.0
-    """Beats of the agent in which tokens came."""
+    """Requests that decoded in a beat of the agent, summed over beats."""
     granted_late_beats: float = 0.0
-    """Beats of them in which a token was late: each token of a long reply is no request."""
+    """Those with a late token in the beat: each token of a long reply is no request."""
     withheld: float = 0.0
     withheld_misses: float = 0.0
     withheld_beats: float = 0.0
@@ -44,7 +44,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def excess(self) -> float:
         """Misses of granted slices beyond what withheld ones show; below 0 where those missed
-        more often. A late beat counts as one late request."""
+        more often. A request's late beat counts as one late request."""
         if not (self.granted and self.withheld):
             return 0.0
         late = 0.0

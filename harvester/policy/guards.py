@@ -12,7 +12,7 @@ from harvester.contracts.served import Served
 from harvester.contracts.wire.leases import GuardReading
 from harvester.policy.budget import BURN_WINDOWS, BudgetState, ErrorBudget
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
-from harvester.policy.production import Latencies
+from harvester.policy.production import ProductionView
 from harvester.policy.proof import Proof, ProofState
 from harvester.policy.sample import NO_LEASE, LeaseView
 from harvester.policy.settings import SlotSettings
@@ -25,6 +25,8 @@ class GuardMemory(msgspec.Struct, kw_only=True):
     itl_misses: MissState = msgspec.field(default_factory=MissState)
     served: Served = Served()
     """Since the agent's run began."""
+    unanswered: float = 0.0
+    """Requests that ended without a first token before their SLO, since then."""
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
     proof: ProofState = msgspec.field(default_factory=ProofState)
 
@@ -47,31 +49,29 @@ class Guards:
 
     def account(
         self,
+        production: ProductionView,
         *,
-        ttft: Latencies,
-        itl: Latencies,
-        decoding: int,
         beside_step: Callable[[float], bool],
         lease: LeaseView = NO_LEASE,
         now: float,
     ) -> bool:
         """Fold a beat's latencies into level and budget; True if the budget is overspent.
 
-        `decoding`: requests that were decoding; `beside_step`: whether the guest stepped in the
-        time of that length, in s, before `now`.
+        `beside_step`: whether the guest stepped in the time of that length, in s, before `now`.
         """
         settings, memory = self._settings, self._memory
+        ttft, itl, late = production.ttft, production.itl, production.itl_late
         ttft_misses = ttft.weight * sum(
             beside_step(x) for x in ttft.seen_s if x > settings.ttft_slo_s
         )
-        itl_misses = itl.weight * sum(beside_step(x) for x in itl.seen_s if x > settings.itl_slo_s)
+        itl_misses = late.weight * sum(map(beside_step, late.seen_s))
         late_first = self._ttft_misses.observe(samples=ttft.total, misses=ttft_misses, now=now)
         late_next = self._itl_misses.observe(samples=itl.total, misses=itl_misses, now=now)
         self.step_level.observe(breached=late_first or late_next, now=now)
-        # Late tokens of one beat belong to at most as many requests as were decoding.
-        late_requests = ttft_misses + min(itl_misses, float(max(1, decoding)))
-        served = self._served(ttft, itl, misses=late_requests, now=now)
+        misses = ttft_misses + min(itl_misses, production.decoded)
+        served = self._served(production, misses=misses, now=now)
         memory.served += served
+        memory.unanswered += production.unanswered
         return self.budget.observe(
             served,
             now=now,
@@ -80,9 +80,11 @@ class Guards:
             allotment=lease.allotment,
         )
 
-    def prove(self, *, ttft: Latencies, itl: Latencies, eligible: bool, now: float) -> None:
+    def prove(self, production: ProductionView, *, eligible: bool, now: float) -> None:
         """Fold a beat's latencies into the proof; `eligible` as `Proof.observe` has it."""
-        self.proof.observe(ttft_s=ttft.seen_s, itl_s=itl.seen_s, eligible=eligible, now=now)
+        in_time_s = [x for x in production.itl.seen_s if x <= self._settings.itl_slo_s]
+        itl_s = (*in_time_s, *production.itl_late.seen_s)
+        self.proof.observe(ttft_s=production.ttft.seen_s, itl_s=itl_s, eligible=eligible, now=now)
         # After a stop the proof begins a new state.
         self._memory.proof = self.proof.state
 
@@ -123,29 +125,31 @@ class Guards:
             ),
         )
 
-    def _served(self, ttft: Latencies, itl: Latencies, *, misses: float, now: float) -> Served:
-        """The beat's requests, and the beat's own tokens, by the slice of the proof in which they
-        began. `misses` are those beside a guest step."""
-        settings = self._settings
+    def _served(self, production: ProductionView, *, misses: float, now: float) -> Served:
+        """The beat's first tokens, each by the slice of the proof in which its request arrived, and
+        the requests that decode, by that of the longest time between their tokens. `misses` are
+        those beside a guest step."""
+        settings, ttft, itl = self._settings, production.ttft, production.itl
         counts: Counter[bool | None] = Counter()
         late: Counter[bool | None] = Counter()
         for latency_s in ttft.seen_s:
-            side = self.proof.withheld_at(now - latency_s, now=now)
-            counts[side] += 1
-            late[side] += latency_s > settings.ttft_slo_s
-        beat_side, late_beat = None, 0.0
+            arrived_in = self.proof.withheld_at(now - latency_s, now=now)
+            counts[arrived_in] += 1
+            late[arrived_in] += latency_s > settings.ttft_slo_s
+        side, decoded, late_decoded = None, 0.0, 0.0
         if itl.seen_s:
-            beat_side = self.proof.withheld_at(now - max(itl.seen_s), now=now)
-            late_beat = float(max(itl.seen_s) > settings.itl_slo_s)
+            worst_s = max(itl.seen_s + production.itl_late.seen_s)
+            side, decoded = self.proof.withheld_at(now - worst_s, now=now), production.decoded
+            late_decoded = min(production.itl_late.total, decoded)
         return Served(
             requests=ttft.total,
             misses=misses,
             granted=ttft.weight * counts[False],
             granted_misses=ttft.weight * late[False],
-            granted_beats=float(beat_side is False),
-            granted_late_beats=late_beat * (beat_side is False),
+            granted_beats=decoded * (side is False),
+            granted_late_beats=late_decoded * (side is False),
             withheld=ttft.weight * counts[True],
             withheld_misses=ttft.weight * late[True],
-            withheld_beats=float(beat_side is True),
-            withheld_late_beats=late_beat * (beat_side is True),
+            withheld_beats=decoded * (side is True),
+            withheld_late_beats=late_decoded * (side is True),
         )

@@ -24,13 +24,20 @@ class Latencies:
     """Latency samples that are new in this beat."""
 
     seen_s: tuple[float, ...] = ()
-    total: int = 0
+    total: float = 0
     """Count of new samples, including those beyond a pulse's capacity."""
+
+    def __add__(self, other: "Latencies") -> "Latencies":
+        return Latencies(seen_s=self.seen_s + other.seen_s, total=self.total + other.total)
 
     @property
     def weight(self) -> float:
         """New samples that each seen one stands for."""
         return self.total / len(self.seen_s) if self.seen_s else 0.0
+
+    def above(self, slo_s: float) -> "Latencies":
+        late_s = tuple([x for x in self.seen_s if x > slo_s])
+        return Latencies(seen_s=late_s, total=self.weight * len(late_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +47,17 @@ class ProductionView:
     reason: str = ""
     model: ProductionModel = field(default_factory=ProductionModel)
     ttft: Latencies = field(default_factory=Latencies)
+    """With the waits above the SLO that ended without a first token."""
+    unanswered: float = 0.0
+    """Requests that ended without a first token before their SLO: no evidence."""
     itl: Latencies = field(default_factory=Latencies)
+    itl_late: Latencies = field(default_factory=Latencies)
+    """Those above the SLO, each of another request or step."""
     own_models: bool = False
     """Whether each engine is judged by its own pulses' model, because the engines differ."""
     decoding: int = 0
+    decoded: float = 1.0
+    """Upper bound of the requests that decoded since the last beat, at least 1."""
     kv_usage_ratio: float = 0.0
     idle_at_s: float | None = None
     """Time of production's last idle moment."""
@@ -56,9 +70,12 @@ class PulseMemory(msgspec.Struct, kw_only=True):
     itl_samples_total: int
     busy_s_total: float
     unseen_steps_total: int = 0
+    unanswered_total: int = 0
+    itl_late_total: int = 0
+    decoding: int = 0
 
 
-_COUNTERS = frozenset(PulseMemory.__struct_fields__) - {"unseen_steps_total"}
+_COUNTERS = frozenset(PulseMemory.__struct_fields__) - {"unseen_steps_total", "decoding"}
 
 
 class WatchState(msgspec.Struct, kw_only=True):
@@ -85,8 +102,12 @@ class ProductionWatch:
         known = {name: (remembered[name], pulses[name]) for name in pulses if name in remembered}
         went_on = {name: pair for name, pair in known.items() if not _went_backwards(*pair)}
         restarted = self._restarted(known.keys() - went_on.keys(), now)
-        ttft = _latencies(went_on, "ttft_s_recent", "samples_total")
-        itl = _latencies(went_on, "itl_s_recent", "itl_samples_total")
+        waits = _latencies(went_on, "unanswered_s_recent", "unanswered_total")
+        missed = waits.above(self._settings.ttft_slo_s)
+        decoded = [
+            max(pulse.decoding, before.decoding + pulse.samples_total - before.samples_total)
+            for before, pulse in went_on.values()
+        ]
         self._note_idleness(went_on.values(), now, seen=bool(pulses))
         engines = _by_engine(pulses)
         unseen = self._unseen_requests(engines, now)
@@ -99,13 +120,24 @@ class ProductionWatch:
             condition=condition,
             reason=reason,
             model=self._model(pulses),
-            ttft=ttft,
-            itl=itl,
+            ttft=_latencies(went_on, "ttft_s_recent", "samples_total") + missed,
+            unanswered=waits.total - missed.total,
+            itl=_latencies(went_on, "itl_s_recent", "itl_samples_total"),
+            itl_late=self._late_tokens(went_on),
             own_models=self._own_models(pulses),
             decoding=sum(p.decoding for p in pulses.values()),
+            decoded=max(1.0, sum(decoded)),
             kv_usage_ratio=kv_usage_ratio(pulses),
             idle_at_s=self.state.idle_at_s,
         )
+
+    def _late_tokens(self, went_on: Mapping[str, tuple[PulseMemory, Pulse]]) -> Latencies:
+        """As the pulses count them by this SLO; by their samples where they do not."""
+        slo_s = self._settings.itl_slo_s
+        counted = {name: pair for name, pair in went_on.items() if pair[1].itl_slo_s == slo_s}
+        sampled = {name: pair for name, pair in went_on.items() if name not in counted}
+        late = _latencies(counted, "itl_late_s_recent", "itl_late_total")
+        return late + _latencies(sampled, "itl_s_recent", "itl_samples_total").above(slo_s)
 
     def _condition(
         self, silent: str, restarted: str, unseen: str, hung: str, pulses: dict[str, Pulse]

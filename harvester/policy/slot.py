@@ -147,9 +147,11 @@ class SlotPolicy:
         return self._watch.state.idle_ratio
 
     @property
-    def accounted(self) -> tuple[float, float]:
-        """Production requests, and how many of them missed the SLO beside a guest step."""
-        return self._memory.served.requests, self._memory.served.misses
+    def accounted(self) -> tuple[float, float, float]:
+        """Production requests, those of them that missed the SLO beside a guest step, and others
+        that ended before their SLO without a first token."""
+        memory = self._memory
+        return memory.served.requests, memory.served.misses, memory.unanswered
 
     def budget_report(self, service: str, *, number: int, leased: bool) -> BudgetReport:
         """`number`: highest of an allotment that the slot has received."""
@@ -248,14 +250,7 @@ class SlotPolicy:
         self._kv_level.observe(
             breached=full or production.kv_usage_ratio >= settings.kv_high_ratio, now=now
         )
-        return self.guards.account(
-            ttft=production.ttft,
-            itl=production.itl,
-            decoding=production.decoding,
-            beside_step=beside_step,
-            lease=sample.lease,
-            now=now,
-        )
+        return self.guards.account(production, beside_step=beside_step, lease=sample.lease, now=now)
 
     def _condition(
         self, sample: SlotSample, production: ProductionView, overspent: bool, now: float
@@ -306,7 +301,7 @@ class SlotPolicy:
         memory = self._memory
         # Whatever may follow from a guest's step voids no slice: harm would hide itself.
         eligible = self.settings.mode is Mode.HARVEST and memory.condition in _PROVEN_CONDITIONS
-        self.guards.prove(ttft=production.ttft, itl=production.itl, eligible=eligible, now=now)
+        self.guards.prove(production, eligible=eligible, now=now)
 
     def _end_lease(self, sample: SlotSample, now: float) -> tuple[Effect, ...]:
         memory, lease = self._memory, sample.lease.lease

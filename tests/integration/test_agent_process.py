@@ -1,6 +1,7 @@
 """The real agent process beside a production and a guest that only write their pages."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from coserve.pulse.engine_cores import EngineStep
+from coserve.vllm.environment import Role, SlotEnvironment
+from coserve.vllm.pulse_reporter import PulseReporter
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageFault, Pulse, Reading
 from harvester.contracts.wire.leases import SlotOffers
@@ -353,3 +357,54 @@ def test_the_agent_offers_a_proxied_guest_by_tls(tmp_path: Path) -> None:
         finally:
             process.terminate()
     assert offer.engine_url == "https://192.0.2.21:8443"
+
+
+def test_harm_of_real_pulses_is_counted_by_requests(agent: Agent) -> None:
+    """A guest steps while a batch of 64 stalls for one step, and while a client gives up."""
+    guest = agent.pages.guest_writer()
+    production = PulseReporter(SlotEnvironment(Role.PRODUCTION, "prod", agent.pages.path))
+    production.attach_middleware()
+    reader = agent.pages.pulse_reader("pulse.prod.0")
+    steps = itertools.count(1)
+
+    def guest_steps() -> None:
+        record = Guest(steps_finished=next(steps))
+        guest.write(record, now_ns=monotonic_ns(), ttl_ns=10**9)
+
+    def counted(name: str) -> float:
+        guest_steps()
+        with urllib.request.urlopen(f"{agent.url}/metrics", timeout=5) as reply:
+            found = re.search(rf'^harvester_{name}_total{{slot="slot0"}} (\S+)$',
+                              reply.read().decode(), re.M)  # fmt: skip
+        assert found is not None
+        return float(found.group(1))
+
+    def pulse() -> Pulse | None:
+        return reader.read().record
+
+    def step(*inter_token_s: float, ttft_s: tuple[float, ...] = ()) -> None:
+        wall_s = monotonic_ns() * 1e-9
+        told = EngineStep(running=64, kv_usage_ratio=0.1, wall_s=wall_s, ttft_s=ttft_s,
+                          inter_token_s=inter_token_s)  # fmt: skip
+        production.step(lambda: told)
+
+    guest_steps()
+    wait_for(lambda: (record := pulse()) is not None and record.itl_slo_s == 0.05)
+    wait_for(lambda: (record := agent.reading().record) and "model rests on 0" in record.reason)
+    keys = [production.arrive(body_bytes=500) for _ in range(64)]
+    step(ttft_s=tuple(0.001 + number * 1e-5 for number in range(64)))
+    wait_for(lambda: counted("requests") == 64)
+    step(*(0.8,) * 64)
+    for _ in range(10):
+        step(*(0.01,) * 64)
+    for key in keys:
+        production.finish(key)
+    wait_for(lambda: counted("slo_misses") == 64)
+
+    impatient = production.arrive(body_bytes=500)
+    begun_s = _clock.now()
+    wait_for(lambda: counted("requests") == 64 and _clock.now() - begun_s > 0.3)
+    production.finish(impatient)
+    production.finish(production.arrive(body_bytes=500))
+    wait_for(lambda: counted("unanswered_requests") == 1)
+    assert (counted("requests"), counted("slo_misses")) == (65, 65)

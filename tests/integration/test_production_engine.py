@@ -64,6 +64,7 @@ async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
     assert (after.decoding, after.running) == (0, 0)
     assert after.requests_total == before.requests_total + 1
     assert after.samples_total == before.samples_total + 1
+    assert after.unanswered_total == before.unanswered_total
     assert after.generation_tokens_total == before.generation_tokens_total + 1000
     assert after.steps_total >= before.steps_total + 1000
     assert after.busy_s_total > before.busy_s_total

@@ -160,6 +160,14 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     if unknown."""
     unfit: str = ""
     """Why no guest may run beside an engine that is deployed like this one, and the remedy."""
+    unanswered_s_recent: tuple[float, ...] = ()
+    """Waits of requests that ended without a first token (given up, or failed); at most 32."""
+    unanswered_total: int = 0
+    itl_slo_s: float = 0.0
+    """The grant's, above which a time between tokens counts as late; 0 if none was read."""
+    itl_late_s_recent: tuple[float, ...] = ()
+    """Newest last, at most 8; each is of another request or step."""
+    itl_late_total: int = 0
 
 
 def latest_cores(pulses: Sequence[PulseHead]) -> Sequence[EngineCore]:

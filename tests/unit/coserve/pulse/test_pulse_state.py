@@ -161,6 +161,50 @@ def test_a_request_that_fails_before_its_first_token_leaves_no_sample(
     assert production.pulse().ttft_s_recent == pytest.approx((0.01,), abs=1e-4)
 
 
+def test_a_request_that_ends_before_its_first_token_leaves_the_time_that_it_waited(
+    production: Production,
+) -> None:
+    production.arrive(1)
+    production.arrive(2)
+    production.after(0.5).arrive(3)
+    production.after(1.5).finish(1)
+    production.finish(1)
+    production.step(ttft_s=(2.0,), prompt_tokens=5)
+    production.after(0.5).finish(2)
+    production.finish(3)
+    pulse = production.pulse()
+    assert pulse.unanswered_s_recent == pytest.approx((2.0, 2.0))
+    assert (pulse.unanswered_total, pulse.samples_total) == (2, 1)
+
+
+def test_keeps_the_newest_waits_and_counts_them_all(production: Production) -> None:
+    for key in range(40):
+        production.arrive(key)
+        production.after(0.01 * key).finish(key)
+    pulse = production.pulse()
+    assert pulse.unanswered_s_recent == pytest.approx([0.01 * key for key in range(8, 40)])
+    assert pulse.unanswered_total == 40
+
+
+def test_counts_each_late_token_of_a_batch_that_many_tokens_in_time_follow(
+    production: Production,
+) -> None:
+    production.state.itl_slo_s = 0.05
+    production.step(inter_token_s=(0.8,) * 63 + (0.01,))
+    for _ in range(10):
+        production.step(inter_token_s=(0.05,) * 64)
+    pulse = production.pulse()
+    assert set(pulse.itl_s_recent) == {0.05}
+    assert (pulse.itl_late_total, pulse.itl_late_s_recent) == (63, (0.8,) * 8)
+    assert pulse.itl_slo_s == 0.05
+
+
+def test_without_an_slo_no_token_is_late(production: Production) -> None:
+    production.step(inter_token_s=(0.8,))
+    pulse = production.pulse()
+    assert (pulse.itl_slo_s, pulse.itl_late_total, pulse.itl_late_s_recent) == (0.0, 0, ())
+
+
 def test_ending_a_request_twice_counts_once(production: Production) -> None:
     production.arrive(1)
     production.after(1.0).finish(1)

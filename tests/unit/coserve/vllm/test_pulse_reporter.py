@@ -133,6 +133,27 @@ def test_learns_nothing_while_a_guest_is_let_in(
     assert not learns()
 
 
+def test_counts_late_tokens_by_the_slo_of_the_newest_grant(
+    tmp_path: Path, make_grant: Callable[..., Grant]
+) -> None:
+    reporter = reporter_in(tmp_path)
+    agent = PageDirectory(tmp_path).grant_writer()
+    for slo_s, total in ((0.5, 0), (0.1, 2)):
+        grant = make_grant(mode=GrantMode.CLOSED, itl_slo_s=slo_s)
+        agent.write(grant, now_ns=monotonic_ns(), ttl_ns=10**11)
+        assert within_beats(lambda slo_s=slo_s: counted_by(tmp_path) == slo_s)
+        reporter.step(lambda: replace(STEP, ttft_s=(), inter_token_s=(0.2, 0.01, 0.3)))
+        record = reading(tmp_path).record
+        assert record is not None
+        assert record.itl_late_total == total
+    assert record.itl_late_s_recent == (0.2, 0.3)
+
+
+def counted_by(path: Path) -> float | None:
+    record = reading(path).record
+    return None if record is None else record.itl_slo_s
+
+
 def test_makes_a_deleted_page_anew(tmp_path: Path) -> None:
     reporter = reporter_in(tmp_path)
     reporter.arrive(body_bytes=500)

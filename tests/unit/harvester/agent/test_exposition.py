@@ -135,3 +135,10 @@ def test_headroom_is_as_old_as_production_s_last_latency(
     now_ns[0] += 2 * 10**9
     assert math.isnan(value("slo_headroom_ratio", slo="ttft"))
     assert value("headroom_age_seconds", slo="ttft") == 301
+
+
+def test_counts_requests_that_ended_early_without_a_first_token(scene: Any, value: Any) -> None:
+    assert value("unanswered_requests_total") == 0
+    scene.set_pulse(unanswered_s_recent=(0.1, 0.9), unanswered_total=2)
+    assert value("unanswered_requests_total") == 1, "the other one is a miss"
+    assert value("requests_total") == 1

@@ -2,8 +2,16 @@
 
 import msgspec
 
-from harvester.contracts.page import EngineCore, Pulse, PulseHead, latest_cores
+from harvester.contracts.page import (
+    Calibration,
+    EngineCore,
+    ProductionModel,
+    Pulse,
+    PulseHead,
+    latest_cores,
+)
 from harvester.contracts.page.seal import MAX_RECORD_BYTES
+from harvester.contracts.process import ProcessId
 
 SECOND_NS = 1_000_000_000
 
@@ -34,6 +42,7 @@ def test_words_that_are_too_near_to_be_put_in_order_count_as_the_least() -> None
 
 def test_the_fullest_pulse_fits_into_its_page() -> None:
     most = 2**62
+    told = Calibration(steps=512, over_ratio=0.1, p50_ratio=0.1, p90_ratio=0.1, p99_ratio=0.1)
     core = EngineCore(rank=2**20, told_ns=most, kv_usage_ratio=0.1, running=2**20, waiting=2**20)
     pulse = Pulse(
         in_flight=2**31, waiting=2**31, decoding=2**31, oldest_waiting_arrival_ns=most,
@@ -42,6 +51,13 @@ def test_the_fullest_pulse_fits_into_its_page() -> None:
         unseen_step_ns=most, running=2**31, steps_total=most, prompt_tokens_total=most,
         generation_tokens_total=most, ttft_s_recent=(0.1,) * 32, itl_s_recent=(0.1,) * 32,
         samples_total=most, itl_samples_total=most, model_samples=most, processes=2**16,
-        shape="x" * 120, unseen_steps_total=most, middleware=False,
+        shape="x" * 120, unseen_steps_total=most, middleware=False, unfit="x" * 300,
+        unanswered_s_recent=(0.1,) * 32, unanswered_total=most, itl_slo_s=0.1,
+        itl_late_s_recent=(0.1,) * 8, itl_late_total=most, prompt_tokens_quantiles=(2**31,) * 10,
+        prefill_calibration=told, decode_calibration=told, busy_s_total=0.1, step_s_mean=0.1,
+        root=ProcessId(pid=2**22, start_ticks=most),
+        model=ProductionModel(
+            prefill_base_s=0.1, prefill_s_per_token=0.1, decode_base_s=0.1, decode_s_per_request=0.1
+        ),
     )  # fmt: skip
     assert len(msgspec.msgpack.encode(pulse)) <= MAX_RECORD_BYTES

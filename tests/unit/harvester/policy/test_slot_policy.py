@@ -257,10 +257,10 @@ def test_a_miss_is_harvestings_only_when_its_request_overlapped_a_guest_step(
     open_scene.beats_for(5)
     open_scene.latencies(ttft=(0.9,))
     open_scene.beat()
-    assert open_scene.policy.accounted == (1.0, 0.0)
+    assert open_scene.policy.accounted == (1.0, 0.0, 0.0)
     open_scene.latencies(ttft=(6.0,))
     open_scene.beat()
-    assert open_scene.policy.accounted == (2.0, 1.0)
+    assert open_scene.policy.accounted == (2.0, 1.0, 0.0)
 
 
 def test_late_tokens_count_as_no_more_requests_than_were_decoding(open_scene: Any) -> None:
@@ -268,14 +268,117 @@ def test_late_tokens_count_as_no_more_requests_than_were_decoding(open_scene: An
     open_scene.guest_steps()
     open_scene.latencies(itl=(0.2,) * 10)
     open_scene.beat()
-    assert open_scene.policy.accounted == (0.0, 2.0)
+    assert open_scene.policy.accounted == (0.0, 2.0, 0.0)
+
+
+def test_a_batch_that_stalled_counts_by_its_requests_though_newer_tokens_were_in_time(
+    open_scene: Any, grant_in: Any
+) -> None:
+    open_scene.set_pulse(decoding=64, itl_slo_s=open_scene.settings.itl_slo_s)
+    open_scene.beat()
+    open_scene.guest_steps()
+    open_scene.latencies(itl=(0.8,) * 64 + (0.01,) * 64 * 10)
+    open_scene.set_pulse(decoding=0, itl_late_s_recent=(0.8,) * 8, itl_late_total=64)
+    cap = grant_in(open_scene.beat()).step_tokens_cap
+    assert open_scene.policy.accounted == (0.0, 64.0, 0.0)
+    assert cap == 1024, "64 late of 704 tokens are a breach"
+
+
+def test_late_tokens_that_a_pulse_counts_by_another_slo_are_those_of_its_samples(
+    open_scene: Any,
+) -> None:
+    open_scene.set_pulse(decoding=64, itl_slo_s=2 * open_scene.settings.itl_slo_s)
+    open_scene.beat()
+    open_scene.guest_steps()
+    open_scene.latencies(itl=(0.01,) * 48 + (0.08,) * 16)
+    open_scene.beat()
+    assert open_scene.policy.accounted == (0.0, pytest.approx(32.0), 0.0)
+
+
+def give_up(scene: Any, *waits_s: float) -> None:
+    total = scene.pulse.unanswered_total + len(waits_s)
+    scene.set_pulse(
+        unanswered_s_recent=(*scene.pulse.unanswered_s_recent, *waits_s)[-32:],
+        unanswered_total=total,
+        requests_total=scene.pulse.requests_total + len(waits_s),
+    )
+
+
+def test_a_request_that_ends_without_a_first_token_is_a_miss_where_it_waited_past_its_slo(
+    open_scene: Any, grant_in: Any
+) -> None:
+    slo_s = open_scene.settings.ttft_slo_s
+    for _ in range(4):
+        open_scene.guest_steps()
+        give_up(open_scene, 8 * slo_s, slo_s, 0.1 * slo_s)
+        grant = grant_in(open_scene.beat())
+    assert open_scene.policy.accounted == (4.0, 4.0, 8.0)
+    assert grant.step_tokens_cap == 1024, "a breach of the level"
+
+
+def test_waits_that_a_pulse_could_not_hold_count_like_those_it_held(open_scene: Any) -> None:
+    open_scene.guest_steps()
+    give_up(open_scene, *(0.01,) * 32, *(0.9,) * 16, *(0.1,) * 16)
+    open_scene.beat()
+    assert open_scene.policy.accounted == (32.0, 32.0, 32.0)
+
+
+def sides(scene: Any, *, harm: Any) -> tuple[Any, Any]:
+    """Counts of half an hour in which `harm` acts in granted slices only, and its policy."""
+    for step in range(round(1800 / scene.settings.beat_s)):
+        granted = scene.policy.condition is Condition.CLEAR
+        if granted:
+            scene.guest_steps()
+        if step % 5 == 0:
+            harm(scene, granted)
+        scene.beat()
+    return scene.policy.budget_report("s", number=0, leased=True).served, scene.policy
+
+
+def test_requests_given_up_count_to_the_slice_in_which_they_arrived(make_scene: Any) -> None:
+    """Clients wait 2 s; the guest makes a fifth of first tokens come after 3 s."""
+    turn = iter(range(10**6))
+
+    def harm(scene: Any, granted: bool) -> None:
+        if granted and next(turn) % 5 == 0:
+            give_up(scene, 2.0)
+        else:
+            scene.latencies(ttft=(0.1,))
+
+    proof = ProofSettings(share_ratio=0.25, slice_s=20.0, seed=1)
+    served, policy = sides(make_scene(beat_s=0.25, ttft_slo_s=1.0, proof=proof), harm=harm)
+    assert served.granted_misses / served.granted == pytest.approx(0.2, abs=0.05)
+    assert served.withheld_misses / served.withheld < 0.03
+    assert policy.guards.proof.harmful or policy.guards.budget.stopped
+
+
+def test_a_batch_that_stalls_is_charged_to_the_slice_in_which_the_stall_began(
+    make_scene: Any,
+) -> None:
+    """32 requests decode; each 1.25 s the guest stalls a step, and steps in time follow."""
+
+    def harm(scene: Any, granted: bool) -> None:
+        scene.latencies(ttft=(0.1,), itl=(0.01,) * 320)
+        if granted:
+            late = scene.pulse.itl_late_total + 32
+            scene.set_pulse(itl_late_s_recent=(0.4,) * 8, itl_late_total=late)
+
+    proof = ProofSettings(share_ratio=0.25, slice_s=20.0, seed=1)
+    scene = make_scene(beat_s=0.25, ttft_slo_s=1.0, proof=proof)
+    scene.set_pulse(decoding=32, itl_slo_s=scene.settings.itl_slo_s)
+    scene.beat()
+    served, policy = sides(scene, harm=harm)
+    assert served.granted_late_beats / served.granted_beats > 0.95
+    assert served.withheld_late_beats / served.withheld_beats < 0.05
+    assert served.excess > 0.9 * served.granted
+    assert policy.guards.proof.harmful or policy.guards.budget.stopped
 
 
 def test_samples_that_a_pulse_could_not_hold_count_like_those_it_held(open_scene: Any) -> None:
     open_scene.guest_steps()
     open_scene.latencies(ttft=(0.9,) * 8 + (0.1,) * 32 + (0.9,) * 16)
     open_scene.beat()
-    assert open_scene.policy.accounted == (56.0, pytest.approx(28.0))
+    assert open_scene.policy.accounted == (56.0, pytest.approx(28.0), 0.0)
 
 
 def test_a_few_misses_among_many_good_samples_shrink_nothing(
@@ -378,6 +481,13 @@ pulses = st.builds(
     samples_total=st.integers(0, 5),
     requests_total=st.integers(0, 5),
     ttft_s_recent=st.lists(st.floats(0, 1), max_size=3).map(tuple),
+    unanswered_s_recent=st.lists(st.floats(0, 1), max_size=3).map(tuple),
+    unanswered_total=st.integers(0, 5),
+    itl_slo_s=st.sampled_from([0.0, 0.05]),
+    itl_late_s_recent=st.lists(st.floats(0.05, 1), max_size=3).map(tuple),
+    itl_late_total=st.integers(0, 5),
+    itl_samples_total=st.integers(0, 5),
+    decoding=st.integers(0, 3),
     kv_usage_ratio=st.floats(0, 1),
     model_samples=st.sampled_from([0, 100]),
 )
