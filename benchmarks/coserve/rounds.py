@@ -1,7 +1,7 @@
 """One slice after another: the arms in turn, the same requests in each of a round."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.machine_speed import loop_s, slowness
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.slot import GUEST, PRODUCTION, STOCK, ServingSlot, url
 from benchmarks.testbed.window import Window
@@ -207,17 +208,3 @@ class Runner:
         if arm is not Arm.STOCK or port is None:
             return self.client, PRODUCTION
         return replace(self.client, url=url(port), model=STOCK), STOCK
-
-
-def idle_s(requests: Iterable[ProductionRequest], *, start_s: float, end_s: float) -> float:
-    """Seconds between the two times in which no request was in flight."""
-    idle, busy_until_s = 0.0, start_s
-    for due_s, over_s in sorted((r.due_s, _over_s(r)) for r in requests):
-        idle += max(0.0, min(due_s, end_s) - busy_until_s)
-        busy_until_s = max(busy_until_s, min(over_s, end_s))
-    return idle + end_s - busy_until_s
-
-
-def _over_s(request: ProductionRequest) -> float:
-    """Time of the last token."""
-    return request.due_s + (request.ttft_s or 0.0) + sum(request.itl_s)

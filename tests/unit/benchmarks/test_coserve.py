@@ -23,10 +23,11 @@ from benchmarks.coserve.blocking import StepWatch, blocking_histogram, percentil
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.goals import Verdict, verdicts
 from benchmarks.coserve.residual import residual_figures
-from benchmarks.coserve.rounds import Slice, idle_s
+from benchmarks.coserve.rounds import Slice
 from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import CpuHardware, Kind
 from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.slot import ServingSlot, SlotPorts
 from coserve.guest.isolation import NO_ISOLATION

@@ -203,7 +203,10 @@ def test_a_ratio_of_shares_is_bounded_by_the_rounds_jackknife() -> None:
         columns = np.column_stack([looks[0] - looks[1], looks[2] - looks[1]])
 
         def share(
-            kept: NDArray[np.bool_], beside: Values = beside, alone: Values = alone, used: Values = used
+            kept: NDArray[np.bool_],
+            beside: Values = beside,
+            alone: Values = alone,
+            used: Values = used,
         ) -> float:
             return float(beside[kept].sum() / (alone[kept].sum() * (1.0 - used[kept].mean())))
 
