@@ -40,7 +40,7 @@ class Aim:
     """Production's budget for one step."""
     requests_min: int = REQUESTS_MIN
     busy_share: float = TARGET_BUSY_SHARE
-    """Of production alone."""
+    """Busy share of production alone."""
 
     def load(
         self, before: Load, model: ProductionModel, *, replays: Sequence[Replayed] = ()

@@ -33,7 +33,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     slo_ms: tuple[float, float] | None = None
     """TTFT and ITL; None lets the first piece choose it before its first round."""
     busy_share: float = TARGET_BUSY_SHARE
-    """Of production alone, at which the replay aims."""
+    """Busy share of production alone at which the replay aims."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -159,7 +159,7 @@ def _beyond(values: Values, edges: Values, quantile: float) -> Values:
 
 
 def _intercept(columns: Values, covariates: Values) -> tuple[Values, Values]:
-    """Of each column over rounds: the mean where covariates are 0, and half its 95 % interval."""
+    """Mean of each column over rounds where covariates are 0, and half its 95 % interval."""
     rounds = len(columns)
     design = np.column_stack([np.ones(rounds), covariates])
     inverse = np.linalg.pinv(design)

@@ -104,7 +104,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     two equal arms differ on this machine."""
     fixed_intervals: Intervals | None = None
     nothing_in_flight_share: dict[str, float] = {}
-    """By arm, of the time of its blocks: a guest that stepped only then could have no more."""
+    """Share of an arm's time: a guest that stepped only then could have no more of it."""
     scaling: dict[str, float] = {}
     """Changes that made the trace's requests fit, beside `scale`."""
     checks: tuple[Check, ...] = ()
