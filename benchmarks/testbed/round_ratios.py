@@ -183,7 +183,9 @@ def _log(ratio: float | None) -> float:
 
 
 def _by_round(latencies: Latencies) -> dict[int, Values]:
-    if not latencies.units:
-        return {}
-    rounds = np.array([number for number, _ in latencies.units])
-    return {int(each): latencies.values_s[rounds == each] for each in np.unique(rounds)}
+    count = len(latencies.units)
+    rounds = np.fromiter((number for number, _ in latencies.units), dtype=np.int64, count=count)
+    order = np.argsort(rounds, kind="stable")
+    numbers, starts = np.unique(rounds[order], return_index=True)
+    parts = np.split(latencies.values_s[order], starts[1:])
+    return dict(zip(numbers.tolist(), parts, strict=False))
