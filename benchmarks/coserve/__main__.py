@@ -34,11 +34,11 @@ from benchmarks.coserve.run_length import FULL, SHORT, RunLength
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.testbed.bursts import Bursts, generated_trace
-from benchmarks.testbed.calibration import Replayed
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, Replayed
 from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
 from benchmarks.testbed.held_lease import HeldLease
-from benchmarks.testbed.interleaving import interleaved
+from benchmarks.testbed.interleaving import cycle_rounds, interleaved
 from benchmarks.testbed.origin import origin
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
@@ -76,6 +76,13 @@ def main() -> None:
     )
     parser.add_argument(
         "--slo", type=float, nargs=2, metavar="MS", help="TTFT and ITL; else chosen beforehand"
+    )
+    parser.add_argument(
+        "--busy",
+        type=float,
+        default=TARGET_BUSY_SHARE,
+        metavar="RATIO",
+        help="of the time, production alone: sets the replay's speed",
     )
     parser.add_argument(
         "--resume", action="store_true", help="go on with the rounds of earlier pieces"
@@ -137,6 +144,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
             places=hardware.rollouts.places,
             production_context=CONTEXT_TOKENS,
             production_arguments=KV_ARGUMENTS,
+            shipped_state=log.agent_state.absolute(),
         )
         return asyncio.run(Bench(slot, trace, given, log).run())
 
@@ -160,6 +168,7 @@ def round_log(given: argparse.Namespace, trace: Trace, hardware: Hardware) -> Ro
         rounds=max(1, round(length.seconds / length.slice_s)),
         arms=arms_on(hardware, given.arms),
         slo_ms=None if given.slo is None else tuple(given.slo),
+        busy_share=given.busy,
     )
     accelerator = hardware.gpu.uuid if isinstance(hardware, GpuHardware) else ""
     file = given.json.parent / f"{given.json.stem}.rounds.jsonl"
@@ -290,6 +299,11 @@ class Bench:
             f"requests/s of {self.load.sizes.input_scale:g} times the trace's input and "
             f"{self.load.sizes.output_scale:g} times its output"
         )
+        cycle = cycle_rounds(len(self.log.settings.arms))
+        if self.rounds < cycle:
+            self.on_progress(
+                f"{cycle} rounds would be a cycle of balanced orders: verdicts stay open"
+            )
         self.log.begin(Plan(sizes=self.load.sizes, rate=self.load.rate, level=runner.level))
         rounds_s: list[float] = []
         found = self._figures(runner.level, windows) if self.log.rounds else {}
@@ -426,8 +440,9 @@ class Bench:
             step_tokens=self.hardware.step_tokens,
             # A verdict on a goal needs more of them.
             requests_min=goals.REQUESTS_MIN
-            if self.log.settings.arms == ESSENTIAL
+            if set(self.log.settings.arms) <= set(ESSENTIAL)
             else load.REQUESTS_MIN,
+            busy_share=self.log.settings.busy_share,
         )
         self.load = aim.load(self.load, self.pulse().model, replays=replays)
 

@@ -1,23 +1,24 @@
 """Figures from requests and slices. Pure."""
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from benchmarks.coserve.arms import BESIDE, IN_ROUNDS, Arm, baseline
 from benchmarks.coserve.blocking import percentile_of
-from benchmarks.coserve.goals import verdicts
+from benchmarks.coserve.goals import STEPS_MET_MAX, verdicts
 from benchmarks.coserve.residual import residual_figures
-from benchmarks.coserve.rounds import Slice
+from benchmarks.coserve.rounds import Slice, slower_by_round
 from benchmarks.testbed.bootstrap import Latencies, itl_of, ttft_of
 from benchmarks.testbed.interleaving import cycle_rounds
 from benchmarks.testbed.latency_ratios import latency_ratios
 from benchmarks.testbed.production_request import ProductionRequest
-from benchmarks.testbed.round_ratios import STATISTICS
+from benchmarks.testbed.round_ratios import STATISTICS, mean_interval
 from benchmarks.testbed.serving_figures import ArmRequests, arms_of, serving_of
-from benchmarks.testbed.slo import ServiceLevel
+from benchmarks.testbed.slo import ServiceLevel, attains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,14 @@ class Facts:
 def figures(
     requests: Sequence[ProductionRequest], slices: Sequence[Slice], facts: Facts
 ) -> dict[str, Any]:
-    """Every latency rests on the requests that all arms replayed."""
+    """Every latency rests on the requests that all arms replayed.
+
+    Rounds of a cycle of orders that is not over are left out, but where it is the first.
+    """
+    every, cycle = len({each.round for each in slices}), cycle_rounds(len(facts.arms))
+    rounds = every - every % cycle or every
+    slices = [each for each in slices if each.round < rounds]
+    requests = [each for each in requests if each.block < rounds]
     serving = tuple(arm for arm in facts.arms if IN_ROUNDS[arm].production)
     given = arms_of(requests, serving)
     base = baseline(facts.arms)
@@ -42,23 +50,24 @@ def figures(
             slices, arm, lambda each: each.guest_tokens
         )
     beside = {
-        arm: latency_ratios(given[arm], given[base])
-        | {"slo_attainment_drop": _drop(arms, base, arm)}
+        arm: latency_ratios(given[arm], given[base], slower_by_round(slices, arm, base))
+        | _attainment_drop(given[arm], given[base], facts.level)
+        | _speeds(slices, arm, base)
         | residual_figures(slices, arm, base=base)
         for arm in serving
         if arm in BESIDE
     }
     over_stock = {
-        arm: latency_ratios(given[arm], given[Arm.STOCK])
+        arm: latency_ratios(given[arm], given[Arm.STOCK], slower_by_round(slices, arm, Arm.STOCK))
         for arm in serving
         if Arm.STOCK in serving and arm is not Arm.STOCK
     }
-    rounds = len({each.round for each in slices})
     result: dict[str, Any] = {
         "trace": facts.trace,
         "requests_per_s": facts.requests_per_s,
         "rounds": rounds,
-        "orders_balanced": rounds % cycle_rounds(len(facts.arms)) == 0,
+        "rounds_of_an_unfinished_cycle": every - rounds,
+        "orders_balanced": rounds % cycle == 0,
         "slo": {"ttft_ms": facts.level.ttft_s * 1e3, "itl_ms": facts.level.itl_s * 1e3},
         "ratios_over": base,
         "arms": arms,
@@ -92,19 +101,38 @@ def _ms(latencies: Latencies, figure: Callable[[Any], float]) -> float | None:
 
 
 def _steps_of(slices: Sequence[Slice], arm: Arm) -> dict[str, Any]:
-    """Our own work in a step, and the guest steps that requests met."""
+    """Our own work in a step, and the guest steps that requests met; intervals over rounds."""
     own = [each for each in slices if each.arm is arm]
     met: Counter[int] = Counter()
     for each in own:
         met.update(each.steps_met)
     steps = sum(each.guest_steps for each in own)
     histogram = dict(sorted(met.items()))
+    overheads = [1e6 * s.step_work_s / s.guest_steps for s in own if s.guest_steps]
+    beyond = [
+        sum(count for number, count in s.steps_met.items() if number > STEPS_MET_MAX)
+        / sum(s.steps_met.values())
+        for s in own
+        if s.steps_met
+    ]
     return {
         "step_overhead_us": 1e6 * sum(s.step_work_s for s in own) / steps if steps else None,
+        "step_overhead_interval_us": mean_interval(overheads),
         "steps_met": histogram,
         # Without a step there is nothing to meet.
         "steps_met_p99": percentile_of(histogram, 99) if steps else None,
+        "steps_met_beyond_interval": mean_interval(beyond) if steps else None,
         "steps_unseen_ratio": sum(s.steps_missed for s in own) / steps if steps else None,
+    }
+
+
+def _speeds(slices: Sequence[Slice], arm: Arm, base: Arm) -> dict[str, Any]:
+    """How much slower the machine was in the arm's slices: 1, but for chance."""
+    slower = list(slower_by_round(slices, arm, base).values())
+    interval = mean_interval(slower)
+    return {
+        "machine_slower_ratio": math.exp(fmean(slower)) if slower else None,
+        "machine_slower_interval": None if interval is None else tuple(map(math.exp, interval)),
     }
 
 
@@ -114,7 +142,16 @@ def _mean(slices: Sequence[Slice], arm: Arm, of: Callable[[Slice], float]) -> fl
     return fmean(rates) if rates else None
 
 
-def _drop(arms: Mapping[Arm, Mapping[str, Any]], base: Arm, arm: Arm) -> float | None:
-    """Points of SLO attainment that are lost."""
-    alone, beside = arms[base]["slo_attainment"], arms[arm]["slo_attainment"]
-    return None if alone is None or beside is None else 100.0 * (alone - beside)
+def _attainment_drop(above: ArmRequests, below: ArmRequests, level: ServiceLevel) -> dict[str, Any]:
+    """Points of SLO attainment that are lost, of all requests, and their interval over rounds."""
+    lost: Counter[int] = Counter({each.block: 0 for each in below.shared})
+    for arm, sign in ((above, 1), (below, -1)):
+        for each in arm.shared:
+            missed = not attains(each, ttft_s=level.ttft_s, itl_s=level.itl_s)
+            lost[each.block] += sign * missed
+    # Every round weighs as its requests do.
+    points = [100.0 * len(lost) * each / max(1, len(below.shared)) for each in lost.values()]
+    return {
+        "slo_attainment_drop": fmean(points) if points else None,
+        "slo_attainment_drop_interval": mean_interval(points),
+    }

@@ -13,7 +13,7 @@ class Verdict(StrEnum):
     MET = "met"
     MISSED = "missed"
     OPEN = "open"
-    """Not measured, or too wide an interval, or too few requests."""
+    """Not measured, an interval that is too wide or holds the goal, or too few requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,28 +34,51 @@ LATENCIES: Mapping[str, LatencyGoal] = {
 RESIDUAL_SHARE_MIN = 0.92
 BUSY_SHARE_MAX = 0.7
 """The goal of the residual share holds up to here."""
+BUSY_SHARE_NEAR = 0.05
+"""A share that is met, or no longer asked for, is so at a busy share this near to the one above."""
 STEP_OVERHEAD_MAX_US = 40.0
-STEPS_MET_P99_MAX = 1
+STEPS_MET_MAX = 1
+STEPS_MET_BEYOND_MAX = 0.01
+"""Requests that meet more steps than that: at most this share, so that P99 is within."""
+
+Interval = tuple[float, float]
 
 
 def verdicts(result: Mapping[str, Any], *, requests: int) -> dict[str, Verdict]:
-    """`result` are the figures; `requests` the fewest of any arm that serves."""
+    """`result` are the figures; `requests` the fewest of any arm that serves.
+
+    Every verdict is of a 95 % interval: met where all of it is, missed where none of it is.
+    """
     found: dict[str, Verdict] = {}
     for name, goal in LATENCIES.items():
-        ratio, width = result["ratios"].get(name), result["half_widths"].get(name)
-        known = ratio is not None and width is not None and width < goal.half_width
-        found[name] = _at_most(
-            ratio if known and requests >= REQUESTS_MIN else None, goal.most_ratio
-        )
-    share, busy = result["residual_share"], result["production_busy_share"]
-    comparable = share is not None and busy is not None and busy <= BUSY_SHARE_MAX
-    found["residual_share"] = _at_most(-share if comparable else None, -RESIDUAL_SHARE_MIN)
-    found["step_overhead_us"] = _at_most(result["step_overhead_us"], STEP_OVERHEAD_MAX_US)
-    found["steps_met_p99"] = _at_most(result["steps_met_p99"], STEPS_MET_P99_MAX)
+        interval, width = result["intervals"].get(name), result["half_widths"].get(name)
+        known = width is not None and width < goal.half_width and requests >= REQUESTS_MIN
+        found[name] = _at_most(interval if known else None, goal.most_ratio)
+    found["residual_share"] = _residual_share(
+        result["residual_interval"], result["production_busy_share"]
+    )
+    overhead, beyond = result["step_overhead_interval_us"], result["steps_met_beyond_interval"]
+    found["step_overhead_us"] = _at_most(overhead, STEP_OVERHEAD_MAX_US)
+    found["steps_met_p99"] = _at_most(beyond, STEPS_MET_BEYOND_MAX)
+    if not result["orders_balanced"]:
+        return dict.fromkeys(found, Verdict.OPEN)
     return found
 
 
-def _at_most(value: float | None, most: float) -> Verdict:
-    if value is None:
+def _residual_share(interval: Interval | None, busy_share: float | None) -> Verdict:
+    """Met only by a production that is about as busy as the goal says."""
+    if interval is None or busy_share is None or busy_share > BUSY_SHARE_MAX + BUSY_SHARE_NEAR:
         return Verdict.OPEN
-    return Verdict.MET if value <= most else Verdict.MISSED
+    low, high = interval
+    verdict = _at_most((-high, -low), -RESIDUAL_SHARE_MIN)
+    less_busy = busy_share < BUSY_SHARE_MAX - BUSY_SHARE_NEAR
+    return Verdict.OPEN if verdict is Verdict.MET and less_busy else verdict
+
+
+def _at_most(interval: Interval | None, most: float) -> Verdict:
+    if interval is None:
+        return Verdict.OPEN
+    low, high = interval
+    if high <= most:
+        return Verdict.MET
+    return Verdict.MISSED if low > most else Verdict.OPEN

@@ -1,4 +1,5 @@
-"""Production's load: stretches of a trace, at a rate and of a size that keep production half busy.
+"""Production's load: stretches of a trace, at a rate and of a size that keep production as busy as
+asked.
 
 Both follow from the step times that were measured on this machine. Pure.
 """
@@ -6,7 +7,7 @@ Both follow from the step times that were measured on this machine. Pure.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.testbed.calibration import Replayed, measured_ratio, rate_for
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, Replayed, measured_ratio, rate_for
 from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import TokenScale, Window, windows_of
 from harvester.contracts.page import ProductionModel
@@ -38,28 +39,31 @@ class Aim:
     step_tokens: int
     """Production's budget for one step."""
     requests_min: int = REQUESTS_MIN
+    busy_share: float = TARGET_BUSY_SHARE
+    """Busy share of production alone."""
 
     def load(
         self, before: Load, model: ProductionModel, *, replays: Sequence[Replayed] = ()
     ) -> Load:
-        """The load with half of the time busy, at the largest scale with enough requests in it.
+        """The load that keeps production so busy, at the largest scale with enough requests.
 
         `model` is production's; `replays` measure the deviation of its steps.
         """
         ratio = measured_ratio(replays, model, step_tokens=self.step_tokens)
         load = before
         for sizes in self.scales:
-            load = self._half_busy(replace(before, sizes=sizes), model, ratio)
+            load = self._as_busy(replace(before, sizes=sizes), model, ratio)
             windows = load.windows(self.slice_s, count=self.rounds)
             if sum(len(window.arrivals) for window in windows) >= self.requests_min:
                 break
         return load
 
-    def _half_busy(self, load: Load, model: ProductionModel, ratio: float) -> Load:
+    def _as_busy(self, load: Load, model: ProductionModel, ratio: float) -> Load:
         rate = rate_for(
             lambda rate: replace(load, rate=rate).windows(self.slice_s, count=self.rounds),
             model,
             measured_ratio=ratio,
+            target=self.busy_share,
             step_tokens=self.step_tokens,
         )
         return replace(load, rate=rate)

@@ -6,16 +6,20 @@
 The time share is what the rule granted: the guest's processor time over production's remainder
 when alone. The pace is the guest's output per core second, over that of the guest alone:
 contention, cold caches, and a machine that was faster in one slice than in the other. Intervals are
-Student's t over rounds, each of which has a share of its own. Pure.
+of the jackknife over rounds; where the machine's speed in each slice is known, share and interval
+are of equal speeds. Pure.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchmarks.coserve.arms import Arm
-from benchmarks.coserve.rounds import Slice
-from benchmarks.testbed.round_ratios import student_interval
+from benchmarks.coserve.rounds import Slice, slower_by_round
+from benchmarks.testbed.round_ratios import jackknife_ratio
 
 Amount = Callable[[Slice], float | None]
 
@@ -23,13 +27,22 @@ Amount = Callable[[Slice], float | None]
 def residual_figures(slices: Sequence[Slice], arm: Arm, *, base: Arm) -> dict[str, Any]:
     """Figures of one arm, each None if the guest did nothing alone. `base` is production alone."""
     rounds = sorted({each.round for each in slices})
-    by_round = [_share([s for s in slices if s.round == number], arm, base) for number in rounds]
-    share = _share(slices, arm, base)
+    by_round = [[each for each in slices if each.round == number] for number in rounds]
+
+    def share_of(kept: NDArray[np.bool_]) -> float | None:
+        chosen = [each for place in np.flatnonzero(kept) for each in by_round[place]]
+        return _share(chosen, arm, base)
+
+    share = share_of(np.ones(len(rounds), dtype=bool))
     time_share = _share(slices, arm, base, lambda each: each.guest_core_s)
-    known = [each for each in by_round if each is not None]
+    speeds = [slower_by_round(slices, each, Arm.ROLLOUTS) for each in (arm, base)]
+    known = all(number in slower for slower in speeds for number in rounds)
+    columns = np.array([[slower[each] for slower in speeds] for each in rounds] if known else ())
+    found = jackknife_ratio(len(rounds), share_of, columns)
     return {
-        "residual_share": share,
-        "residual_interval": student_interval(known),
+        # A share that is no positive number has no logarithm.
+        "residual_share": share if found.ratio is None else found.ratio,
+        "residual_interval": found.interval,
         "time_share": time_share,
         "pace_ratio": None if share is None or not time_share else share / time_share,
         "nothing_in_flight_share": _rate(slices, arm, lambda each: each.idle_s),

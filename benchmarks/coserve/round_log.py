@@ -4,6 +4,7 @@ A piece of a run begins with a line of its plan and origin. Pieces are mixed onl
 same: other requests, another machine or another commit would be another figure.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 
 from benchmarks.coserve.arms import Arm
 from benchmarks.coserve.rounds import Slice
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.origin import Origin
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
@@ -30,6 +32,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     arms: tuple[Arm, ...]
     slo_ms: tuple[float, float] | None = None
     """TTFT and ITL; None lets the first piece choose it before its first round."""
+    busy_share: float = TARGET_BUSY_SHARE
+    """Busy share of production alone at which the replay aims."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +89,11 @@ class RoundLog:
         self.file.write_bytes(whole + b"\n" * bool(whole))
 
     @property
+    def agent_state(self) -> Path:
+        """State of the shipped agent: its guards go on from piece to piece."""
+        return self.file.with_suffix(".agent")
+
+    @property
     def plan(self) -> Plan | None:
         return self.pieces[0].plan if self.pieces else None
 
@@ -93,9 +102,10 @@ class RoundLog:
         return len(self.rounds) >= self.settings.rounds
 
     def begin(self, plan: Plan) -> None:
-        """A new piece; without earlier ones the file begins anew."""
+        """A new piece; without earlier ones the file and the agent's state begin anew."""
         if not self.pieces:
             self.file.write_bytes(b"")
+            shutil.rmtree(self.agent_state, ignore_errors=True)
         began = wall_time_utc()
         piece = Piece(settings=self.settings, origin=self.origin, plan=plan, began=began)
         self.pieces.append(piece)

@@ -1,7 +1,7 @@
 """One slice after another: the arms in turn, the same requests in each of a round."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +14,10 @@ from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.coserve.spinner import awake
 from benchmarks.testbed.core_time import account, used
 from benchmarks.testbed.held_lease import HeldLease
+from benchmarks.testbed.machine_speed import loop_s, slowness
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.production_request import ProductionRequest
+from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.slot import GUEST, PRODUCTION, STOCK, ServingSlot, url
 from benchmarks.testbed.window import Window
@@ -56,6 +58,22 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """Requests by the number of guest steps that each met before its first token."""
     steps_missed: int = 0
     """Guest steps that ended between two looks, and are in no count."""
+    loops_s: tuple[float, ...] = ()
+    """Times of a fixed loop on production's core before and after the arm, in s; empty on a GPU."""
+
+
+def slower_by_round(slices: Sequence[Slice], above: Arm, below: Arm) -> dict[int, float]:
+    """Logarithm of how much slower the machine was in `above`'s slice than in `below`'s.
+
+    Without rounds in which it was not measured.
+    """
+    found = {(each.round, each.arm): slowness(each.loops_s) for each in slices}
+    pairs = {turn: (found.get((turn, above)), found.get((turn, below))) for turn, _ in found}
+    return {
+        turn: one - other
+        for turn, (one, other) in pairs.items()
+        if one is not None and other is not None
+    }
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +91,7 @@ class Runner:
 
     async def run(self, arm: Arm, number: int, window: Window) -> Slice:
         setting = IN_ROUNDS[arm]
+        before = await self._loops_s()
         async with AsyncExitStack() as around:
             await around.enter_async_context(self.arranged(setting))
             if arm is Arm.AWAKE:
@@ -83,7 +102,13 @@ class Runner:
                 self.slot.show_stock(alone=True)
                 around.callback(self.slot.show_stock, alone=False)
             await asyncio.sleep(_SETTLE_S)
-            return await self._measured(arm, number, window)
+            done = await self._measured(arm, number, window)
+        return msgspec.structs.replace(done, loops_s=(*before, *await self._loops_s()))
+
+    async def _loops_s(self) -> tuple[float, ...]:
+        """The machine's speed, while no engine has work."""
+        core = self.slot.hardware.core(self.slot.core)
+        return () if core is None else (await loop_s(core),)
 
     @asynccontextmanager
     async def arranged(self, setting: Setting) -> AsyncIterator[None]:
@@ -183,17 +208,3 @@ class Runner:
         if arm is not Arm.STOCK or port is None:
             return self.client, PRODUCTION
         return replace(self.client, url=url(port), model=STOCK), STOCK
-
-
-def idle_s(requests: Iterable[ProductionRequest], *, start_s: float, end_s: float) -> float:
-    """Seconds between the two times in which no request was in flight."""
-    idle, busy_until_s = 0.0, start_s
-    for due_s, over_s in sorted((r.due_s, _over_s(r)) for r in requests):
-        idle += max(0.0, min(due_s, end_s) - busy_until_s)
-        busy_until_s = max(busy_until_s, min(over_s, end_s))
-    return idle + end_s - busy_until_s
-
-
-def _over_s(request: ProductionRequest) -> float:
-    """Time of the last token."""
-    return request.due_s + (request.ttft_s or 0.0) + sum(request.itl_s)

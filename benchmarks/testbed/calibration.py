@@ -1,4 +1,4 @@
-"""The replay speed at which production alone has steps to run about half of the time.
+"""The replay speed at which production alone has steps to run for a given share of the time.
 
 The busy share of a whole window cannot be measured before the window is replayed, and a burst-heavy
 trace makes any short part of it a bad sample. So a short replay measures the duration of this

@@ -113,6 +113,20 @@ def ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
 
 
+def idle_s(requests: Iterable[ProductionRequest], *, start_s: float, end_s: float) -> float:
+    """Seconds between the two times in which no request was in flight."""
+    idle, busy_until_s = 0.0, start_s
+    for due_s, over_s in sorted((r.due_s, _over_s(r)) for r in requests):
+        idle += max(0.0, min(due_s, end_s) - busy_until_s)
+        busy_until_s = max(busy_until_s, min(over_s, end_s))
+    return idle + end_s - busy_until_s
+
+
+def _over_s(request: ProductionRequest) -> float:
+    """Time of the last token."""
+    return request.due_s + (request.ttft_s or 0.0) + sum(request.itl_s)
+
+
 def _interval(pair: tuple[Latencies, Latencies], percent: float, seed: int) -> Interval:
     return ratio_interval(*pair, percent=percent, seed=seed)
 

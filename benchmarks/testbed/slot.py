@@ -76,6 +76,8 @@ class ServingSlot:
     pages: PageDirectory = field(init=False)
     shipped: bool = False
     """Whether the running agent is the shipped one."""
+    shipped_state: Path | None = None
+    """State directory of the shipped agent, where it outlives the run."""
 
     def __post_init__(self) -> None:
         self.pages = PageDirectory.create(self.parts.paths.pages / SLOT)
@@ -262,13 +264,16 @@ class ServingSlot:
 
     def _write_agent_config(self, policy: dict[str, Any]) -> None:
         paths = self.parts.paths
+        state = paths.run / AGENT
+        if self.shipped:
+            state = self.shipped_state or paths.run / f"{AGENT}-shipped"
         config: dict[str, Any] = {
             "node": "demo",
             "mode": "harvest",
             # Laws of others, and arms without one, are measured here.
             "unsafe_experiments": not self.shipped,
             "page_root": str(paths.pages),
-            "state_dir": str(paths.run / (f"{AGENT}-shipped" if self.shipped else AGENT)),
+            "state_dir": str(state),
             "http": {"port": self.ports.agent},
             "slots": [
                 {

@@ -13,6 +13,7 @@ from benchmarks.testbed.serving_figures import (
     ArmRequests,
     Serving,
     arms_of,
+    idle_s,
     intervals_of,
     ratio,
     ratios_of,
@@ -67,7 +68,8 @@ def result_of(records: Iterable[Record], facts: Facts) -> Result:
     fixed, harvest = job_of(steps, Arm.FIXED), job_of(steps, Arm.HARVEST)
     both = compared(fixed, harvest)
     alone = serving[Arm.SERVING_ONLY]
-    busy = busy_share([r for r in kept if isinstance(r, Block)])
+    blocks = [r for r in kept if isinstance(r, Block)]
+    busy = busy_share(blocks)
     result = Result(
         trace=facts.trace,
         scale=facts.scale,
@@ -77,6 +79,11 @@ def result_of(records: Iterable[Record], facts: Facts) -> Result:
         fixed=_with_job(serving[Arm.FIXED], fixed),
         harvest=_with_job(serving[Arm.HARVEST], harvest),
         production_busy_share=busy,
+        nothing_in_flight_share={
+            arm: share
+            for arm, given in arms.items()
+            if (share := nothing_in_flight_share(blocks, arm, given)) is not None
+        },
         ideal_speedup=ideal_speedup(rollout_share=fixed.rollout_share, busy_share=busy),
         ratios=Ratios(
             **msgspec.structs.asdict(ratios_of(serving[Arm.HARVEST], alone)),
@@ -114,6 +121,22 @@ def busy_share(blocks: Iterable[Block]) -> float | None:
         and block.production_busy_share is not None
     ]
     return ratio(sum(share * s for share, s in alone), sum(s for _, s in alone))
+
+
+def nothing_in_flight_share(
+    blocks: Iterable[Block], arm: Arm, requests: ArmRequests
+) -> float | None:
+    """Share of an arm's measured blocks without a request in flight."""
+    own = [block for block in blocks if block.arm is arm and block.index >= 0]
+    idle = [
+        idle_s(
+            [r for r in requests.sent if r.block == block.index],
+            start_s=block.start_s,
+            end_s=block.end_s,
+        )
+        for block in own
+    ]
+    return ratio(sum(idle), sum(block.end_s - block.start_s for block in own))
 
 
 def _with_job(serving: Serving, job: JobRun) -> ServingAndJob:

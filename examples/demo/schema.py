@@ -103,6 +103,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Fixed over production alone: nothing shares production's core in either, so this is how far
     two equal arms differ on this machine."""
     fixed_intervals: Intervals | None = None
+    nothing_in_flight_share: dict[str, float] = {}
+    """Share of an arm's time: a guest that stepped only then could have no more of it."""
     scaling: dict[str, float] = {}
     """Changes that made the trace's requests fit, beside `scale`."""
     checks: tuple[Check, ...] = ()

@@ -61,6 +61,9 @@ def arm_rows(result: Result) -> list[tuple[str, str, str, str]]:
         _row("ITL P50, ms", [fixed_point(arm.itl_p50_ms) for arm in arms]),
         _row("ITL P99, ms", [fixed_point(arm.itl_p99_ms) for arm in arms]),
         _row("SLO attainment", [percent(arm.slo_attainment, 2) for arm in arms]),
+        _row(
+            "nothing in flight", [percent(result.nothing_in_flight_share.get(arm)) for arm in Arm]
+        ),
         _row("requests in every arm", [number(arm.requests) for arm in arms]),
         _row("failed / sent", [_failed(arm) for arm in arms]),
         _row("training steps", [number(job.steps) if job else "" for job in jobs]),

@@ -95,6 +95,7 @@ def test_a_resumed_run_has_all_rounds_and_the_load_and_slo_of_the_first_piece(
         {"slice_s": 20.0},
         {"arms": (Arm.ALONE, Arm.ROSEMUX)},
         {"slo_ms": (100.0, 50.0)},
+        {"busy_share": 0.7},
         {"trace": "another"},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -116,6 +117,18 @@ def test_a_round_that_was_being_written_does_not_count(tmp_path: Path) -> None:
     assert [each.number for each in resumed.rounds] == [0]
     resumed.add([msgspec.structs.replace(SLICE, round=1)], [REQUEST])
     assert log.file.read_bytes() == whole
+
+
+def test_the_agent_s_state_goes_on_with_the_rounds_and_ends_with_them(tmp_path: Path) -> None:
+    state = first_piece(tmp_path).agent_state
+    state.mkdir()
+    resumed = log_in(tmp_path)
+    resumed.resume()
+    resumed.begin(PLAN)
+    assert state.is_dir()
+    assert resumed.agent_state == state
+    first_piece(tmp_path)
+    assert not state.exists()
 
 
 def test_without_resume_a_run_begins_anew(tmp_path: Path) -> None:

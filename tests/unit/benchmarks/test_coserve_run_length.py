@@ -89,6 +89,7 @@ def bench_in(
         "slice": None,
         "arms": tuple(Arm),
         "slo": None,
+        "busy": 0.5,
         "minutes": math.inf,
         "failsafe": 0,
         "failsafe_file": None,

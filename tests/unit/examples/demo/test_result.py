@@ -72,6 +72,22 @@ def test_without_a_request_in_every_arm_there_is_no_slo(request_of: Requests) ->
     assert measured_level(requests) is not None
 
 
+def test_time_without_a_request_in_flight_stands_beside_each_arm(
+    request_of: Requests, facts: Facts
+) -> None:
+    blocks: list[Record] = [
+        Block(arm=Arm.HARVEST, index=index, start_s=10.0 * index, end_s=10.0 * index + 10.0)
+        for index in range(2)
+    ]
+    busy = [
+        request_of(Arm.HARVEST, block=index, due_s=10.0 * index + 2.0, ttft_s=3.0, itl_s=(1.0,))
+        for index in range(2)
+    ]
+    warm_up = request_of(Arm.HARVEST, block=-1, due_s=11.0, ttft_s=9.0)
+    result = result_of([*blocks, *busy, warm_up], facts)
+    assert result.nothing_in_flight_share == {Arm.HARVEST: pytest.approx(0.6)}
+
+
 def test_figures_of_the_job_by_hand(step_of: Steps, facts: Facts) -> None:
     records: list[Record] = [
         Block(arm=Arm.SERVING_ONLY, index=0, start_s=0, end_s=30, production_busy_share=0.4),
