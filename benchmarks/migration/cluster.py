@@ -24,7 +24,7 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
 JOB = JobId("job")
-_UP_S = 900.0
+_UP_S = 1800.0
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from weightsync.publisher import Publisher
 JOB, STORE, SLOT, GUEST = "job", "store", "slot0", "guest"
 CONTEXTS = {"e0": 512, "e1": 256, GUEST: 512}
 GUEST_KV_TOKENS = 1536
-_START_S = 900.0
+_START_S = 1800.0
 _BEAT_S = 0.05
 _PULSE_TTL_NS = 300_000_000
 

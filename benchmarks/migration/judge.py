@@ -117,7 +117,10 @@ def judged(evidence: Evidence) -> Verdict:
     for attempt in sorted(evidence.attempts, key=lambda one: (one.began_s, one.number)):
         attempts[attempt.request_id].append(attempt)
     verdict.attempt_ends = dict(
-        Counter(f"{one.end} {one.status}" for one in evidence.attempts).most_common()
+        Counter(
+            f"{one.end} {one.status}" + " aborted" * (one.finish_reason == "abort")
+            for one in evidence.attempts
+        ).most_common()
     )
     turns: dict[str, list[RequestRecord]] = defaultdict(list)
     for request in evidence.requests:
