@@ -16,6 +16,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from vllm import LLM, SamplingParams
+from vllm.config.reasoning import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
 from benchmarks.migration.model import END_THINK_ID, REASONING, THINK_ID, write_model
 
@@ -23,7 +24,7 @@ model = Path(sys.argv[1])
 write_model(model, texts=[Path("README.md").read_text()], context_tokens=256, seed=3)
 engine = LLM(
     model=str(model), dtype="float32", max_model_len=256, enforce_eager=True, max_num_seqs=32,
-    reasoning_parser="deepseek_r1", reasoning_config=REASONING,
+    reasoning_parser="deepseek_r1", reasoning_config=ReasoningConfig(**REASONING),
 )
 PLAIN = [1, 70, 80, 90, THINK_ID, END_THINK_ID]
 THINKING = PLAIN[:-1]
