@@ -25,7 +25,7 @@ PARTS = ("forced", "faults", "bias")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.migration", description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the result")
-    parser.add_argument("--only", choices=PARTS, help="one part; all of them by default")
+    parser.add_argument("--only", choices=PARTS, nargs="+", help="parts; all of them by default")
     parser.add_argument("--quick", action="store_true", help="a tenth of the turns")
     parser.add_argument("--turns", type=int, help="moved turns of each setting of `forced`")
     parser.add_argument("--trajectories", type=int, help="of `faults`")
@@ -33,22 +33,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a new folder for records and logs")
     given = parser.parse_args()
-    result = uvloop.run(measured(given))
-    text = json.dumps(result, indent=1)
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(text)
-    print(text)
-
-
-async def measured(given: argparse.Namespace) -> dict[str, Any]:
-    parts = [given.only] if given.only else PARTS
     found: dict[str, Any] = {}
+    try:
+        uvloop.run(measure(given, found))
+    finally:
+        text = json.dumps(found, indent=1)
+        if given.json is not None:
+            given.json.parent.mkdir(parents=True, exist_ok=True)
+            given.json.write_text(text)
+        print(text)
+
+
+async def measure(given: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Adds each part's result to `found` as soon as it has ended."""
+    parts = given.only or PARTS
     if "forced" in parts:
         turns = given.turns or (2 if given.quick else 12)
         found["forced"] = await measured_moves(turns=turns, seed=given.seed)
     if not {"faults", "bias"} & set(parts):
-        return found
+        return
     async with AsyncExitStack() as stack:
         if given.keep is not None:
             given.keep.mkdir(parents=True)
@@ -74,7 +77,6 @@ async def measured(given: argparse.Namespace) -> dict[str, Any]:
                 trajectories=given.trajectories or (100 if given.quick else 1000),
                 seed=given.seed,
             )
-    return found
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.migration.model import ENGINE_ARGUMENTS
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec, dedicated
 from harvester.contracts.clock import MonotonicClock
@@ -23,7 +24,7 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 
 JOB = JobId("job")
-_UP_S = 300.0
+_UP_S = 1800.0
 
 
 @contextmanager
@@ -40,7 +41,7 @@ def engines(model: Path, *, ports: list[int], context_tokens: int, logs: Path) -
                 max_model_len=context_tokens,
                 max_num_seqs=8,
                 vllm=capabilities(installed_vllm_version()),
-                extra_arguments=("--dtype", "float32"),
+                extra_arguments=ENGINE_ARGUMENTS,
             )
             command = dedicated(spec, weights=logs)
             with (logs / f"e{index}.log").open("w") as log:

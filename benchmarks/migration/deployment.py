@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.migration.engine_tap import EngineTap
+from benchmarks.migration.model import ENGINE_ARGUMENTS
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
@@ -31,7 +32,8 @@ from weightsync.publisher import Publisher
 
 JOB, STORE, SLOT, GUEST = "job", "store", "slot0", "guest"
 CONTEXTS = {"e0": 512, "e1": 256, GUEST: 512}
-_START_S = 300.0
+GUEST_KV_TOKENS = 1536
+_START_S = 1800.0
 _BEAT_S = 0.05
 _PULSE_TTL_NS = 300_000_000
 
@@ -84,6 +86,7 @@ class IdleProduction:
     """The pulse of a production engine without requests."""
 
     def __init__(self, pages: PageDirectory) -> None:
+        self.kv_usage_ratio = 0.0
         self._pulse = pages.pulse_writer("production", 0)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -106,6 +109,7 @@ class IdleProduction:
             pulse = Pulse(
                 model=model,
                 model_samples=1000,
+                kv_usage_ratio=self.kv_usage_ratio,
                 steps_total=step,
                 busy_s_total=step * 0.01,
                 ttft_s_recent=(0.03,) * 32,
@@ -122,6 +126,7 @@ class Deployment:
     engines: dict[str, EngineProcess]
     gateway_url: str
     kill_switch: Path
+    production: IdleProduction
     clock: Clock
     states: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Weights of each published version."""
@@ -218,6 +223,7 @@ async def deployed(root: Path, model: Path) -> AsyncIterator[Deployment]:
             engines=engines,
             gateway_url=gateway_url,
             kill_switch=root / "pages" / "kill",
+            production=production,
             clock=clock,
         )
 
@@ -232,7 +238,7 @@ def _command(
         max_model_len=context_tokens,
         max_num_seqs=8,
         vllm=capabilities(installed_vllm_version()),
-        extra_arguments=("--dtype", "float32"),
+        extra_arguments=ENGINE_ARGUMENTS,
     )
     if name == GUEST:
         command = launch.guest(spec, pages=pages.path, weights=root)
@@ -257,7 +263,13 @@ def _start_agent(processes: Processes, root: Path, port: int, guest_url: str) ->
                 "model": "policy",
                 "concurrency": 8,
                 # No slice without grants: what takes turns off the guest is in the script.
-                "policy": {"cooldown_s": 0.3, "proof": {"share_ratio": 0}},
+                # Room for about half of the turns that it may have; a cut takes more of them.
+                "policy": {
+                    "cooldown_s": 0.3,
+                    "proof": {"share_ratio": 0},
+                    "kv_budget_tokens": GUEST_KV_TOKENS,
+                    "kv_level": {"shrink_interval_s": 0.2, "quiet_s": 0.5, "grow_ratio": 1.0},
+                },
             }
         ],
     }

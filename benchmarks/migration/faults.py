@@ -34,6 +34,8 @@ from weightsync.publisher import Publisher
 _STALL_S = (0.5, 6.0)
 """From below the gateway's bound to far above it."""
 _REVOKED_S = 0.5
+_EVICTING_S = 0.5
+"""Enough for the guest's budget to be halved three times, to its floor."""
 _SWITCH_NOISE = 0.05
 _RESTARTS = frozenset((FaultKind.KILL, FaultKind.IDLE_RESTART))
 _UNDER_WAY_S = 1.0
@@ -153,6 +155,11 @@ class FaultRun:
             self._deployment.kill_switch.write_text("drain\n")
             await asyncio.sleep(_REVOKED_S)
             self._deployment.kill_switch.unlink(missing_ok=True)
+        elif fault.kind is FaultKind.EVICTED_KV:
+            production = self._deployment.production
+            production.kv_usage_ratio = 1.0
+            await asyncio.sleep(_EVICTING_S)
+            production.kv_usage_ratio = 0.0
         else:
             assert engine is not None
             engine.tap.armed[fault.kind] += 1
@@ -240,6 +247,7 @@ def verdict_on(
     names = {each.request_id for each in requests}
     attempts = records.read(deployment.attempts, AttemptRecord)
     states = deployment.states
+    text = reference.ModelText(model)
     evidence = Evidence(
         requests=requests,
         attempts=[each for each in attempts if each.request_id in names],
@@ -247,6 +255,8 @@ def verdict_on(
         hashes=deployment.state_hashes(),
         truths=reference.truths(model, states, requests),
         poison=poison,
+        forced_end=text.forced_end,
+        text=text,
     )
     verdict = judged(evidence)
     versions = sorted(states)

@@ -17,7 +17,13 @@ from unittest import mock
 
 from benchmarks.migration.cluster import Cluster, cluster, engines
 from benchmarks.migration.comparison import Pair, summary
-from benchmarks.migration.model import BOS_ID, VOCABULARY, publish_model, write_model
+from benchmarks.migration.model import (
+    BOS_ID,
+    FIRST_ID,
+    VOCABULARY,
+    publish_model,
+    write_model,
+)
 from benchmarks.migration.surface import MAX_TOKENS, SURFACE, Setting
 from scheduler.gateway.engine_fleet import Member
 from scheduler.gateway.policy.trajectories import Turn
@@ -60,7 +66,7 @@ async def _pairs(both: Cluster, *, turns: int, random: Random, name: str = "pair
     for number in range(turns):
         prompt = [
             BOS_ID,
-            *(random.randrange(3, VOCABULARY) for _ in range(random.randrange(4, 24))),
+            *(random.randrange(FIRST_ID, VOCABULARY) for _ in range(random.randrange(4, 24))),
         ]
         plain = await both.turn(f"{name}-plain-{number}", prompt, _greedy({}), moves=[])
         pieces = [await both.text([token]) for token in plain.token_ids]
@@ -79,7 +85,7 @@ async def _seeded(both: Cluster, *, turns: int, random: Random) -> dict[str, int
     """
     found = {"turns": 0, "equal_to_each_other": 0, "equal_up_to_the_move": 0, "equal_to_unmoved": 0}
     for number in range(turns):
-        prompt = [BOS_ID, *(random.randrange(3, VOCABULARY) for _ in range(12))]
+        prompt = [BOS_ID, *(random.randrange(FIRST_ID, VOCABULARY) for _ in range(12))]
         sampling = _greedy({"temperature": 1.0, "seed": random.randrange(1 << 31)})
         at = [random.randrange(2, MAX_TOKENS - 8)]
         still = await both.turn(f"seeded-{number}", prompt, sampling, moves=[])
@@ -108,6 +114,7 @@ async def _pair(
     random: Random,
 ) -> Pair:
     sampling = _greedy(setting.sampling(pieces, plain, random))
+    prompt = [*prompt, *setting.ends_prompt]
     name = f"{setting.name}-{number}".replace(" ", "_").replace(",", "")
     still = await both.turn(f"{name}-still", prompt, sampling, moves=[])
     last = len(still.token_ids) - 1

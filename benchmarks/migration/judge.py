@@ -8,13 +8,17 @@ duplicated         turns with tokens that no engine made at their place (a token
 wrong_span         spans that do not cover the tokens once and in order, that name another engine
                    than the one whose stream had the tokens, whose engine's workers reported other
                    weights than the store's hash of the version, or with a token that the version's
-                   weights do not give: greedy, one that is not the best by more than TIE_NATS;
-                   sampled, one whose reported log-probability is off by more than LOGPROB_NATS
+                   weights do not give: greedy, one that is not the best by more than TIE_NATS
+                   after penalties, `min_tokens` and `logit_bias` over the whole output; any, one
+                   whose reported log-probability is off by more than LOGPROB_NATS. Engines report
+                   `raw_logprobs`: before those settings, but over the tokens that a grammar
+                   allows, so that under a grammar only one that is too low is wrong
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
                    ended, and that the next attempt did not go on from
 truncated_by_place turns that end as `length` below their limit, as `stop` without a stop token, or
                    as `abort` with tokens: where a turn ran decided how long it is
-overrun            turns that go on behind an EOS or stop token, or beyond their limit
+overrun            turns that go on behind an EOS, stop token or stop string, or beyond their limit
+broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py)
 lost_to_others     turns among the lost and truncated that were on an engine while a poison request
                    failed it, or that were blamed for it (422)
 
@@ -29,6 +33,7 @@ from typing import Any
 
 from benchmarks.migration.records import AttemptRecord, HeldRecord, Reply, RequestRecord
 from benchmarks.migration.rollout_plan import ENDS
+from benchmarks.migration.settings_judge import Text, broken_setting, stopped_at
 
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
@@ -44,8 +49,9 @@ class TokenTruth:
     """One token in its context, as the weights of a version rate it."""
 
     logprob: float
-    gap_nats: float
-    """Between the best candidate and this token; 0 for the best."""
+    gap_nats: float | None
+    """Between the best candidate and this token, after penalties; 0 for the best, None where
+    something else decides."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +66,9 @@ class Evidence:
     poison: frozenset[str] = frozenset()
     """Trajectories."""
     ends: frozenset[int] = ENDS
+    forced_end: Sequence[int] = ()
+    """Tokens that end thinking at its budget."""
+    text: Text = str
 
 
 @dataclass(slots=True)
@@ -76,9 +85,14 @@ class Verdict:
     resampled_tokens: int = 0
     truncated_by_place: int = 0
     overrun: int = 0
+    broken_setting: int = 0
     lost_to_others: int = 0
     judged_tokens: int = 0
     """Compared with the weights."""
+    judged_choices: int = 0
+    """Of greedy turns, compared with the best candidate."""
+    settings: dict[str, int] = field(default_factory=dict)
+    """Turns that moved, by the sampling setting that they had."""
     ties: int = 0
     worst_logprob_nats: float = 0.0
     in_flight_tokens: int = 0
@@ -103,7 +117,10 @@ def judged(evidence: Evidence) -> Verdict:
     for attempt in sorted(evidence.attempts, key=lambda one: (one.began_s, one.number)):
         attempts[attempt.request_id].append(attempt)
     verdict.attempt_ends = dict(
-        Counter(f"{one.end} {one.status}" for one in evidence.attempts).most_common()
+        Counter(
+            f"{one.end} {one.status}" + " aborted" * (one.finish_reason == "abort")
+            for one in evidence.attempts
+        ).most_common()
     )
     turns: dict[str, list[RequestRecord]] = defaultdict(list)
     for request in evidence.requests:
@@ -156,6 +173,10 @@ class _TurnJudge:
         went_on = [one for one in self.attempts if self._offset(one) > 0]
         self.verdict.moves += len(went_on)
         self.verdict.moved_turns += bool(went_on)
+        if went_on:
+            settings = self.verdict.settings
+            for name in _settings(last.body["sampling_params"]):
+                settings[name] = settings.get(name, 0) + 1
         if self._lost(last, reply) or self._truncated(last, reply):
             self._to_others(last)
         if self._twice(reply):
@@ -188,12 +209,23 @@ class _TurnJudge:
         if not sampling.get("ignore_eos"):
             ends |= self.evidence.ends
         ids = reply.token_ids
-        if any(token in ends for token in ids[:-1]) or len(ids) > last.max_tokens:
-            self._note("overrun", f"{len(ids)} tokens of {last.max_tokens}")
+        stopped = stopped_at(sampling, ids, self.evidence.text)
+        behind = stopped is not None and stopped < len(ids)
+        if behind or any(token in ends for token in ids[:-1]) or len(ids) > last.max_tokens:
+            self._note("overrun", f"{len(ids)} tokens of {last.max_tokens}, stopped at {stopped}")
         early = {
             "length": len(ids) < last.max_tokens,
-            "stop": not ids or ids[-1] not in ends,
+            "stop": not ids or (ids[-1] not in ends and stopped is None),
         }.get(reason, True)
+        broken = broken_setting(
+            sampling,
+            ids,
+            ends=frozenset(ends),
+            forced_end=self.evidence.forced_end,
+            text=self.evidence.text,
+        )
+        if broken:
+            self._note("broken_setting", broken)
         if early:
             self._note("truncated_by_place", f"{reason} after {len(ids)} tokens: {reply.fault}")
         return early
@@ -291,21 +323,29 @@ class _TurnJudge:
         truths = self.evidence.truths.get(self.name)
         if truths is None:
             return
-        greedy = last.body["sampling_params"].get("temperature", 1.0) == 0
+        sampling = last.body["sampling_params"]
+        greedy = sampling.get("temperature", 1.0) == 0
+        masked = sampling.get("structured_outputs") is not None
         wrong = set()
         for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=False)):
-            off = abs(truth.logprob - logprob)
+            off = max(0.0, truth.logprob - logprob) if masked else abs(truth.logprob - logprob)
+            gap_nats = truth.gap_nats if greedy else None
             self.verdict.judged_tokens += 1
-            # Greedy engines report the distribution before the choice.
-            bad = off > LOGPROB_NATS or (greedy and truth.gap_nats > TIE_NATS)
+            self.verdict.judged_choices += gap_nats is not None
+            bad = off > LOGPROB_NATS or (gap_nats or 0.0) > TIE_NATS
             if bad:
                 wrong.add(
                     next((s["start"] for s in reply.spans if s["start"] <= at < s["end"]), -1)
                 )
             else:
                 self.verdict.worst_logprob_nats = max(self.verdict.worst_logprob_nats, off)
-                self.verdict.ties += greedy and truth.gap_nats > 0
+                self.verdict.ties += (gap_nats or 0.0) > 0
         if wrong:
             self._note(
                 "wrong_span", f"tokens of other weights, spans from {sorted(wrong)}", len(wrong)
             )
+
+
+def _settings(sampling: Mapping[str, Any]) -> list[str]:
+    usual = {"max_tokens", "temperature", "seed", "stop_token_ids", "logprobs"}
+    return sorted(set(sampling) - usual) or ["plain"]

@@ -11,7 +11,12 @@ from pathlib import Path
 from weightsync.publisher import Publisher
 
 VOCABULARY = 512
-BOS_ID, EOS_ID, PAD_ID = 1, 2, 0
+BOS_ID, EOS_ID, PAD_ID, THINK_ID, END_THINK_ID = 1, 2, 0, 3, 4
+FIRST_ID = 5
+"""First token that has text."""
+REASONING = {"reasoning_start_str": "<think>", "reasoning_end_str": "Enough.</think>"}
+"""vLLM's `--reasoning-config`: a budget forces an end of several tokens."""
+ENGINE_ARGUMENTS = ("--dtype", "float32", "--reasoning-config", json.dumps(REASONING))
 _TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 )
@@ -56,7 +61,7 @@ def _write_tokenizer(directory: Path, texts: Iterable[str]) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "<bos>", "<eos>"],
+        special_tokens=["<pad>", "<bos>", "<eos>", "<think>", "</think>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

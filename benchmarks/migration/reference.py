@@ -1,17 +1,19 @@
 """The model's own word on each token, by transformers: no engine, no gateway, no cache.
 
 One pass over prompt and output with the weights of a version gives the log-probability of each
-token and its gap to the best candidate.
+token and, after penalties, `min_tokens` and `logit_bias`, its gap to the best candidate.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.migration.judge import TokenTruth
+from benchmarks.migration.model import EOS_ID, REASONING
 from benchmarks.migration.records import Reply, RequestRecord
+from benchmarks.migration.settings_judge import chosen_places
 
 _BATCH = 32
 
@@ -25,6 +27,7 @@ class Claim:
     token_ids: list[int]
     versions: list[int]
     """The version of each token."""
+    sampling: Mapping[str, Any]
 
     @classmethod
     def of(cls, record: RequestRecord) -> "Claim | None":
@@ -34,19 +37,22 @@ class Claim:
         ]
         if not reply.token_ids or len(versions) != len(reply.token_ids):
             return None
-        return cls(record.request_id, record.body["token_ids"], reply.token_ids, versions)
+        sampling = record.body["sampling_params"]
+        prompt = record.body["token_ids"]
+        return cls(record.request_id, prompt, reply.token_ids, versions, sampling)
 
 
 def truths(
     model: Path, weights: Mapping[int, Mapping[str, Any]], records: Iterable[RequestRecord]
 ) -> dict[str, list[TokenTruth]]:
     """The truths of each answered turn; turns of versions that `weights` lacks are left out."""
+    forced_end = ModelText(model).forced_end
     claims = {claim.request_id: claim for record in records if (claim := Claim.of(record))}
     found: dict[str, dict[int, TokenTruth]] = defaultdict(dict)
     for version, state in sorted(weights.items()):
         own = [claim for claim in claims.values() if version in claim.versions]
         own.sort(key=lambda claim: len(claim.prompt) + len(claim.token_ids))
-        for claim, each in _passes(model, state, own):
+        for claim, each in _passes(model, state, own, forced_end):
             for at, truth in enumerate(each):
                 if claim.versions[at] == version:
                     found[claim.request_id][at] = truth
@@ -58,7 +64,7 @@ def truths(
 
 
 def _passes(
-    model: Path, state: Mapping[str, Any], claims: list[Claim]
+    model: Path, state: Mapping[str, Any], claims: list[Claim], forced_end: Sequence[int]
 ) -> Iterable[tuple[Claim, list[TokenTruth]]]:
     import torch
     from transformers import AutoModelForCausalLM
@@ -74,11 +80,52 @@ def _passes(
         # Padded behind the text, where no token that is looked at attends to it.
         ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
         with torch.inference_mode():
-            scores = torch.log_softmax(reference(input_ids=ids).logits, dim=-1)
+            scores = reference(input_ids=ids).logits
         for row, claim in enumerate(batch):
             start = len(claim.prompt) - 1
-            own = scores[row, start : start + len(claim.token_ids)]
-            chosen = own.gather(1, torch.tensor(claim.token_ids)[:, None])[:, 0]
-            gaps = own.max(dim=-1).values - chosen
-            pairs = zip(chosen.tolist(), gaps.tolist(), strict=True)
-            yield claim, [TokenTruth(logprob, gap) for logprob, gap in pairs]
+            logits = scores[row, start : start + len(claim.token_ids)]
+            column = torch.tensor(claim.token_ids)[:, None]
+            logprobs = torch.log_softmax(logits, dim=-1).gather(1, column)[:, 0].tolist()
+            processed = _processed(logits, claim)
+            gaps = (processed.max(dim=-1).values - processed.gather(1, column)[:, 0]).tolist()
+            decided = chosen_places(claim.sampling, claim.token_ids, forced_end)
+            yield (
+                claim,
+                [
+                    TokenTruth(logprob, gap if at in decided else None)
+                    for at, (logprob, gap) in enumerate(zip(logprobs, gaps, strict=True))
+                ],
+            )
+
+
+def _processed(logits: Any, claim: Claim) -> Any:
+    """What a greedy engine takes the best of, in vLLM's order; a row for each token of output."""
+    import torch
+
+    sampling, inf = claim.sampling, float("inf")
+    logits = logits.clone()
+    logits[: sampling.get("min_tokens", 0), [EOS_ID, *sampling.get("stop_token_ids", ())]] = -inf
+    for token, bias in (sampling.get("logit_bias") or {}).items():
+        logits[:, int(token)] += bias
+    made = torch.nn.functional.one_hot(torch.tensor(claim.token_ids), logits.shape[1])
+    counts = made.cumsum(0) - made
+    seen = counts > 0
+    seen[:, claim.prompt] = True
+    ratio = sampling.get("repetition_penalty", 1.0)
+    logits = torch.where(seen, torch.where(logits > 0, logits / ratio, logits * ratio), logits)
+    logits = logits - sampling.get("frequency_penalty", 0.0) * counts
+    return logits - sampling.get("presence_penalty", 0.0) * (counts > 0)
+
+
+class ModelText:
+    """Text of tokens, as the model's tokenizer has it."""
+
+    def __init__(self, model: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        ended = self._tokenizer.encode(REASONING["reasoning_end_str"], add_special_tokens=False)
+        self.forced_end: list[int] = ended.ids
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -10,11 +10,15 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.migration.model import BOS_ID, EOS_ID, VOCABULARY
+from benchmarks.migration.model import BOS_ID, EOS_ID, FIRST_ID, THINK_ID, VOCABULARY
 
 POISON_KILLS, POISON_FAILS = 3, 4
-"""Second tokens of prompts that kill an engine, and that an engine answers with a failure."""
-_FIRST_ID = 5
+"""Second tokens of prompts that kill an engine, and that an engine answers with a failure. They
+have no text, and no other prompt has them there."""
+STOP_STRINGS = ["the", "ing", " o", "er", "at", "s.", "an", "tok", "re"]
+"""Short, so that many turns end at one, mostly over more than one token."""
+GRAMMARS = ["([a-z]{2,5}-){2,8}[0-9]", "([äöü€]{3,9}){2,4}[.]", '[{]"n": [0-9]{1,20}[}]']
+"""The second makes characters of several tokens."""
 
 
 class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +45,8 @@ class FaultKind(StrEnum):
     """SIGSTOP and, some seconds later, SIGCONT."""
     REVOKE = "revoke"
     """The agent's kill switch: the lease ends at once and its epoch is raised."""
+    EVICTED_KV = "evicted_kv"
+    """Production's KV fills up: the guest's budget is halved under its turns, three times."""
     STALE_EPOCH = "stale_epoch"
     """The next turns reach the guest with the epoch before, which it answers with 409."""
     SWITCH = "switch"
@@ -76,7 +82,7 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
         for _ in range(seldom if kind in (FaultKind.STALL, FaultKind.SWITCH) else often):
             engine = random.choice(dedicated) if kind is not FaultKind.SWITCH else ""
             faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=engine))
-    for kind in (FaultKind.REVOKE, FaultKind.STALE_EPOCH):
+    for kind in (FaultKind.REVOKE, FaultKind.STALE_EPOCH, FaultKind.EVICTED_KV):
         for _ in range(often if guest else 0):
             faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=guest))
     return sorted(faults, key=lambda fault: (fault.at_ended, fault.kind, fault.engine))
@@ -94,17 +100,20 @@ def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> 
         room = small if random.random() < 0.5 else large
         turns: list[PlannedTurn] = []
         while len(turns) < random.randint(1, 4):
-            new = [random.randrange(_FIRST_ID, VOCABULARY) for _ in range(random.randint(4, 24))]
+            new = [random.randrange(FIRST_ID, VOCABULARY) for _ in range(random.randint(4, 24))]
             if not turns:
                 new = [BOS_ID, *new, *_filler(random, room - small)]
             max_tokens = random.randint(16, 80)
+            sampling = _sampling(random, max_tokens) | _surface(random)
+            if "thinking_token_budget" in sampling:
+                new.append(THINK_ID)
             room -= len(new) + max_tokens
             if room < 0 and turns:
                 break
             turns.append(
                 PlannedTurn(
                     new_tokens=new,
-                    sampling=_sampling(random, max_tokens),
+                    sampling=sampling,
                     stream=random.random() < 0.5,
                     breaks_off_after_s=random.uniform(0.02, 0.5) if random.random() < 0.1 else None,
                 )
@@ -114,14 +123,14 @@ def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> 
 
 
 def _filler(random: Random, tokens: int) -> list[int]:
-    return [random.randrange(_FIRST_ID, VOCABULARY) for _ in range(max(0, tokens))]
+    return [random.randrange(FIRST_ID, VOCABULARY) for _ in range(max(0, tokens))]
 
 
 def _with_poison(plan: list[PlannedTrajectory], random: Random) -> list[PlannedTrajectory]:
     """One request that kills engines, which costs two restarts, and some that fail on each."""
     kinds = [POISON_KILLS, *[POISON_FAILS] * max(2, len(plan) // 50)]
     for number, kind in enumerate(kinds):
-        prompt = [BOS_ID, kind, *_filler(random, 8), _FIRST_ID + number]
+        prompt = [BOS_ID, kind, *_filler(random, 8), FIRST_ID + number]
         turn = PlannedTurn(new_tokens=prompt, sampling=_sampling(random, 16))
         poison = PlannedTrajectory(name=f"poison{number}", turns=[turn], poison=True)
         # A death of another cause within a minute excuses a suspect once: the killer is early.
@@ -131,13 +140,25 @@ def _with_poison(plan: list[PlannedTrajectory], random: Random) -> list[PlannedT
 
 
 def _sampling(random: Random, max_tokens: int) -> dict[str, Any]:
-    stops = sorted(random.sample(range(_FIRST_ID, VOCABULARY), 8))
+    stops = sorted(random.sample(range(FIRST_ID, VOCABULARY), 8))
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "stop_token_ids": stops, "logprobs": 1}
     how = random.random()
     if how < 0.6:
         return sampling | {"temperature": 0.0}
     seed = {"seed": random.randrange(1 << 31)} if how < 0.8 else {}
     return sampling | {"temperature": 1.0} | seed
+
+
+def _surface(random: Random) -> dict[str, Any]:
+    """Half of the turns are plain; a tenth each has one of these."""
+    settings: list[dict[str, Any]] = [
+        {"presence_penalty": 1.5, "frequency_penalty": 0.6, "repetition_penalty": 1.1},
+        {"stop": random.sample(STOP_STRINGS, 3)},
+        {"structured_outputs": {"regex": random.choice(GRAMMARS)}},
+        {"thinking_token_budget": random.randint(0, 12), "frequency_penalty": 0.6},
+        {"min_tokens": 12, "logit_bias": {str(EOS_ID): 6.0}},
+    ]
+    return random.choice(settings) if random.random() < 0.5 else {}
 
 
 def _place(random: Random, trajectories: int) -> int:
@@ -148,7 +169,7 @@ def _place(random: Random, trajectories: int) -> int:
 def bias_plan(seed: int, turns: int, *, blocks: int, arms: tuple[str, str]) -> list[Any]:
     """Short sampled turns in alternating blocks; both arms have the same prompts and settings."""
     random = Random(f"bias {seed}")
-    stops = sorted(random.sample(range(_FIRST_ID, VOCABULARY), 24))
+    stops = sorted(random.sample(range(FIRST_ID, VOCABULARY), 24))
     each = turns // (2 * blocks)
     plan: list[PlannedTrajectory] = []
     for block in range(blocks):

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from benchmarks.migration.model import THINK_ID
+
 MAX_TOKENS = 48
 
 Sampling = dict[str, Any]
@@ -15,6 +17,7 @@ class Setting:
     name: str
     sampling: Callable[[list[str], list[int], Random], Sampling]
     """From the text pieces and ids of the plain greedy turn, so that stops and bad words occur."""
+    ends_prompt: tuple[int, ...] = ()
 
 
 def _fixed(**sampling: Any) -> Callable[[list[str], list[int], Random], Sampling]:
@@ -34,6 +37,15 @@ def _stop_token(_pieces: list[str], ids: list[int], random: Random) -> Sampling:
 def _bad_words(pieces: list[str], _ids: list[int], random: Random) -> Sampling:
     at = random.randrange(4, MAX_TOKENS - 8)
     return {"bad_words": ["".join(pieces[at : at + 2]).strip() or "the"]}
+
+
+def _thinking(_pieces: list[str], _ids: list[int], random: Random) -> Sampling:
+    """Forces an end of several tokens after the budget."""
+    return {"thinking_token_budget": random.randrange(MAX_TOKENS // 2)}
+
+
+def _thinking_penalised(pieces: list[str], ids: list[int], random: Random) -> Sampling:
+    return _thinking(pieces, ids, random) | {"frequency_penalty": 0.8}
 
 
 _SCHEMA = {
@@ -68,5 +80,8 @@ SURFACE = (
             structured_outputs={"choice": ["alpha beta gamma delta", "alpha beta gamma epsilon"]}
         ),
     ),
+    Setting("characters of several tokens", _fixed(structured_outputs={"regex": "[äöü€]{40}"})),
+    Setting("thinking budget", _thinking, ends_prompt=(THINK_ID,)),
+    Setting("thinking budget, penalised", _thinking_penalised, ends_prompt=(THINK_ID,)),
     Setting("json, penalised", _fixed(structured_outputs={"json": _SCHEMA}, frequency_penalty=0.8)),
 )

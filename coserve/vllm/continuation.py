@@ -8,7 +8,7 @@ accept the argument. The stream carries what this engine adds.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
@@ -40,6 +40,7 @@ def _register() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.request import Request
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -48,6 +49,7 @@ def _register() -> None:
     Request.__init__ = _resumed(Request.__init__)
     StructuredOutputManager._create_grammar = _advanced(StructuredOutputManager._create_grammar)
     CachedRequestState.__post_init__ = _with_output(CachedRequestState.__post_init__)
+    replaying_output(ThinkingBudgetStateHolder)
     _registered = True
 
 
@@ -129,6 +131,50 @@ def _with_output(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             self.output_token_ids = list(emitted)
 
     return with_output
+
+
+def replaying_output(holder: Any) -> None:
+    """Thinking budgets in runner 1: output at a request's first step is counted as it was made.
+
+    The class counts what each step adds; its new state knows neither its place in a forced end of
+    several tokens nor sections that ended. Runner 2 derives its state from all tokens.
+    """
+    update = holder._update_think_state
+
+    def replayed(self: Any, state: dict[str, Any]) -> None:
+        if _REPLAYED not in state:
+            state[_REPLAYED] = True
+            output, drafted = state["output_tok_ids"], state["spec_token_ids"]
+            for length in _steps(self, state, output):
+                state |= {"output_tok_ids": output[:length], "spec_token_ids": []}
+                update(self, state)
+            state |= {"output_tok_ids": output, "spec_token_ids": drafted, "force_index": []}
+        update(self, state)
+
+    holder._update_think_state = replayed
+
+
+_REPLAYED = "rosemux_replayed"
+
+
+def _steps(holder: Any, state: dict[str, Any], output: Sequence[int]) -> Iterator[int]:
+    """Lengths of the output at which the state does more than count down, in order."""
+    marked = {
+        at + len(marker)
+        for marker in (holder.think_start_token_ids, holder.think_end_token_ids)
+        for at in range(len(output))
+        if marker and list(output[at : at + len(marker)]) == marker
+    }
+    length = 0
+    while length < len(output):
+        yield length
+        due = next((at for at in range(length + 1, len(output)) if at in marked), len(output))
+        if state["in_end"]:
+            due = length + 1
+        elif state["start_thinking"] >= 0:
+            spent = state["prev_output_length"] + state["check_count_down"]
+            due = min(due, max(length + 1, spent))
+        length = due
 
 
 def _advanced(create_grammar: Callable[..., Any]) -> Callable[..., Any]:

@@ -358,6 +358,28 @@ CONTINUATION: tuple[Symbol, ...] = (
         {"InputBatch.add_request": ("output_token_ids", "num_tokens_no_spec")},
     ),
     *overrides(
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder",
+        {"_update_think_state": ("state",)},
+    ),
+    *reads(
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder.think_start_token_ids",
+        "ThinkingBudgetStateHolder.think_end_token_ids",
+    ),
+    Symbol(
+        Use.READ,
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder._init_state_entry",
+        ("in_end", "check_count_down", "prev_output_length", "start_thinking"),
+    ),
+    Symbol(
+        Use.READ,
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder._update_think_state",
+        ("output_tok_ids", "spec_token_ids"),
+    ),
+    *overrides(
         "vllm.v1.structured_output",
         "StructuredOutputManager",
         {"_create_grammar": ("request",), "_get_reasoner": ("request",)},

@@ -1,7 +1,7 @@
 """The judge of benchmarks.migration.faults sees each fault of a tampered record, and only it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -22,7 +22,9 @@ COUNTERS = (
     "truncated_by_place",
     "overrun",
     "lost_to_others",
+    "broken_setting",
 )
+FORCED_END = [70, 71, 72]
 
 
 def body(name: str, **sampling: Any) -> dict[str, Any]:
@@ -60,6 +62,11 @@ def attempt(
         end="whole",
         ended_s=began_s + 5,
     )
+
+
+def letters(ids: Sequence[int]) -> str:
+    """Token 20 is `a`, 21 is `b` and on; special tokens have no text."""
+    return "".join(chr(ord("a") + one - 20) for one in ids if one >= 20)
 
 
 SPANS = [span(0, 3, "e0", 1), span(3, len(OUTPUT), "e1", 2)]
@@ -100,6 +107,8 @@ class Case:
             hashes={1: "h1", 2: "h2"},
             truths={"t0-0": self.truths},
             poison=self.poison,
+            forced_end=FORCED_END,
+            text=letters,
         )
         return judged(deepcopy(evidence))
 
@@ -220,6 +229,42 @@ def tokens_sampled_again(case: Case) -> None:
     case.attempts[0].passed = [(11.0, 5)]
 
 
+def sampling(case: Case, **settings: Any) -> None:
+    case.request.body["sampling_params"] |= settings
+
+
+def went_on_behind_a_stop_string_across_the_seam(case: Case) -> None:
+    sampling(case, stop=["cd"])
+
+
+def ended_before_its_least_tokens(case: Case) -> None:
+    sampling(case, min_tokens=len(OUTPUT), stop_token_ids=[OUTPUT[2]])
+
+
+def forced_end_begun_again(case: Case) -> None:
+    ids = [20, 21, 70, 70, 71, 72, 26, 27]
+    case.say(ids, SPANS)
+    case.attempts[0].token_ids = ids[:3]
+    case.attempts[1].context, case.attempts[1].token_ids = PROMPT + ids[:3], ids[3:]
+    sampling(case, thinking_token_budget=2)
+
+
+def grammar_begun_again(case: Case) -> None:
+    sampling(case, structured_outputs={"regex": "abc(abc|def)"})
+
+
+def grammar_cut_short(case: Case) -> None:
+    ids = [*OUTPUT[:7], 2]
+    case.say(ids, SPANS, "stop")
+    case.attempts[1].token_ids = ids[3:]
+    sampling(case, structured_outputs={"regex": "[a-z]{9}"})
+
+
+def logprob_below_the_grammars(case: Case) -> None:
+    sampling(case, structured_outputs={"regex": "[a-z]{9}"})
+    case.truths = [TokenTruth(LOGPROB + 0.1, None), *case.truths[1:]]
+
+
 def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
     return HeldRecord(
         engine=held.engine, identity=held.identity, version=held.version, state_hash=state_hash
@@ -252,6 +297,12 @@ def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
         (stop_without_a_stop_token, {"truncated_by_place": 1}),
         (went_on_behind_the_stop_token, {"overrun": 1}),
         (went_on_behind_eos, {"overrun": 1}),
+        (went_on_behind_a_stop_string_across_the_seam, {"overrun": 1}),
+        (ended_before_its_least_tokens, {"broken_setting": 1, "overrun": 1}),
+        (forced_end_begun_again, {"broken_setting": 1}),
+        (grammar_begun_again, {"broken_setting": 1}),
+        (grammar_cut_short, {"broken_setting": 1}),
+        (logprob_below_the_grammars, {"wrong_span": 1}),
     ],
 )
 def test_the_judge_convicts_a_tampered_record_of_just_that(
@@ -260,6 +311,36 @@ def test_the_judge_convicts_a_tampered_record_of_just_that(
     case = Case()
     tamper(case)
     assert case.counted() == counts
+
+
+def within_the_grammar(case: Case) -> None:
+    # Over the allowed tokens alone, a token is likelier than the weights have it.
+    sampling(case, structured_outputs={"regex": "[a-z]{9}"})
+    case.truths = [TokenTruth(LOGPROB - 2.0, None)] * len(OUTPUT)
+
+
+def stopped_by_a_string(case: Case) -> None:
+    sampling(case, stop=["gh", "zz"], max_tokens=40)
+    case.say(OUTPUT, SPANS, "stop")
+
+
+def forced_end_across_the_seam(case: Case) -> None:
+    ids = [20, 21, 70, 71, 72, 25, 26, 27]
+    case.say(ids, SPANS)
+    case.attempts[0].token_ids = ids[:3]
+    case.attempts[1].context, case.attempts[1].token_ids = PROMPT + ids[:3], ids[3:]
+    sampling(case, thinking_token_budget=2)
+
+
+@pytest.mark.parametrize(
+    "settle", [within_the_grammar, stopped_by_a_string, forced_end_across_the_seam]
+)
+def test_a_turn_that_kept_its_setting_across_a_move_is_acquitted(
+    settle: Callable[[Case], None],
+) -> None:
+    case = Case()
+    settle(case)
+    assert case.counted() == {}
 
 
 def test_the_judge_tells_tokens_in_flight_apart_from_resampled_ones() -> None:

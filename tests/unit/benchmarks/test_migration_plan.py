@@ -34,6 +34,10 @@ def test_all_turns_fit_the_larger_context_and_many_only_that(trajectories: int) 
         only_large += most > CONTEXTS[0]
     assert only_large >= trajectories / 4
     assert len({one.name for one in plan}) == len(plan)
+    settings = Counter(name for one in plan for turn in one.turns for name in turn.sampling)
+    if trajectories >= 1000:
+        surface = ("presence_penalty", "stop", "structured_outputs", "thinking_token_budget")
+        assert min(settings[name] for name in (*surface, "min_tokens")) > trajectories / 10
     poison = [one for one in plan if one.poison]
     assert len(plan) - len(poison) == trajectories
     prompts = {tuple(one.turns[0].new_tokens) for one in poison}

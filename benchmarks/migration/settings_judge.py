@@ -1,0 +1,71 @@
+"""Did a reply keep to its sampling settings, wherever its tokens were made? Pure.
+
+A count, grammar or budget that began anew at a move breaks a setting of the whole reply. Choices of
+greedy turns under penalties, `min_tokens` and `logit_bias` are judged by their weights (judge.py).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import regex
+
+from benchmarks.migration.model import EOS_ID, THINK_ID
+
+Text = Callable[[Sequence[int]], str]
+"""Of tokens, without special ones."""
+
+
+def broken_setting(
+    sampling: Mapping[str, Any],
+    ids: Sequence[int],
+    *,
+    ends: frozenset[int],
+    forced_end: Sequence[int],
+    text: Text,
+) -> str:
+    """How the reply breaks a setting, "" if it keeps all. `ends` are EOS and stop tokens."""
+    least = sampling.get("min_tokens", 0)
+    if any(token in ends for token in ids[: max(0, least - 1)]):
+        return f"an end before {least} tokens"
+    forced = forced_places(sampling, ids, forced_end)
+    if [ids[at] for at in forced] != list(forced_end[: len(forced)]):
+        return f"{[ids[at] for at in forced]} behind the thinking budget, not {forced_end}"
+    if (structured := sampling.get("structured_outputs")) is not None:
+        whole = ids[-1:] == [EOS_ID]
+        # A character whose last bytes are missing.
+        said = text(ids) if whole else text(ids).rstrip("\ufffd")
+        if regex.fullmatch(structured["regex"], said, partial=not whole) is None:
+            return f"{said!r} is not of the grammar {structured['regex']}"
+    return ""
+
+
+def forced_places(
+    sampling: Mapping[str, Any], ids: Sequence[int], forced_end: Sequence[int]
+) -> range:
+    """Where a thinking budget decides the tokens, if the prompt ends with the start of thinking."""
+    budget = sampling.get("thinking_token_budget")
+    if budget is None:
+        return range(0)
+    return range(min(budget, len(ids)), min(budget + len(forced_end), len(ids)))
+
+
+def chosen_places(
+    sampling: Mapping[str, Any], ids: Sequence[int], forced_end: Sequence[int]
+) -> frozenset[int]:
+    """Places whose token the weights and penalties alone decide: not under a grammar, in a forced
+    end of thinking or behind a second start of it."""
+    if sampling.get("structured_outputs") is not None:
+        return frozenset()
+    places = range(len(ids))
+    forced = forced_places(sampling, ids, forced_end)
+    if sampling.get("thinking_token_budget") is not None:
+        again = (at + 1 for at in range(forced.stop, len(ids)) if ids[at] == THINK_ID)
+        places = range(next(again, len(ids)))
+    return frozenset(places) - frozenset(forced)
+
+
+def stopped_at(sampling: Mapping[str, Any], ids: Sequence[int], text: Text) -> int | None:
+    """Tokens at which the text first has a stop string; None where it has none."""
+    strings = sampling.get("stop") or ()
+    lengths = range(len(ids) + 1 if any(one in text(ids) for one in strings) else 0)
+    return next((n for n in lengths if any(one in text(ids[:n]) for one in strings)), None)
