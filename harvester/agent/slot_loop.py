@@ -204,7 +204,7 @@ class Slot:
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
             engine=self.guest_description.latest,
-            guards=self.policy.guards.readings(),
+            guards=self.policy.guard_readings(),
             lending=self._lending,
             budget=self.policy.budget_report(
                 self.config.service or self.config.model or self.name,

@@ -64,14 +64,29 @@ class Guards:
         ttft_misses = ttft.weight * sum(
             beside_step(x) for x in ttft.seen_s if x > settings.ttft_slo_s
         )
-        itl_misses = itl.weight * sum(beside_step(x) for x in itl.seen_s if x > settings.itl_slo_s)
-        late_first = self._ttft_misses.observe(samples=ttft.total, misses=ttft_misses, now=now)
-        late_next = self._itl_misses.observe(samples=itl.total, misses=itl_misses, now=now)
-        self.step_level.observe(breached=late_first or late_next, now=now)
+        late_s = [x for x in itl.seen_s if x > settings.itl_slo_s]
+        itl_misses = itl.weight * sum(map(beside_step, late_s))
         # Late tokens of one beat belong to at most as many requests as were decoding.
         late_requests = ttft_misses + min(itl_misses, float(max(1, decoding)))
         served = self._served(ttft, itl, misses=late_requests, now=now)
         memory.served += served
+        late_first = self._ttft_misses.observe(
+            samples=ttft.total,
+            misses=ttft_misses,
+            own_samples=served.withheld,
+            own_misses=served.withheld_misses,
+            now=now,
+        )
+        late_next = self._itl_misses.observe(
+            samples=itl.total,
+            misses=itl_misses,
+            own_samples=itl.total * served.withheld_beats,
+            own_misses=itl.weight * len(late_s) * served.withheld_beats,
+            now=now,
+        )
+        level = self.step_level.observe(breached=late_first or late_next, now=now)
+        for window in (self._ttft_misses, self._itl_misses):
+            window.state.breached &= level < 1.0
         return self.budget.observe(
             served,
             now=now,
@@ -88,7 +103,7 @@ class Guards:
 
     def readings(self) -> tuple[GuardReading, ...]:
         settings, budget, proof = self._settings, self.budget, self.proof
-        reduced, spent = self.step_level.ratio < 1.0, budget.stopped and settings.budget.enforced
+        spent, (charged, allowed) = budget.stopped and settings.budget.enforced, budget.charge
         missed = {"level_ttft": self._ttft_misses, "level_itl": self._itl_misses}
         return (
             *(
@@ -96,14 +111,14 @@ class Guards:
                     guard=name,
                     value=window.miss_ratio,
                     limit=settings.misses.limit_ratio,
-                    binds=reduced,
+                    binds=window.state.breached,
                 )
                 for name, window in missed.items()
             ),
             GuardReading(
                 guard="error_budget",
-                value=budget.spent,
-                limit=budget.spent if budget.limit is None else budget.limit,
+                value=charged,
+                limit=allowed,
                 binds=spent and budget.state.guard == "error_budget",
             ),
             *(
@@ -130,12 +145,12 @@ class Guards:
         counts: Counter[bool | None] = Counter()
         late: Counter[bool | None] = Counter()
         for latency_s in ttft.seen_s:
-            side = self.proof.withheld_at(now - latency_s, now=now)
+            side = self.proof.withheld_at(now - latency_s)
             counts[side] += 1
             late[side] += latency_s > settings.ttft_slo_s
         beat_side, late_beat = None, 0.0
         if itl.seen_s:
-            beat_side = self.proof.withheld_at(now - max(itl.seen_s), now=now)
+            beat_side = self.proof.withheld_at(now - max(itl.seen_s))
             late_beat = float(max(itl.seen_s) > settings.itl_slo_s)
         return Served(
             requests=ttft.total,
