@@ -114,9 +114,8 @@ class MissWindow:
     def _excess(self) -> float:
         state = self.state
         per = state.samples / (state.own_samples + _OWN_PRIOR_SAMPLES)
-        return (
-            state.misses - state.own_misses * per - _BELIEVABLE * (state.own_squares * per) ** 0.5
-        )
+        believable = _BELIEVABLE * math.sqrt(state.own_squares * per)
+        return state.misses - state.own_misses * per - believable
 
 
 def _elapsed(since_s: float | None, now: float) -> float:
