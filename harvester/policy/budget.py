@@ -144,7 +144,7 @@ class BudgetState(msgspec.Struct, kw_only=True):
     limit: float | None = None
     """Charged misses that the allotment of the lease in force allows; None without a lease."""
     unknown_at_s: float | None = None
-    """When what was spent before was lost: `minimum_misses` count as spent for a whole window."""
+    """Time at which the history was lost: `minimum_misses` count as spent for a whole window."""
 
 
 class ErrorBudget:
@@ -273,7 +273,7 @@ class ErrorBudget:
         return state.limit != before
 
     def lose_history(self, *, now: float) -> None:
-        """What was spent before is not known: stop until as much is earned as needs no proof."""
+        """Count `minimum_misses` as spent, and stop until traffic has earned as many."""
         self.state.unknown_at_s, self.state.judged_minute = now, -1
 
     def _judge(self, now: float) -> None:

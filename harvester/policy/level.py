@@ -60,12 +60,12 @@ class MissState(msgspec.Struct, kw_only=True):
     misses: float = 0.0
     at_s: float | None = None
     own_samples: float = 0.0
-    """In withheld slices, in the last hours; production misses by itself there."""
+    """Samples of withheld slices in the last hours, where production misses by itself."""
     own_misses: float = 0.0
     own_squares: float = 0.0
     """Squares of the misses that came in one beat: many at once spread more."""
     breached: bool = False
-    """Since the level was last whole."""
+    """Whether there was a breach since the level was last whole."""
 
 
 class MissWindow:

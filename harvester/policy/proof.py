@@ -109,7 +109,7 @@ class Slice(msgspec.Struct, kw_only=True):
 
     @property
     def outline(self) -> tuple[float, float, bool | None]:
-        """From when to when, in s, arrivals count to this slice, and whether it was withheld."""
+        """Begin and end, in s, of arrivals that count to this slice; whether it was withheld."""
         edge_s = _EDGE_RATIO * self.length_s
         side = self.withheld if self.eligible else None
         return self.begin_s + edge_s, self.end_s - edge_s, side
@@ -187,8 +187,8 @@ class ProofState(msgspec.Struct, kw_only=True):
     slices: list[Slice] = []
     """The running one, the last, and those before it whose requests may still be on their way."""
     ended: list[tuple[float, float, bool | None]] = []
-    """Of the slices before those: from when to when, in s, arrivals counted to them, and whether
-    they were withheld; None where they count to neither kind."""
+    """Begin and end, in s, of arrivals that count to the slices before those, and whether each
+    slice was withheld; None where it counts to neither kind."""
     ttft: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     itl: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     judged_s: float = 0.0
