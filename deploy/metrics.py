@@ -284,8 +284,10 @@ _AGENT = (
         "guard_value",
         Kind.GAUGE,
         "slot guard",
-        "What a guard measures: share of misses (level_ttft, level_itl), misses charged "
-        "(error_budget), burn rate (burn_1h, burn_6h), evidence of harm (proof).",
+        "What a guard measures: share of the last minute in which the guest had work and the law "
+        "alone held its steps (slack_law), share of misses beyond production's own (level_ttft, "
+        "level_itl), misses charged (error_budget), burn rate (burn_1h, burn_6h), evidence of harm "
+        "(proof).",
     ),
     _agent(
         "guard_limit",

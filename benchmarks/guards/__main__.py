@@ -37,14 +37,25 @@ def _summary(runs: Sequence[dict[str, Any]], *, harmful: bool) -> dict[str, Any]
         "withheld_share": statistics.mean(one["withheld_share"] for one in runs),
     }
     if not harmful:
-        return found | {"days": sum(one["days"] for one in runs)}
+        days = sum(one["days"] for one in runs)
+        return found | {
+            "days": days,
+            "halvings_a_day": sum(one["halvings"] for one in runs) / days,
+            "tokens_lost_share": statistics.mean(one["tokens_lost_share"] for one in runs),
+        }
     # A run that found nothing counts as longer than any.
     after = sorted(
         one["after_min"] if one["stopped_by"] else math.inf for one in runs if one not in false
     )
     for share in (0.5, 0.9):
         found[f"found_after_min_p{share * 100:.0f}"] = after[int(share * len(after))]
-    return found | {"found_after_min_longest": after[-1]}
+    halved = sorted(
+        math.inf if one["halved_after_s"] is None else one["halved_after_s"] for one in runs
+    )
+    return found | {
+        "found_after_min_longest": after[-1],
+        "level_halved_after_s_p50": halved[len(halved) // 2],
+    }
 
 
 def main() -> None:

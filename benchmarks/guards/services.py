@@ -67,8 +67,10 @@ def _harm(
     slo_s: float = 1.0,
     itl: Latency = _ITL,
     stalls: Stalls | None = None,
+    load_sigma: float = 0.0,
 ) -> Service:
     return Service(
+        load_sigma=load_sigma,
         alone=alone,
         beside=beside,
         itl_alone=_ITL,
@@ -96,13 +98,32 @@ def _harmless(
     )
 
 
-_SLOW, _SLOWER = lognormal(1.2, 0.1), lognormal(2.2, 0.1)
+def _rises(*, after_h: float) -> dict[str, Service]:
+    """TTFT of a median of 1.2 s becomes 2.2 s, for spreads of latencies and swings of load."""
+    begins = f" after {after_h:.0f} h" if after_h else ""
+    return {
+        f"TTFT 1.2 s becomes 2.2 s{begins}, sigma {sigma}, load {load}": _harm(
+            lognormal(1.2, sigma),
+            lognormal(2.2, sigma),
+            slo_s=2.5,
+            after_h=after_h,
+            load_sigma=load,
+        )
+        for load in (0.0, 0.5)
+        for sigma in (0.1, 0.5, 1.0)
+    }
+
+
+def _own_misses(share: float, *, more_s: float = 1.5) -> Service:
+    return _harmless(longer(lognormal(0.2, 0.3), share=share, more_s=more_s))
+
+
 _LONG_TAIL = longer(_FAST, share=0.01, more_s=1.0)
 
 SERVICES: dict[str, Service] = {
-    "TTFT 1.2 s becomes 2.2 s": _harm(_SLOW, _SLOWER, slo_s=2.5),
+    **_rises(after_h=0.0),
+    **_rises(after_h=2.0),
     "P99 of TTFT doubled, median as before": _harm(_FAST, _LONG_TAIL),
-    "TTFT 1.2 s becomes 2.2 s after 2 h": _harm(_SLOW, _SLOWER, slo_s=2.5, after_h=2.0),
     "P99 of TTFT doubled after 2 h": _harm(_FAST, _LONG_TAIL, after_h=2.0),
     "ITL 20 ms becomes 37 ms": _harm(_FAST, _FAST, itl=lognormal(0.037, 0.2)),
     "one answer of a hundred 5 s late": _harm(_FAST, longer(_FAST, share=0.01, more_s=5.0)),
@@ -111,9 +132,11 @@ SERVICES: dict[str, Service] = {
     ),
     "steady": _harmless(_FAST),
     "load swings": _harmless(_FAST, sigma=0.5),
-    "own misses 0.05 %": _harmless(longer(lognormal(0.2, 0.3), share=0.0005, more_s=1.5)),
-    "own misses 0.2 %": _harmless(longer(lognormal(0.2, 0.3), share=0.002, more_s=1.5)),
-    "own misses 0.8 %": _harmless(longer(lognormal(0.2, 0.3), share=0.008, more_s=1.5)),
+    "own misses 0.05 %": _own_misses(0.0005),
+    "own misses 0.2 %": _own_misses(0.002),
+    "own misses 0.8 %": _own_misses(0.008),
+    "own misses 3 %": _own_misses(0.03),
+    "own misses of 12 s, 0.5 %": _own_misses(0.005, more_s=12.0),
     "own stalls of 3 s, each 10 min": _harmless(_FAST, stalls=Stalls(every_s=600.0, length_s=3.0)),
     "8 % longer beside the guest": _harmless(_FAST, ratio=1.08),
 }

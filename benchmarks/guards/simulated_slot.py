@@ -38,13 +38,15 @@ class _Stalling:
 
 
 def run(service: Service, seed: int) -> dict[str, Any]:
-    """The guard that stopped harvesting first, and when: minutes from where harm begins."""
+    """The guard that stopped harvesting first, and when: minutes from where harm begins; how often
+    the level guard acted until then, and what that cost."""
     rng = random.Random(seed)
     settings = SlotSettings(ttft_slo_s=service.ttft_slo_s, proof=ProofSettings(seed=seed))
     guards = Guards(settings, GuardMemory())
     own, guest = _Stalling(service.own_stalls), _Stalling(service.guest_stalls)
     coming: list[tuple[float, float]] = []
     now, load, withheld_s, stepped_at_s = _BEGIN_S, 1.0, 0.0, -math.inf
+    level, halvings, lost_s, halved_at_s = 1.0, 0, 0.0, math.inf
     harm_at_s = _BEGIN_S + service.harm_begins_h * _HOUR_S
     stopped_by = ""
     while now < _BEGIN_S + service.days * 24 * _HOUR_S and not stopped_by:
@@ -76,6 +78,12 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         )
         beside_step = partial(le, now - stepped_at_s)
         overspent = guards.account(production, beside_step=beside_step, now=now)
+        before, level = level, guards.step_level.ratio
+        lost_s += _BEAT_S * (1.0 - level) * (not withheld)
+        if level < before:
+            halvings += 1
+            if now >= harm_at_s:
+                halved_at_s = min(halved_at_s, now)
         guards.prove(production, eligible=True, now=now)
         if guards.proof.harmful:
             stopped_by = "proof"
@@ -86,4 +94,7 @@ def run(service: Service, seed: int) -> dict[str, Any]:
         "after_min": round((now - harm_at_s) / 60.0, 1),
         "days": (now - _BEGIN_S) / 86_400.0,
         "withheld_share": round(withheld_s / (now - _BEGIN_S), 4),
+        "halvings": halvings,
+        "halved_after_s": round(halved_at_s - harm_at_s, 1) if halved_at_s < math.inf else None,
+        "tokens_lost_share": round(lost_s / max(_BEAT_S, now - _BEGIN_S - withheld_s), 5),
     }

@@ -142,7 +142,7 @@ class SlotExposition:
             limit = spent
         ratio = spent / limit if limit > 0 else math.inf if spent else 0.0
         self._set("error_budget_spent_ratio", ratio)
-        for guard in policy.guards.readings():
+        for guard in policy.guard_readings():
             self._set("guard_value", guard.value, guard.guard)
             self._set("guard_limit", guard.limit, guard.guard)
             self._set("guard_binds", guard.binds, guard.guard)

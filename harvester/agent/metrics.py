@@ -70,7 +70,7 @@ _GAUGES = {
     "error_budget_spent_ratio": ("slot", "Harvesting's misses / its allowance or allotment."),
     "guard_value": (
         "slot guard",
-        "What each guard measures; above its limit harvesting gives way.",
+        "Shares (slack_law, level_*), misses (error_budget), pace (burn_*), odds of harm (proof).",
     ),
     "guard_limit": ("slot guard", "Its limit."),
     "guard_binds": ("slot guard", "1 while it reduces or stops harvesting."),

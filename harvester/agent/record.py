@@ -59,19 +59,18 @@ class SlotRecord:
         return self._journal_fault or self._state_fault
 
     def resume(self, policy: SlotPolicy, *, now: float) -> None:
-        """Restore an earlier agent's state; an unknown one quarantines, or spends the budget."""
+        """Restore an earlier agent's state; an unknown one quarantines and spends the budget."""
         try:
             left = self._state.load(now=now)
+            if left is not None:
+                policy.resume(left)
+            elif self._path.exists() and self._path.stat().st_size:
+                raise Corrupt("a journal and no state")
         except Corrupt as error:
             _log.error("slot %s: history not known: %s", self._slot, error)
             self._state.put_aside()
             policy.quarantine(f"history not known: {error}")
-            return
-        if left is not None:
-            policy.resume(left)
-        elif self._path.exists():
-            _log.warning("slot %s: a journal and no state: its budget counts as spent", self._slot)
-            policy.guards.budget.stop("history not known: a journal and no state", now=now)
+            policy.guards.budget.lose_history(now=now)
 
     def begin(self) -> None:
         """Write the first line. Raises OSError for faults that do not pass by themselves."""

@@ -208,7 +208,7 @@ class Slot:
             tenant=lease.tenant if lease is not None else "",
             job=lease.job if lease is not None else "",
             engine=self.guest_description.latest,
-            guards=tuple(guard for guard in self.policy.guards.readings() if guard.finite),
+            guards=tuple(guard for guard in self.policy.guard_readings() if guard.finite),
             lending=self._lending,
             headroom_ratio=headroom,
             headroom_age_s=headroom_age_s,

@@ -194,7 +194,7 @@ def _offer_table(offers: SlotOffers) -> Table:
 
 
 def _guard_table(offers: SlotOffers) -> Table:
-    """Every guard's value beside its limit; the slack law, in each guest step, is in the pages."""
+    """Every guard's value beside its limit."""
     table = Table("slot", "guard", "value", "limit", "", title="Guards", title_justify="left")
     for offer in offers.slots:
         for guard in offer.guards:

@@ -9,6 +9,7 @@ of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 ove
 over 6 h and 30 m).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,8 +91,9 @@ class Ring(msgspec.Struct, kw_only=True):
     def add(self, served: Served, *, now: float) -> None:
         self.advance(now)
         place = self.head % len(self.requests)
-        for name, counts in zip(COUNTS, self._counts, strict=True):
-            counts[place] += getattr(served, name)
+        for name in COUNTS:
+            if count := getattr(served, name):
+                getattr(self, name)[place] += count
 
     def advance(self, now: float) -> None:
         period = int(now // self.period_s)
@@ -141,6 +143,8 @@ class BudgetState(msgspec.Struct, kw_only=True):
     """Taken last; None while no scheduler keeps the service's budget."""
     limit: float | None = None
     """Charged misses that the allotment of the lease in force allows; None without a lease."""
+    unknown_at_s: float | None = None
+    """Time at which the history was lost: `minimum_misses` count as spent for a whole window."""
 
 
 class ErrorBudget:
@@ -246,6 +250,8 @@ class ErrorBudget:
         state = self.state
         state.slice_s = slice_s
         self._month = None
+        if state.unknown_at_s is not None and now - state.unknown_at_s >= _HOURS * _HOUR_S:
+            state.unknown_at_s = None
         for ring in (state.minutes, state.hours):
             ring.add(served, now=now)
         # Without a new miss only the passing of time can change the verdict, minute by minute.
@@ -270,10 +276,9 @@ class ErrorBudget:
             state.limit = self.spent
         return state.limit != before
 
-    def stop(self, reason: str, *, now: float) -> None:
-        """Stop harvesting for the hold time, as after a breach."""
-        self.state.stopped_at_s, self.state.reason = now, reason
-        self.state.guard = "error_budget"
+    def lose_history(self, *, now: float) -> None:
+        """Count `minimum_misses` as spent, and stop until traffic has earned as many."""
+        self.state.unknown_at_s, self.state.judged_minute = now, -1
 
     def _judge(self, now: float) -> None:
         state = self.state
@@ -287,19 +292,30 @@ class ErrorBudget:
             state.stopped_at_s = None
             state.guard = state.reason = ""
 
+    @property
+    def charge(self) -> tuple[float, float]:
+        """Misses charged to harvesting, and those that stop it if they are more: of the service
+        that has overspent, else of the slot."""
+        state, least = self.state, float(self._settings.minimum_misses)
+        if self.limit is None:
+            return self.spent, self.spent
+        if state.allotment is not None:
+            service = state.allotment.spent, state.allotment.budget
+            return service if service[0] > service[1] else (self.spent, self.limit)
+        if state.unknown_at_s is not None:
+            return self.spent + least, self.limit
+        # Fewer than the least are no trend.
+        return self.spent, max(self.limit, math.nextafter(least, 0.0))
+
     def _overspent(self) -> str:
         """Why nothing more may be spent in 28 days; empty if something may."""
-        spent, limit, allotment = self.spent, self.limit, self.state.allotment
-        if limit is None:
+        (charged, allowed), state = self.charge, self.state
+        if charged <= allowed:
             return ""
-        if allotment is None:
-            least = self._settings.minimum_misses
-            over = spent >= least and spent > limit
-            return f"{spent:.0f} misses of {limit:.1f} allowed in 28 d" if over else ""
-        if allotment.spent > allotment.budget:
-            whole = f"{allotment.spent:.0f} misses of {allotment.budget:.1f}"
-            return f"the service has {whole} allowed in 28 d"
-        return f"{spent:.1f} misses of {limit:.1f} allotted in 28 d" if spent > limit else ""
+        if state.allotment is not None and charged == state.allotment.spent:
+            return f"{charged:.1f} misses of {allowed:.1f} allowed the service in 28 d"
+        unknown = "" if state.unknown_at_s is None else ", history not known"
+        return f"{charged:.1f} misses of {allowed:.1f} allowed in 28 d{unknown}"
 
     def _breach(self, strictness: float) -> tuple[str, str]:
         """The guard that is breached, and the reason; empty if none is."""

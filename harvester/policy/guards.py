@@ -65,13 +65,28 @@ class Guards:
             beside_step(x) for x in ttft.seen_s if x > settings.ttft_slo_s
         )
         itl_misses = late.weight * sum(map(beside_step, late.seen_s))
-        late_first = self._ttft_misses.observe(samples=ttft.total, misses=ttft_misses, now=now)
-        late_next = self._itl_misses.observe(samples=itl.total, misses=itl_misses, now=now)
-        self.step_level.observe(breached=late_first or late_next, now=now)
         misses = ttft_misses + min(itl_misses, production.decoded)
         served = self._served(production, misses=misses, now=now)
         memory.served += served
         memory.unanswered += production.unanswered
+        late_first = self._ttft_misses.observe(
+            samples=ttft.total,
+            misses=ttft_misses,
+            own_samples=served.withheld,
+            own_misses=served.withheld_misses,
+            now=now,
+        )
+        withheld = served.withheld_beats > 0
+        late_next = self._itl_misses.observe(
+            samples=itl.total,
+            misses=itl_misses,
+            own_samples=itl.total * withheld,
+            own_misses=late.total * withheld,
+            now=now,
+        )
+        level = self.step_level.observe(breached=late_first or late_next, now=now)
+        for window in (self._ttft_misses, self._itl_misses):
+            window.state.breached &= level < 1.0
         return self.budget.observe(
             served,
             now=now,
@@ -90,7 +105,7 @@ class Guards:
 
     def readings(self) -> tuple[GuardReading, ...]:
         settings, budget, proof = self._settings, self.budget, self.proof
-        reduced, spent = self.step_level.ratio < 1.0, budget.stopped and settings.budget.enforced
+        spent, (charged, allowed) = budget.stopped and settings.budget.enforced, budget.charge
         missed = {"level_ttft": self._ttft_misses, "level_itl": self._itl_misses}
         return (
             *(
@@ -98,14 +113,14 @@ class Guards:
                     guard=name,
                     value=window.miss_ratio,
                     limit=settings.misses.limit_ratio,
-                    binds=reduced,
+                    binds=window.state.breached,
                 )
                 for name, window in missed.items()
             ),
             GuardReading(
                 guard="error_budget",
-                value=budget.spent,
-                limit=budget.spent if budget.limit is None else budget.limit,
+                value=charged,
+                limit=allowed,
                 binds=spent and budget.state.guard == "error_budget",
             ),
             *(
@@ -133,13 +148,13 @@ class Guards:
         counts: Counter[bool | None] = Counter()
         late: Counter[bool | None] = Counter()
         for latency_s in ttft.seen_s:
-            arrived_in = self.proof.withheld_at(now - latency_s, now=now)
+            arrived_in = self.proof.withheld_at(now - latency_s)
             counts[arrived_in] += 1
             late[arrived_in] += latency_s > settings.ttft_slo_s
         side, decoded, late_decoded = None, 0.0, 0.0
         if itl.seen_s:
             worst_s = max(itl.seen_s + production.itl_late.seen_s)
-            side, decoded = self.proof.withheld_at(now - worst_s, now=now), production.decoded
+            side, decoded = self.proof.withheld_at(now - worst_s), production.decoded
             late_decoded = min(production.itl_late.total, decoded)
         return Served(
             requests=ttft.total,

@@ -13,6 +13,8 @@ from harvester.policy.sample import GuestReading, MpsReading
 from harvester.policy.settings import AUTO, SlotSettings
 
 _NO_ISOLATION = "none"
+_HELD_BY_LAW = "no_slack", "resting"
+_LAW_WINDOW_S = 60.0
 
 
 class GuestState(msgspec.Struct, kw_only=True):
@@ -30,6 +32,10 @@ class GuestState(msgspec.Struct, kw_only=True):
     """Times of losses under a lease."""
     stopped: bool = False
     """Whether its last page announced a stop on purpose."""
+    law_binds: bool = False
+    """Whether it had work, and the slack law alone kept it from a step, at the last beat."""
+    law_ratio: float = 0.0
+    """Share of the last minute's beats for which that held."""
 
 
 class GuestWatch:
@@ -39,6 +45,14 @@ class GuestWatch:
 
     def observe(self, guest: Guest | None, *, now: float) -> None:
         state = self.state
+        state.law_binds = (
+            guest is not None
+            and not guest.leaving
+            and guest.running + guest.waiting > 0
+            and guest.reason in _HELD_BY_LAW
+        )
+        gain = min(1.0, self._settings.beat_s / _LAW_WINDOW_S)
+        state.law_ratio += gain * (state.law_binds - state.law_ratio)
         if guest is None or (guest.leaving and state.stopped):
             # A stopping guest's last record stands still, possibly in the middle of a step.
             return

@@ -49,10 +49,23 @@ class Level:
         )
 
 
+_OWN_MEMORY_S = 6 * 3600.0
+_OWN_PRIOR_SAMPLES = 100.0
+_BELIEVABLE = 4.0
+"""Standard errors of production's own misses in a window."""
+
+
 class MissState(msgspec.Struct, kw_only=True):
     samples: float = 0.0
     misses: float = 0.0
     at_s: float | None = None
+    own_samples: float = 0.0
+    """Samples of withheld slices in the last hours, where production misses by itself."""
+    own_misses: float = 0.0
+    own_squares: float = 0.0
+    """Squares of the misses that came in one beat: many at once spread more."""
+    breached: bool = False
+    """Whether there was a breach since the level was last whole."""
 
 
 class MissWindow:
@@ -62,26 +75,47 @@ class MissWindow:
         self._settings = settings
         self.state = state or MissState()
 
-    def observe(self, *, samples: float, misses: float, now: float) -> bool:
-        """Fold new counts in; True is a breach, after which counting begins anew."""
-        state = self.state
-        fade = math.exp(-_elapsed(state.at_s, now) / self._settings.window_s)
+    def observe(
+        self,
+        *,
+        samples: float,
+        misses: float,
+        own_samples: float = 0.0,
+        own_misses: float = 0.0,
+        now: float,
+    ) -> bool:
+        """Fold new counts in, `own_...` from withheld slices; True is a breach, after which
+        counting begins anew."""
+        state, elapsed_s = self.state, _elapsed(self.state.at_s, now)
+        kept = math.exp(-elapsed_s / _OWN_MEMORY_S)
+        state.own_samples = state.own_samples * kept + own_samples
+        state.own_misses = state.own_misses * kept + own_misses
+        state.own_squares = state.own_squares * kept + own_misses**2
+        fade = math.exp(-elapsed_s / self._settings.window_s)
         state.samples = state.samples * fade + samples
         state.misses = state.misses * fade + misses
         state.at_s = now
         breached = (
             misses > 0
-            and state.misses >= self._settings.minimum_misses
-            and state.misses > self._settings.limit_ratio * state.samples
+            and self._excess >= self._settings.minimum_misses
+            and self._excess > self._settings.limit_ratio * state.samples
         )
         if breached:
             state.samples = state.misses = 0.0
+            state.breached = True
         return breached
 
     @property
     def miss_ratio(self) -> float:
-        """Share of recent samples that missed; 0 without samples."""
-        return self.state.misses / self.state.samples if self.state.samples else 0.0
+        """Share of recent samples that missed beyond production's own misses; 0 without samples."""
+        return max(0.0, self._excess) / self.state.samples if self.state.samples else 0.0
+
+    @property
+    def _excess(self) -> float:
+        state = self.state
+        per = state.samples / (state.own_samples + _OWN_PRIOR_SAMPLES)
+        believable = _BELIEVABLE * math.sqrt(state.own_squares * per)
+        return state.misses - state.own_misses * per - believable
 
 
 def _elapsed(since_s: float | None, now: float) -> float:

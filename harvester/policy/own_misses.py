@@ -12,6 +12,8 @@ from collections.abc import Sequence
 _MINUTE_S = 60.0
 _BELIEVABLE = 2.5
 """Standard errors."""
+_FEW = 6.0
+"""The spread of so many minutes may be twice what they show."""
 _LEAST_MINUTES = 3
 """Minutes with requests, without which their spread is unknown."""
 
@@ -35,7 +37,7 @@ def believable_rate(
     if sum(map(bool, counts)) < _LEAST_MINUTES or not sum(granted):
         return 1.0
     error = _sampling_error(counts, late, share=alone / sum(counts))
-    error *= math.sqrt(slice_s / _MINUTE_S)
+    error *= math.sqrt(slice_s / _MINUTE_S) * (1 + _FEW / sum(map(bool, counts)))
     return min(1.0, _upper(sum(withheld_late), alone) + _BELIEVABLE * error)
 
 

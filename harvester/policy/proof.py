@@ -27,6 +27,8 @@ _P99_TIMES = 10.0
 _SLICE_MOST_S = 120.0
 _ANSWER_LEAST_S, _ANSWER_SLOS = 10.0, 4.0
 """Times in s and in SLOs of TTFT that a slice's requests are waited for: they may be very late."""
+_ENDED_KEPT = 300
+"""Ended slices that are remembered: ten minutes, and more where slices are longer than 2 s."""
 _EDGE_RATIO = 0.1
 """Part at a slice's beginning and at its end whose arrivals count to no slice."""
 _RECENT = 1024
@@ -105,10 +107,17 @@ class Slice(msgspec.Struct, kw_only=True):
     def end_s(self) -> float:
         return self.begin_s + self.length_s
 
+    @property
+    def outline(self) -> tuple[float, float, bool | None]:
+        """Begin and end, in s, of arrivals that count to this slice; whether it was withheld."""
+        edge_s = _EDGE_RATIO * self.length_s
+        side = self.withheld if self.eligible else None
+        return self.begin_s + edge_s, self.end_s - edge_s, side
+
     def holds(self, arrival_s: float) -> bool:
         """Whether a request that arrived then counts to this slice."""
         edge_s = _EDGE_RATIO * self.length_s
-        return self.begin_s + edge_s <= arrival_s < self.end_s - edge_s
+        return edge_s <= arrival_s - self.begin_s < self.length_s - edge_s
 
 
 class LatencyEvidence(msgspec.Struct, kw_only=True):
@@ -177,6 +186,9 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
 class ProofState(msgspec.Struct, kw_only=True):
     slices: list[Slice] = []
     """The running one, the last, and those before it whose requests may still be on their way."""
+    ended: list[tuple[float, float, bool | None]] = []
+    """Begin and end, in s, of arrivals that count to the slices before those, and whether each
+    slice was withheld; None where it counts to neither kind."""
     ttft: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     itl: LatencyEvidence = msgspec.field(default_factory=LatencyEvidence)
     judged_s: float = 0.0
@@ -239,17 +251,19 @@ class Proof:
             slices.append(self._begin(now))
         return slices[-1].withheld
 
-    def withheld_at(self, arrival_s: float, *, now: float) -> bool | None:
+    def withheld_at(self, arrival_s: float) -> bool | None:
         """Whether the slice in which a request arrived was withheld; None if it counts to none.
 
         A request that waited for longer than slices are remembered counts as beside the guest.
         """
-        if now - arrival_s > self._answer_s:
+        ended = self.state.ended
+        if len(ended) == _ENDED_KEPT and arrival_s < ended[0][0]:
             return False
         for one in reversed(self.state.slices):
-            if one.holds(arrival_s):
-                return one.withheld if one.eligible else None
-        return None
+            if one.begin_s <= arrival_s:
+                return one.withheld if one.eligible and one.holds(arrival_s) else None
+        found = (side for begin_s, end_s, side in reversed(ended) if begin_s <= arrival_s < end_s)
+        return next(found, None)
 
     def observe(
         self, *, ttft_s: Iterable[float], itl_s: Iterable[float], eligible: bool, now: float
@@ -271,6 +285,7 @@ class Proof:
                     allowed = 1.0 if one.withheld else self._allowed
                     getattr(one, name).add(latency_s, slo_s=slo_s, allowed=allowed)
         for done in self._finished(now):
+            state.ended = [*state.ended, done.outline][-_ENDED_KEPT:]
             self._judge(done)
         if state.stopped_at_s is None:
             if self.evidence >= self.evidence_limit:
@@ -301,7 +316,7 @@ class Proof:
     def _begin(self, now: float) -> Slice:
         state, settings = self.state, self._settings
         number = int(now // settings.slice_s)
-        p99_s = _p99(state.ttft.recent_s) if state.ttft.recent_s else 0.0
+        p99_s = _p99(state.ttft.recent_s)
         longest_s = max(settings.slice_s, min(_SLICE_MOST_S, _P99_TIMES * p99_s))
         share = self._share()
         end_s = settings.slice_s * (number + math.ceil(longest_s / settings.slice_s))
@@ -330,12 +345,12 @@ class Proof:
 
 def moved(state: ProofState) -> ProofState:
     """For another clock: without slices under way, which were not seen whole."""
-    return msgspec.structs.replace(state, slices=[])
+    return msgspec.structs.replace(state, slices=[], ended=[])
 
 
 def _p99(latencies_s: list[float]) -> float:
     ordered = sorted(latencies_s)
-    return ordered[int(0.99 * (len(ordered) - 1))]
+    return ordered[int(0.99 * (len(ordered) - 1))] if ordered else 0.0
 
 
 def _draw(number: int, seed: int) -> float:

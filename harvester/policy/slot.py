@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.error_budget import BudgetReport
-from harvester.contracts.wire.leases import EndReason, SlotState
+from harvester.contracts.wire.leases import EndReason, GuardReading, SlotState
 from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.durable import DurableState
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
@@ -128,6 +128,14 @@ class SlotPolicy:
             *self.guest.state.losses_s,
             self.guest.state.stopped,
         )
+
+    def guard_readings(self) -> tuple[GuardReading, ...]:
+        """Every guard of production, from the fastest to the slowest."""
+        guest = self.guest.state
+        law = GuardReading(
+            guard="slack_law", value=guest.law_ratio, limit=0.0, binds=guest.law_binds
+        )
+        return law, *self.guards.readings()
 
     @property
     def state(self) -> State:

@@ -103,7 +103,7 @@ class Renderer:
         self._timeout = aiohttp.ClientTimeout(total=times.render_s, sock_connect=times.connect_s)
         self._patience_s = times.queue_s
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
-        self._away, self._fault = False, ""
+        self._away, self._returns, self._fault = False, 0, ""
         self._looking = asyncio.Lock()
 
     async def render(self, dialect: Dialect, request: Body) -> list[Body]:
@@ -140,23 +140,27 @@ class Renderer:
 
     async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
-        data, failures = _ENCODER.encode(body), 0
+        data, failures, back = _ENCODER.encode(body), 0, -1
         now = asyncio.get_running_loop().time
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None) as patience:
-                while failures < _FAILURES:
-                    try:
-                        if not self._away:
-                            patience.reschedule(None)
-                            return await self._ask(path, data, places)
-                        patience.reschedule(patience.when() or now() + self._patience_s)
-                        async with self._looking:
-                            if self._away:
-                                await asyncio.sleep(_PROBE_S)
+        # A call that was not asked while a renderer was back begins its patience anew.
+        while failures < _FAILURES and back != self._returns:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as patience:
+                    while failures < _FAILURES:
+                        try:
+                            if not self._away:
+                                patience.reschedule(None)
                                 return await self._ask(path, data, places)
-                    except Interrupted as error:
-                        failures += not isinstance(error, _Away)
-                        self._fault = str(error)
+                            if patience.when() is None:
+                                back = self._returns
+                                patience.reschedule(now() + self._patience_s)
+                            async with self._looking:
+                                if self._away:
+                                    await asyncio.sleep(_PROBE_S)
+                                    return await self._ask(path, data, places)
+                        except Interrupted as error:
+                            failures += not isinstance(error, _Away)
+                            self._fault = str(error)
         raise Exhausted(f"text cannot be rendered: {self._fault}")
 
     async def _ask(self, path: str, data: bytes, places: _Places) -> Any:
@@ -173,7 +177,7 @@ class Renderer:
                     ) as response:
                         raw = await body_of(response, most_bytes=_MOST_BYTES)
                     if response.status in (200, *_WRONG_REQUEST):
-                        self._away = False
+                        self._found(away=False)
                     if response.status == 200:
                         return msgspec.json.decode(raw)
                     if response.status in _WRONG_REQUEST:
@@ -184,8 +188,12 @@ class Renderer:
                 except _BROKEN as error:
                     fault = f"{peer.url}{path}: {error!r}"
                     away &= isinstance(error, _UNREACHABLE)
-        self._away = away
+        self._found(away=away)
         raise (_Away if away else Interrupted)(fault)
+
+    def _found(self, *, away: bool) -> None:
+        self._returns += self._away and not away
+        self._away = away
 
 
 class StreamedText:

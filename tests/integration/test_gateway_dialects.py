@@ -451,6 +451,7 @@ async def test_chat_returns_the_prompt_s_log_probabilities_as_vllm_does() -> Non
 
 async def test_frameworks_find_what_they_probe_for() -> None:
     async with served() as (gateway, client):
+        assert (await gateway.generate("r", 1))[0] == 200, "its engines are known"
         assert (await client.models.retrieve("fake")).model_dump()["max_model_len"] == 1 << 20
         with pytest.raises(openai.NotFoundError, match="no such model"):
             await client.models.retrieve("org/other")

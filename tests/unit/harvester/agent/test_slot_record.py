@@ -280,12 +280,13 @@ def test_a_budget_that_stopped_harvesting_goes_on_stopping_it_after_a_restart(
 ) -> None:
     stage.harvest()
     budget: ErrorBudget = stage.node.slots[0].policy.guards.budget
-    budget.stop("all spent", now=stage.node.clock.now())
+    budget.lose_history(now=stage.node.clock.now())
     stage.beats()
+    assert stage.condition is Condition.OVERSPENT
     stage.node.close()
     stage.start()
     stage.beats(3)
-    assert (stage.condition, stage.reason) == (Condition.OVERSPENT, "all spent")
+    assert stage.condition is Condition.OVERSPENT
 
 
 def test_the_journal_of_an_agent_that_resumed_replays(stage: Stage) -> None:
@@ -322,14 +323,24 @@ def test_a_state_that_cannot_be_believed_waits_for_an_operator(stage: Stage, tex
     assert stage.condition is Condition.QUARANTINED, "another restart is no way out"
 
 
-def test_a_journal_without_a_state_counts_as_a_budget_that_is_spent(stage: Stage) -> None:
+def test_a_state_file_that_was_removed_ends_no_quarantine(stage: Stage) -> None:
     stage.harvest()
+    stage.quarantine("guest lost 3 times")
     stage.node.close()
     (stage.state_dir / f"{SLOT}.state").unlink()
     stage.start()
     stage.beats(3)
+    assert stage.condition is Condition.QUARANTINED
+    assert stage.reason == "history not known: a journal and no state"
+    (stage.state_dir / f"{SLOT}.release").write_text("the state was removed by mistake")
+    stage.beats(3)
     assert stage.condition is Condition.OVERSPENT
     assert "history not known" in stage.reason
+
+
+def test_a_new_slot_is_not_stopped_for_a_history_that_it_cannot_have(stage: Stage) -> None:
+    stage.harvest()
+    assert stage.metric("harvester_guard_binds", guard="error_budget") == 0.0
 
 
 def test_an_operator_s_release_is_obeyed_once_and_is_in_the_journal(stage: Stage) -> None:

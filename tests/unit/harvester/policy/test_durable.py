@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,9 @@ from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import SlotState
 from harvester.policy.budget import ErrorBudget
 from harvester.policy.durable import DurableState, moved
+from harvester.policy.level import MissState
 from harvester.policy.proof import ProofState
-from harvester.policy.settings import BudgetSettings, ProofSettings, SlotSettings
+from harvester.policy.settings import BudgetSettings, ProofSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
 
@@ -116,9 +118,32 @@ def test_a_lasting_breach_keeps_the_slot_in_cooldown(open_scene: Any) -> None:
     assert open_scene.policy.condition is Condition.COOLING
 
 
-def test_a_history_that_is_not_known_counts_as_spent_for_the_budget_s_hold() -> None:
-    policy = SlotPolicy(SlotSettings())
-    policy.guards.budget.stop("history not known", now=50.0)
-    assert policy.guards.budget.observe(Served(), now=649.0)
-    assert policy.guards.budget.reason == "history not known"
-    assert not policy.guards.budget.observe(Served(), now=720.0)
+def test_a_history_that_is_not_known_is_spent_until_traffic_has_earned_it_back() -> None:
+    budget = ErrorBudget(BudgetSettings())
+    assert not budget.observe(Served(requests=1.0), now=0.0), "a new slot"
+    budget.lose_history(now=50.0)
+    assert budget.observe(Served(), now=60.0)
+    assert "history not known" in budget.reason
+    assert budget.charge == (10.0, pytest.approx(0.001))
+    assert budget.observe(Served(requests=9000.0), now=3600.0)
+    assert not budget.observe(Served(requests=1000.0), now=3660.0)
+
+
+def test_a_lost_history_is_spent_for_a_whole_window_and_no_longer() -> None:
+    budget = ErrorBudget(BudgetSettings())
+    budget.lose_history(now=0.0)
+    assert budget.observe(Served(), now=27.9 * DAY_S)
+    assert not budget.observe(Served(), now=28.1 * DAY_S)
+
+
+def test_a_state_of_an_older_agent_is_read() -> None:
+    left = msgspec.json.encode(DurableState(life="old", misses=MissState(samples=5.0)))
+    older = msgspec.json.decode(left)
+    for group, added in (
+        ("proof", ("ended",)),
+        ("misses", ("own_samples", "own_misses", "own_squares", "breached")),
+        ("budget", ("unknown_at_s",)),
+    ):
+        for name in added:
+            del older[group][name]
+    assert msgspec.convert(older, DurableState) == msgspec.json.decode(left, type=DurableState)

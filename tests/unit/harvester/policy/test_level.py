@@ -1,3 +1,5 @@
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +47,27 @@ def test_counts_anew_after_a_breach() -> None:
     window = MissWindow(MissSettings(minimum_misses=3))
     assert window.observe(samples=3, misses=3, now=0.0)
     assert not window.observe(samples=1, misses=1, now=0.1)
+
+
+def test_misses_that_production_has_by_itself_are_no_breach() -> None:
+    window, rng = MissWindow(MissSettings()), random.Random(3)
+    breaches = 0
+    for beat in range(200_000):
+        misses = sum(rng.random() < 0.03 for _ in range(5))
+        own = beat % 10 == 0
+        breaches += window.observe(
+            samples=5,
+            misses=0 if own else misses,
+            own_samples=5 * own,
+            own_misses=misses * own,
+            now=float(beat),
+        )
+    assert breaches <= 2
+    acted = [window.observe(samples=5, misses=5, now=200_000.0 + beat) for beat in range(10)]
+    assert acted.index(True) <= 4, "harm is still told apart within seconds"
+
+
+def test_a_miss_alone_excuses_no_harm() -> None:
+    window = MissWindow(MissSettings())
+    window.observe(samples=10, misses=0, own_samples=10, own_misses=1, now=0.0)
+    assert any(window.observe(samples=5, misses=5, now=float(beat)) for beat in range(1, 5))

@@ -40,6 +40,14 @@ def test_swings_of_load_stay_within_what_is_believed_of_production(
     assert exceeded <= 6
 
 
+def test_a_window_of_few_minutes_believes_more_than_they_show() -> None:
+    rng, exceeded = random.Random(1), 0
+    for trial in range(1800):
+        granted, late, *alone = minutes(rng, 3 + trial % 3, share=0.5, harm=0.0)
+        exceeded += sum(late) / max(1.0, sum(granted)) > bound([granted, late, *alone]) > 0.0
+    assert exceeded <= 3
+
+
 def test_harm_that_lasts_widens_nothing() -> None:
     rng = random.Random(2)
     harmless = bound(minutes(rng, 60, share=0.25, harm=0.0))

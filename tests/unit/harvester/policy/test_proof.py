@@ -135,6 +135,21 @@ def test_a_request_counts_to_the_slice_in_which_it_arrived() -> None:
     assert proof.state.ttft.granted.mean == pytest.approx(1.9)
 
 
+def test_a_request_that_waited_for_minutes_counts_to_the_slice_in_which_it_arrived() -> None:
+    proof = make(ProofSettings(share_ratio=0.3, proving_s=0.0))
+    sides = {}
+    for beat in range(8000):
+        now = 1000.0 + beat * 0.1
+        sides[now] = proof.withheld(now=now)
+        proof.observe(ttft_s=(), itl_s=(), eligible=True, now=now)
+    late = [at_s for at_s in sides if 60.0 < now - at_s < 500.0]
+    found = [(proof.withheld_at(at_s), sides[at_s]) for at_s in late]
+    assert {side for side, _ in found} == {True, False, None}
+    assert all(side in (truth, None) for side, truth in found)
+    assert proof.withheld_at(1000.0) is False, "longer than slices are remembered"
+    assert len(proof.state.ended) == 300
+
+
 def test_its_interval_covers_a_known_impact_about_as_often_as_it_says() -> None:
     covered = 0
     for seed in range(20):

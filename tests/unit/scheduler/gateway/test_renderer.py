@@ -1,0 +1,69 @@
+"""Calls of a renderer that comes and goes."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from harvester.contracts.errors import Exhausted
+from scheduler.gateway.renderer import Renderer
+from scheduler.gateway.settings import Timeouts
+
+PATIENCE_S = 1.0
+
+
+class FlappingPeer:
+    """Answers each third call; it cannot be reached before."""
+
+    url = "http://renderer"
+
+    def __init__(self, *, every: int = 3) -> None:
+        self._every = every
+        self.calls = 0
+
+    @asynccontextmanager
+    async def post(self, _path: str, **_: object) -> Any:
+        self.calls += 1
+        if self.calls % self._every:
+            address = SimpleNamespace(host="renderer", port=9, ssl=True)
+            raise aiohttp.ClientConnectorError(cast(Any, address), OSError(111, "refused"))
+        parts = [b"{}", b""]
+
+        async def read(_most: int) -> bytes:
+            return parts.pop(0)
+
+        yield SimpleNamespace(status=200, content=SimpleNamespace(read=read))
+
+
+def renderer_of(peer: FlappingPeer) -> Renderer:
+    return Renderer(lambda: [cast(Any, peer)], Timeouts(queue_s=PATIENCE_S))
+
+
+async def test_a_call_waits_anew_where_the_renderer_was_back_for_others() -> None:
+    renderer = renderer_of(FlappingPeer())
+    async with asyncio.timeout(30):
+        replies = await asyncio.gather(*(renderer.post("/tokenize", {}) for _ in range(16)))
+    assert replies == [{}] * 16
+
+
+async def test_a_call_gives_up_after_its_patience_with_an_absent_renderer() -> None:
+    peer = FlappingPeer(every=1000)
+    renderer = renderer_of(peer)
+    calls = [renderer.post("/tokenize", {}) for _ in range(100)]
+    async with asyncio.timeout(30):
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+    assert {type(reply) for reply in replies} == {Exhausted}
+    # One call looks for all of them.
+    assert peer.calls <= 100 + 11
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+async def test_a_call_that_is_given_up_while_it_looks_hands_over_to_the_next(gone: int) -> None:
+    renderer = renderer_of(FlappingPeer())
+    calls = [asyncio.create_task(renderer.post("/tokenize", {})) for _ in range(2)]
+    await asyncio.sleep(0)
+    calls[gone].cancel()
+    assert await calls[1 - gone] == {}
