@@ -12,7 +12,7 @@ import regex
 from benchmarks.migration.model import EOS_ID, THINK_ID
 
 Text = Callable[[Sequence[int]], str]
-"""Of tokens, without special ones."""
+"""Text of tokens, without special ones."""
 
 
 def broken_setting(

@@ -60,10 +60,10 @@ sglang shadow shape shard share shelf short siblings side signal simulate sizes 
 source sparse spec spent spool sqlite squares stage stale stat state status step stock stopped
 streak stream stretch strict struct submission submit successful sum summary switch sync table
 take target tenant tensor terms test text thread time timeline timeouts tinker tls token total
-trainer transfer transport trigger type unload unplaced unreachable unrecorded unsafe unseen
-unshared unsupported up update usage use value varint verdict view virtual vllm wait waker walk
-warn watch watchdog weight whole widen wire withdraw withdrawn word work workload world worst
-writable write written xor xxh yaml yet zero
+trainer transfer transport trigger type unanswered unload unplaced unreachable unrecorded unsafe
+unseen unshared unsupported up update usage use value varint verdict view virtual vllm wait
+waker walk warn watch watchdog weight whole widen wire withdraw withdrawn word work workload
+world worst writable write written xor xxh yaml yet zero
 """
 """Plain English words, units and names of programs, in names. What RoseMux means by a word of its
 own, and what the field means by its terms, is in the glossary."""

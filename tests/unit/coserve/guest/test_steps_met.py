@@ -70,7 +70,7 @@ def test_an_engine_that_begins_anew_is_not_taken_for_requests() -> None:
     assert met.counts == [1, 0, 0, 0, 0]
 
 
-def test_what_waits_while_production_is_unknown_counts_nowhere() -> None:
+def test_a_request_that_waits_while_production_is_unknown_counts_nowhere() -> None:
     production = Production()
     production.begin()
     production.arrive()
