@@ -10,8 +10,8 @@ from harvester.contracts.wire.leases import GuardReading
 
 
 def reading(scene: Any, guard: str) -> GuardReading:
-    (found,) = [each for each in scene.policy.guard_readings() if each.guard == guard]
-    return found
+    readings: tuple[GuardReading, ...] = scene.policy.guard_readings()
+    return next(each for each in readings if each.guard == guard)
 
 
 def test_the_slack_law_binds_while_it_alone_holds_a_guest_that_has_work(open_scene: Any) -> None:
