@@ -99,7 +99,7 @@ def _passes(
 
 
 def _processed(logits: Any, claim: Claim) -> Any:
-    """What a greedy engine takes the best of, in vLLM's order; a row for each token of output."""
+    """Logits that a greedy engine compares, in vLLM's order; a row for each token of output."""
     import torch
 
     sampling, inf = claim.sampling, float("inf")
