@@ -90,7 +90,7 @@ class Verdict:
     judged_tokens: int = 0
     """Compared with the weights."""
     judged_choices: int = 0
-    """Choices of greedy turns, compared with the best candidate."""
+    """Tokens of greedy turns, compared with the best candidate."""
     settings: dict[str, int] = field(default_factory=dict)
     """Turns that moved, by the sampling setting that they had."""
     ties: int = 0

@@ -99,7 +99,7 @@ def _passes(
 
 
 def _processed(logits: Any, claim: Claim) -> Any:
-    """Scores in which a greedy engine takes the best, in vLLM's order; a row per output token."""
+    """Logits that a greedy engine compares, in vLLM's order; a row for each token of output."""
     import torch
 
     sampling, inf = claim.sampling, float("inf")

@@ -23,7 +23,7 @@ def broken_setting(
     forced_end: Sequence[int],
     text: Text,
 ) -> str:
-    """How the reply breaks a setting, "" if it keeps all. `ends` are EOS and stop tokens."""
+    """The setting that the reply breaks; "" if it keeps all. `ends` are EOS and stop tokens."""
     least = sampling.get("min_tokens", 0)
     if any(token in ends for token in ids[: max(0, least - 1)]):
         return f"an end before {least} tokens"
@@ -42,7 +42,7 @@ def broken_setting(
 def forced_places(
     sampling: Mapping[str, Any], ids: Sequence[int], forced_end: Sequence[int]
 ) -> range:
-    """Where a thinking budget decides the tokens, if the prompt ends with the start of thinking."""
+    """Places at which a thinking budget decides; the prompt ends with the start of thinking."""
     budget = sampling.get("thinking_token_budget")
     if budget is None:
         return range(0)

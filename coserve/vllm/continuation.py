@@ -8,7 +8,8 @@ accept the argument. The stream carries what this engine adds.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
@@ -80,9 +81,7 @@ def _checked(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
                 "and no prompt log-probabilities"
             )
         if len(emitted) >= params.max_tokens:
-            raise ValueError(
-                f"{EMITTED_ARGUMENT}: {len(emitted)} tokens, max_tokens allows no more"
-            )
+            raise ValueError(f"{EMITTED_ARGUMENT}: {len(emitted)} tokens fill max_tokens")
         context_tokens = self.model_config.max_model_len
         if len(request.prompt_token_ids) + len(emitted) >= context_tokens:
             raise ValueError(
@@ -113,8 +112,7 @@ def _resumed(init: Callable[..., None]) -> Callable[..., None]:
 
     def resumed(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        emitted = emitted_tokens(self.sampling_params)
-        if emitted:
+        if emitted := emitted_tokens(self.sampling_params):
             self.append_output_token_ids(emitted)
             self.num_preemptions = 1
 
@@ -134,47 +132,25 @@ def _with_output(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def replaying_output(holder: Any) -> None:
-    """Thinking budgets in runner 1: output at a request's first step is counted as it was made.
-
-    The class counts what each step adds; its new state knows neither its place in a forced end of
-    several tokens nor sections that ended. Runner 2 derives its state from all tokens.
-    """
+    """Thinking budgets in runner 1: output at a request's first step counts token by token, though
+    quiet ones are skipped. vLLM would count it at once, and lose its place in a forced end."""
     update = holder._update_think_state
+    markers = attrgetter("think_start_token_ids", "think_end_token_ids")
 
     def replayed(self: Any, state: dict[str, Any]) -> None:
-        if _REPLAYED not in state:
-            state[_REPLAYED] = True
-            output, drafted = state["output_tok_ids"], state["spec_token_ids"]
-            for length in _steps(self, state, output):
-                state |= {"output_tok_ids": output[:length], "spec_token_ids": []}
-                update(self, state)
-            state |= {"output_tok_ids": output, "spec_token_ids": drafted, "force_index": []}
+        output, drafted, length = state["output_tok_ids"], state["spec_token_ids"], 0
+        while length < len(output) and "rosemux_replayed" not in state:
+            state |= {"output_tok_ids": output[:length], "spec_token_ids": []}
+            update(self, state)
+            spent = state["prev_output_length"] + state["check_count_down"]
+            due = len(output) if state["start_thinking"] < 0 else min(spent, len(output))
+            steps = range(length + 1, 0 if state["in_end"] else due)
+            ends = (n for n in steps for m in markers(self) if output[n - len(m) : n] == m)
+            length = next(ends, max(length + 1, steps.stop))
+        state |= {"output_tok_ids": output, "spec_token_ids": drafted, "rosemux_replayed": True}
         update(self, state)
 
     holder._update_think_state = replayed
-
-
-_REPLAYED = "rosemux_replayed"
-
-
-def _steps(holder: Any, state: dict[str, Any], output: Sequence[int]) -> Iterator[int]:
-    """Lengths of the output at which the state does more than count down, in order."""
-    marked = {
-        at + len(marker)
-        for marker in (holder.think_start_token_ids, holder.think_end_token_ids)
-        for at in range(len(output))
-        if marker and list(output[at : at + len(marker)]) == marker
-    }
-    length = 0
-    while length < len(output):
-        yield length
-        due = next((at for at in range(length + 1, len(output)) if at in marked), len(output))
-        if state["in_end"]:
-            due = length + 1
-        elif state["start_thinking"] >= 0:
-            spent = state["prev_output_length"] + state["check_count_down"]
-            due = min(due, max(length + 1, spent))
-        length = due
 
 
 def _advanced(create_grammar: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,5 +177,4 @@ def _constrained(manager: Any, request: Any, emitted: list[int]) -> list[int]:
     if not reasoner.is_reasoning_end(list(request.all_token_ids)):
         return []
     structured.reasoning_ended = True
-    content: list[int] = reasoner.extract_content_ids(emitted)
-    return content
+    return list(reasoner.extract_content_ids(emitted))
