@@ -12,5 +12,6 @@ CLIENTS = {
         Client(name="areal", page="AReaL"),
         Client(name="verl", page="verl"),
         Client(name="openpipe-art", page="ART"),
+        Client(name="agentlightning", page="Agent Lightning"),
     )
 }

@@ -139,7 +139,7 @@ def dense(checkpoint: Path, state: State, prompt: list[int], count: int) -> tupl
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("encoding", "checksum"), [("xor", "blake3"), ("overwrite", "xxh3-128")])
 async def test_a_running_engine_samples_from_a_trainer_s_deltas_as_from_its_weights(
     encoding: str, checksum: str, engine: tuple[str, Path, Path]
