@@ -36,7 +36,7 @@ def main() -> None:
         parser.error(f"no such client: {', '.join(unknown)}; there are {', '.join(CLIENTS)}")
     clients = [CLIENTS[name] for name in given.names or CLIENTS]
     for client in clients:
-        subprocess.run([CHECKOUT / "deploy/clients/install", client.name], check=True)
+        subprocess.run([CHECKOUT / "deploy/clients/install", client.environment], check=True)
     results = asyncio.run(_results(clients))
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ async def _driven(fleet: RolloutFleet, client: Client, log: Path) -> tuple[str, 
     }
     with log.open("wb") as messages:
         process = await asyncio.create_subprocess_exec(
-            str(CHECKOUT / "build/clients" / client.name / "bin/python"),
+            str(CHECKOUT / "build/clients" / client.environment / "bin/python"),
             str(HERE / client.driver),
             cwd=fleet.logs.parent,
             env=environment,

@@ -12,5 +12,10 @@ CLIENTS = {
         Client(name="areal", page="AReaL"),
         Client(name="verl", page="verl"),
         Client(name="openpipe-art", page="ART"),
+        Client(name="agentlightning", page="Agent Lightning"),
+        # Two calls of CUDA, its attention and the device's name, have stand-ins in the driver.
+        Client(
+            name="trl-async", package="trl", page="TRL, asynchronous", trains=True, timeout_s=420.0
+        ),
     )
 }

@@ -1,5 +1,6 @@
 """TRL: its vLLM client's generation half, then GRPO through `rollout_func`.
 
+The client's other half pushes weights by NCCL into a group of ranks: it must end at once.
 GRPO trains on turns of our engines, the harvested one included: each step publishes the policy to
 the store, and each rollout is pinned to the version of its step.
 """
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 
+from harvester.contracts.clock import MonotonicClock
 from tests.clients.client_facts import JOB, MODEL, STORE, URL, Facts
 from weightsync import Publisher
 
@@ -23,6 +25,8 @@ LOW_IDS = 256
 MAX_TOKENS = 16
 GENERATIONS = 8
 STEPS = 16
+WORDS_S = 20.0
+"""A push that cannot be is refused in less."""
 QUESTIONS = ("What is a lease?", "Name an engine.", "Why is the gate closed?", "Count to four.")
 
 
@@ -75,6 +79,26 @@ def _check_logprobs(told: dict[str, list[Any]], model: torch.nn.Module) -> None:
         own = torch.log_softmax(logits, dim=-1)[range(len(ids)), ids]
         theirs = torch.tensor([each[0] for each in told["logprobs"][index]])
         assert (own - theirs).abs().max() < 1e-3, (own, theirs)
+
+
+def check_pushes(client: VLLMClient) -> None:
+    """What `vllm_mode="server"` calls. The client generates on after each."""
+    clock = MonotonicClock()
+    began_s = clock.now()
+    refused = {}
+    for name, push in (
+        ("init_communicator", client.init_communicator),
+        ("update_named_param", lambda: client.update_named_param("w", torch.zeros(4))),
+        ("update_model_params", lambda: client.update_model_params(torch.nn.Linear(4, 4))),
+    ):
+        try:
+            push()
+        except Exception as error:
+            refused[name] = str(error)
+        client.reset_prefix_cache()
+    assert clock.now() - began_s < WORDS_S
+    assert len(refused) == 3, refused
+    assert "has no weight-transfer engine" in refused["init_communicator"], refused
 
 
 def train(client: VLLMClient, sync: StoreSync, facts: Facts) -> list[float]:
@@ -138,6 +162,7 @@ def main() -> None:
     facts = Facts()
     client = VLLMClient(base_url=URL, connection_timeout=10.0)
     sync = StoreSync()
+    check_pushes(client)
     check_client(client, sync, facts)
     rewards = train(client, sync, facts)
     print(rewards, file=sys.stderr)

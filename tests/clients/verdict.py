@@ -7,14 +7,20 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
     name: str
-    """As PyPI has it: pins in deploy/clients/NAME.txt, driver tests/clients/drive_NAME.py."""
+    """Driver tests/clients/drive_NAME.py."""
     page: str
     """Its section in examples/clients.md."""
+    package: str = ""
+    """Pins in deploy/clients/PACKAGE.txt; the client's name where empty."""
     trains: bool = False
     """Publishes versions, at least two of them while it samples."""
     has_logprobs: bool = True
     """Its dialect returns the sampled tokens' log-probabilities."""
     timeout_s: float = 240.0
+
+    @property
+    def environment(self) -> str:
+        return self.package or self.name
 
     @property
     def driver(self) -> str:

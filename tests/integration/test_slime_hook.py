@@ -1,8 +1,12 @@
-"""slime's disk deltas through its own hook: read as they are, and in force behind a gateway."""
+"""slime's and miles' disk deltas: read as they are, and in force behind a gateway."""
 
-from collections.abc import Callable
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -10,43 +14,35 @@ import torch
 
 from examples import slime_hook
 from harvester.contracts.ids import WeightVersion
-from tests.contract.weightsync import test_shared_layout as layout
 from tests.integration.conftest import Served
+from tests.integration.gateway_in_process import gateway_on
+from tests.integration.slime_writer import DeltaTrainer, State, raw
 from weightsync import Receiver, TensorTarget
 
-SHARD = "model-00001-of-00001.safetensors"
-DELTA = "model-00000-of-00001.safetensors"
-State = dict[str, torch.Tensor]
+JOB = "job"
 
 
-def delta(root: Path, version: int, old: State, new: State, encoding: str) -> Path:
-    """A version as slime's UpdateWeightFromDiskDelta writes it, the first on version 0."""
-    directory = root / f"weight_v{version:06d}"
-    directory.mkdir()
-    raw = {name: layout._raw(new[name]) for name in new}
-    changed = [name for name in new if (layout._raw(old[name]) != raw[name]).any()]
-    payloads = {
-        name: torch.frombuffer(
-            bytearray(layout._payload(encoding, old[name], new[name])), dtype=torch.uint8
-        )
-        for name in changed
-    }
-    checksums = {name: layout._checksum("xxh3-128", new[name]) for name in changed}
-    safetensors.torch.save_file(payloads, directory / DELTA, metadata=checksums)
-    metadata = {
-        "version": f"{version:06d}",
-        "base_version": f"{version - 1:06d}",
-        "delta_encoding": encoding,
-        "compression_format": "zstd",
-        "checksum_format": "xxh3-128",
-    }
-    layout._write_index(directory, metadata, dict.fromkeys(changed, DELTA))
-    return directory
+def states() -> tuple[State, State, State]:
+    """Three versions; the last step moves one tensor."""
+    torch.manual_seed(0)
+    first = {"a": torch.randn(30, 20).bfloat16(), "b": torch.randn(9), "c": torch.ones(4)}
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["a"][3] *= 1.01
+    second["b"][8] = float("nan")
+    third = {name: tensor.clone() for name, tensor in second.items()}
+    third["c"][1] = 7.0
+    return first, second, third
+
+
+def same(left: State, right: State) -> bool:
+    return all((raw(left[name]) == raw(right[name])).all() for name in left)
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
 def test_a_trainer_s_deltas_are_versions_of_the_job(
     encoding: str,
+    checksum: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     fake_engine: Callable[..., Served],
@@ -54,19 +50,19 @@ def test_a_trainer_s_deltas_are_versions_of_the_job(
 ) -> None:
     front = gateway(fake_engine())
     monkeypatch.setenv("ROSEMUX_GATEWAY", front.url)
-    first, second = layout._states()
-    third = {name: tensor.clone() for name, tensor in second.items()}
-    third["c"][1] = 7.0
-    checkpoint, store = tmp_path / "hf", tmp_path / "job"
+    first, second, third = states()
+    checkpoint, store = tmp_path / "hf", tmp_path / JOB
     checkpoint.mkdir()
-    store.mkdir()
-    safetensors.torch.save_file(first, checkpoint / SHARD)
-    layout._write_index(checkpoint, {"total_size": "1"}, dict.fromkeys(first, SHARD))
+    safetensors.torch.save_file(dict(first), checkpoint / "model.safetensors")
+    trainer = DeltaTrainer(store, checkpoint, encoding=encoding, checksum=checksum, ranks=2)
     given = SimpleNamespace(update_weight_disk_dir=str(store), hf_checkpoint=str(checkpoint))
 
     slime_hook.publish(given, str(store), [])
-    for version, (old, new) in enumerate(((first, second), (second, third)), start=1):
-        written = delta(store, version, old, new, encoding)
+    # A step of a warm-up from a learning rate of 0 moves nothing.
+    for version, (old, new) in enumerate(
+        ((first, second), (second, second), (second, third)), start=1
+    ):
+        written = trainer.update(new)
         for _rank in range(2):
             slime_hook.publish(given, str(written), [])
         receiver = Receiver(store)
@@ -74,9 +70,108 @@ def test_a_trainer_s_deltas_are_versions_of_the_job(
         for held, current in ((old, WeightVersion(version - 1)), (first, None)):
             target = {name: tensor.clone() for name, tensor in held.items()}
             receiver.sync(current, WeightVersion(version), TensorTarget(target))
-            assert layout._same(target, new)
+            assert same(target, new)
         receiver.close()
 
-    with slime_hook.RolloutClient(front.url, "job") as client:
-        choice = client.generate([1, 2], {"max_tokens": 2}, weight_version=2)
-    assert {span.version for span in choice.spans} == {2}
+    with slime_hook.RolloutClient(front.url, JOB) as client:
+        choice = client.generate([1, 2], {"max_tokens": 2}, weight_version=3)
+    assert {span.version for span in choice.spans} == {3}
+
+
+@asynccontextmanager
+async def beside_the_trainer(store: Path, checkpoint: Path, url: str) -> AsyncIterator[None]:
+    """The hook's program, which the trainer knows nothing of."""
+    arguments = ("-m", "examples.slime_hook", str(store), str(checkpoint), url)
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
+    """URL of a real engine with random weights, its weight root, and a trainer's checkpoint."""
+    pytest.importorskip("vllm")
+    from benchmarks.migration.model import write_model
+    from benchmarks.testbed.prerequisites import free_ports
+    from benchmarks.testbed.processes import Processes
+    from coserve.vllm import launch
+    from coserve.vllm.capabilities import capabilities, installed_vllm_version
+    from tests.integration.engine_slot import wait_for
+
+    root = tmp_path_factory.mktemp("slime")
+    for name in ("weights", "s"):
+        (root / name).mkdir()
+    write_model(root / "hf", texts=[Path("README.md").read_text()], context_tokens=256, seed=3)
+    spec = launch.EngineSpec(
+        name="policy",
+        model=root / "hf",
+        port=free_ports(1)[0],
+        max_model_len=256,
+        max_num_seqs=4,
+        vllm=capabilities(installed_vllm_version()),
+        extra_arguments=("--dtype", "float32"),
+    )
+    command = launch.dedicated(spec, weights=root / "weights")
+    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
+    with Processes(root / "logs") as processes:
+        started = processes.start("policy", command.arguments, environment=environment)
+        url = f"http://127.0.0.1:{spec.port}"
+        wait_for(url, started)
+        yield url, root / "weights", root / "hf"
+
+
+def dense(checkpoint: Path, state: State, prompt: list[int], count: int) -> tuple[Any, Any]:
+    """Greedy tokens and their log-probabilities of a model that was loaded whole."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model.load_state_dict(dict(state))
+    ids, logprobs = list(prompt), []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        ids.append(int(logits.argmax()))
+        logprobs.append(float(torch.log_softmax(logits, dim=-1)[ids[-1]]))
+    return ids[len(prompt) :], logprobs
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("encoding", "checksum"), [("xor", "blake3"), ("overwrite", "xxh3-128")])
+async def test_a_running_engine_samples_from_a_trainer_s_deltas_as_from_its_weights(
+    encoding: str, checksum: str, engine: tuple[str, Path, Path]
+) -> None:
+    url, weights, checkpoint = engine
+    job, prompt = f"job-{encoding}", [1, 70, 80, 90]
+    state = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    trainer = DeltaTrainer(weights / job, checkpoint, encoding=encoding, checksum=checksum, ranks=2)
+    torch.manual_seed(len(encoding))
+    greedy = {"temperature": 0.0, "ignore_eos": True}
+    said = []
+    async with (
+        gateway_on(url, jobs=[{"id": job}], timeouts={"queue_s": 60}) as gateway,
+        beside_the_trainer(weights / job, checkpoint, gateway.url),
+    ):
+        for version, moved in enumerate(("self_attn", "mlp", "embed_tokens"), start=1):
+            for name, tensor in state.items():
+                if moved in name:
+                    state[name] = tensor * (1 + 0.2 * torch.randn_like(tensor))
+            trainer.update(state)
+            status, choice = await gateway.generate(
+                f"v{version}",
+                24,
+                prompt=prompt,
+                sampling=greedy,
+                weight_version={"exact": version},
+            )
+            assert status == 200, choice
+            assert {span["version"] for span in choice["spans"]} == {version}
+            tokens, logprobs = await asyncio.to_thread(dense, checkpoint, state, prompt, 24)
+            assert choice["token_ids"] == tokens
+            told = [each["logprob"] for each in choice["logprobs"]["content"]]
+            assert told == pytest.approx(logprobs, abs=1e-3)
+            said.append(tokens)
+    assert len({tuple(tokens) for tokens in said}) == len(said)

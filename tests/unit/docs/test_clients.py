@@ -50,7 +50,7 @@ def test_a_client_that_goes_on_sampling_has_counted_a_part() -> None:
 def test_every_client_is_pinned_and_has_a_driver_and_a_page(
     client: Client, repository: Path
 ) -> None:
-    pins = (repository / f"deploy/clients/{client.name}.txt").read_text()
+    pins = (repository / f"deploy/clients/{client.environment}.txt").read_text()
     assert all("==" in line for line in pins.splitlines() if line and line[0].isalnum())
     assert (repository / "tests/clients" / client.driver).is_file()
     assert f"\n## {client.page}\n" in (repository / "examples/clients.md").read_text()
