@@ -314,8 +314,9 @@ class ErrorBudget:
             return ""
         if state.allotment is not None and charged == state.allotment.spent:
             return f"{charged:.1f} misses of {allowed:.1f} allowed the service in 28 d"
+        word = "allowed" if state.allotment is None else "allotted"
         unknown = "" if state.unknown_at_s is None else ", history not known"
-        return f"{charged:.1f} misses of {allowed:.1f} allowed in 28 d{unknown}"
+        return f"{charged:.1f} misses of {allowed:.1f} {word} in 28 d{unknown}"
 
     def _breach(self, strictness: float) -> tuple[str, str]:
         """The guard that is breached, and the reason; empty if none is."""

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 _MINUTE_S = 60.0
 _BELIEVABLE = 2.5
 """Standard errors."""
-_FEW = 6.0
-"""The spread of so many minutes may be twice what they show."""
 _LEAST_MINUTES = 3
 """Minutes with requests, without which their spread is unknown."""
 
@@ -37,8 +35,9 @@ def believable_rate(
     if sum(map(bool, counts)) < _LEAST_MINUTES or not sum(granted):
         return 1.0
     error = _sampling_error(counts, late, share=alone / sum(counts))
-    error *= math.sqrt(slice_s / _MINUTE_S) * (1 + _FEW / sum(map(bool, counts)))
-    return min(1.0, _upper(sum(withheld_late), alone) + _BELIEVABLE * error)
+    error *= math.sqrt(slice_s / _MINUTE_S)
+    believable = student(_BELIEVABLE, sum(map(bool, counts)) - 1)
+    return min(1.0, _upper(sum(withheld_late), alone) + believable * error)
 
 
 def _sampling_error(counts: Sequence[float], late: Sequence[float], *, share: float) -> float:
@@ -48,6 +47,13 @@ def _sampling_error(counts: Sequence[float], late: Sequence[float], *, share: fl
     mean = sum(late) / total
     squares = sum([(one - mean * count) ** 2 for one, count in zip(late, counts, strict=True)])
     return math.sqrt(squares * minutes / (minutes - 1) / (share * (1 - share))) / total
+
+
+def student(z: float, degrees: int) -> float:
+    """Quantile of Student's t where the normal's is `z`: few minutes tell little of their own
+    spread (Abramowitz and Stegun, 26.7.5, two terms)."""
+    first = (z**3 + z) / (4 * degrees)
+    return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 def _upper(misses: float, requests: float) -> float:
