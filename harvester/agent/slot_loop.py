@@ -114,6 +114,8 @@ class Slot:
         self._record.resume(self.policy, now=now)
         self.policy.begin(secrets.token_hex(8))
         self._record.begin()
+        # After a kill before the first beat a journal without a state would be a lost history.
+        self._record.save(self.policy, now=now)
 
     def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
         self._leases.expire(now=now)

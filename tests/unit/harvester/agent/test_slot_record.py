@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -422,3 +423,15 @@ def test_a_guest_that_was_stopped_on_purpose_has_no_age(stage: Stage) -> None:
     stage.beats()
     age_s = stage.metric("harvester_signal_age_seconds", source="guest")
     assert age_s != age_s
+
+
+def test_an_agent_that_is_killed_before_its_first_beat_has_lost_no_history(
+    stage: Stage, tmp_path: Path
+) -> None:
+    left = shutil.copytree(stage.state_dir, tmp_path / "left")
+    stage.node.close()
+    shutil.rmtree(stage.state_dir)
+    shutil.copytree(left, stage.state_dir)
+    stage.start()
+    stage.harvest()
+    assert stage.condition is Condition.CLEAR
