@@ -132,11 +132,12 @@ def _latency(
 ) -> None:
     second = np.arange(len(series.p50_s)) + 0.5
     colour = ARM_COLOURS[arm]
+    # Before the first line: on a linear axis a single value leaves limits without height.
+    axes.set_yscale("log")
     axes.plot(second, 1e3 * series.p99_s, ".", color=colour, alpha=0.55, ms=4)
     axes.plot(second, 1e3 * series.p50_s, color=colour, linewidth=1.5)
     if slo_ms is not None:
         axes.axhline(slo_ms, color=LIMIT, linestyle="--", linewidth=1.2)
-    axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -174,12 +174,8 @@ class ErrorBudget:
     @property
     def limit(self) -> float | None:
         """Charged misses above which harvesting stops; None if nothing can be spent: a scheduler
-        keeps the service's budget, and there is no lease. No allotment lifts it above the slot's
-        whole error budget: misses of production and harvesting that its own requests allow."""
-        if self.state.allotment is None or self.state.limit is None:
-            return self.allowance if self.state.allotment is None else None
-        whole = (1 - self._settings.slo_target_ratio) * self._whole()[0]
-        return min(self.state.limit, max(whole, self._settings.minimum_misses))
+        keeps the service's budget, and there is no lease."""
+        return self.allowance if self.state.allotment is None else self.state.limit
 
     @property
     def allowed_ratio(self) -> float:
@@ -301,7 +297,14 @@ class ErrorBudget:
             return self.spent, self.spent
         if state.allotment is not None:
             service = state.allotment.spent, state.allotment.budget
-            return service if service[0] > service[1] else (self.spent, self.limit)
+            # Whatever a caller allots, a slot spends no more than the whole error budget of its own
+            # requests. The scheduler counts the allotment: requests yet to come lift this.
+            own = (1 - self._settings.slo_target_ratio) * self._whole()[0]
+            return (
+                service
+                if service[0] > service[1]
+                else (self.spent, min(self.limit, max(own, least)))
+            )
         if state.unknown_at_s is not None:
             return self.spent + least, self.limit
         # Fewer than the least are no trend.

@@ -58,7 +58,7 @@ class SlotEntry:
     reason: str = "starting"
     lease: SlotLease | None = None
     number: int = 0
-    """Highest number of an allotment that a holder was given."""
+    """Highest number of an allotment that was received."""
 
 
 class LeaseTable:
@@ -101,9 +101,12 @@ class LeaseTable:
         answered = self._answered.get(request.request_id)
         if answered is not None:
             return self._repeated(request, answered, entry, now)
-        if request.allotment is not None and not _newer(entry, request.allotment):
-            last = f"this slot's last one has number {entry.number}; use a new one"
-            return self._refused(request, f"allotment {request.allotment.number}: {last}")
+        if request.allotment is not None:
+            if not _newer(entry, request.allotment):
+                last = f"this slot's last one has number {entry.number}; use a new one"
+                return self._refused(request, f"allotment {request.allotment.number}: {last}")
+            # Used up even if it is refused: it may come again, late, once others have its misses.
+            entry.number = request.allotment.number
         if entry.lease is not None:
             return self._refused(request, f"leased to job {entry.lease.job}")
         if entry.state is not SlotState.OFFERED:
@@ -122,8 +125,6 @@ class LeaseTable:
             allotment=request.allotment,
         )
         entry.lease = lease
-        if request.allotment is not None:
-            entry.number = request.allotment.number
         self._answered[request.request_id] = lease.lease
         _forget(self._answered)
         return _granted(lease, now)
@@ -249,7 +250,7 @@ class LeaseTable:
 
 
 def _newer(entry: SlotEntry, allotment: Allotment) -> bool:
-    """Whether it is newer than all before it, which are void once it is in force."""
+    """Whether it is newer than all before it, which are void from now on."""
     return entry.number < allotment.number <= entry.number + _MOST_STEP
 
 

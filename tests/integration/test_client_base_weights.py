@@ -27,6 +27,7 @@ async def test_an_engine_with_its_first_weights_serves_only_a_job_that_has_publi
         watch = client._watch
         watch._silence.silent = True
         watch.engines = {"e0": ListedEngine(kind=EngineKind.DEDICATED, url=site.url)}
+        watch.learned = True
         watch.version, watch.store = WeightVersion(version), "job.store" if version else ""
         turn = client.generate([4, 5, 6], {"max_tokens": 3}, weight_version=pin)
         if serves:

@@ -125,14 +125,15 @@ def test_a_lease_has_the_newest_allotment_and_a_late_one_changes_nothing(
     assert leases.view(SLOT).allotment is None
 
 
-def test_a_refused_request_leaves_its_allotment_s_number_to_later_ones(leases: LeaseTable) -> None:
-    wanted = structs.replace(request("r1"), allotment=allotted(7, 9.0))
+def test_a_refused_request_uses_its_allotment_up(leases: LeaseTable) -> None:
+    wanted = structs.replace(request("r1"), allotment=allotted(1, 9.0))
     leases.offer(SLOT, SlotState.OFF, "because")
     assert isinstance(take(leases, wanted, now=0.0), LeaseRefused)
-    assert leases.allotted_number(SLOT) == 0
-    leases.offer(SLOT, SlotState.OFFERED)
-    granted(take(leases, structs.replace(request("r2"), allotment=allotted(1, 9.0)), now=1.0))
     assert leases.allotted_number(SLOT) == 1
+    leases.offer(SLOT, SlotState.OFFERED)
+    late = take(leases, wanted, now=1.0)
+    assert isinstance(late, LeaseRefused)
+    assert "allotment" in late.reason
 
 
 def test_no_allotment_uses_the_numbers_of_later_ones_up(leases: LeaseTable) -> None:
