@@ -53,6 +53,25 @@ class KvCache:
         self.layers = [(k[rows], v[rows]) for k, v in self.layers]
 
 
+_SLOW_BF16 = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+"""Without AVX-512 torch multiplies bf16 matrices a hundred times slower than float32 ones. Both sum
+in float32 and round the result once."""
+
+
+def matmul(one: Tensor, other: Tensor) -> Tensor:
+    if _SLOW_BF16 and one.dtype is torch.bfloat16:
+        return torch.matmul(one.float(), other.float()).to(one.dtype)
+    return torch.matmul(one, other)
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if _SLOW_BF16 and x.dtype is torch.bfloat16:
+            bias = None if self.bias is None else self.bias.float()
+            return nnf.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+        return super().forward(x)
+
+
 class RmsNorm(nn.Module):
     def __init__(self, width: int, epsilon: float) -> None:
         super().__init__()
@@ -67,10 +86,10 @@ class Attention(nn.Module):
     def __init__(self, shape: PolicyShape) -> None:
         super().__init__()
         width = shape.head_width
-        self.q_proj = nn.Linear(shape.hidden, shape.heads * width)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * width)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * width)
-        self.o_proj = nn.Linear(shape.heads * width, shape.hidden, bias=False)
+        self.q_proj = Linear(shape.hidden, shape.heads * width)
+        self.k_proj = Linear(shape.hidden, shape.kv_heads * width)
+        self.v_proj = Linear(shape.hidden, shape.kv_heads * width)
+        self.o_proj = Linear(shape.heads * width, shape.hidden, bias=False)
         self._width = width
         self._shared_by = shape.heads // shape.kv_heads
 
@@ -86,8 +105,8 @@ class Attention(nn.Module):
         if self._shared_by > 1:
             k, v = (each.repeat_interleave(self._shared_by, dim=1) for each in kv)
         # Written out: the fused CPU kernel's backward is three times slower in bf16.
-        scores = torch.matmul(q * self._width**-0.5, k.transpose(-1, -2)) + mask
-        mixed = torch.matmul(torch.softmax(scores, dim=-1), v)
+        scores = matmul(q * self._width**-0.5, k.transpose(-1, -2)) + mask
+        mixed = matmul(torch.softmax(scores, dim=-1), v)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out, kv
 
@@ -99,9 +118,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, shape: PolicyShape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+        self.gate_proj = Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gated: Tensor = self.down_proj(nnf.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -132,7 +151,7 @@ class Policy(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        self.lm_head = nn.Linear(shape.hidden, VOCABULARY_SIZE, bias=False)
+        self.lm_head = Linear(shape.hidden, VOCABULARY_SIZE, bias=False)
         self._initialise(torch.Generator().manual_seed(seed))
 
     def forward(self, token_ids: Tensor, cache: KvCache | None = None) -> Tensor:
