@@ -67,7 +67,8 @@ class ProductionTime:
 
 
 def upper_line(points: list[tuple[int, float]], quantile: float) -> tuple[float, float]:
-    """(intercept, slope >= 0) of a least-squares line, scaled so `quantile` of points lie below.
+    """(intercept >= 0, slope >= 0) of the least-squares line with these signs, scaled so that
+    `quantile` of the points lie below.
 
     Both are 0 when there are too few points to say anything.
     """
@@ -79,7 +80,11 @@ def upper_line(points: list[tuple[int, float]], quantile: float) -> tuple[float,
     slope = 0.0
     if spread > 0.0:
         slope = max(0.0, float(((x - x.mean()) * (y - y.mean())).mean()) / spread)
-    intercept = max(0.0, float(y.mean()) - slope * float(x.mean()))
+    intercept = float(y.mean()) - slope * float(x.mean())
+    if intercept < 0.0:
+        # Attention grows faster than the prompt. Only through the origin, since the same slope
+        # would call short prompts slower than any was.
+        intercept, slope = 0.0, float((x * y).mean()) / float((x * x).mean())
     fitted = np.maximum(intercept + slope * x, 1e-9)
     factor = max(1.0, float(np.quantile(y / fitted, quantile)))
     return intercept * factor, slope * factor

@@ -4,7 +4,10 @@
         + context_s * context_tokens / 1024,  times an upper-quantile factor
 
 `context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online,
-so that other hardware and another model are followed without a reset. Only steps that production
+so that other hardware and another model are followed without a reset, by relative errors: some
+steps of a second (a first call of each shape, a stopped machine) weigh no more than as many of 5 ms,
+and the prediction is right again a few steps later. The quantile is that of the latest 64 steps
+over their means, so that a machine that became slower shows within eight of them. Only steps that production
 left alone are learned from: the time of a step beside production is reported (`beside`), and is no
 part of the law, which counts how much of the accelerator a step takes and not how long it lasts.
 Learning runs once per step and must cost microseconds: once the law is known it is fitted for
@@ -12,6 +15,7 @@ sixteen steps at a time, while the quantile follows every step. Touches no clock
 with their duration.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,10 +25,10 @@ import numpy as np
 from harvester.contracts.page import Calibration
 
 CONTEXT_UNIT_TOKENS = 1024
-# A single step can be slow for other reasons (a first call, a page fault): it counts at most this
-# many times its prediction. Steps that stay slow still raise the fit.
-_OUTLIER_RATIO = 4.0
 _SHORTEST_STEP_S = 1e-4
+_QUANTILE_STEPS = 64
+# The prior's weight in steps: a single slow first step decides nothing yet.
+_PRIOR_STEPS = 20
 _LEAST_S = 1e-9
 _OVER_GAIN = 0.01
 _CALIBRATION_WINDOW = 512
@@ -35,7 +39,7 @@ of memory takes 0.1 ms."""
 # An observation 200 ago weighs 1/e.
 _FORGETTING = 1.0 - 1.0 / 200.0
 _LEAST_INFORMATION = 1e-3
-"""Information added with every observation, in every direction."""
+"""Information added with every observation, in every direction, as a share of the observation's."""
 
 
 class CalibrationWindow:
@@ -70,7 +74,8 @@ class CalibrationWindow:
 
 
 class LeastSquares:
-    """Coefficients of a linear law, from one observation or a few at a time.
+    """Coefficients of a linear law with the least squares of relative errors, from one observation
+    or a few at a time.
 
     Recursive least squares with forgetting and a floor under the information (Kreisselmeier, 1990):
     changes are followed without a reset, and a direction without observations for hours keeps some
@@ -86,16 +91,17 @@ class LeastSquares:
         self,
         coefficients: Sequence[float],
         points: Sequence[Sequence[float]],
-        residuals: Sequence[float],
+        values: Sequence[float],
     ) -> list[float]:
-        """The coefficients after some observations, oldest first. A residual is the observed value
-        less the one that the given coefficients predict for its point."""
-        x, count = np.asarray(points), len(points)
-        weighted = x * _FORGETTING ** np.arange(count - 1, -1, -1.0)[:, None]
+        """The coefficients after some observations, oldest first; every value is positive."""
+        x, y, count = np.asarray(points), np.asarray(values), len(points)
+        residuals = y - x @ np.asarray(coefficients)
+        weights = _FORGETTING ** np.arange(count - 1, -1, -1.0) / (y * y)
+        weighted = x * weights[:, None]
         self._information = _FORGETTING**count * self._information + x.T @ weighted
-        self._information += count * self._floor
+        self._information += weights.sum() * self._floor
         inverse = np.linalg.inv(self._information)
-        found = np.asarray(coefficients) + inverse @ (weighted.T @ np.asarray(residuals))
+        found = np.asarray(coefficients) + inverse @ (weighted.T @ residuals)
         for place, least in enumerate(self._least):
             if found[place] < least:
                 # Raised along the inverse, so that the other coefficients compensate: raising one
@@ -128,8 +134,13 @@ class StepTimeModel:
         default_factory=lambda: LeastSquares(least=(0.0, _LEAST_S, _LEAST_S, 0.0)), repr=False
     )
     _points: list[tuple[float, ...]] = field(default_factory=list, repr=False)
-    """Steps that are not fitted yet, with their residuals."""
-    _residuals: list[float] = field(default_factory=list, repr=False)
+    """Steps that are not fitted yet, with their times."""
+    _values: list[float] = field(default_factory=list, repr=False)
+    _ratios: deque[float] = field(init=False, repr=False)
+    """The latest step times over their means."""
+
+    def __post_init__(self) -> None:
+        self._ratios = deque([self.factor] * _PRIOR_STEPS, maxlen=_QUANTILE_STEPS)
 
     def predict_s(self, *, decodes: int, prefill_tokens: int, context_tokens: int) -> float:
         mean = self.base_s + self.decode_s * decodes + self.prefill_s * prefill_tokens
@@ -163,22 +174,16 @@ class StepTimeModel:
         before = self.base_s, self.decode_s, self.prefill_s, self.context_s
         mean = sum([each * value for each, value in zip(before, x, strict=True)])
         self.over_ratio += _OVER_GAIN * ((step_s > self.factor * mean) - self.over_ratio)
-        step_s = min(step_s, _OUTLIER_RATIO * self.factor * max(mean, _SHORTEST_STEP_S))
+        step_s = max(step_s, _SHORTEST_STEP_S)
         self._points.append(x)
-        self._residuals.append(step_s - mean)
+        self._values.append(step_s)
         if self.samples < _FITTED_EACH or len(self._points) == _FITTED_TOGETHER:
-            after = self._fit.updated(before, self._points, self._residuals)
+            after = self._fit.updated(before, self._points, self._values)
             self.base_s, self.decode_s, self.prefill_s, self.context_s = after
             self._points.clear()
-            self._residuals.clear()
-        self._follow_quantile(mean, step_s)
+            self._values.clear()
+        self._ratios.append(step_s / max(mean, _SHORTEST_STEP_S))
+        # By rank, so that the next step is within it as often as the quantile says.
+        rank = math.ceil(self.quantile * (len(self._ratios) + 1))
+        self.factor = max(1.0, sorted(self._ratios)[min(rank, len(self._ratios)) - 1])
         self.samples += 1
-
-    def _follow_quantile(self, mean_s: float, step_s: float) -> None:
-        # Stochastic quantile descent: up by q when the step took longer, down by 1 - q otherwise.
-        if mean_s <= 0.0:
-            return
-        rate = 0.05 if self.samples < 50 else 0.01
-        over = step_s / mean_s > self.factor
-        self.factor += rate * (self.quantile if over else self.quantile - 1.0)
-        self.factor = min(4.0, max(1.0, self.factor))

@@ -34,8 +34,7 @@ class Fit:
         self.coefficients, self._fit = coefficients, LeastSquares(least=least)
 
     def observe(self, x: list[float], y: float) -> None:
-        predicted = sum(each * value for each, value in zip(self.coefficients, x, strict=True))
-        self.coefficients = self._fit.updated(self.coefficients, [x], [y - predicted])
+        self.coefficients = self._fit.updated(self.coefficients, [x], [y])
 
 
 def fitted(seen: list[tuple[list[float], float]]) -> Fit:
@@ -47,9 +46,10 @@ def fitted(seen: list[tuple[list[float], float]]) -> Fit:
 
 def test_is_the_weighted_least_squares_solution() -> None:
     seen = observations(3000, (0.006, 5e-4, 5e-5, 1e-4), noise=2e-4)
-    weights = np.sqrt((1 - 1 / 200) ** np.arange(len(seen))[::-1])
+    values = np.array([y for _, y in seen])
+    weights = np.sqrt((1 - 1 / 200) ** np.arange(len(seen))[::-1]) / values
     matrix = np.array([x for x, _ in seen]) * weights[:, None]
-    wanted, *_ = np.linalg.lstsq(matrix, np.array([y for _, y in seen]) * weights, rcond=None)
+    wanted, *_ = np.linalg.lstsq(matrix, values * weights, rcond=None)
     assert fitted(seen).coefficients == pytest.approx(wanted, rel=0.02)
 
 
@@ -61,8 +61,7 @@ def test_some_observations_together_count_as_one_after_the_other() -> None:
     found = [0.02, 0.001, 0.0005, 0.0]
     for first in range(0, len(seen), 16):
         points, values = zip(*seen[first : first + 16], strict=True)
-        residuals = [y - sum(np.multiply(found, x)) for x, y in zip(points, values, strict=True)]
-        found = together.updated(found, points, residuals)
+        found = together.updated(found, points, values)
     assert found == pytest.approx(fitted(seen).coefficients, rel=0.02)
 
 

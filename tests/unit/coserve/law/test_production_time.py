@@ -2,9 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import nnls
 
 from coserve.law.production_time import ProductionTime, upper_line
 
@@ -38,6 +40,16 @@ def test_the_configured_share_of_steps_lies_below_the_line() -> None:
     intercept, slope = upper_line(points, 0.9)
     below = sum(y <= intercept + slope * x + 1e-12 for x, y in points) / len(points)
     assert below == pytest.approx(0.9, abs=0.01)
+
+
+def test_steps_that_grow_faster_than_their_size_have_the_best_line_without_a_negative_term() -> (
+    None
+):
+    sizes = np.arange(100, 2100, 50)
+    seconds = 1e-7 * sizes**2.0
+    wanted, _ = nnls(np.column_stack([np.ones(len(sizes)), sizes]), seconds)
+    points = list(zip(sizes.tolist(), seconds.tolist(), strict=True))
+    assert upper_line(points, 0.0) == pytest.approx(tuple(wanted))
 
 
 def test_one_prompt_size_makes_a_flat_line() -> None:

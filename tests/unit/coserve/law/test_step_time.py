@@ -213,6 +213,27 @@ def test_says_how_often_steps_took_longer_than_predicted() -> None:
     model = StepTimeModel()
     mixed_steps(model, slow, 3000, noise=0.2)
     assert 0.03 < model.over_ratio < 0.2, "the tenth that its quantile promises"
-    for _ in range(50):
+    for number in range(50):
+        step_s = 1.1**number * slow(8, 0)
+        model.observe(decodes=8, prefill_tokens=0, context_tokens=0, step_s=step_s)
+    assert model.over_ratio > 0.2, "a machine that becomes ever slower shows"
+
+
+def test_a_machine_that_became_slower_shows_within_eight_steps() -> None:
+    model = StepTimeModel()
+    mixed_steps(model, slow, 1000)
+    for _ in range(8):
         model.observe(decodes=8, prefill_tokens=0, context_tokens=0, step_s=10 * slow(8, 0))
-    assert model.over_ratio > 0.2, "a machine that became slow shows"
+    assert model.predict_s(decodes=8, prefill_tokens=0, context_tokens=0) >= 9.5 * slow(8, 0)
+
+
+@pytest.mark.parametrize("after", [0, 1000], ids=["at the start", "later"])
+def test_steps_of_seconds_are_outgrown_a_few_normal_steps_later(after: int) -> None:
+    """A first call of each shape, or a machine that was stopped."""
+    model = StepTimeModel()
+    mixed_steps(model, slow, after)
+    for number in range(30):
+        prefill = 24 * (number % 2)
+        model.observe(decodes=16, prefill_tokens=prefill, context_tokens=400, step_s=2.0)
+    mixed_steps(model, slow, 60)
+    assert model.predict_s(decodes=8, prefill_tokens=0, context_tokens=0) < 3 * slow(8, 0)
