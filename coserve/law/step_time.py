@@ -3,13 +3,15 @@
     T = base_s + decode_s * decodes + prefill_s * prefill_tokens
         + context_s * context_tokens / 1024,  times an upper-quantile factor
 
-`context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online,
-so that other hardware and another model are followed without a reset, by relative errors: some
-steps of a second (a first call of each shape, a stopped machine) weigh no more than as many of 5 ms,
-and the prediction is right again a few steps later. The quantile is that of the latest 64 steps
-over their means, so that a machine that became slower shows within eight of them. Only steps that production
-left alone are learned from: the time of a step beside production is reported (`beside`), and is no
-part of the law, which counts how much of the accelerator a step takes and not how long it lasts.
+`context_tokens` is the KV that running requests hold: what a step's attention reads. Fitted online
+by relative errors, so that other hardware and another model are followed without a reset: some
+steps of a second (the first of each shape, a stopped machine) weigh no more than as many of 5 ms,
+and the prediction is right again a few steps later. The factor is the quantile of the latest 64
+steps over their means, so that a machine that became slower shows within eight of them.
+
+Only steps that production left alone are learned from: the time of a step beside production is
+reported (`beside`), and is no part of the law, which counts how much of the accelerator a step
+takes and not how long it lasts.
 Learning runs once per step and must cost microseconds: once the law is known it is fitted for
 sixteen steps at a time, while the quantile follows every step. Touches no clock; observations come
 with their duration.

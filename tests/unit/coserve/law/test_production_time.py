@@ -42,7 +42,7 @@ def test_the_configured_share_of_steps_lies_below_the_line() -> None:
     assert below == pytest.approx(0.9, abs=0.01)
 
 
-def test_steps_that_grow_faster_than_their_size_have_the_best_line_without_a_negative_term() -> (
+def test_steps_that_grow_faster_than_their_size_have_the_best_line_without_negative_terms() -> (
     None
 ):
     sizes = np.arange(100, 2100, 50)
