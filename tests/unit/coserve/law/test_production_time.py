@@ -42,9 +42,7 @@ def test_the_configured_share_of_steps_lies_below_the_line() -> None:
     assert below == pytest.approx(0.9, abs=0.01)
 
 
-def test_steps_that_grow_faster_than_their_size_have_the_best_line_without_negative_terms() -> (
-    None
-):
+def test_steps_that_grow_faster_than_their_size_have_the_best_line_without_negative_terms() -> None:
     sizes = np.arange(100, 2100, 50)
     seconds = 1e-7 * sizes**2.0
     wanted, _ = nnls(np.column_stack([np.ones(len(sizes)), sizes]), seconds)
