@@ -33,10 +33,12 @@ async def test_settings_of_a_dead_job_go_off_by_themselves(fake_agent: Any) -> N
         gateway.sites.append(at_agent)
         await gateway.publish(1)
         for switch in ("dedicated", "harvesting"):
-            status, _ = await gateway.post(f"/v1/jobs/job/{switch}", ON_FOR_A_MOMENT)
+            # Long enough for turns to begin on both engines of a busy machine.
+            body = {"enabled": True, "for_s": 4.0}
+            status, _ = await gateway.post(f"/v1/jobs/job/{switch}", body)
             assert status == 200
         turns = [asyncio.create_task(gateway.generate(f"r{n}", 5000)) for n in range(12)]
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(30.0):
             while not guest.open or not dedicated.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             while guest.open or dedicated.open or fake_agent.lease:  # noqa: ASYNC110
