@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from coserve.guest.isolation import TIME_SLICING, Isolation, IsolationBackend
+from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities
 from coserve.vllm.launch import (
     HUGE_PAGES,
@@ -56,6 +57,17 @@ def test_production_is_stock_but_for_one_flag_and_three_variables() -> None:
     }
     assert "--scheduler-cls" not in command.arguments
     assert "VLLM_SERVER_DEV_MODE" not in command.environment
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_production_computes_in_what_its_cpu_is_fast_in_and_rollouts_in_what_is_published(
+    monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(launch, "_fast_bf16", lambda: fast)
+    assert flag(production(spec(), pages=PAGES), "--dtype") == dtype
+    assert flag(production(spec(gpu=GPU), pages=PAGES), "--dtype") == "bfloat16"
+    assert flag(guest(spec(), pages=PAGES, weights=WEIGHTS), "--dtype") == "bfloat16"
+    assert flag(dedicated(spec(), weights=WEIGHTS), "--dtype") == "bfloat16"
 
 
 def test_a_guest_is_gated_fenced_and_takes_weights() -> None:
