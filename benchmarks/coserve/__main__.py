@@ -23,7 +23,6 @@ from benchmarks.coserve.arms import ESSENTIAL, NO_VERDICT, SETTINGS, Arm, arms_o
 from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.failsafe import FailSafe, TrialLog
 from benchmarks.coserve.figures import Facts, figures
-from benchmarks.coserve.load import Aim, Load
 from benchmarks.coserve.memory import Shrinks
 from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
@@ -39,6 +38,7 @@ from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
 from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.interleaving import cycle_rounds, interleaved
+from benchmarks.testbed.load import Aim, Load
 from benchmarks.testbed.origin import origin
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog

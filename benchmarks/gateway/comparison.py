@@ -57,7 +57,8 @@ class Streams:
         at_ns = self.at_s * _NS
         self.held = sum(each.first_ns <= at_ns < each.last_ns for each in exchanges)
         self.faults = sum(_is_faulty(each, check) for each in exchanges)
-        self.first_token_p99_ms = float(np.percentile(outside.first_ms, 99))
+        if outside.first_ms.size:
+            self.first_token_p99_ms = float(np.percentile(outside.first_ms, 99))
 
 
 def _is_faulty(exchange: Exchange, check: Callable[[Exchange], None]) -> bool:

@@ -34,10 +34,14 @@ class BlockPlan:
     steps: int
 
     def within(self, seconds: float, *, step_s: float) -> "BlockPlan":
-        """Limits the rounds to those that fit into `seconds` with steps of `step_s`; at least
-        one."""
+        """Limits the rounds to those that fit into `seconds` with steps of `step_s`, and the steps
+        of a single round that does not; at least as many as a gain of reward is made of."""
         round_s = self.serving_s + len(JOBS) * self.steps * step_s
-        return replace(self, rounds=max(1, min(self.rounds, int(seconds / round_s))))
+        rounds = max(1, min(self.rounds, int(seconds / round_s)))
+        if rounds > 1 or round_s <= seconds:
+            return replace(self, rounds=rounds)
+        steps = int((seconds - self.serving_s) / (len(JOBS) * step_s))
+        return replace(self, rounds=1, steps=min(self.steps, max(2, steps)))
 
     def order(self, index: int) -> tuple[Arm, ...]:
         """Rotated from round to round, so that drift of the machine falls on every arm alike."""

@@ -21,7 +21,6 @@ from benchmarks.testbed.slot import GUEST
 from benchmarks.testbed.trace import Trace, read_trace
 from benchmarks.testbed.window import mean_rate
 from examples.demo.blocks import BlockPlan
-from examples.demo.preparation import TOKEN_SCALE
 from examples.demo.records import Arm, Record, TrainingStep
 from examples.demo.report import write_report
 from examples.demo.result import Facts, as_json, level_of, result_of
@@ -113,7 +112,7 @@ def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: fl
     return Facts(
         trace=windows[0].trace,
         scale=windows[0].speed,
-        scaling={**asdict(TOKEN_SCALE), "requests_per_s": mean_rate(windows)},
+        scaling={**asdict(outcome.sizes), "requests_per_s": mean_rate(windows)},
         ttft_slo_s=level.ttft_s,
         itl_slo_s=level.itl_s,
         guests=frozenset({GUEST}),

@@ -12,23 +12,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from benchmarks.testbed.calibration import Replayed, measured_ratio, rate_for
+from benchmarks.testbed.calibration import Replayed
+from benchmarks.testbed.hardware import CpuHardware
+from benchmarks.testbed.load import Aim, Load
 from benchmarks.testbed.production import ProductionClient
+from benchmarks.testbed.production_model import STEP_TOKENS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import choose_slo
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import TokenScale, Window, windows_of
+from benchmarks.testbed.window import Window
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan, BlockRunner
 from examples.demo.records import Arm
 from examples.demo.stack import Stack
 from examples.demo.watch import SlotWatch
 from harvester.contracts.clock import Clock
 
-TOKEN_SCALE = TokenScale(
-    input_scale=0.25, output_scale=0.25, input_max=1024, output_min=2, output_max=128
-)
+SCALES = CpuHardware.scales
 # Slow enough for any machine that can run the demo at all; the replays raise it.
 FIRST_RATE = 3.0
+# Requests are made smaller until a window has as many: fewer bear no percentile, and teach the
+# slot its step times too slowly. A CPU with AVX-512 serves more of the largest.
+_REQUESTS_MIN = 40
 _STEP_WINDOW_S = 30.0
 # The pulse renews its step times once a second.
 _PULSE_S = 1.5
@@ -43,9 +47,12 @@ class Preparation:
     client: ProductionClient
     watch: SlotWatch
     clock: Clock
-    rate: float = FIRST_RATE
-    """Requests per second: at first a guess, in the end the measured blocks'."""
+    load: Load = field(init=False)
+    """At first a guess, in the end the measured blocks'."""
     _replayed: list[Replayed] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.load = Load(trace=self.trace, sizes=SCALES[0], rate=FIRST_RATE)
 
     async def first_replay(self, seconds: float) -> None:
         """Evenly, so that each request teaches how long it takes, however bursty the trace is.
@@ -73,7 +80,7 @@ class Preparation:
         """The windows for the measured blocks, one for each round."""
         await self._replay_alone(self._window(seconds))
         self._aim(blocks.serving_s, count=blocks.rounds)
-        return self._windows(blocks.serving_s, count=blocks.rounds, rate=self.rate)
+        return self.load.windows(blocks.serving_s, count=blocks.rounds)
 
     async def _replay_alone(self, window: Window) -> None:
         """Its requests stay out of the records; the SLO that they attain is promised."""
@@ -103,16 +110,14 @@ class Preparation:
         )
 
     def _aim(self, seconds: float, *, count: int = 1) -> None:
-        model = self.watch.pulse().model
-        self.rate = rate_for(
-            lambda rate: self._windows(seconds, count=count, rate=rate),
-            model,
-            measured_ratio=measured_ratio(self._replayed, model),
+        aim = Aim(
+            scales=SCALES,
+            slice_s=seconds,
+            rounds=count,
+            step_tokens=STEP_TOKENS,
+            requests_min=_REQUESTS_MIN * count,
         )
+        self.load = aim.load(self.load, self.watch.pulse().model, replays=self._replayed)
 
     def _window(self, seconds: float) -> Window:
-        return self._windows(seconds, count=1, rate=self.rate)[0]
-
-    def _windows(self, seconds: float, *, count: int, rate: float) -> tuple[Window, ...]:
-        windows = windows_of(self.trace, count=count, duration_s=seconds, rate=rate)
-        return tuple(window.sized(TOKEN_SCALE) for window in windows)
+        return self.load.windows(seconds, count=1)[0]

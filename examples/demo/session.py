@@ -24,7 +24,7 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
 from benchmarks.testbed.slot import PRODUCTION
 from benchmarks.testbed.trace import Trace
-from benchmarks.testbed.window import Window, mean_rate
+from benchmarks.testbed.window import TokenScale, Window, mean_rate
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
 from examples.demo.preparation import Preparation
 from examples.demo.records import Arm, Record
@@ -67,6 +67,8 @@ class Outcome:
 
     windows: tuple[Window, ...]
     """One for each round."""
+    sizes: TokenScale
+    """Of their requests."""
     gateway: dict[str, Any]
     hash_mismatches: int | None
     first_harvested_token_s: float | None
@@ -148,6 +150,7 @@ class Session:
         measured = [window async for window in self._rounds(blocks, windows, runner, audit)]
         return Outcome(
             windows=tuple(measured),
+            sizes=preparation.load.sizes,
             gateway=await gateway.status(),
             hash_mismatches=audit.hash_mismatches,
             first_harvested_token_s=self.watch.first_guest_token_s,

@@ -136,6 +136,13 @@ def test_a_slow_machine_gets_fewer_rounds(seconds: float, step_s: float, rounds:
     assert PLAN.within(seconds, step_s=step_s) == replace(PLAN, rounds=rounds)
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(200.0, 6), (100.0, 3), (-5.0, 2)])
+def test_a_single_round_that_does_not_fit_gets_fewer_steps(seconds: float, steps: int) -> None:
+    """Two have a first and a last reward."""
+    plan = BlockPlan(rounds=1, serving_s=40.0, steps=6)
+    assert plan.within(seconds, step_s=10.0) == replace(plan, steps=steps)
+
+
 @pytest.mark.parametrize(
     ("rounds_s", "left_s", "fits"),
     [([], -5.0, True), ([110.0, 120.0], 120.0, True), ([110.0, 120.0], 119.0, False)],

@@ -14,6 +14,7 @@ from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import windows_of
 from examples.demo import command
 from examples.demo.command import demo
+from examples.demo.preparation import SCALES
 from examples.demo.records import Record
 from examples.demo.schema import problems
 from examples.demo.session import Outcome
@@ -44,6 +45,7 @@ class FakeSession:
         trace: Trace = self.given.trace
         return Outcome(
             windows=windows_of(trace, count=2, duration_s=40.0, rate=2.0),
+            sizes=SCALES[0],
             gateway={"jobs": {"harvest": {"turns": {"migrated": 3}}}},
             hash_mismatches=0,
             first_harvested_token_s=self.given.clock.now() + 5.0,

@@ -15,7 +15,7 @@ from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.trace import Arrival
 from benchmarks.testbed.window import Window
 from examples.demo.blocks import WARM_UP_BLOCK, BlockPlan
-from examples.demo.preparation import Preparation
+from examples.demo.preparation import SCALES, Preparation
 from examples.demo.records import Arm
 from harvester.contracts.page import ProductionModel, Pulse
 
@@ -121,6 +121,22 @@ async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) 
     share = mean_busy_share(windows, MODEL.scaled(longer))
     assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
     assert machine.steps == [(Arm.FIXED, WARM_UP_BLOCK), (Arm.HARVEST, WARM_UP_BLOCK)]
+
+
+async def test_a_slow_machine_is_sent_smaller_requests_and_not_too_few() -> None:
+    """Ten times as slow, as a CPU without AVX-512 is."""
+    requests = {}
+    for longer in (1.0, 10.0):
+        machine = Machine(longer)
+        preparation = preparation_of(machine)
+        await preparation.first_replay(10.0)
+        windows = await preparation.last_replay(20.0, blocks=BLOCKS)
+        requests[longer] = sum(len(window.arrivals) for window in windows)
+        share = mean_busy_share(windows, MODEL.scaled(longer))
+        assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
+        if longer == 1.0:
+            assert preparation.load.sizes == SCALES[0]
+    assert requests[10.0] >= 40 * BLOCKS.rounds
 
 
 async def test_the_slo_attained_in_each_replay_is_promised() -> None:

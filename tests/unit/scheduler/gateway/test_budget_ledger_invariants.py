@@ -218,8 +218,8 @@ class Fleet(RuleBasedStateMachine):
         whole = self.ledger.budget("service", now=self.now)
         spent = sum(node.budget.spent for node in self.dead)
         allotted = sum(node.may_spend for node in self.nodes)
-        # A restarted agent's lease allows what was spent before, until it is renewed: with a hold of
-        # 0 s, each run of an agent stops one step beyond its limit.
+        # A restarted agent's lease allows what was spent before, until it is renewed: with a hold
+        # of 0 s, each run of an agent stops one step beyond its limit.
         runs = sum(node.run for node in [*self.nodes, *self.dead])
         assert spent + allotted <= max(whole.budget, 10.0) + runs * STEP + 1e-6
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.coserve.load import REQUESTS_MIN, Aim, Load
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.calibration import mean_busy_share
 from benchmarks.testbed.gpu_hardware import GpuHardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware
+from benchmarks.testbed.load import REQUESTS_MIN, Aim, Load
 from benchmarks.testbed.memory_split import GpuMemory
 from coserve.guest.gpus import ComputeMode, Gpu
 from harvester.contracts.page import ProductionModel
