@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.coserve import goals, load
+from benchmarks.coserve import goals
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import ESSENTIAL, NO_VERDICT, SETTINGS, Arm, arms_on
 from benchmarks.coserve.closed_gate import closed_gate
@@ -38,7 +38,7 @@ from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
 from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.interleaving import cycle_rounds, interleaved
-from benchmarks.testbed.load import Aim, Load
+from benchmarks.testbed.load import REQUESTS_MIN, Aim, Load
 from benchmarks.testbed.origin import origin
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
@@ -441,7 +441,7 @@ class Bench:
             # A verdict on a goal needs more of them.
             requests_min=goals.REQUESTS_MIN
             if set(self.log.settings.arms) <= set(ESSENTIAL)
-            else load.REQUESTS_MIN,
+            else REQUESTS_MIN,
             busy_share=self.log.settings.busy_share,
         )
         self.load = aim.load(self.load, self.pulse().model, replays=replays)
