@@ -59,6 +59,10 @@ class RunningAttempt:
         if gap_s > pause_s:
             self.paused_s += gap_s
 
+    def excuse(self, silence_s: float, *, now: float) -> None:
+        """Silence in which nobody listened."""
+        self.heard_s = min(now, self.heard_s + silence_s)
+
     def cut(self, why: Cut) -> None:
         if self.why_cut is None and self.task is not None and not self.task.done():
             self.why_cut = why

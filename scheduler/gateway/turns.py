@@ -250,11 +250,16 @@ class TurnRunner:
         """Move turns off silent engines; a turn stays if no other engine has room."""
         period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
         while True:
+            due_s = self._clock.now() + period_s
             await asyncio.sleep(period_s)
+            # An event loop that is late has read no engine meanwhile: that silence is its own.
+            # Counted as the engines', an overload would move every turn, and so never end.
+            late_s = max(0.0, self._clock.now() - due_s)
             self._dispatcher.observe(TimePassed())
             moving = 0
             for member in tuple(self._fleet.members.values()):
                 for running in tuple(member.running):
+                    running.excuse(late_s, now=self._clock.now())
                     moving += self._check_stall(member, running, moving)
 
     def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:

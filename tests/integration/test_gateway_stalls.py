@@ -1,6 +1,7 @@
 """A turn leaves an engine that hangs, and not one that computes a long prompt."""
 
 import asyncio
+import time
 
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, continued, gateway_on
@@ -41,3 +42,17 @@ async def test_turns_leave_a_hung_engine_for_the_places_that_there_are() -> None
             engines[0].stalled = True
             for status, choice in await asyncio.gather(*turns):
                 assert (status, choice["token_ids"]) == (200, continued(PROMPT, 600, version=1))
+
+
+async def test_a_gateway_that_was_late_itself_moves_no_turn() -> None:
+    """All engines were silent for as long as it read none of them."""
+    async with gateway_on(*fakes(prefill_s=0.0), timeouts={"stall_s": STALL_S}) as gateway:
+        await gateway.publish(1)
+        turns = [asyncio.create_task(gateway.generate(f"t{n}", 400)) for n in range(8)]
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            time.sleep(4 * STALL_S)  # noqa: ASYNC251 - the event loop is what stands still
+        async with asyncio.timeout(30):
+            for status, choice in await asyncio.gather(*turns):
+                assert (status, choice["token_ids"]) == (200, continued(PROMPT, 400, version=1))
+        assert gateway.scheduler.ledgers["job"].counters.retried == 0

@@ -19,7 +19,8 @@ pin that can never be met again, an older version than the job's, is refused at 
 
 The queue is bounded. A request of several turns is admitted once, with room for all of them, or
 refused; one turn alone is refused where it would have to wait.
-A decision costs O(engines). Opens no connection and reads no clock.
+A decision costs O(engines), with a queue that for each of its lines. Opens no connection and reads
+no clock.
 """
 
 import math
@@ -27,6 +28,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import chain, count, takewhile
 from typing import TypeAlias
 
@@ -366,12 +368,17 @@ class RoutingPolicy:
             return ()
         placed: list[RoutingEffect] = []
         for rank in (_RESUMED, _BEGUN, _FRESH):
-            open_lines = list(self._lines.values())
-            while (line := self._oldest(open_lines, rank)) is not None:
+            heads = [
+                (since_s, place, line)
+                for place, line in enumerate(self._lines.values())
+                if (since_s := self._since_s(line, rank)) is not None
+            ]
+            heapify(heads)
+            while heads:
+                _, place, line = heappop(heads)
                 turn = line.waiting[rank][0]
                 chosen = self._choose(turn, now, tail=False)
                 if chosen is None:
-                    open_lines.remove(line)
                     continue
                 engine, reason = chosen
                 nearer = None
@@ -381,18 +388,16 @@ class RoutingPolicy:
                     turn, reason = nearer, DispatchReason.AFFINITY
                 del self._queued[turn.turn]
                 placed.append(self._dispatch(turn, engine, reason, now))
+                if (since_s := self._since_s(line, rank)) is not None:
+                    heappush(heads, (since_s, place, line))
         return tuple(placed)
 
-    def _oldest(self, lines: list[_Line], rank: int) -> _Line | None:
-        """The line whose first turn of this rank has waited longest; None if none waits."""
-        found, since_s = None, math.inf
-        for line in lines:
-            waiting = line.waiting[rank]
-            while waiting and waiting[0].turn not in self._queued:
-                waiting.popleft()
-            if waiting and (at_s := self._queued[waiting[0].turn].since_s) < since_s:
-                found, since_s = line, at_s
-        return found
+    def _since_s(self, line: _Line, rank: int) -> float | None:
+        """Time since which the line's first turn of this rank waits; None if none waits."""
+        waiting = line.waiting[rank]
+        while waiting and waiting[0].turn not in self._queued:
+            waiting.popleft()
+        return self._queued[waiting[0].turn].since_s if waiting else None
 
     def _nearer(
         self, line: _Line, engine: EngineId, *, older: TurnArrived, now: float
