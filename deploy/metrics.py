@@ -85,6 +85,12 @@ _AGENT = (
         "Decisions that could not be written into the journal.",
     ),
     _agent(
+        "audit_missing_events_total",
+        Kind.COUNTER,
+        "",
+        "Audit events that could not be written; nothing stops for them.",
+    ),
+    _agent(
         "slo_headroom_ratio",
         Kind.GAUGE,
         "slot slo",

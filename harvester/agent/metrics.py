@@ -81,6 +81,7 @@ _GAUGES = {
     "unsafe_experiments": ("", "1 where settings may go beyond what protects production."),
 }
 _COUNTERS = {
+    "audit_missing_events": ("", "Audit events that could not be written."),
     "journal_missing_lines": ("slot", "Decisions that the journal lacks."),
     "admission_decisions": ("slot decision reason", "Grants written."),
     "guest_tokens": ("slot", "Tokens of the guest's steps."),
@@ -142,4 +143,5 @@ class AgentMetrics:
         return found.labels(*labels) if labels else found
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        return self._counters[name].labels(*labels)
+        found = self._counters[name]
+        return found.labels(*labels) if labels else found

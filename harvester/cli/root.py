@@ -70,6 +70,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.status:status",
         summary="Show the slots of this machine: production, grant, guest and lease.",
     ),
+    "audit": LazyCommand(
+        target="harvester.cli.audit_command:audit",
+        summary="Print who got which slot and why it ended, and who changed what.",
+    ),
     "profile": LazyCommand(
         target="harvester.cli.profile:profile",
         summary="Print production's learned step times, to start another slot from.",

@@ -129,7 +129,7 @@ class JournalWriter:
 
     def _open(self) -> FileIO:
         # Without a buffer: one would keep what a full disk refused, and raise again when closed.
-        return open(self._path, "ab", buffering=0, opener=_private)
+        return open(self._path, "ab", buffering=0, opener=open_private)
 
     def _in_place(self) -> bool:
         try:
@@ -138,7 +138,7 @@ class JournalWriter:
             return False
 
 
-def _private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
     """Tenants, jobs and processes are not for every user of the machine, whatever the umask."""
     file = os.open(path, flags, 0o640)
     if os.fstat(file).st_mode & 0o007:

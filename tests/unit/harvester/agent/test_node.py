@@ -262,6 +262,7 @@ def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
 
 def kill(stage: Stage) -> None:
     """End the agent as a signal does: nothing is drained, and its descriptors close."""
+    stage.node.audit.close()
     for slot in stage.node.slots:
         slot._record.close()
         slot._grant_page.close()
