@@ -15,6 +15,7 @@ def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file
 
     if not journal.is_file():
         raise ConfigError(f"no journal at {journal}")
+    _say_torn(journal)
     replayed = replay_journal(journal)
     difference = replayed.difference
     if difference is None:
@@ -24,6 +25,13 @@ def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file
     typer.echo(f"  recorded: {msgspec.json.encode(difference.recorded).decode()}")
     typer.echo(f"  replayed: {msgspec.json.encode(difference.replayed).decode()}")
     raise typer.Exit(1)
+
+
+def _say_torn(journal: Path) -> None:
+    from harvester.contracts.journal import torn_bytes
+
+    if torn := torn_bytes(journal):
+        typer.echo(f"{journal.name}: the last {torn} bytes are torn and left out", err=True)
 
 
 def simulate(
