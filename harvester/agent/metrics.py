@@ -120,6 +120,12 @@ class AgentMetrics:
             name: Counter(f"harvester_{name}", text, labels.split(), registry=self.registry)
             for name, (labels, text) in _COUNTERS.items()
         }
+        self.lease_info = Gauge(
+            "harvester_lease_info",
+            "1 with the labels of the lease in force, 0 with empty ones without a lease.",
+            ("slot", "tenant", "rl_job"),
+            registry=self.registry,
+        )
         self.reclaim_duration = Histogram(
             "harvester_reclaim_duration_seconds",
             "From the decision to close until the guest's last launched step ended.",

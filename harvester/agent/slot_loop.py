@@ -203,7 +203,8 @@ class Slot:
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
-        headroom, headroom_age_s = self.exposition.headroom(self.policy.settings)
+        settings = self.policy.settings
+        headroom, headroom_age_s = self.exposition.headroom(settings)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -229,6 +230,11 @@ class Slot:
                 number=self._leases.allotted_number(self.name),
                 leased=lease is not None,
             ),
+            mode=settings.mode,
+            slot_state=self.policy.state,
+            ttft_s=self.exposition.latency_s("ttft"),
+            itl_s=self.exposition.latency_s("itl"),
+            guest_tokens_total=self.exposition.guest_tokens_total,
         )
 
     def close(self, *, now: float) -> None:

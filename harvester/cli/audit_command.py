@@ -20,6 +20,8 @@ from harvester.contracts.errors import ConfigError
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _CONFIG_SUFFIXES = (".yaml", ".yml")
+PIPE_COLUMNS = 400
+"""A pipe has no width of its own: each row is one line."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -47,8 +49,7 @@ def audit(
         for event in events:
             typer.echo(msgspec.json.encode(event).decode())
         return
-    # A pipe has no width: it gets every event on one line.
-    width = None if sys.stdout.isatty() else 400
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
     Console(highlight=False, width=width).print(_table(events))
 
 
@@ -106,15 +107,20 @@ def _table(events: list[AuditEvent]) -> Table:
     table = Table("time", "event", "slot", "lease", "tenant", "job", "who", "what", box=None)
     for event in events:
         table.add_row(
-            *(
-                Text(_CONTROL.sub(" ", cell))
-                for cell in (
+            *map(
+                printable,
+                (
                     *(event.time, event.event, event.slot, event.lease, event.tenant, event.job),
                     *(event.who, _what(event)),
-                )
+                ),
             )
         )
     return table
+
+
+def printable(text: str) -> Text:
+    """Text of another process for a terminal: no markup, and no control character."""
+    return Text(_CONTROL.sub(" ", text))
 
 
 def _what(event: AuditEvent) -> str:
