@@ -5,7 +5,7 @@ stated by the first event that is written again.
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -104,14 +104,15 @@ class EventLimit:
 
     left: float = _BURST
     at_s: float | None = None
-    omitted: int = field(default=0)
+    omitted: int = 0
     """Events left out since the last one that was admitted."""
 
-    def admits(self, *, now: float) -> bool:
+    def admits(self, *, now: float, again: bool = False) -> bool:
+        """`again`: for an event that was left out before and counts once."""
         since_s = 0.0 if self.at_s is None else now - self.at_s
         self.left, self.at_s = min(_BURST, self.left + since_s * _PER_S), now
         if self.left < 1.0:
-            self.omitted += 1
+            self.omitted += not again
             return False
         self.left -= 1.0
         return True

@@ -25,6 +25,9 @@ class SlotAudit:
         self._ended: tuple[ProcessId, ...] = ()
         self._kill_reason = ""
         self._limit = EventLimit()
+        self._tried: set[object] = set()
+        """Events of this beat, with those that are left out and come again in the next."""
+        self._tried_before: set[object] = set()
 
     def observe(
         self,
@@ -36,6 +39,7 @@ class SlotAudit:
         now: float,
     ) -> None:
         """Note what this beat has changed. Called at every beat, so it is cheap."""
+        self._tried_before, self._tried = self._tried, set()
         # A withheld slice lasts 2 s, by a draw of lots: it is no event.
         if policy.state != self._state and policy.condition is not Condition.WITHHELD:
             reason = f"{policy.condition}: {policy.reason}" if policy.reason else policy.condition
@@ -57,7 +61,7 @@ class SlotAudit:
         self._move(_FAULT, reason, None, now)
 
     def _move(self, state: str, reason: str, lease: SlotLease | None, now: float) -> None:
-        if not self._limit.admits(now=now):
+        if not self._admits(state, now):
             return
         held = {} if lease is None else lease_fields(lease)
         self._note(
@@ -93,7 +97,7 @@ class SlotAudit:
         """Another guest, unless it has a process of the one before, which then has more or less."""
         if self._guest and not set(self._guest) & set(processes):
             self._end_guest("another guest writes its page", now)
-        if self._guest is None and self._limit.admits(now=now):
+        if self._guest is None and self._admits(processes, now):
             again = "its page is back; " if processes and processes == self._ended else ""
             reason = f"{again}{_pids(processes)}"
             self._note(AuditKind.GUEST_STARTED, reason=reason, omitted=self._limit.taken())
@@ -102,11 +106,15 @@ class SlotAudit:
             self._guest = processes
 
     def _end_guest(self, reason: str, now: float) -> None:
-        if self._guest is None or not self._limit.admits(now=now):
+        if self._guest is None or not self._admits(reason, now):
             return
         reason = f"{reason}; {_pids(self._guest)}"
         self._note(AuditKind.GUEST_ENDED, reason=reason, omitted=self._limit.taken())
         self._ended, self._guest = self._guest, None
+
+    def _admits(self, event: object, now: float) -> bool:
+        self._tried.add(event)
+        return self._limit.admits(now=now, again=event in self._tried_before)
 
     def _note(self, kind: AuditKind, **fields: object) -> None:
         self._log.note(kind, slot=self._slot, **{"who": AGENT, **fields})

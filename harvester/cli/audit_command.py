@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -38,13 +38,13 @@ def audit(
 ) -> None:
     """Print who got which slot and why it ended, and who changed what."""
     from_time = None if since is None else _begin(since)
-    events = [
+    events = (
         event
-        for event in _events(_files(source))
+        for event in _events(_files(source), from_time)
         if (tenant is None or event.tenant == tenant)
         and (slot is None or event.slot == slot)
         and (from_time is None or _time(event) >= from_time)
-    ]
+    )
     if json:
         for event in events:
             typer.echo(msgspec.json.encode(event).decode())
@@ -66,9 +66,12 @@ def _files(source: Path) -> list[Path]:
     return files
 
 
-def _events(files: list[Path]) -> Iterator[AuditEvent]:
+def _events(files: list[Path], from_time: datetime | None) -> Iterator[AuditEvent]:
+    """The events of files that were written after a time."""
     for path in files:
         try:
+            if from_time is not None and path.stat().st_mtime < from_time.timestamp():
+                continue
             for found in read_audit(path):
                 if isinstance(found, AuditEvent):
                     yield found
@@ -103,7 +106,7 @@ def _time(event: AuditEvent) -> datetime:
     return datetime.fromisoformat(wall_time_utc()) if time is None or not time.tzinfo else time
 
 
-def _table(events: list[AuditEvent]) -> Table:
+def _table(events: Iterable[AuditEvent]) -> Table:
     table = Table("time", "event", "slot", "lease", "tenant", "job", "who", "what", box=None)
     for event in events:
         table.add_row(

@@ -7,11 +7,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from harvester.cli.agent_client import (
-    AgentClient,
+from harvester.cli.status_client import (
     CaFileOption,
     CertFileOption,
     KeyFileOption,
+    StatusClient,
     TokenFileOption,
     credentials,
 )
@@ -55,7 +55,9 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        offers = AgentClient(agent_url, credentials(token_file, ca_file, cert_file, key_file)).ask()
+        offers = StatusClient(
+            agent_url, credentials(token_file, ca_file, cert_file, key_file)
+        ).ask()
         console.print(_offer_table(offers))
         console.print(_guard_table(offers))
         console.print(_budget_table(offers))

@@ -13,15 +13,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from harvester.cli.agent_client import (
-    AgentClient,
+from harvester.cli.audit_command import PIPE_COLUMNS, printable
+from harvester.cli.status_client import (
     CaFileOption,
     CertFileOption,
     KeyFileOption,
+    StatusClient,
     TokenFileOption,
     credentials,
 )
-from harvester.cli.audit_command import PIPE_COLUMNS, printable
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
@@ -57,7 +57,7 @@ def top(
     if not urls:
         raise ConfigError("name the URLs of agents, or an agent's file with --config")
     mine = credentials(token_file, ca_file, cert_file, key_file)
-    view = AgentsView([AgentClient(url, mine) for url in urls], clock=MonotonicClock())
+    view = AgentsView([StatusClient(url, mine) for url in urls], clock=MonotonicClock())
     if once:
         _print_once(view, interval)
         return
@@ -95,7 +95,7 @@ def _url_of(config: AgentConfig) -> str:
 class AgentsView:
     """The last answers of several agents, as one table."""
 
-    clients: Sequence[AgentClient]
+    clients: Sequence[StatusClient]
     clock: Clock
     answered: int = 0
     """Agents that answered last."""
@@ -143,7 +143,7 @@ class AgentsView:
         return f"{max(0, total - before[1]) / (now - before[0]):.0f}"
 
 
-def _answer(client: AgentClient) -> SlotOffers | str:
+def _answer(client: StatusClient) -> SlotOffers | str:
     try:
         return client.ask()
     except Exhausted as error:

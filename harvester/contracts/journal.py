@@ -22,7 +22,7 @@ import xxhash
 
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Corrupt
-from harvester.contracts.journal_frames import LinePacker, is_packed, packed_lines, tail_of
+from harvester.contracts.journal_frames import LinePacker, is_packed, last_block_of, packed_lines
 
 SCHEMA = 1
 MAX_LINE_BYTES = 8 << 20
@@ -141,13 +141,13 @@ class JournalWriter:
         if not self._path.exists():
             return LinePacker()
         try:
-            tail = tail_of(self._path)
+            last_block = last_block_of(self._path)
         except Corrupt:
             self._path.replace(self._older)
             return LinePacker()
-        if tail.whole_bytes < self._path.stat().st_size:
-            os.truncate(self._path, tail.whole_bytes)
-        return LinePacker(in_frame=tail.in_frame)
+        if last_block.end_bytes < self._path.stat().st_size:
+            os.truncate(self._path, last_block.end_bytes)
+        return LinePacker(in_frame=last_block.in_frame)
 
     @property
     def _older(self) -> Path:
@@ -174,8 +174,9 @@ def open_private(path: str, flags: int) -> int:
 
 def _ended(file: FileIO, packer: LinePacker | None) -> None:
     """Closes a file, with the end of its last frame if there is room: readers do without."""
-    with suppress(OSError):
-        file.write(b"" if packer is None else packer.end())
+    if packer is not None and not file.closed:
+        with suppress(OSError):
+            file.write(packer.end())
     file.close()
 
 
@@ -195,7 +196,7 @@ def torn_bytes(path: Path) -> int:
     """Size of the incomplete line at the end, which readers leave out. Raises Corrupt."""
     with path.open("rb") as file:
         if is_packed(file.read(4)):
-            return path.stat().st_size - tail_of(path).whole_bytes
+            return path.stat().st_size - last_block_of(path).end_bytes
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - MAX_LINE_BYTES))
         return len(file.read().rpartition(b"\n")[2])

@@ -59,7 +59,7 @@ class LinePacker:
         return packed
 
     def written(self) -> None:
-        """What was packed last is in the file."""
+        """The line that was packed last is in the file."""
         self._in_frame = self._stream is not None
 
     def refused(self) -> None:
@@ -67,14 +67,14 @@ class LinePacker:
         self._stream = None
 
     def end(self) -> bytes:
-        """What ends the file's last frame."""
+        """Bytes that end the file's last frame."""
         self._stream = None
         return END_OF_FRAME if self._in_frame else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
-    whole_bytes: int
+class LastBlock:
+    end_bytes: int
     """Up to the end of the last whole block."""
     in_frame: bool
     """Whether the last frame has no end."""
@@ -85,7 +85,7 @@ def is_packed(head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
-def tail_of(path: Path) -> Tail:
+def last_block_of(path: Path) -> LastBlock:
     """Where the file's last whole block ends. Raises Corrupt for a file of another form."""
     size_bytes = path.stat().st_size
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
@@ -105,10 +105,10 @@ def tail_of(path: Path) -> Tail:
                     raise Corrupt(f"{path.name} byte {at}: no block of zstd")
                 end = at + _BLOCK_HEADER_BYTES + (1 if kind == _RLE else content_bytes)
                 if end > size_bytes:
-                    return Tail(whole_bytes=at, in_frame=True)
+                    return LastBlock(end_bytes=at, in_frame=True)
                 at, last = end, bool(header & 1)
                 file.seek(at)
-        return Tail(whole_bytes=at, in_frame=False)
+        return LastBlock(end_bytes=at, in_frame=False)
 
 
 def packed_lines(file: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""What another configuration would have granted, on the samples of a recorded slot journal.
+"""Compares configurations on the samples of a recorded slot journal: what each would have granted.
 
 Two policies decide each sample: one with the recorded settings, one with the new ones. What the
 samples say of production was measured beside the recorded grants, so the answer holds where a
@@ -36,7 +36,7 @@ class Account:
 
     grantable_s: float = 0.0
     closed_s: Counter[str] = field(default_factory=Counter)
-    """By the condition that kept the slot closed."""
+    """Key: the condition that kept the slot closed."""
     tokens: float = 0.0
     """Estimated from the guest's pace: its counted tokens over the time recorded as grantable."""
 

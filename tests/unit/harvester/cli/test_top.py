@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from harvester.cli import main
-from harvester.cli.agent_client import AgentClient
+from harvester.cli.status_client import StatusClient
 from harvester.cli.top import AgentsView
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import Epoch, NodeId, SlotId
@@ -96,7 +96,7 @@ def shown(view: AgentsView) -> str:
 
 def view_of(*urls: str) -> tuple[AgentsView, VirtualClock]:
     clock = VirtualClock()
-    clients = [AgentClient(url, Credentials()) for url in urls]
+    clients = [StatusClient(url, Credentials()) for url in urls]
     return AgentsView(clients, clock=clock), clock
 
 

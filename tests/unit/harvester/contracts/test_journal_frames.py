@@ -23,7 +23,7 @@ from harvester.contracts.journal import (
     read_journal,
     torn_bytes,
 )
-from harvester.contracts.journal_frames import is_packed, tail_of
+from harvester.contracts.journal_frames import is_packed, last_block_of
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ def killed(path: Path, small_frames: None) -> bytes:
         decide(writer, float(beat))
     left = path.read_bytes()
     writer.close()
-    assert tail_of(path).in_frame is False
+    assert last_block_of(path).in_frame is False
     return left
 
 
@@ -136,7 +136,7 @@ def test_zstd_reads_what_a_killed_writer_and_its_successor_left(path: Path, kill
         "opened",
         *["decided"] * 2,
     ]
-    assert tail_of(path).in_frame is False
+    assert last_block_of(path).in_frame is False
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
@@ -144,7 +144,7 @@ def test_torn_bytes_are_those_that_readers_leave_out(path: Path, killed: bytes, 
     path.write_bytes(killed)
     assert torn_bytes(path) == 0
     path.write_bytes(killed[: len(killed) - cut])
-    whole = tail_of(path).whole_bytes
+    whole = last_block_of(path).end_bytes
     assert torn_bytes(path) == len(killed) - cut - whole
     assert (torn_bytes(path) > 0) == (cut > 0)
 
@@ -186,7 +186,7 @@ def test_stays_bounded_in_compressed_bytes_and_each_file_reads_by_itself(path: P
     kept = times(older) + times(path)
     assert kept == [float(beat) for beat in range(400 - len(kept), 400)]
     assert len(kept) > 60
-    assert tail_of(older).in_frame is False
+    assert last_block_of(older).in_frame is False
 
 
 class SmallDisk(FileIO):

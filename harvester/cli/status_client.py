@@ -35,7 +35,7 @@ def credentials(
     )
 
 
-class AgentClient:
+class StatusClient:
     def __init__(self, url: str, credentials: Credentials) -> None:
         """Raises ConfigError for another URL than one of HTTP, or one that would show the token."""
         if not url.startswith(("http://", "https://")):
