@@ -63,8 +63,9 @@ class AuditLog:
         self._file.close()
 
     def _event(self, kind: AuditKind, fields: dict[str, Any]) -> AuditEvent:
-        fields["reason"] = fields.get("reason", "")[:_MAX_REASON]
-        fields["changes"] = fields.get("changes", ())[:_MAX_CHANGES]
+        fields["reason"] = _encodable(fields.get("reason", "")[:_MAX_REASON])
+        fields["who"] = _encodable(fields.get("who", ""))
+        fields["changes"] = tuple(map(_encodable, fields.get("changes", ())[:_MAX_CHANGES]))
         return AuditEvent(
             schema=SCHEMA,
             time=wall_time_utc(),
@@ -96,6 +97,11 @@ class AuditLog:
             self.fault = error.strerror or str(error)
             return False
         return True
+
+
+def _encodable(text: str) -> str:
+    """Half a surrogate pair, which a file's name may have, would raise in the beat."""
+    return text.encode(errors="replace").decode()
 
 
 @dataclass(slots=True)

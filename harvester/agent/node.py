@@ -34,7 +34,7 @@ from harvester.policy.states import Condition
 _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
-RELOADER = "operator, by SIGHUP"
+_RELOADER = "operator, by SIGHUP"
 _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
@@ -184,13 +184,13 @@ class NodeAgent:
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(new, policy, restart_needed=done.restart_needed)
         self._export_configuration()
-        self.audit.note(AuditKind.CONFIG_RELOADED, who=RELOADER, changes=done.changes)
+        self.audit.note(AuditKind.CONFIG_RELOADED, who=_RELOADER, changes=done.changes)
         for (slot, _), (old, mode) in zip(slots, modes, strict=True):
             if mode is not old:
                 self.audit.note(
                     AuditKind.MODE_CHANGED,
                     slot=slot.name,
-                    who=RELOADER,
+                    who=_RELOADER,
                     from_state=old,
                     to_state=mode,
                 )
@@ -198,7 +198,7 @@ class NodeAgent:
 
     def refuse_configuration(self, reason: str) -> None:
         """Note that a reload was refused; the old configuration stays in force."""
-        self.audit.note(AuditKind.CONFIG_REFUSED, who=RELOADER, reason=reason)
+        self.audit.note(AuditKind.CONFIG_REFUSED, who=_RELOADER, reason=reason)
 
     def _export_configuration(self) -> None:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)

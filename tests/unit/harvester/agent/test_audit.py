@@ -17,7 +17,7 @@ from harvester.agent.audit_file import AuditFile
 from harvester.agent.audit_log import EventLimit
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, LoadedConfig
-from harvester.contracts.audit import AuditEvent, read_audit
+from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
 from harvester.contracts.clock import VirtualClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
@@ -330,6 +330,11 @@ def test_a_refused_reload_says_why(stage: Stage, monkeypatch: pytest.MonkeyPatch
     loaded = LoadedConfig(config=stage.config)
     agent_process.AgentProcess(loaded, reload=load, version="1")._reconfigure(stage.node)
     assert stage.last("config_refused").reason == "agent.yaml line 3: epsilon"
+
+
+def test_a_text_that_is_no_unicode_is_recorded_without_an_error(stage: Stage) -> None:
+    stage.node.audit.note(AuditKind.QUARANTINED, who="\ud800", reason="no \ud800 text")
+    assert stage.last("quarantined").reason == "no ? text"
 
 
 def test_a_guest_s_arguments_stay_out_of_the_audit() -> None:
