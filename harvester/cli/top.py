@@ -62,9 +62,9 @@ def top(
         _print_once(view, interval)
         return
     console = Console(highlight=False)
-    with Live(
-        view.table(), console=console, screen=console.is_terminal, auto_refresh=False
-    ) as live:
+    if not console.is_terminal:
+        raise ConfigError("the output is no terminal: add --once")
+    with Live(view.table(), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(interval)
             live.update(view.table(), refresh=True)

@@ -204,7 +204,7 @@ def test_a_state_that_flaps_is_bounded_and_its_omissions_are_counted(stage: Stag
     stage.production()
     stage.guest()
     stage.beats(2)
-    for _ in range(100):
+    for _ in range(60):
         stage.switch.write_text("hold")
         stage.beats(3)
         stage.switch.unlink()
@@ -213,9 +213,9 @@ def test_a_state_that_flaps_is_bounded_and_its_omissions_are_counted(stage: Stag
     stage.switch.write_text("hold")
     stage.beats(2)
     moves = stage.of("slot_state")
-    assert 60 < len(moves) < 90
+    assert 60 < len(moves) < 80
     # Two changes a turn; those back to the recorded state need no event.
-    assert 55 < sum(move.omitted for move in moves) < 75
+    assert 20 < sum(move.omitted for move in moves) < 30
     assert [move.from_state for move in moves[1:]] == [move.to_state for move in moves[:-1]]
 
 

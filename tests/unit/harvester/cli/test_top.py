@@ -156,6 +156,11 @@ def test_once_prints_into_a_pipe_with_the_address_and_token_of_the_file(
     assert agent.sent == ["Bearer " + "s" * 32] * 2
 
 
+def test_a_live_view_needs_a_terminal(agent: FakeAgent, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(agent.url) == 2
+    assert "add --once" in capsys.readouterr().err
+
+
 def test_once_fails_where_no_agent_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("--once", "--interval", "0.2", "http://127.0.0.1:1") == 1
     assert "no agent gives an answer" in capsys.readouterr().err
