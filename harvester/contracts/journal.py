@@ -22,7 +22,7 @@ import xxhash
 
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Corrupt
-from harvester.contracts.journal_frames import LinePacker, is_packed, last_block_of, packed_lines
+from harvester.contracts.journal_frames import LinePacker, is_packed, last_line_of, packed_lines
 
 SCHEMA = 1
 MAX_LINE_BYTES = 8 << 20
@@ -137,17 +137,17 @@ class JournalWriter:
             self._packer.written()
 
     def _mended(self) -> LinePacker:
-        """Cuts a block that a crash left incomplete; the frame around it is still to be ended."""
+        """Cuts a line that a crash left incomplete; the frame around it is still to be ended."""
         if not self._path.exists():
             return LinePacker()
         try:
-            last_block = last_block_of(self._path)
+            last_line = last_line_of(self._path)
         except Corrupt:
             self._path.replace(self._older)
             return LinePacker()
-        if last_block.end_bytes < self._path.stat().st_size:
-            os.truncate(self._path, last_block.end_bytes)
-        return LinePacker(in_frame=last_block.in_frame)
+        if last_line.end_bytes < self._path.stat().st_size:
+            os.truncate(self._path, last_line.end_bytes)
+        return LinePacker(in_frame=last_line.in_frame)
 
     @property
     def _older(self) -> Path:
@@ -196,7 +196,7 @@ def torn_bytes(path: Path) -> int:
     """Size of the incomplete line at the end, which readers leave out. Raises Corrupt."""
     with path.open("rb") as file:
         if is_packed(file.read(4)):
-            return path.stat().st_size - last_block_of(path).end_bytes
+            return path.stat().st_size - last_line_of(path).end_bytes
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - MAX_LINE_BYTES))
         return len(file.read().rpartition(b"\n")[2])

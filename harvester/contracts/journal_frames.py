@@ -2,7 +2,7 @@
 
 A line is whole in the file once it is written, and finds the lines before it in the compressor's
 window: beats are much like one another. A killed writer leaves a frame without its end, perhaps
-with a torn block: the next one cuts the block and ends the frame. `zstd -dc` reads such files too.
+with a torn line: the next one cuts the line and ends the frame. `zstd -dc` reads such files too.
 """
 
 from collections.abc import Iterator
@@ -68,16 +68,15 @@ class LinePacker:
 
     def end(self) -> bytes:
         """Bytes that end the file's last frame."""
-        self._stream = None
         return END_OF_FRAME if self._in_frame else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LastBlock:
+class LastLine:
     end_bytes: int
-    """Up to the end of the last whole block."""
+    """Up to the end of the last whole line."""
     in_frame: bool
-    """Whether the last frame has no end."""
+    """Whether its frame has no end."""
 
 
 def is_packed(head: bytes) -> bool:
@@ -85,30 +84,48 @@ def is_packed(head: bytes) -> bool:
     return head.startswith(MAGIC)
 
 
-def last_block_of(path: Path) -> LastBlock:
-    """Where the file's last whole block ends. Raises Corrupt for a file of another form."""
+def last_line_of(path: Path) -> LastLine:
+    """Where the file's last whole line ends. Raises Corrupt for a file of another form."""
     size_bytes = path.stat().st_size
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         at = 0
         while at < size_bytes:
-            head = file.read(_MAX_HEADER_BYTES)
-            header_bytes = _frame_header_bytes(head, path.name, at)
+            frame = at
+            header_bytes = _frame_header_bytes(file.read(_MAX_HEADER_BYTES), path.name, at)
             if header_bytes is None:
-                break
-            at += header_bytes
-            file.seek(at)
-            last = False
+                return LastLine(end_bytes=frame, in_frame=False)
+            ends, last = [at + header_bytes], False
             while not last:
+                file.seek(ends[-1])
                 header = int.from_bytes(file.read(_BLOCK_HEADER_BYTES), "little")
                 kind, content_bytes = header >> 1 & 3, header >> 3
                 if kind == _RESERVED:
-                    raise Corrupt(f"{path.name} byte {at}: no block of zstd")
-                end = at + _BLOCK_HEADER_BYTES + (1 if kind == _RLE else content_bytes)
+                    raise Corrupt(f"{path.name} byte {ends[-1]}: no block of zstd")
+                end = ends[-1] + _BLOCK_HEADER_BYTES + (1 if kind == _RLE else content_bytes)
                 if end > size_bytes:
-                    return LastBlock(end_bytes=at, in_frame=True)
-                at, last = end, bool(header & 1)
-                file.seek(at)
-        return LastBlock(end_bytes=at, in_frame=False)
+                    return _last_line_in(file, frame, ends, path.name)
+                ends.append(end)
+                last = bool(header & 1)
+            at = ends[-1]
+            file.seek(at)
+        return LastLine(end_bytes=at, in_frame=False)
+
+
+def _last_line_in(file: BinaryIO, frame: int, ends: list[int], name: str) -> LastLine:
+    """The last line of a frame without its end. A line beyond 128 KiB has several blocks, of which
+    the first ones alone are no line."""
+    stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
+    file.seek(frame)
+    at, found = frame, frame
+    for end in ends:
+        try:
+            content = stream.decompress(file.read(end - at))
+        except zstandard.ZstdError as error:
+            raise Corrupt(f"{name} byte {at}: {error}") from error
+        at = end
+        if content.endswith(b"\n"):
+            found = end
+    return LastLine(end_bytes=found, in_frame=found > frame)
 
 
 def packed_lines(file: BinaryIO, *, max_bytes: int) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ change of grants changes production little. What the guest's own gate decides st
 slack law) is not in a journal: tokens are estimated at the guest's recorded pace.
 """
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Account:
     """Time under one configuration, in s."""
 
     grantable_s: float = 0.0
-    closed_s: Counter[str] = field(default_factory=Counter)
+    closed_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Key: the condition that kept the slot closed."""
     tokens: float = 0.0
     """Estimated from the guest's pace: its counted tokens over the time recorded as grantable."""
@@ -65,7 +65,7 @@ class WhatIf:
 
     @property
     def span_s(self) -> float:
-        return self.recorded.grantable_s + self.recorded.closed_s.total()
+        return self.recorded.grantable_s + sum(self.recorded.closed_s.values())
 
 
 def what_if(path: Path, settings: SlotSettings) -> WhatIf:
@@ -95,6 +95,7 @@ class _Run:
     def __init__(self, line: Opened, settings: SlotSettings) -> None:
         self._settings = settings
         self.found = WhatIf(slot=line.actor.removeprefix("agent:"), begins=line.wall)
+        self._recorded = self._changed = SlotPolicy(settings)
         self._life: tuple[Any, Any] | None = None
         self._at_s: float | None = None
         self._tokens: int | None = None

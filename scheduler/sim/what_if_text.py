@@ -28,9 +28,9 @@ def _lines(found: WhatIf) -> Iterator[str]:
     if found.guest_tokens is None:
         yield "no tokens: the journal has no guest that stepped"
     else:
-        tokens = recorded.tokens, changed.tokens
-        more = f"{tokens[1] - tokens[0]:+,.0f}"
-        yield _row("guest tokens, at its recorded pace", *(f"{n:,.0f}" for n in tokens), more)
+        more = f"{changed.tokens - recorded.tokens:+,.0f}"
+        tokens = f"{recorded.tokens:,.0f}", f"{changed.tokens:,.0f}", more
+        yield _row("guest tokens, at its recorded pace", *tokens)
     gate = {one.partition(":")[0] for one in found.differing} & GATE_SETTINGS
     if gate:
         yield (
@@ -41,12 +41,13 @@ def _lines(found: WhatIf) -> Iterator[str]:
 
 
 def _times(name: str, recorded_s: float, changed_s: float, span_s: float) -> str:
-    shares = (
-        f"{_time(each)} ({each / span_s:.1%})" if span_s else _time(each)
-        for each in (recorded_s, changed_s)
-    )
     more_s = changed_s - recorded_s
-    return _row(name, *shares, f"{'-' if more_s < 0 else '+'}{_time(abs(more_s))}")
+    difference = f"{'-' if more_s < 0 else '+'}{_time(abs(more_s))}"
+    return _row(name, _share(recorded_s, span_s), _share(changed_s, span_s), difference)
+
+
+def _share(part_s: float, span_s: float) -> str:
+    return f"{_time(part_s)} ({part_s / span_s:.1%})" if span_s else _time(part_s)
 
 
 def _row(name: str, recorded: str, changed: str, difference: str) -> str:

@@ -118,6 +118,14 @@ def test_a_lease_is_recorded_from_its_grant_to_its_end(stage: Stage) -> None:
     assert granted.time.endswith("+00:00")
 
 
+def test_a_release_that_comes_too_late_ended_no_lease(stage: Stage) -> None:
+    lease = stage.harvest()
+    stage.clock.now_s += 60.0
+    stage.node.release(lease.lease, who=CALLER)
+    ended = stage.last("lease_ended")
+    assert (ended.who, ended.reason) == ("agent", "expired")
+
+
 def test_no_event_has_a_lease_s_secret(stage: Stage) -> None:
     lease = stage.harvest()
     stage.node.renew(lease.lease, LeaseRenewal(epoch=Epoch(99), duration_s=1.0), who=CALLER)

@@ -23,7 +23,7 @@ from harvester.contracts.journal import (
     read_journal,
     torn_bytes,
 )
-from harvester.contracts.journal_frames import is_packed, last_block_of
+from harvester.contracts.journal_frames import is_packed, last_line_of
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ def killed(path: Path, small_frames: None) -> bytes:
         decide(writer, float(beat))
     left = path.read_bytes()
     writer.close()
-    assert last_block_of(path).in_frame is False
+    assert last_line_of(path).in_frame is False
     return left
 
 
@@ -136,7 +136,7 @@ def test_zstd_reads_what_a_killed_writer_and_its_successor_left(path: Path, kill
         "opened",
         *["decided"] * 2,
     ]
-    assert last_block_of(path).in_frame is False
+    assert last_line_of(path).in_frame is False
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40])
@@ -144,7 +144,7 @@ def test_torn_bytes_are_those_that_readers_leave_out(path: Path, killed: bytes, 
     path.write_bytes(killed)
     assert torn_bytes(path) == 0
     path.write_bytes(killed[: len(killed) - cut])
-    whole = last_block_of(path).end_bytes
+    whole = last_line_of(path).end_bytes
     assert torn_bytes(path) == len(killed) - cut - whole
     assert (torn_bytes(path) > 0) == (cut > 0)
 
@@ -186,7 +186,7 @@ def test_stays_bounded_in_compressed_bytes_and_each_file_reads_by_itself(path: P
     kept = times(older) + times(path)
     assert kept == [float(beat) for beat in range(400 - len(kept), 400)]
     assert len(kept) > 60
-    assert last_block_of(older).in_frame is False
+    assert last_line_of(older).in_frame is False
 
 
 class SmallDisk(FileIO):
@@ -263,6 +263,22 @@ def test_lines_that_cross_the_reader_s_chunks_are_whole(path: Path, monkeypatch:
     for chunk_bytes in (1, 7, 100):
         monkeypatch.setattr(journal_frames, "_CHUNK_BYTES", chunk_bytes)
         assert times(path) == [float(beat) for beat in range(40)]
+
+
+def test_a_line_of_several_blocks_is_whole_or_left_out(path: Path) -> None:
+    long = "".join(str(zlib.crc32(str(n).encode())) for n in range(60_000))
+    writer = JournalWriter(path, packed=True)
+    writer.opened(msgspec.structs.replace(first_line(), snapshot={"long": long}))
+    decide(writer, 1.0)
+    size_bytes = path.stat().st_size
+    writer.close()
+    opened, _decided = read_journal(path)
+    assert isinstance(opened, Opened)
+    assert opened.snapshot == {"long": long}
+    os.truncate(path, size_bytes // 2)
+    assert list(read_journal(path)) == []
+    journal(path, 1)
+    assert list(map(type, read_journal(path))) == [Opened, Decided]
 
 
 def test_a_compressed_line_without_end_is_refused(path: Path) -> None:
