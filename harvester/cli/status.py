@@ -176,14 +176,14 @@ def _over(calibration: Calibration, what: str) -> str:
 
 def _offer_table(offers: SlotOffers) -> Table:
     table = Table(
-        "slot", "mode", "decision", "state", "tenant", "job", "epoch", "idle", "headroom", "model",
+        "slot", "state", "tenant", "job", "mode", "decision", "epoch", "idle", "headroom", "model",
         "engine", "isolation", "floor", "lends", "reason",
         title=f"Node {offers.node}",
     )  # fmt: skip
     for offer in offers.slots:
         idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
         table.add_row(
-            offer.slot, offer.mode, offer.slot_state, offer.state, offer.tenant, offer.job,
+            offer.slot, offer.state, offer.tenant, offer.job, offer.mode, offer.slot_state,
             str(offer.epoch), idle, _headroom(offer), offer.model, offer.engine_url,
             offer.isolation, _gib(offer.floor_bytes) if offer.floor_bytes else "",
             offer.lending.summary, offer.reason,
