@@ -85,6 +85,12 @@ _AGENT = (
         "Decisions that could not be written into the journal.",
     ),
     _agent(
+        "audit_missing_events_total",
+        Kind.COUNTER,
+        "",
+        "Audit events that could not be written; nothing stops for them.",
+    ),
+    _agent(
         "slo_headroom_ratio",
         Kind.GAUGE,
         "slot slo",
@@ -229,6 +235,13 @@ _AGENT = (
         "done, or failed.",
     ),
     _agent("leases_active", Kind.GAUGE, "slot tenant", "Leases in force."),
+    _agent(
+        "lease_info",
+        Kind.GAUGE,
+        "slot tenant rl_job",
+        "1 with tenant and job of the lease in force (other, where the tenant is not configured), "
+        "0 with empty labels without a lease.",
+    ),
     _agent("leases_ended_total", Kind.COUNTER, "slot reason", "Leases ended, by reason."),
     _agent(
         "evictions_total", Kind.COUNTER, "slot reason", "Guest requests aborted for production."

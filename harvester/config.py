@@ -277,9 +277,13 @@ class AgentConfig(_Model):
     """Group of those users, by name or number: its members may put pages into a slot's directory,
     and others cannot enter it. By default only the agent's user may."""
     state_dir: Path = Path("/var/lib/rosemux")
-    """Directory of the journals and state files."""
+    """Directory of the audit, the journals and the state files."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
     """Bound on disk for each slot's journal, in bytes."""
+    audit_max_bytes: int = Field(default=256 << 20, ge=1 << 20, le=1 << 40)
+    """Bound on disk for the node's audit, in bytes."""
+    audit_max_days: float = Field(default=90.0, ge=1, le=3650)
+    """Days after which an audit's file is removed."""
     kill_switch_file: Path | None = None
     """`hold` or `drain`; by default `kill` under `page_root`. Anything but `hold` drains."""
     lease_ttl_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
@@ -303,6 +307,11 @@ class AgentConfig(_Model):
     @property
     def kill_switch(self) -> Path:
         return self.kill_switch_file or self.page_root / "kill"
+
+    @property
+    def audit_file(self) -> Path:
+        """Current file of the node's audit; a slot's files have other endings."""
+        return self.state_dir / "audit.jsonl"
 
     def pages_of(self, slot: SlotConfig) -> Path:
         return slot.pages or self.page_root / slot.name

@@ -55,11 +55,11 @@ class AgentProcess:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
         _log_notes(self._loaded)
         path = self._config.http.token_file
-        accepts = None if path is None else TokenFile(path).accepts
-        if accepts is None:
+        tokens = None if path is None else TokenFile(path)
+        if tokens is None:
             _log.warning("http has no token_file: the tenant of a lease is what its caller says")
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
-        async with serving(application(node, accepts=accepts)) as runner:
+        async with serving(application(node, tokens=tokens)) as runner:
             try:
                 node.beat()
                 http = self._config.http
@@ -104,6 +104,7 @@ class AgentProcess:
             done = node.reconfigure(loaded.config)
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
+            node.refuse_configuration(str(error))
         else:
             _log_notes(loaded)
             _log.info("configuration reloaded, in force: %s", _joined(done.in_force))

@@ -68,6 +68,8 @@ class SlotExposition:
         self._reclaims = dict.fromkeys(_RECLAIM_OUTCOMES, 0)
         self._blocking_ratio = math.nan
         self._tenant = ""
+        self._holder: tuple[str, str] | None = None
+        """Tenant and job of the exported lease, "" without one."""
         self._begin()
 
     def name_tenants(self, tenants: tuple[str, ...]) -> None:
@@ -107,8 +109,18 @@ class SlotExposition:
                 if name:
                     self._set("leases_active", active, name)
             self._tenant = tenant
+        self._note_holder(tenant, lease)
         self._last = sample
         self._note_latencies()
+
+    def _note_holder(self, tenant: str, lease: SlotLease | None) -> None:
+        """One series per slot, so that jobs of other names leave none behind."""
+        job = "" if lease is None else tenant if tenant == _OTHER_TENANT else lease.job
+        if (tenant, job) != self._holder:
+            if self._holder is not None:
+                self._metrics.lease_info.remove(self._slot, *self._holder)
+            self._metrics.lease_info.labels(self._slot, tenant, job).set(lease is not None)
+            self._holder = tenant, job
 
     def recorded(self, fault: str, missing_total: int) -> None:
         """`fault` is why the journal cannot be written; the count is of missing decisions."""
@@ -162,16 +174,29 @@ class SlotExposition:
         known = [each for each in self._headrooms(settings).values() if not math.isnan(each[0])]
         return min(known, default=(None, None))
 
+    def latency_s(self, slo: str) -> float | None:
+        """P90 of production's recent latencies of an SLO, ttft or itl; None where unknown."""
+        latency_s, _ = self._latency(slo)
+        return None if math.isnan(latency_s) else latency_s
+
+    @property
+    def guest_tokens_total(self) -> int:
+        return 0 if self._guest is None else self._guest.tokens_total
+
     def _headrooms(self, settings: SlotSettings) -> dict[str, tuple[float, float]]:
         """Headroom and its age in s of each SLO; the headroom is NaN beyond `_HEADROOM_S`."""
-        now_ns, found = monotonic_ns(), {}
+        found = {}
         for slo, limit_s in (("ttft", settings.ttft_slo_s), ("itl", settings.itl_slo_s)):
-            seen_ns = self._sampled_ns.get(slo)
-            age_s = math.nan if seen_ns is None else (now_ns - seen_ns) / 1e9
-            recent_s = [x for pulse in self._pulses() for x in getattr(pulse, f"{slo}_s_recent")]
-            fresh = age_s <= _HEADROOM_S
-            found[slo] = (1 - _p90(recent_s) / limit_s if fresh else math.nan, age_s)
+            latency_s, age_s = self._latency(slo)
+            found[slo] = (1 - latency_s / limit_s, age_s)
         return found
+
+    def _latency(self, slo: str) -> tuple[float, float]:
+        """P90 of the recent latencies, NaN beyond `_HEADROOM_S`, and the age of the newest in s."""
+        seen_ns = self._sampled_ns.get(slo)
+        age_s = math.nan if seen_ns is None else (monotonic_ns() - seen_ns) / 1e9
+        recent_s = [x for pulse in self._pulses() for x in getattr(pulse, f"{slo}_s_recent")]
+        return (_p90(recent_s) if age_s <= _HEADROOM_S else math.nan), age_s
 
     def _note_latencies(self) -> None:
         """A pulse repeats its last latencies; only their count says that there is a new one."""

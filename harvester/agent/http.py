@@ -4,14 +4,13 @@ Protocol answers, refusals included, are 200 with the tagged value. 400 is a mal
 a missing token, 413 a body over the limit.
 """
 
-from collections.abc import Callable
-
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import NodeAgent
 from harvester.contracts.ids import LeaseId, checked_name
-from harvester.contracts.wire.leases import EndReason, LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.platform.bearer import TokenFile
 from harvester.platform.http_kit import (
     SMALL_BODY_BYTES,
     decoded_body,
@@ -21,13 +20,13 @@ from harvester.platform.http_kit import (
 )
 
 _PROBES = ("/healthz", "/readyz")
+_MAX_CALLER = 200
 
 
-def application(
-    node: NodeAgent, *, accepts: Callable[[str], bool] | None = None
-) -> web.Application:
-    """`accepts` judges Authorization headers; None accepts every caller."""
-    routes = Routes(node)
+def application(node: NodeAgent, *, tokens: TokenFile | None = None) -> web.Application:
+    """`tokens` judge Authorization headers; None accepts every caller."""
+    routes = Routes(node, tokens)
+    accepts = None if tokens is None else tokens.accepts
     app = web.Application(
         client_max_size=SMALL_BODY_BYTES,
         middlewares=[token_required(accepts, of="agent", probes=_PROBES), errors_as_replies()],
@@ -47,8 +46,9 @@ def application(
 
 
 class Routes:
-    def __init__(self, node: NodeAgent) -> None:
+    def __init__(self, node: NodeAgent, tokens: TokenFile | None) -> None:
         self._node = node
+        self._tokens = tokens
 
     async def slots(self, _request: web.Request) -> web.Response:
         offers = tuple(slot.offer() for slot in self._node.slots)
@@ -67,18 +67,26 @@ class Routes:
         }
         for what, name in names.items():
             checked_name(name, what=what)
-        return json_reply(self._node.take(wanted))
+        return json_reply(self._node.take(wanted, who=self._caller(request)))
 
     async def renew(self, request: web.Request) -> web.Response:
         lease = _lease(request)
         renewal = await decoded_body(request, LeaseRenewal, name="LeaseRenewal")
-        return json_reply(self._node.leases.renew(lease, renewal, now=self._node.clock.now()))
+        return json_reply(self._node.renew(lease, renewal, who=self._caller(request)))
 
     async def release(self, request: web.Request) -> web.Response:
-        answer = self._node.leases.release(_lease(request), now=self._node.clock.now())
-        if answer.reason is not EndReason.UNKNOWN:
-            self._node.beat()
-        return json_reply(answer)
+        return json_reply(self._node.release(_lease(request), who=self._caller(request)))
+
+    def _caller(self, request: web.Request) -> str:
+        """The caller as far as it is known, for the audit: no token, but its line in the file."""
+        known = []
+        certificate = request.get_extra_info("peercert") or {}
+        for part in certificate.get("subject", ()):
+            known += [f"certificate of {value}" for name, value in part if name == "commonName"]
+        if self._tokens is not None:
+            line = self._tokens.line_of(request.headers.get("Authorization", ""))
+            known.append(f"token {line} of {self._tokens.path.name}")
+        return ", ".join([*known, f"from {request.remote}"])[:_MAX_CALLER]
 
     async def healthz(self, _request: web.Request) -> web.Response:
         late_s = self._node.late_s()

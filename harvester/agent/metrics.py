@@ -81,6 +81,7 @@ _GAUGES = {
     "unsafe_experiments": ("", "1 where settings may go beyond what protects production."),
 }
 _COUNTERS = {
+    "audit_missing_events": ("", "Audit events that could not be written."),
     "journal_missing_lines": ("slot", "Decisions that the journal lacks."),
     "admission_decisions": ("slot decision reason", "Grants written."),
     "guest_tokens": ("slot", "Tokens of the guest's steps."),
@@ -119,6 +120,12 @@ class AgentMetrics:
             name: Counter(f"harvester_{name}", text, labels.split(), registry=self.registry)
             for name, (labels, text) in _COUNTERS.items()
         }
+        self.lease_info = Gauge(
+            "harvester_lease_info",
+            "1 with the labels of the lease in force, 0 with empty ones without a lease.",
+            ("slot", "tenant", "rl_job"),
+            registry=self.registry,
+        )
         self.reclaim_duration = Histogram(
             "harvester_reclaim_duration_seconds",
             "From the decision to close until the guest's last launched step ended.",
@@ -142,4 +149,5 @@ class AgentMetrics:
         return found.labels(*labels) if labels else found
 
     def _counter(self, name: str, *labels: str) -> Counter:
-        return self._counters[name].labels(*labels)
+        found = self._counters[name]
+        return found.labels(*labels) if labels else found

@@ -4,17 +4,29 @@ import logging
 import os
 import secrets
 
+from harvester.agent.audit_file import AuditFile
+from harvester.agent.audit_log import AGENT, AuditLog
 from harvester.agent.exposition import SlotExposition
+from harvester.agent.lease_audit import LeaseAudit
 from harvester.agent.metrics import AgentMetrics
-from harvester.agent.operator_files import read_kill_switch
+from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
 from harvester.config import AgentConfig, SlotConfig
+from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import NodeId, SlotId
+from harvester.contracts.ids import LeaseId, NodeId, SlotId
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
-from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest, SlotState
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotState,
+)
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
@@ -22,6 +34,7 @@ from harvester.policy.states import Condition
 _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
+_RELOADER = "operator, by SIGHUP"
 _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
@@ -37,6 +50,11 @@ class NodeAgent:
             ttl_s=config.lease_ttl_s,
         )
         _make_root(config)
+        file = AuditFile(
+            config.audit_file, max_bytes=config.audit_max_bytes, max_days=config.audit_max_days
+        )
+        self.audit = AuditLog(file, node=config.node, clock=clock)
+        self._lease_audit = LeaseAudit(self.audit)
         self._switched = KillSwitch.NONE
         self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
         self._faults: dict[SlotId, str] = {}
@@ -44,12 +62,19 @@ class NodeAgent:
         self._beat_at_s = started
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that await a restart."""
+        self._audit_missing = 0
         self._export_configuration()
+        modes = ", ".join(f"{slot.name} {slot.policy.settings.mode}" for slot in self.slots)
+        self.audit.note(
+            AuditKind.AGENT_STARTED, who=AGENT, reason=f"version {version}; modes: {modes}"
+        )
 
     def _slot(self, config: AgentConfig, slot: SlotConfig, now: float) -> Slot:
         exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
         try:
-            return Slot(config, slot, leases=self.leases, exposition=exposition, now=now)
+            return Slot(
+                config, slot, leases=self.leases, exposition=exposition, audit=self.audit, now=now
+            )
         except OSError as error:
             raise ConfigError(
                 f"slot {slot.name}: cannot use {error.filename}: {error.strerror}; "
@@ -64,12 +89,19 @@ class NodeAgent:
         now = self.clock.now()
         switch = read_kill_switch(self._config.kill_switch)
         if switch is not self._switched:
-            _log.warning("kill switch: %s", switch)
+            self.audit.note(
+                AuditKind.KILL_SWITCH,
+                who=kill_switch_setter(self._config.kill_switch),
+                from_state=self._switched,
+                to_state=switch,
+            )
             self._switched = switch
         self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
         for slot in self.slots:
             self._beat_slot(slot, switch, now)
         self._count_ended()
+        self.audit.look(now=now)
+        self._export_audit()
         self._beat_at_s = now
 
     def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
@@ -80,16 +112,31 @@ class NodeAgent:
             fault = f"agent fault: {type(error).__name__}"
             if self._faults.get(slot.name) != fault:
                 _log.exception("slot %s: no grant while this lasts", slot.name)
+                slot.audit.fail(fault, now=now)
             self._faults[slot.name] = fault
             self.leases.offer(slot.name, SlotState.OFF, fault)
         else:
             if self._faults.pop(slot.name, None) is not None:
                 _log.warning("slot %s: the agent decides again", slot.name)
 
-    def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
-        """A lease is granted only once it is on disk for a restarted agent."""
-        secret = secrets.token_hex(_SECRET_BYTES)
-        answer = self.leases.take(request, secret=secret, now=self.clock.now())
+    def take(self, request: LeaseRequest, *, who: str = "") -> LeaseGranted | LeaseRefused:
+        """A lease is granted only once it is on disk for a restarted agent. `who` is the caller,
+        for the audit."""
+        now, before = self.clock.now(), {slot.name: slot.live_lease for slot in self.slots}
+        answer = self._take(request, now=now)
+        self._count_ended()
+        if isinstance(answer, LeaseRefused):
+            self._lease_audit.refused(request, answer, who=who, now=now)
+            return answer
+        lease = self.leases.live(answer.slot)
+        if lease is not None and lease != before[lease.slot]:
+            self._lease_audit.granted(lease, who=who, ttl_s=answer.duration_s)
+        # The guest must know the epoch before the holder's first request carries it.
+        self.beat()
+        return answer
+
+    def _take(self, request: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
+        answer = self.leases.take(request, secret=secrets.token_hex(_SECRET_BYTES), now=now)
         if not isinstance(answer, LeaseGranted):
             return answer
         slot = next(slot for slot in self.slots if slot.name == answer.slot)
@@ -102,8 +149,24 @@ class NodeAgent:
                 "slot %s: no lease, because it cannot be recorded: %s", slot.name, error.strerror
             )
             return self.leases.withdraw(answer, f"no record of a lease: {error.strerror}")
-        # The guest must know the epoch before the holder's first request carries it.
-        self.beat()
+        return answer
+
+    def renew(
+        self, lease: LeaseId, renewal: LeaseRenewal, *, who: str = ""
+    ) -> LeaseGranted | LeaseEnded:
+        now = self.clock.now()
+        answer = self.leases.renew(lease, renewal, now=now)
+        if isinstance(answer, LeaseEnded):
+            leases = (slot.live_lease for slot in self.slots)
+            held = next((one for one in leases if one is not None and one.lease == lease), None)
+            self._lease_audit.renewal_refused(answer, held, who=who, now=now)
+        return answer
+
+    def release(self, lease: LeaseId, *, who: str = "") -> LeaseEnded:
+        answer = self.leases.release(lease, now=self.clock.now())
+        self._count_ended(who=who)
+        if answer.reason is not EndReason.UNKNOWN:
+            self.beat()
         return answer
 
     def reconfigure(self, config: AgentConfig) -> Reload:
@@ -111,23 +174,48 @@ class NodeAgent:
         done = reload(self._config, config)
         slots = tuple(zip(self.slots, done.config.slots, strict=True))
         policies = [slot.policy_with(done.config.settings_of(new)) for slot, new in slots]
+        modes = [
+            (slot.policy.settings.mode, policy.settings.mode)
+            for (slot, _), policy in zip(slots, policies, strict=True)
+        ]
         # Nothing below raises: all slots are reconfigured, or none.
         self._config, self.restart_needed = done.config, done.restart_needed
         for (slot, new), policy in zip(slots, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(new, policy, restart_needed=done.restart_needed)
         self._export_configuration()
+        self.audit.note(AuditKind.CONFIG_RELOADED, who=_RELOADER, changes=done.changes)
+        for (slot, _), (old, mode) in zip(slots, modes, strict=True):
+            if mode is not old:
+                self.audit.note(
+                    AuditKind.MODE_CHANGED,
+                    slot=slot.name,
+                    who=_RELOADER,
+                    from_state=old,
+                    to_state=mode,
+                )
         return done
+
+    def refuse_configuration(self, reason: str) -> None:
+        """Note that a reload was refused; the old configuration stays in force."""
+        self.audit.note(AuditKind.CONFIG_REFUSED, who=_RELOADER, reason=reason)
 
     def _export_configuration(self) -> None:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
         self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
         self.metrics.gauge("config_last_reload_successful").set(not self.restart_needed)
 
+    def _export_audit(self) -> None:
+        missing = self.audit.missing_total
+        self.metrics.counter("audit_missing_events").inc(missing - self._audit_missing)
+        self._audit_missing = missing
+
     def close(self) -> None:
         for slot in self.slots:
             slot.close(now=self.clock.now())
-        self._count_ended()
+        self._count_ended(detail="agent stopped")
+        self.audit.note(AuditKind.AGENT_STOPPED, who=AGENT)
+        self.audit.close()
 
     def late_s(self) -> float:
         return self.clock.now() - self._beat_at_s
@@ -146,10 +234,14 @@ class NodeAgent:
         for slot in self.slots:
             slot.exposition.refresh(slot.policy, slot.sensor.seen_ns)
 
-    def _count_ended(self) -> None:
+    def _count_ended(self, *, who: str = AGENT, detail: str | None = None) -> None:
+        """`detail` says why, where it is not the policy's reason."""
         slots = {slot.name: slot for slot in self.slots}
-        for name, reason in self.leases.news():
-            slots[name].exposition.ended(reason.value)
+        for lease, reason in self.leases.news():
+            slot = slots[lease.slot]
+            slot.exposition.ended(reason.value)
+            why = slot.policy.reason if detail is None else detail
+            self._lease_audit.ended(lease, reason, who=who, detail=why)
 
 
 def _make_root(config: AgentConfig) -> None:

@@ -8,6 +8,7 @@ import os
 import stat
 from pathlib import Path
 
+from harvester.contracts.page.owners import user_name
 from harvester.policy.sample import KillSwitch
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,14 @@ def read_kill_switch(path: Path) -> KillSwitch:
     except OSError:
         return KillSwitch.DRAIN
     return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
+
+
+def kill_switch_setter(path: Path) -> str:
+    """The user of the kill file, who set the switch; a file that was removed has none."""
+    try:
+        return f"user {user_name(path.stat().st_uid)}, by the kill file"
+    except OSError:
+        return "operator, by the kill file"
 
 
 class ReleaseFile:

@@ -135,7 +135,7 @@ class SlotRecord:
     def _begin(self) -> None:
         line = msgspec.structs.replace(self._first_line(), missing=self._missing)
         if self._journal is None:
-            self._journal = JournalWriter(self._path, max_bytes=self._max_bytes)
+            self._journal = JournalWriter(self._path, max_bytes=self._max_bytes, packed=True)
         if self._journal.full:
             self._journal.rotate(line)
         else:

@@ -12,6 +12,7 @@ from harvester.config import AgentConfig, SlotConfig
 
 NODE_FIELDS = ("mode", "tenants", "unsafe_experiments")
 SLOT_FIELDS = ("engine_url", "offered_url", "model", "concurrency", "kv_tokens", "policy")
+_MAX_VALUE = 100
 GUEST_FIELD = "guest"
 """`rosemux guest` reads it, when it starts."""
 
@@ -23,6 +24,9 @@ class Reload:
     in_force: tuple[str, ...]
     restart_needed: tuple[str, ...]
     guest_start_needed: tuple[str, ...]
+    changes: tuple[str, ...]
+    """Each change for people, with both values; a guest's only by name: its arguments may hold
+    secrets."""
 
 
 def reload(old: AgentConfig, new: AgentConfig) -> Reload:
@@ -32,18 +36,28 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     slots = tuple(_taken_over(slot, named.get(slot.name, slot)) for slot in old.slots)
     taken = {name: getattr(new, name) for name in NODE_FIELDS}
     config = old.model_copy(update={**taken, "slots": slots})
-    changed = _differences(old, config)
+    changed, waiting = _differences(old, config), _differences(config, new)
+    before, after = dict(_values(old)), dict(_values(new))
     return Reload(
         config=config,
         in_force=tuple(name for name in changed if not _is_guests(name)),
-        restart_needed=tuple(_differences(config, new)),
+        restart_needed=tuple(waiting),
         guest_start_needed=tuple(name for name in changed if _is_guests(name)),
+        changes=tuple(
+            name if _is_guests(name) else f"{name}: {_shown(before, name)} -> {_shown(after, name)}"
+            for name in changed
+        )
+        + tuple(f"{name}: needs a restart" for name in waiting),
     )
 
 
 def _taken_over(old: SlotConfig, new: SlotConfig) -> SlotConfig:
     names = (*SLOT_FIELDS, GUEST_FIELD)
     return old.model_copy(update={name: getattr(new, name) for name in names})
+
+
+def _shown(values: dict[str, Any], name: str) -> str:
+    return str(values.get(name, "absent"))[:_MAX_VALUE]
 
 
 def _is_guests(name: str) -> bool:

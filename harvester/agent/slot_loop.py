@@ -6,6 +6,7 @@ import secrets
 
 import msgspec
 
+from harvester.agent.audit_log import AuditLog
 from harvester.agent.engine_probes import GuestDescription
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
@@ -15,6 +16,7 @@ from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
 from harvester.agent.sense import SlotSensor
 from harvester.agent.shared_memory import SharedKv, SharedMemory
+from harvester.agent.slot_audit import SlotAudit
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns
@@ -44,7 +46,7 @@ from harvester.policy.effects import (
     SettleGuest,
     WriteGrant,
 )
-from harvester.policy.lease_table import LeaseTable
+from harvester.policy.lease_table import LeaseTable, SlotLease
 from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
@@ -65,6 +67,7 @@ class Slot:
         *,
         leases: LeaseTable,
         exposition: SlotExposition,
+        audit: AuditLog,
         now: float,
     ) -> None:
         self.name = SlotId(slot.name)
@@ -113,6 +116,7 @@ class Slot:
         )
         self._record.resume(self.policy, now=now)
         self.policy.begin(secrets.token_hex(8))
+        self.audit = SlotAudit(slot.name, audit, self.policy)
         self._record.begin()
         # After a kill before the first beat a journal without a state would be a lost history.
         self._record.save(self.policy, now=now)
@@ -136,7 +140,9 @@ class Slot:
             # The policy sees the fault only from the next beat on.
             state, reason = SlotState.OFF, unrecorded
         self._leases.offer(self.name, state, reason)
-        self.exposition.observe(sample, effects, self.policy, self._leases.live(self.name))
+        lease = self._leases.live(self.name)
+        self.exposition.observe(sample, effects, self.policy, lease)
+        self.audit.observe(sample, effects, self.policy, lease, now=now)
         self.exposition.recorded(self.fault, self._record.missing_total)
 
     def _report(self, guest: Guest | None) -> None:
@@ -177,6 +183,10 @@ class Slot:
             sample, outcomes=outcomes, record_fault=self.fault, release=release
         )
 
+    @property
+    def live_lease(self) -> SlotLease | None:
+        return self._leases.live(self.name)
+
     def policy_with(self, settings: SlotSettings) -> SlotPolicy:
         """The policy under new settings, with its memory."""
         policy = SlotPolicy(settings)
@@ -193,7 +203,8 @@ class Slot:
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
-        headroom, headroom_age_s = self.exposition.headroom(self.policy.settings)
+        settings = self.policy.settings
+        headroom, headroom_age_s = self.exposition.headroom(settings)
         return SlotOffer(
             slot=self.name,
             node=self._leases.node,
@@ -219,6 +230,11 @@ class Slot:
                 number=self._leases.allotted_number(self.name),
                 leased=lease is not None,
             ),
+            mode=settings.mode,
+            slot_state=self.policy.state,
+            ttft_s=self.exposition.latency_s("ttft"),
+            itl_s=self.exposition.latency_s("itl"),
+            guest_tokens_total=self.exposition.guest_tokens_total,
         )
 
     def close(self, *, now: float) -> None:
@@ -260,10 +276,6 @@ class Slot:
         lease = self._leases.live(self.name)
         if lease is None or lease.name != effect.lease:
             return
-        _log.warning(
-            "slot %s: lease %s of tenant %s, job %s ends: %s",
-            *(self.name, lease.name, lease.tenant, lease.job, effect.reason),
-        )
         self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
 
     def _first_line(self) -> Opened:

@@ -70,6 +70,14 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.status:status",
         summary="Show the slots of this machine: production, grant, guest and lease.",
     ),
+    "top": LazyCommand(
+        target="harvester.cli.top:top",
+        summary="Show the slots of agents live: state, lease, guards, latencies, tokens.",
+    ),
+    "audit": LazyCommand(
+        target="harvester.cli.audit_command:audit",
+        summary="Print who got which slot and why it ended, and who changed what.",
+    ),
     "profile": LazyCommand(
         target="harvester.cli.profile:profile",
         summary="Print production's learned step times, to start another slot from.",

@@ -1,16 +1,22 @@
 """`rosemux status`: reads pages and, on request, one agent; it changes nothing."""
 
-import urllib.request
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from harvester.cli.status_client import (
+    CaFileOption,
+    CertFileOption,
+    KeyFileOption,
+    StatusClient,
+    TokenFileOption,
+    credentials,
+)
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
     Calibration,
     Grant,
@@ -23,11 +29,8 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.page.owners import user_name
-from harvester.contracts.wire.leases import SlotOffers
-from harvester.platform.tls import Credentials
+from harvester.contracts.wire.leases import SlotOffer, SlotOffers
 
-_TIMEOUT_S = 3.0
-_MAX_REPLY_BYTES = 1 << 20
 _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
 """Every other page is a pulse."""
 
@@ -39,14 +42,10 @@ def status(
     agent_url: Annotated[
         str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="The agent's token.")] = None,
-    ca_file: Annotated[
-        Path | None, typer.Option(help="Certificates to trust besides the system's.")
-    ] = None,
-    cert_file: Annotated[
-        Path | None, typer.Option(help="This client's certificate, for an agent that asks for one.")
-    ] = None,
-    key_file: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
 ) -> None:
     """Show the slots of this machine: production, grant, guest and lease."""
     console = Console()
@@ -56,10 +55,9 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        if (cert_file is None) != (key_file is None):
-            raise ConfigError("a client certificate needs both --cert-file and --key-file")
-        files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-        offers = _ask(agent_url, Credentials(token_file=token_file, **files))
+        offers = StatusClient(
+            agent_url, credentials(token_file, ca_file, cert_file, key_file)
+        ).ask()
         console.print(_offer_table(offers))
         console.print(_guard_table(offers))
         console.print(_budget_table(offers))
@@ -178,19 +176,25 @@ def _over(calibration: Calibration, what: str) -> str:
 
 def _offer_table(offers: SlotOffers) -> Table:
     table = Table(
-        "slot", "state", "tenant", "job", "epoch", "idle", "model", "engine", "isolation", "floor",
-        "lends", "reason",
+        "slot", "state", "tenant", "job", "mode", "decision", "epoch", "idle", "headroom", "model",
+        "engine", "isolation", "floor", "lends", "reason",
         title=f"Node {offers.node}",
     )  # fmt: skip
     for offer in offers.slots:
         idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
         table.add_row(
-            offer.slot, offer.state, offer.tenant, offer.job, str(offer.epoch), idle, offer.model,
-            offer.engine_url, offer.isolation,
-            _gib(offer.floor_bytes) if offer.floor_bytes else "", offer.lending.summary,
-            offer.reason,
+            offer.slot, offer.state, offer.tenant, offer.job, offer.mode, offer.slot_state,
+            str(offer.epoch), idle, _headroom(offer), offer.model, offer.engine_url,
+            offer.isolation, _gib(offer.floor_bytes) if offer.floor_bytes else "",
+            offer.lending.summary, offer.reason,
         )  # fmt: skip
     return table
+
+
+def _headroom(offer: SlotOffer) -> str:
+    if offer.headroom_ratio is None or offer.headroom_age_s is None:
+        return "unknown"
+    return f"{offer.headroom_ratio:.0%}, {offer.headroom_age_s:.0f} s old"
 
 
 def _guard_table(offers: SlotOffers) -> Table:
@@ -223,18 +227,3 @@ def _budget_table(offers: SlotOffers) -> Table:
         limit = "no lease" if report.limit is None else f"{report.limit:.4g}"
         table.add_row(offer.slot, report.service, *whole, f"{report.charged:.4g}", limit)
     return table
-
-
-def _ask(agent_url: str, credentials: Credentials) -> SlotOffers:
-    if not agent_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
-    if exposed := credentials.exposed_at(agent_url):
-        raise ConfigError(exposed)
-    headers = credentials.headers()
-    request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots", headers=headers)
-    tls = credentials.tls() if agent_url.startswith("https://") else None
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=tls) as reply:
-            return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)
-    except (OSError, msgspec.DecodeError) as error:
-        raise Exhausted(f"agent at {agent_url} gives no answer: {error}") from error

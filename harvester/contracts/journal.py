@@ -1,24 +1,28 @@
 """The journal: every decision of a policy with the sample that it rests on.
 
-One JSON line per decision. It is the audit log, the simulator's input and the next regression test:
-the policy named in the `Opened` line, built from that line's configuration and fed the samples in
-order, gives the same effects again (`scheduler.sim.replay`).
+One JSON line per decision. It is the simulator's input and the next regression test: the policy
+named in the `Opened` line, built from that line's configuration and fed the samples in order, gives
+the same effects again (`scheduler.sim.replay`).
 
-Size on disk is bounded: a file that reaches half the bound is renamed to `<name>.1` and a new file
-begins, which opens with the policy's snapshot so that each file replays by itself.
+A slot's journal, written ten times a second, is compressed (`journal_frames`); readers tell by the
+first bytes. Size on disk is bounded: a file that reaches half the bound is renamed to `<name>.1`
+and a new file begins, which opens with the policy's snapshot so that each file replays by itself.
 """
 
+import itertools
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 import xxhash
 
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Corrupt
+from harvester.contracts.journal_frames import LinePacker, is_packed, last_line_of, packed_lines
 
 SCHEMA = 1
 MAX_LINE_BYTES = 8 << 20
@@ -68,13 +72,16 @@ class JournalWriter:
     Raises OSError if a line cannot be written; no part of it is left, and a later line may succeed.
     """
 
-    def __init__(self, path: Path, *, max_bytes: int = 64 << 20) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = 64 << 20, packed: bool = False) -> None:
+        """`packed` compresses. A file of the other form, such as an older agent's, becomes `.1`."""
         self._path = path
         self._file_bytes = max_bytes // 2
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._hash = ""
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
+        self._packer = self._mended() if packed else None
+        if not packed:
+            _cut_torn_line(path)
         self._file = self._open()
 
     def opened(self, line: Opened) -> None:
@@ -84,14 +91,10 @@ class JournalWriter:
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
     ) -> None:
-        self._append(
-            Decided(
-                t_s=now,
-                config_hash=self._hash,
-                sample=msgspec.to_builtins(sample),
-                effects=tuple(msgspec.to_builtins(effect) for effect in effects),
-            )
-        )
+        # As JSON they look like the dictionaries that a reader gets; to make those takes as long as
+        # the rest.
+        plain = cast(Any, sample), cast(Any, effects)
+        self._append(Decided(t_s=now, config_hash=self._hash, sample=plain[0], effects=plain[1]))
 
     @property
     def full(self) -> bool:
@@ -102,34 +105,57 @@ class JournalWriter:
         # The old file is given up last, so that a full disk leaves a working writer: by then the
         # old file may already have its older name.
         if self._in_place():
-            self._path.replace(self._path.with_name(self._path.name + ".1"))
-        old, self._file = self._file, self._open()
+            self._path.replace(self._older)
+        old, self._file = (self._file, self._packer), self._open()
+        self._packer = None if self._packer is None else LinePacker()
         try:
             self.opened(line)
         except OSError:
             self._file.close()
-            self._file = old
+            self._file, self._packer = old
             raise
-        old.close()
+        _ended(*old)
 
     def close(self) -> None:
-        self._file.close()
+        _ended(self._file, self._packer)
 
     def _append(self, line: Line) -> None:
-        encoded = memoryview(self._encoder.encode(line) + b"\n")
+        encoded = self._encoder.encode(line) + b"\n"
+        packed = memoryview(encoded if self._packer is None else self._packer.pack(encoded))
         written, before_bytes = 0, self._file.tell()
         try:
-            while written < len(encoded):
-                written += self._file.write(encoded[written:])
+            while written < len(packed):
+                written += self._file.write(packed[written:])
         except OSError:
             # A full disk takes a part of the line.
+            if self._packer is not None:
+                self._packer.refused()
             self._file.truncate(before_bytes)
             self._file.seek(before_bytes)
             raise
+        if self._packer is not None:
+            self._packer.written()
+
+    def _mended(self) -> LinePacker:
+        """Cuts a line that a crash left incomplete; the frame around it is still to be ended."""
+        if not self._path.exists():
+            return LinePacker()
+        try:
+            last_line = last_line_of(self._path)
+        except Corrupt:
+            self._path.replace(self._older)
+            return LinePacker()
+        if last_line.end_bytes < self._path.stat().st_size:
+            os.truncate(self._path, last_line.end_bytes)
+        return LinePacker(in_frame=last_line.in_frame)
+
+    @property
+    def _older(self) -> Path:
+        return self._path.with_name(self._path.name + ".1")
 
     def _open(self) -> FileIO:
         # Without a buffer: one would keep what a full disk refused, and raise again when closed.
-        return open(self._path, "ab", buffering=0, opener=_private)
+        return open(self._path, "ab", buffering=0, opener=open_private)
 
     def _in_place(self) -> bool:
         try:
@@ -138,12 +164,20 @@ class JournalWriter:
             return False
 
 
-def _private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
     """Tenants, jobs and processes are not for every user of the machine, whatever the umask."""
     file = os.open(path, flags, 0o640)
     if os.fstat(file).st_mode & 0o007:
         os.fchmod(file, 0o640)
     return file
+
+
+def _ended(file: FileIO, packer: LinePacker | None) -> None:
+    """Closes a file, with the end of its last frame if there is room: readers do without."""
+    if packer is not None and not file.closed:
+        with suppress(OSError):
+            file.write(packer.end())
+    file.close()
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -158,6 +192,16 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(whole)
 
 
+def torn_bytes(path: Path) -> int:
+    """Size of the incomplete line at the end, which readers leave out. Raises Corrupt."""
+    with path.open("rb") as file:
+        if is_packed(file.read(4)):
+            return path.stat().st_size - last_line_of(path).end_bytes
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - MAX_LINE_BYTES))
+        return len(file.read().rpartition(b"\n")[2])
+
+
 def read_journal(path: Path) -> Iterator[Line]:
     """The lines of a file, but for a torn last one. Raises Corrupt, naming a line that is none."""
     with path.open("rb") as file:
@@ -165,9 +209,19 @@ def read_journal(path: Path) -> Iterator[Line]:
 
 
 def lines_of(file: BinaryIO, name: str) -> Iterator[Line]:
-    """`read_journal` for an open file; `name` is for error messages."""
+    """`read_journal` for an open file at its beginning; `name` is for error messages."""
     decoder = msgspec.json.Decoder(Line)
-    for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+    head = file.read(4)
+    file.seek(0)
+    if is_packed(head):
+        lines = packed_lines(file, max_bytes=MAX_LINE_BYTES)
+    else:
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
+    for number in itertools.count(1):
+        try:
+            raw = next(lines, b"")
+        except Corrupt as error:
+            raise Corrupt(f"{name} line {number}: {error}") from error
         if not raw.endswith(b"\n"):
             if len(raw) == MAX_LINE_BYTES:
                 raise Corrupt(f"{name} line {number}: longer than {MAX_LINE_BYTES} bytes")

@@ -52,11 +52,17 @@ class TokenFile:
     """Tokens that a server accepts, as they stand in their file now. Raises ConfigError."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._tokens = Renewed([path], lambda: read_tokens(path))
 
     def accepts(self, authorization: str) -> bool:
         """Whether an Authorization header carries one of them; all are compared."""
-        return sum(is_sent(token, authorization) for token in self._tokens.current()) > 0
+        return self.line_of(authorization) > 0
+
+    def line_of(self, authorization: str) -> int:
+        """Number of the token that an Authorization header carries, from 1; 0 for none."""
+        lines = enumerate(self._tokens.current(), start=1)
+        return max((number for number, token in lines if is_sent(token, authorization)), default=0)
 
 
 def authorization(token: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ class LeaseTable:
         self._slots: dict[SlotId, SlotEntry] = {}
         self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
-        self._news: list[tuple[SlotId, EndReason]] = []
+        self._news: list[tuple[SlotLease, EndReason]] = []
 
     def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: SlotLease | None = None) -> None:
         """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
@@ -182,8 +182,8 @@ class LeaseTable:
             if entry.lease is not None and entry.lease.ends_s <= now:
                 self._free(entry, entry.lease, entry.lease.ending or EndReason.EXPIRED)
 
-    def news(self) -> tuple[tuple[SlotId, EndReason], ...]:
-        """Slots whose lease ended since the last call, with the reason, for counters."""
+    def news(self) -> tuple[tuple[SlotLease, EndReason], ...]:
+        """Leases that ended since the last call, with the reason, for counters and the audit."""
         news, self._news = tuple(self._news), []
         return news
 
@@ -233,7 +233,7 @@ class LeaseTable:
         self._raise_epoch(entry)
         self._ended[lease.lease] = ended
         _forget(self._ended)
-        self._news = [*self._news[-MAX_REMEMBERED:], (lease.slot, reason)]
+        self._news = [*self._news[-MAX_REMEMBERED:], (lease, reason)]
         return ended
 
     def _raise_epoch(self, entry: SlotEntry) -> None:

@@ -119,6 +119,11 @@ class SlotPolicy:
         self._memory.quarantine = reason
 
     @property
+    def quarantined(self) -> str:
+        """Why the slot is quarantined; "" if it is not."""
+        return self._memory.quarantine
+
+    @property
     def durable_verdicts(self) -> tuple[object, ...]:
         """The verdicts that must survive this process; a change means they must be saved."""
         return (

@@ -6,15 +6,33 @@ from typing import Annotated
 import typer
 
 
-def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file.")]) -> None:
-    """Feed a recorded journal to its policy again and report the first difference."""
-    import msgspec
-
+def replay(
+    journal: Annotated[Path, typer.Argument(help="A recorded journal file.")],
+    config: Annotated[
+        Path | None, typer.Option(help="An agent's YAML file: what would it have granted?")
+    ] = None,
+    slot: Annotated[
+        str | None, typer.Option(help="Slot of that file; by default the one of the journal.")
+    ] = None,
+) -> None:
+    """Feed a recorded journal to its policy again and report the first difference; with --config,
+    compare the recorded settings of a slot with others."""
     from harvester.contracts.errors import ConfigError
-    from scheduler.sim.replay import replay_journal
 
     if not journal.is_file():
         raise ConfigError(f"no journal at {journal}")
+    _say_torn(journal)
+    if config is not None:
+        _compare(journal, config, slot)
+    else:
+        _repeat(journal)
+
+
+def _repeat(journal: Path) -> None:
+    import msgspec
+
+    from scheduler.sim.replay import replay_journal
+
     replayed = replay_journal(journal)
     difference = replayed.difference
     if difference is None:
@@ -24,6 +42,30 @@ def replay(journal: Annotated[Path, typer.Argument(help="A recorded journal file
     typer.echo(f"  recorded: {msgspec.json.encode(difference.recorded).decode()}")
     typer.echo(f"  replayed: {msgspec.json.encode(difference.replayed).decode()}")
     raise typer.Exit(1)
+
+
+def _compare(journal: Path, config: Path, slot: str | None) -> None:
+    from harvester.config import load_agent_config
+    from harvester.contracts.errors import Corrupt
+    from harvester.contracts.journal import read_journal
+    from scheduler.sim.what_if import what_if
+    from scheduler.sim.what_if_text import what_if_text
+
+    agent = load_agent_config(config)
+    first = next(read_journal(journal), None)
+    if first is None:
+        raise Corrupt(f"{journal.name}: no line is whole")
+    names = {one.name for one in agent.slots}
+    recorded = getattr(first, "actor", "").removeprefix("agent:")
+    chosen = agent.slot_named(slot or (recorded if recorded in names else None))
+    typer.echo(what_if_text(what_if(journal, agent.settings_of(chosen))))
+
+
+def _say_torn(journal: Path) -> None:
+    from harvester.contracts.journal import torn_bytes
+
+    if torn := torn_bytes(journal):
+        typer.echo(f"{journal.name}: the last {torn} bytes are torn and left out", err=True)
 
 
 def simulate(

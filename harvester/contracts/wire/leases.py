@@ -80,6 +80,16 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Time since the newest latency behind it."""
     budget: BudgetReport | None = None
     """Evidence for the error budget of the slot's service."""
+    mode: str = ""
+    """Mode in force: the operator's."""
+    slot_state: str = ""
+    """State of the slot policy: the agent's decision."""
+    ttft_s: float | None = None
+    """Recent P90 of production's TTFT; None without recent requests."""
+    itl_s: float | None = None
+    """Recent P90 of production's ITL."""
+    guest_tokens_total: int = 0
+    """Tokens of the guest's steps since it started."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

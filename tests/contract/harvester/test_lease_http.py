@@ -3,10 +3,10 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -15,6 +15,7 @@ from harvester.agent.http import application
 from harvester.agent.node import NodeAgent
 from harvester.cli.root import main
 from harvester.config import AgentConfig
+from harvester.contracts.audit import AuditEvent, read_audit
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
@@ -34,8 +35,9 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
-from harvester.platform.bearer import TokenFile, is_sent, read_token
+from harvester.platform.bearer import TokenFile, read_token
 from harvester.platform.http_kit import listen, serving
+from harvester.platform.tls import Credentials
 from tests.certificates import Authority, token_file
 
 TAKE = {"request_id": "r1", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 5.0}
@@ -243,10 +245,9 @@ async def test_health_is_about_the_loop_and_readiness_about_signals(
     assert "pulse.prod.0" in await reply.text()
 
 
-async def test_a_token_guards_everything_but_health(node: NodeAgent) -> None:
-    async with TestClient(
-        TestServer(application(node, accepts=partial(is_sent, b"s" * 32)))
-    ) as client:
+async def test_a_token_guards_everything_but_health(node: NodeAgent, tmp_path: Path) -> None:
+    tokens = TokenFile(token_file(tmp_path, "token", "s" * 32))
+    async with TestClient(TestServer(application(node, tokens=tokens))) as client:
         assert (await client.get("/healthz")).status == 200
         for path in ("/v1/slots", "/metrics"):
             assert (await client.get(path)).status == 401
@@ -254,6 +255,42 @@ async def test_a_token_guards_everything_but_health(node: NodeAgent) -> None:
             assert (await client.get(path, headers=wrong)).status == 401
             right = {"Authorization": "Bearer " + "s" * 32}
             assert (await client.get(path, headers=right)).status == 200
+
+
+def callers(tmp_path: Path, kind: str) -> list[str]:
+    """`who` of each event of a kind in the node's audit."""
+    events = read_audit(tmp_path / "state" / "audit.jsonl")
+    return [one.who for one in events if isinstance(one, AuditEvent) and one.event == kind]
+
+
+async def test_the_audit_names_the_caller_by_the_line_of_its_token(
+    node: NodeAgent, tmp_path: Path
+) -> None:
+    tokens = TokenFile(token_file(tmp_path, "tokens", "s" * 32, "t" * 32))
+    headers = {"Authorization": "Bearer " + "t" * 32}
+    async with TestClient(TestServer(application(node, tokens=tokens))) as client:
+        taken = await answer(await client.post("/v1/leases", json=TAKE, headers=headers))
+        assert isinstance(taken, LeaseGranted)
+        await client.delete(f"/v1/leases/{taken.lease}", headers=headers)
+    who = "token 2 of tokens, from 127.0.0.1"
+    assert callers(tmp_path, "lease_granted") == callers(tmp_path, "lease_ended") == [who]
+    assert "tttt" not in (tmp_path / "state" / "audit.jsonl").read_text()
+
+
+async def test_the_audit_names_the_caller_by_its_certificate(
+    node: NodeAgent, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path)
+    client = authority.signs("gateway-7")
+    tls = authority.server("agent", client_ca=authority.file)
+    mine = Credentials(
+        ca_file=authority.file, cert_file=client.cert_file, key_file=client.key_file
+    ).tls()
+    async with serving(application(node)) as runner, aiohttp.ClientSession() as session:
+        url = await listen(runner, "127.0.0.1", 0, remedy="", tls=tls)
+        async with session.post(f"{url}/v1/leases", json=TAKE, ssl=mine) as reply:
+            assert reply.status == 200
+    assert callers(tmp_path, "lease_granted") == ["certificate of gateway-7, from 127.0.0.1"]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +312,7 @@ async def test_status_is_shown_by_tls_and_a_token(
     node: NodeAgent, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     authority, token = Authority(tmp_path), token_file(tmp_path, "token", "s" * 32)
-    app = application(node, accepts=TokenFile(token).accepts)
+    app = application(node, tokens=TokenFile(token))
     async with serving(app) as runner:
         url = await listen(runner, "127.0.0.1", 0, remedy="", tls=authority.server("agent"))
 

@@ -15,7 +15,7 @@ import pytest
 
 from coserve.law.gate import Closed
 from harvester.agent.http import application
-from harvester.contracts import journal
+from harvester.contracts import audit, journal
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import (
@@ -98,6 +98,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     FileRecord,
     SliceRecord,
     AdapterRecord,
+    audit.AuditEvent,
     journal.Opened,
     journal.Decided,
 )
@@ -143,7 +144,7 @@ def test_the_table_of_a_record_lists_its_fields_types_and_defaults(
 def test_every_record_that_crosses_a_process_has_a_table() -> None:
     defined = {
         value
-        for module in (leases, rollouts, journal)
+        for module in (leases, rollouts, journal, audit)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
@@ -212,6 +213,13 @@ def test_every_fault_and_every_reason_is_explained(
     mark: str, of: type[StrEnum], table_after: TableAfter
 ) -> None:
     assert [row[0] for row in table_after(PAGE, mark)] == [each.value for each in of]
+
+
+def test_every_kind_of_audit_event_is_explained(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "### Kinds of audit events")
+    assert [kind for row in rows for kind in row[0].split(", ")] == [
+        *(each.value for each in audit.AuditKind),
+    ]
 
 
 def test_the_routes_of_agent_and_gateway_are_all_there_and_no_others(

@@ -262,10 +262,51 @@ def many_slots(root: Path) -> tuple[Stage, list[LeaseGranted]]:
 
 def kill(stage: Stage) -> None:
     """End the agent as a signal does: nothing is drained, and its descriptors close."""
+    stage.node.audit.close()
     for slot in stage.node.slots:
         slot._record.close()
         slot._grant_page.close()
         slot.sensor.close()
+
+
+def holders(stage: Stage) -> dict[tuple[str, str], float]:
+    """Series of the exported lease by tenant and job."""
+    families = stage.node.metrics.registry.collect()
+    samples = [one for family in families for one in family.samples]
+    info = [one for one in samples if one.name == "harvester_lease_info"]
+    return {(one.labels["tenant"], one.labels["rl_job"]): one.value for one in info}
+
+
+def test_the_metrics_name_tenant_and_job_of_the_lease_in_force_alone(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, tenants=["t"])
+    stage.production()
+    stage.guest()
+    stage.beats(3)
+    assert holders(stage) == {("", ""): 0.0}
+    for job in ("first", "second"):
+        lease = stage.take(job, job=job)
+        assert holders(stage) == {("t", job): 1.0}
+        stage.node.release(lease.lease)
+    assert holders(stage) == {("", ""): 0.0}
+    stage.node.close()
+
+
+def test_a_tenant_that_is_not_configured_brings_no_names_into_the_metrics(stage: Stage) -> None:
+    stage.harvest()
+    assert holders(stage) == {("other", "other"): 1.0}
+
+
+def test_an_offer_has_mode_decision_latencies_and_the_guest_s_tokens(stage: Stage) -> None:
+    stage.production(ttft_s_recent=(0.1,), samples_total=1)
+    stage.guest()
+    stage.beats(2)
+    stage.production(ttft_s_recent=(0.1, 0.3), samples_total=2)
+    stage.guest(tokens_total=77)
+    stage.beats()
+    offer = stage.node.slots[0].offer()
+    assert (offer.mode, offer.slot_state, offer.guest_tokens_total) == ("harvest", "closed", 77)
+    assert (offer.ttft_s, offer.itl_s) == (0.3, None)
+    assert offer.headroom_age_s is not None
 
 
 def test_a_successor_gives_every_lease_back_to_its_own_slot_and_job(tmp_path: Path) -> None:
@@ -318,7 +359,7 @@ def test_the_journal_names_a_lease_s_holder_and_not_its_id(stage: Stage) -> None
     lease = stage.harvest()
     stage.switch.write_text("drain")
     stage.beats()
-    said = stage.journal.read_text()
+    said = msgspec.json.encode(list(read_journal(stage.journal))).decode()
     assert '"tenant":"t","job":"j"' in said
     assert '"type":"end_lease"' in said
     assert lease.lease not in said

@@ -1,0 +1,132 @@
+"""`rosemux audit`: prints the audit events of one agent, from its files."""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harvester.config import load_agent_config
+from harvester.contracts.audit import AuditEvent, audit_files, read_audit
+from harvester.contracts.clock import wall_time_utc
+from harvester.contracts.errors import ConfigError
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_CONFIG_SUFFIXES = (".yaml", ".yml")
+PIPE_COLUMNS = 400
+"""A pipe has no width of its own: each row is one line."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def audit(
+    source: Annotated[
+        Path, typer.Argument(help="The agent's YAML file, or a file of its audit (.jsonl).")
+    ],
+    since: Annotated[
+        str | None, typer.Option(help="How long ago (30m, 2h, 7d), or from which time (RFC 3339).")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only events of this tenant.")] = None,
+    slot: Annotated[str | None, typer.Option(help="Only events of this slot.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the events as JSON lines.")] = False,
+) -> None:
+    """Print who got which slot and why it ended, and who changed what."""
+    from_time = None if since is None else _begin(since)
+    events = (
+        event
+        for event in _events(_files(source), from_time)
+        if (tenant is None or event.tenant == tenant)
+        and (slot is None or event.slot == slot)
+        and (from_time is None or _time(event) >= from_time)
+    )
+    if json:
+        for event in events:
+            typer.echo(msgspec.json.encode(event).decode())
+        return
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    Console(highlight=False, width=width).print(_table(events))
+
+
+def _files(source: Path) -> list[Path]:
+    """Raises ConfigError where there is no audit."""
+    if source.suffix not in _CONFIG_SUFFIXES:
+        if not source.is_file():
+            raise ConfigError(f"no file {source}: name the agent's YAML file or its audit.jsonl")
+        return [source]
+    path = load_agent_config(source).audit_file
+    files = audit_files(path)
+    if not files:
+        raise ConfigError(f"no audit at {path}: has the agent of {source} run here?")
+    return files
+
+
+def _events(files: list[Path], from_time: datetime | None) -> Iterator[AuditEvent]:
+    """The events of files that were written after a time."""
+    for path in files:
+        try:
+            if from_time is not None and path.stat().st_mtime < from_time.timestamp():
+                continue
+            for found in read_audit(path):
+                if isinstance(found, AuditEvent):
+                    yield found
+                else:
+                    typer.echo(f"rosemux audit: {found}", err=True)
+        except FileNotFoundError:
+            # The agent has removed or renamed it meanwhile.
+            typer.echo(f"rosemux audit: {path.name} is gone", err=True)
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _begin(since: str) -> datetime:
+    if found := re.fullmatch(r"(\d{1,6})([smhdw])", since):
+        ago = timedelta(seconds=int(found[1]) * _UNITS_S[found[2]])
+        return datetime.fromisoformat(wall_time_utc()) - ago
+    try:
+        time = datetime.fromisoformat(since)
+    except ValueError:
+        time = None
+    if time is None or time.tzinfo is None:
+        raise ConfigError(f"--since {since}: write 30m, 2h, 7d, or a time as 2026-01-31T12:00:00Z")
+    return time
+
+
+def _time(event: AuditEvent) -> datetime:
+    try:
+        time = datetime.fromisoformat(event.time)
+    except ValueError:
+        time = None
+    # An event whose time cannot be read is shown rather than hidden.
+    return datetime.fromisoformat(wall_time_utc()) if time is None or not time.tzinfo else time
+
+
+def _table(events: Iterable[AuditEvent]) -> Table:
+    table = Table("time", "event", "slot", "lease", "tenant", "job", "who", "what", box=None)
+    for event in events:
+        table.add_row(
+            *map(
+                printable,
+                (
+                    *(event.time, event.event, event.slot, event.lease, event.tenant, event.job),
+                    *(event.who, _what(event)),
+                ),
+            )
+        )
+    return table
+
+
+def printable(text: str) -> Text:
+    """Text of another process for a terminal: no markup, and no control character."""
+    return Text(_CONTROL.sub(" ", text))
+
+
+def _what(event: AuditEvent) -> str:
+    change = f"{event.from_state} -> {event.to_state}" if event.to_state else ""
+    omitted = f"{event.omitted} events are missing before it" if event.omitted else ""
+    return "; ".join(filter(None, (change, event.reason, *event.changes, omitted)))

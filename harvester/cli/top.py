@@ -1,0 +1,158 @@
+"""`rosemux top`: the slots of one or more agents, refreshed each second; it changes nothing."""
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from harvester.cli.audit_command import PIPE_COLUMNS, printable
+from harvester.cli.status_client import (
+    CaFileOption,
+    CertFileOption,
+    KeyFileOption,
+    StatusClient,
+    TokenFileOption,
+    credentials,
+)
+from harvester.config import AgentConfig, load_agent_config
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.wire.leases import GuardReading, SlotOffer, SlotOffers
+
+_MOST_AT_ONCE = 16
+_HEAD = ("node", "slot", "mode", "state", "tenant/job", "lends", "TTFT", "ITL", "tokens/s")
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+def top(
+    agents: Annotated[
+        list[str] | None, typer.Argument(help="URLs of agents, e.g. http://127.0.0.1:9711.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The YAML file of an agent on this machine.")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.2, max=3600, help="Seconds between two refreshes.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and stop.")] = False,
+    token_file: TokenFileOption = None,
+    ca_file: CaFileOption = None,
+    cert_file: CertFileOption = None,
+    key_file: KeyFileOption = None,
+) -> None:
+    """Show the slots of agents live: state, lease, guards, production's latencies, tokens."""
+    urls = list(agents or [])
+    if config is not None:
+        loaded = load_agent_config(config)
+        urls.append(_url_of(loaded))
+        token_file = token_file or loaded.http.token_file
+    if not urls:
+        raise ConfigError("name the URLs of agents, or an agent's file with --config")
+    mine = credentials(token_file, ca_file, cert_file, key_file)
+    view = AgentsView([StatusClient(url, mine) for url in urls], clock=MonotonicClock())
+    if once:
+        _print_once(view, interval)
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        raise ConfigError("the output is no terminal: add --once")
+    with Live(view.table(), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            live.update(view.table(), refresh=True)
+
+
+def _print_once(view: "AgentsView", interval: float) -> None:
+    """Two questions, since tokens per second are a difference. Raises Exhausted where no agent
+    answers."""
+    view.table()
+    time.sleep(interval)
+    table = view.table()
+    console = Console(highlight=False)
+    Console(highlight=False, width=None if console.is_terminal else PIPE_COLUMNS).print(table)
+    if not view.answered:
+        raise Exhausted("no agent gives an answer")
+
+
+def _url_of(config: AgentConfig) -> str:
+    http = config.http
+    host = "127.0.0.1" if http.host in _WILDCARDS else http.host
+    shown = f"[{host}]" if ":" in host else host
+    if http.port == 0:
+        raise ConfigError("http.port: 0 is any free port; name the agent's URL")
+    return f"{'http' if http.tls is None else 'https'}://{shown}:{http.port}"
+
+
+@dataclass(slots=True)
+class AgentsView:
+    """The last answers of several agents, as one table."""
+
+    clients: Sequence[StatusClient]
+    clock: Clock
+    answered: int = 0
+    """Agents that answered last."""
+    _counted: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
+    """Time and tokens of each agent's slot when it was last seen."""
+
+    def table(self) -> Table:
+        """Ask all agents at once; one that gives no answer has a row that says why."""
+        table = Table(*_HEAD, "guards: value of limit (! binds)", "reason", box=None)
+        with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+            found = list(pool.map(_answer, self.clients))
+        self.answered = sum(not isinstance(one, str) for one in found)
+        for client, answer in zip(self.clients, found, strict=True):
+            if isinstance(answer, str):
+                table.add_row(*[""] * (len(_HEAD) + 1), printable(answer))
+                continue
+            for offer in answer.slots:
+                table.add_row(*self._row(client.url, offer))
+        return table
+
+    def _row(self, url: str, offer: SlotOffer) -> Iterator[Text]:
+        # An agent of before names no decision.
+        states = dict.fromkeys(filter(None, (offer.slot_state, offer.state.value)))
+        yield printable(offer.node)
+        yield printable(offer.slot)
+        yield printable(offer.mode)
+        yield printable("/".join(states))
+        yield printable(f"{offer.tenant}/{offer.job}" if offer.tenant or offer.job else "")
+        lending = offer.lending
+        lends = f"{lending.tokens} tokens, {lending.share_ratio:.0%}" if lending.tokens else ""
+        yield printable(lends)
+        yield printable(_milliseconds(offer.ttft_s))
+        yield printable(_milliseconds(offer.itl_s))
+        yield printable(self._pace(url, offer))
+        yield printable("  ".join(map(_margin, offer.guards)))
+        yield printable(offer.reason or offer.lending.reason)
+
+    def _pace(self, url: str, offer: SlotOffer) -> str:
+        now, total = self.clock.now(), offer.guest_tokens_total
+        before = self._counted.get((url, offer.slot))
+        self._counted[url, offer.slot] = now, total
+        if before is None or now <= before[0]:
+            return ""
+        # A guest that restarted counts anew.
+        return f"{max(0, total - before[1]) / (now - before[0]):.0f}"
+
+
+def _answer(client: StatusClient) -> SlotOffers | str:
+    try:
+        return client.ask()
+    except Exhausted as error:
+        return str(error)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.0f} ms"
+
+
+def _margin(guard: GuardReading) -> str:
+    return f"{guard.guard} {guard.value:.2g} of {guard.limit:.2g}{'!' if guard.binds else ''}"
