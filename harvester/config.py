@@ -17,11 +17,20 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
+from harvester.contracts.wire.stops import KUEUE_WORDS, StopOrder, order_of
 from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.tls import ServerTls, open_to_network
@@ -43,6 +52,17 @@ _Account = (
     | Annotated[str, Field(min_length=1, max_length=64)]
 )
 """A user or a group, by number or name."""
+
+
+def _stop_order(word: Any) -> Any:
+    # YAML may read Kueue's `None` and our `none` as strings; an empty value is no order.
+    if isinstance(word, str) and (order := order_of(word)) is None:
+        known = ", ".join([*StopOrder, *KUEUE_WORDS])
+        raise ValueError(f"{word!r} is no order; use one of {known}")
+    return order_of(word) if isinstance(word, str) else word
+
+
+_Stop = Annotated[StopOrder, BeforeValidator(_stop_order)]
 _LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
 _SERVICE_LINK = re.compile(
     r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
@@ -64,6 +84,9 @@ class HttpConfig(_Model):
     """0 takes a free port and prints it."""
     token_file: Path | None = None
     """Tokens, one a line, of which callers send one as `Authorization: Bearer ...`."""
+    operator_token_file: Path | None = None
+    """Tokens that may also stop and resume; without it those of `token_file` may. A gateway's token
+    then lifts only what gateways ordered."""
     tls: ServerTls | None = None
     """Required off loopback, unless `plain_http` says otherwise."""
     plain_http: bool = False
@@ -71,6 +94,8 @@ class HttpConfig(_Model):
 
     @model_validator(mode="after")
     def _safe_off_loopback(self) -> "HttpConfig":
+        if self.operator_token_file is not None and self.token_file is None:
+            raise ValueError("operator_token_file: needs a token_file for the other callers")
         if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
             raise ValueError(fault)
         return self
@@ -224,6 +249,8 @@ class SlotConfig(_Model):
     """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
     guest: GuestConfig | None = None
     """Used by `rosemux guest` only; a guest may also be started by other means."""
+    stop: _Stop = StopOrder.NONE
+    """As the node's `stop`, for this slot."""
     policy: SlotSettings = SlotSettings()
 
     @model_validator(mode="after")
@@ -282,6 +309,11 @@ class AgentConfig(_Model):
     """Bound on disk for each slot's journal, in bytes."""
     kill_switch_file: Path | None = None
     """`hold` or `drain`; by default `kill` under `page_root`. Anything but `hold` drains."""
+    stop: _Stop = StopOrder.NONE
+    """none, hold or drain (Kueue's None, Hold, HoldAndDrain): the order that this file gives."""
+    stop_file: Path | None = None
+    """`hold` or `drain`, and a reason; by default `stop` under `page_root`. Any other word
+    drains."""
     lease_ttl_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     tenants: tuple[str, ...] = ()
     """Tenants that get a metric label of their own; all others share `other`."""
@@ -303,6 +335,10 @@ class AgentConfig(_Model):
     @property
     def kill_switch(self) -> Path:
         return self.kill_switch_file or self.page_root / "kill"
+
+    @property
+    def stop_path(self) -> Path:
+        return self.stop_file or self.page_root / "stop"
 
     def pages_of(self, slot: SlotConfig) -> Path:
         return slot.pages or self.page_root / slot.name
@@ -356,8 +392,8 @@ class AgentConfig(_Model):
         _ = self.page_gid
         for slot in self.slots:
             self.owners_of(slot)
-        if self.http.token_file is not None:
-            read_tokens(self.http.token_file)
+        for path in filter(None, (self.http.token_file, self.http.operator_token_file)):
+            read_tokens(path)
         if self.http.tls is not None:
             self.http.tls.context()
 

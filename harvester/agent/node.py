@@ -9,15 +9,18 @@ from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
+from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NodeId, SlotId
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest, SlotState
+from harvester.contracts.wire.stops import Stop, StopReply, StopRequest
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
+from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class NodeAgent:
         )
         _make_root(config)
         self._switched = KillSwitch.NONE
+        self.stops = StopOrders(config)
         self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
         self._faults: dict[SlotId, str] = {}
         """Fault text of each slot whose last beat raised."""
@@ -67,15 +71,18 @@ class NodeAgent:
             _log.warning("kill switch: %s", switch)
             self._switched = switch
         self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
+        stops = self.stops.look(now=now)
         for slot in self.slots:
-            self._beat_slot(slot, switch, now)
+            self._beat_slot(slot, switch, stops, now)
         self._count_ended()
         self._beat_at_s = now
 
-    def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
+    def _beat_slot(
+        self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...], now: float
+    ) -> None:
         """If it raises, the slot's grant is not written and expires; other slots go on."""
         try:
-            slot.beat(switch, now=now)
+            slot.beat(switch, stops, now=now)
         except Exception as error:
             fault = f"agent fault: {type(error).__name__}"
             if self._faults.get(slot.name) != fault:
@@ -89,7 +96,11 @@ class NodeAgent:
     def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
         """A lease is granted only once it is on disk for a restarted agent."""
         secret = secrets.token_hex(_SECRET_BYTES)
-        answer = self.leases.take(request, secret=secret, now=self.clock.now())
+        # Asked here too: the slot's state is as of the last beat, and knows no tenant.
+        stop = binding(self.stops.stops, slot=request.slot, tenant=request.tenant)
+        answer = self.leases.take(
+            request, secret=secret, stop="" if stop is None else stop.text, now=self.clock.now()
+        )
         if not isinstance(answer, LeaseGranted):
             return answer
         slot = next(slot for slot in self.slots if slot.name == answer.slot)
@@ -106,6 +117,13 @@ class NodeAgent:
         self.beat()
         return answer
 
+    def order(self, request: StopRequest) -> StopReply:
+        """Place or lift an order; it is in force when this returns. Raises as `StopOrders.order`,
+        and Exhausted."""
+        reply = self.stops.order(request, now=self.clock.now())
+        self.beat()
+        return reply
+
     def reconfigure(self, config: AgentConfig) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others."""
         done = reload(self._config, config)
@@ -113,6 +131,7 @@ class NodeAgent:
         policies = [slot.policy_with(done.config.settings_of(new)) for slot, new in slots]
         # Nothing below raises: all slots are reconfigured, or none.
         self._config, self.restart_needed = done.config, done.restart_needed
+        self.stops.configure(done.config)
         for (slot, new), policy in zip(slots, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(new, policy, restart_needed=done.restart_needed)
@@ -143,6 +162,7 @@ class NodeAgent:
         ]
 
     def refresh_metrics(self) -> None:
+        self.metrics.stops(self.stops.stops)
         for slot in self.slots:
             slot.exposition.refresh(slot.policy, slot.sensor.seen_ns)
 

@@ -1,16 +1,15 @@
 """`rosemux status`: reads pages and, on request, one agent; it changes nothing."""
 
-import urllib.request
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
     Calibration,
     Grant,
@@ -24,10 +23,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.leases import SlotOffers
-from harvester.platform.tls import Credentials
 
-_TIMEOUT_S = 3.0
-_MAX_REPLY_BYTES = 1 << 20
 _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
 """Every other page is a pulse."""
 
@@ -39,14 +35,10 @@ def status(
     agent_url: Annotated[
         str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="The agent's token.")] = None,
-    ca_file: Annotated[
-        Path | None, typer.Option(help="Certificates to trust besides the system's.")
-    ] = None,
-    cert_file: Annotated[
-        Path | None, typer.Option(help="This client's certificate, for an agent that asks for one.")
-    ] = None,
-    key_file: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Show the slots of this machine: production, grant, guest and lease."""
     console = Console()
@@ -56,13 +48,14 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        if (cert_file is None) != (key_file is None):
-            raise ConfigError("a client certificate needs both --cert-file and --key-file")
-        files = {"ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-        offers = _ask(agent_url, Credentials(token_file=token_file, **files))
+        credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+        offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
         console.print(_offer_table(offers))
         console.print(_guard_table(offers))
         console.print(_budget_table(offers))
+        for stop in offers.stops:
+            scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
+            console.print(f"Stopped, {scope}: {stop.text}", markup=False)
         if offers.restart_needed:
             console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
 
@@ -223,18 +216,3 @@ def _budget_table(offers: SlotOffers) -> Table:
         limit = "no lease" if report.limit is None else f"{report.limit:.4g}"
         table.add_row(offer.slot, report.service, *whole, f"{report.charged:.4g}", limit)
     return table
-
-
-def _ask(agent_url: str, credentials: Credentials) -> SlotOffers:
-    if not agent_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--agent {agent_url}: use http://HOST:PORT")
-    if exposed := credentials.exposed_at(agent_url):
-        raise ConfigError(exposed)
-    headers = credentials.headers()
-    request = urllib.request.Request(agent_url.rstrip("/") + "/v1/slots", headers=headers)
-    tls = credentials.tls() if agent_url.startswith("https://") else None
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=tls) as reply:
-            return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=SlotOffers)
-    except (OSError, msgspec.DecodeError) as error:
-        raise Exhausted(f"agent at {agent_url} gives no answer: {error}") from error
