@@ -73,6 +73,7 @@ class AgentProcess:
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
                 probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
+                probes += [asyncio.create_task(probe) for probe in node.interlocks.probes()]
                 probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
                 notify("READY=1")
                 await self._beats(node, stop)

@@ -5,6 +5,7 @@ import os
 import secrets
 
 from harvester.agent.exposition import SlotExposition
+from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import read_kill_switch
 from harvester.agent.reload import Reload, reload
@@ -42,6 +43,7 @@ class NodeAgent:
         _make_root(config)
         self._switched = KillSwitch.NONE
         self.stops = StopOrders(config)
+        self.interlocks = InterlockWatch(config, clock=clock)
         self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
         self._faults: dict[SlotId, str] = {}
         """Fault text of each slot whose last beat raised."""
@@ -71,6 +73,7 @@ class NodeAgent:
             _log.warning("kill switch: %s", switch)
             self._switched = switch
         self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
+        self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
         stops = self.stops.look(now=now)
         for slot in self.slots:
             self._beat_slot(slot, switch, stops, now)
@@ -116,6 +119,14 @@ class NodeAgent:
         # The guest must know the epoch before the holder's first request carries it.
         self.beat()
         return answer
+
+    def _evicted(self) -> dict[str, int]:
+        """Slots with more evictions an hour than may be, and how many may be."""
+        return {
+            slot.name: slot.policy.settings.evictions_per_hour_max
+            for slot in self.slots
+            if slot.policy.evictions.exceeded
+        }
 
     def order(self, request: StopRequest) -> StopReply:
         """Place or lift an order; it is in force when this returns. Raises as `StopOrders.order`,

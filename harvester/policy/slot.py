@@ -19,6 +19,7 @@ from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.durable import DurableState
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.evictions import EvictionState, EvictionWindow
 from harvester.policy.guards import GuardMemory, Guards
 from harvester.policy.guest_watch import GuestState, GuestWatch, lacks_consent
 from harvester.policy.level import Level, LevelState
@@ -74,6 +75,7 @@ class SlotMemory(GuardMemory, kw_only=True):
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     guest: GuestState = msgspec.field(default_factory=GuestState)
     unleased_since_s: float | None = None
+    evictions: EvictionState = msgspec.field(default_factory=EvictionState)
     empty_since_s: float | None = None
     """Since when a held guest has had no request."""
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
@@ -201,7 +203,9 @@ class SlotPolicy:
         if sample.release:
             self._release()
         production = self._watch.observe(sample.pulses, now=now)
-        self.guest.observe(sample.guest.record, now=now)
+        guest = sample.guest.record
+        self.guest.observe(guest, now=now)
+        self.evictions.observe(guest.aborted_total if guest else None, now=now)
         overspent = self._account(production, sample, now)
         before = self._memory.condition
         condition, reason = self._condition(sample, production, overspent, now)
@@ -247,6 +251,7 @@ class SlotPolicy:
         self.guest = GuestWatch(settings, memory.guest)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
         self.blocking = Blocking(memory.blocking)
+        self.evictions = EvictionWindow(settings.evictions_per_hour_max, memory.evictions)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.guards = Guards(settings, memory)
 
