@@ -265,6 +265,13 @@ _AGENT = (
         "1 for the order to stop that binds the slot (hold, drain), whatever its source.",
     ),
     _agent(
+        "interlock_known",
+        Kind.GAUGE,
+        "interlock",
+        "0 while the source of an interlock (alerts, accelerators) gives no usable answer: slots "
+        "are held.",
+    ),
+    _agent(
         "stop_info",
         Kind.GAUGE,
         "slot tenant order source by reason at",

@@ -60,6 +60,15 @@ class InterlockWatch:
         found = (self._alerts_probe, self._accelerators_probe)
         return [probe.run() for probe in found if probe is not None]
 
+    def known(self) -> dict[str, bool]:
+        """Whether each configured source says enough for a verdict, as of the last beat."""
+        found = {}
+        if self._alerts_probe is not None:
+            found["alerts"] = self._alerts_lock.known
+        if self._accelerators_probe is not None:
+            found["accelerators"] = all(lock.known for lock, _ in self._locks.values())
+        return found
+
     def stops(self, evicted: dict[str, int], *, now: float) -> tuple[Stop, ...]:
         """`evicted`: slots with more evictions an hour than may be, and how many may be."""
         found: list[Stop | None] = [

@@ -70,6 +70,7 @@ _GAUGES = {
     "signal_age_seconds": ("slot source", "Age of the newest reading."),
     "kill_switch_engaged": ("level", "1 while it is set."),
     "slot_stopped": ("slot order", "1 for the order that binds the slot: hold or drain."),
+    "interlock_known": ("interlock", "0 while its source gives no usable answer: slots are held."),
     "stop_info": (
         "slot tenant order source by reason at",
         "1 for each order to stop in force; \"\" is every slot or tenant.",

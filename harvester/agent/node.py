@@ -174,6 +174,8 @@ class NodeAgent:
 
     def refresh_metrics(self) -> None:
         self.metrics.stops(self.stops.stops)
+        for interlock, known in self.interlocks.known().items():
+            self.metrics.gauge("interlock_known", interlock).set(known)
         for slot in self.slots:
             slot.exposition.refresh(slot.policy, slot.sensor.seen_ns)
 

@@ -66,6 +66,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.stop:resume",
         summary="Lift a hold or a drain.",
     ),
+    "undo": LazyCommand(
+        target="harvester.cli.undo:undo",
+        summary="Remove what agent and guests left on this host.",
+    ),
     "gateway": LazyCommand(
         target="scheduler.gateway.serve_command:gateway",
         summary="Run the rollout gateway with its scheduler.",

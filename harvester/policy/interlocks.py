@@ -139,10 +139,13 @@ class Interlock:
         self._slot = slot
         self._fired = ""
         self._fired_at_s = -math.inf
+        self.known = False
+        """Whether the last verdict rested on a whole reading."""
 
     def observe(self, verdict: Verdict, *, taken_at_s: float, now: float) -> Stop | None:
         if now - taken_at_s > self._stale_s and not verdict.unknown:
             verdict = Verdict(unknown="no reading in time")
+        self.known = not verdict.unknown
         if verdict.fires:
             # The first finding stays while it goes on: one stop, and one line in the log.
             self._fired = self._fired or verdict.fires
