@@ -57,7 +57,7 @@ _Account = (
 
 def _stop_order(word: Any) -> Any:
     # YAML may read Kueue's `None` and our `none` as strings; an empty value is no order.
-    if isinstance(word, str) and (order := order_of(word)) is None:
+    if isinstance(word, str) and order_of(word) is None:
         known = ", ".join([*StopOrder, *KUEUE_WORDS])
         raise ValueError(f"{word!r} is no order; use one of {known}")
     return order_of(word) if isinstance(word, str) else word

@@ -1,4 +1,4 @@
-"""The agent's HTTP: leases, stops, health and metrics. It translates and checks; the lease table decides.
+"""The agent's HTTP: leases, stops, health and metrics. It translates and checks; tables decide.
 
 Protocol answers, refusals included, are 200 with the tagged value. 400 is a malformed request, 401
 a missing token, 403 one that may not stop, 413 a body over the limit.

@@ -99,7 +99,9 @@ def read_rules(body: bytes) -> AlertsReading:
 def read_raised(body: bytes) -> AlertsReading:
     """Alertmanager's /api/v2/alerts. Raises as msgspec does."""
     raised = msgspec.json.decode(body, type=list[_Raised])
-    return AlertsReading(firing=tuple(each.labels for each in raised if each.status.state == "active"))
+    return AlertsReading(
+        firing=tuple(each.labels for each in raised if each.status.state == "active")
+    )
 
 
 def read_dcgm(body: bytes) -> AcceleratorsReading:

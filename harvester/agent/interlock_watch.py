@@ -84,9 +84,7 @@ class InterlockWatch:
         if self._alerts is not None and self._alerts_probe is not None:
             alerts = self._alerts_probe.reading
             verdict = judge_alerts(alerts, self._alerts.matchers, watchdog=self._alerts.watchdog)
-            found.append(
-                self._alerts_lock.observe(verdict, taken_at_s=alerts.taken_at_s, now=now)
-            )
+            found.append(self._alerts_lock.observe(verdict, taken_at_s=alerts.taken_at_s, now=now))
         if self._accelerators_probe is not None:
             reading, limits = self._accelerators_probe.reading, self._accelerators.limits
             for lock, uuids in self._locks.values():

@@ -73,7 +73,7 @@ _GAUGES = {
     "interlock_known": ("interlock", "0 while its source gives no usable answer: slots are held."),
     "stop_info": (
         "slot tenant order source by reason at",
-        "1 for each order to stop in force; \"\" is every slot or tenant.",
+        '1 for each order to stop in force; "" is every slot or tenant.',
     ),
     "slo_objective_ratio": ("slot", "Share that must meet the SLO."),
     "error_budget_spent_ratio": ("slot", "Harvesting's misses / its allowance or allotment."),

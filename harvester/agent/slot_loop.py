@@ -120,9 +120,7 @@ class Slot:
         # After a kill before the first beat a journal without a state would be a lost history.
         self._record.save(self.policy, now=now)
 
-    def beat(
-        self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float
-    ) -> None:
+    def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
         """`stops`: every one that is in force on the node."""
         self._leases.expire(now=now)
         self.lease_file.follow(self._leases.live(self.name))

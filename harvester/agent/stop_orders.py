@@ -68,9 +68,7 @@ def read_stop_file(path: Path) -> Stop | None:
 
 
 def _of_file(order: StopOrder, reason: str, *, by: str = "", at: str = "") -> Stop:
-    return Stop(
-        order=order, source=StopSource.FILE, by=by, at=at, reason=reason[:REASON_CHARS_MAX]
-    )
+    return Stop(order=order, source=StopSource.FILE, by=by, at=at, reason=reason[:REASON_CHARS_MAX])
 
 
 class StopOrders:

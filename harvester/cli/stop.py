@@ -1,4 +1,4 @@
-"""`rosemux hold`, `rosemux drain` and `rosemux resume`: orders to stop, by an agent or a gateway."""
+"""`rosemux hold`, `drain` and `resume`: orders to stop, through an agent or a gateway."""
 
 import getpass
 import socket

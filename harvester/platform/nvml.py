@@ -62,9 +62,7 @@ class Nvml:
         with suppress(self._fault):
             power = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         with suppress(self._fault):
-            temperature = float(
-                nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
-            )
+            temperature = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
         return GpuReading(
             uuid=uuid,
             power_watts=power,

@@ -418,4 +418,3 @@ class SlotPolicy:
             preemption_s=settings.preemption_s,
             held=sample.stop is not None,
         )
-

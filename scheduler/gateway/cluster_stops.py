@@ -1,4 +1,4 @@
-"""Orders to stop for every agent of the gateway, whole or for one tenant: kept, told and told again.
+"""Orders to stop for every agent of the gateway, or for one tenant: kept, told and told again.
 
 Each agent reports its stops with its offers, once a second. One that does not report what was
 ordered here is told, also after it was away; one that holds an order lifted here lifts it. A
@@ -103,7 +103,10 @@ class ClusterStops:
 
     def _latest(self, tenant: str) -> int:
         """The highest number of any gateway's order that is known here."""
-        every = [*self._stops.values(), *(stop for told in self._reported.values() for stop in told)]
+        every = [
+            *self._stops.values(),
+            *(stop for told in self._reported.values() for stop in told),
+        ]
         return max((stop.number for stop in every if stop.tenant == tenant), default=0)
 
 

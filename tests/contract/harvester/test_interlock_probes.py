@@ -269,10 +269,12 @@ async def test_dcgm_exporter_s_page_is_read_by_gpu() -> None:
 
 async def test_a_driver_that_hangs_leaves_an_old_reading_and_no_second_call() -> None:
     hanging, calls = threading.Event(), []
+    loop, second = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> tuple[()]:
         calls.append(1)
         if len(calls) > 1:
+            loop.call_soon_threadsafe(second.set)
             hanging.wait(10.0)
         return ()
 
@@ -281,8 +283,7 @@ async def test_a_driver_that_hangs_leaves_an_old_reading_and_no_second_call() ->
     running = asyncio.create_task(probe.run())
     try:
         async with asyncio.timeout(5.0):
-            while len(calls) < 2:
-                await asyncio.sleep(0.005)
+            await second.wait()
         clock.advance_to(100.0)
         await asyncio.sleep(0.05)
         assert (probe.reading.taken_at_s, len(calls)) == (1.0, 2)

@@ -52,9 +52,7 @@ def node(tmp_path: Path) -> Iterator[NodeAgent]:
 async def client(node: NodeAgent, tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
     leases = TokenFile(token_file(tmp_path, "leases", GATEWAY)).accepts
     operates = TokenFile(token_file(tmp_path, "operators", OPERATOR)).accepts
-    app = application(
-        node, accepts=lambda sent: leases(sent) or operates(sent), operates=operates
-    )
+    app = application(node, accepts=lambda sent: leases(sent) or operates(sent), operates=operates)
     async with TestClient(TestServer(app)) as client:
         yield client
 

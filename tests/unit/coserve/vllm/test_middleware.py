@@ -101,7 +101,9 @@ class GrantPage:
     def __init__(self, path: Path) -> None:
         self._writer = PageDirectory.create(path).grant_writer()
 
-    def set(self, epoch: int, *, ttl_ns: int = HOUR_NS, age_ns: int = 0, held: bool = False) -> None:
+    def set(
+        self, epoch: int, *, ttl_ns: int = HOUR_NS, age_ns: int = 0, held: bool = False
+    ) -> None:
         grant = Grant(epoch=epoch, mode=GrantMode.OPEN, held=held)
         self._writer.write(grant, now_ns=monotonic_ns() - age_ns, ttl_ns=ttl_ns)
 

@@ -31,7 +31,11 @@ SLOTS = ("slot0", "slot1")
 def files_under(root: Path) -> dict[str, tuple[int, int, int]]:
     """Every file and directory, with its mode and owner."""
     return {
-        str(path.relative_to(root)): (path.lstat().st_mode, path.lstat().st_uid, path.lstat().st_gid)
+        str(path.relative_to(root)): (
+            path.lstat().st_mode,
+            path.lstat().st_uid,
+            path.lstat().st_gid,
+        )
         for path in sorted(root.rglob("*"))
     }
 
@@ -39,7 +43,10 @@ def files_under(root: Path) -> dict[str, tuple[int, int, int]]:
 def control_groups() -> set[str]:
     """Groups of the cpu controller's root, whoever made them."""
     return {
-        str(entry) for root in hierarchies() if root.is_dir() for entry in root.iterdir()
+        str(entry)
+        for root in hierarchies()
+        if root.is_dir()
+        for entry in root.iterdir()
         if entry.is_dir()
     }
 
@@ -146,7 +153,12 @@ def test_after_a_crash_of_agent_and_guest_the_host_is_as_before(
     config: AgentConfig, tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
     production, guest = sleepers
-    before = (files_under(tmp_path), control_groups(), rank_of(production.pid), rank_of(os.getpid()))
+    before = (
+        files_under(tmp_path),
+        control_groups(),
+        rank_of(production.pid),
+        rank_of(os.getpid()),
+    )
     leave_marks(config, guest.pid)
     changed = (files_under(tmp_path), control_groups())
     assert changed[0] != before[0]

@@ -207,8 +207,8 @@ IN_FORCE: dict[Where, Callable[[NodeAgent], Any]] = {
     ("slots", "slot0", "model"): lambda node: node.slots[0].offer().model,
     ("slots", "slot0", "concurrency"): lambda node: node.slots[0].offer().concurrency,
     ("slots", "slot0", "kv_tokens"): lambda node: node.slots[0].offer().kv_tokens,
-    ("stop",): lambda node: order_of_slot(node),
-    ("slots", "slot0", "stop"): lambda node: order_of_slot(node),
+    ("stop",): order_of_slot,
+    ("slots", "slot0", "stop"): order_of_slot,
     ("unsafe_experiments",): lambda node: bool(sample(node, "harvester_unsafe_experiments")),
     ("tenants",): lambda node: tuple(
         tenant

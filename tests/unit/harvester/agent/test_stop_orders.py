@@ -276,7 +276,10 @@ def test_the_strongest_of_file_call_and_configuration_binds_and_each_lifts_its_o
 
 
 def test_a_reload_stops_one_slot(node: Node) -> None:
-    slots = (node.config.slots[0].model_copy(update={"stop": StopOrder.DRAIN}), node.config.slots[1])
+    slots = (
+        node.config.slots[0].model_copy(update={"stop": StopOrder.DRAIN}),
+        node.config.slots[1],
+    )
     done = node.agent.reconfigure(node.config.model_copy(update={"slots": slots}))
     assert done.restart_needed == ()
     node.beats(1)
