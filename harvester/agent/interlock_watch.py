@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 
 from harvester.agent.interlock_probes import AcceleratorsProbe, AlertsProbe, DcgmProbe, NvmlProbe
-from harvester.config import AcceleratorsConfig, AgentConfig
+from harvester.config import AgentConfig
 from harvester.contracts.clock import Clock, wall_time_utc
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
+from harvester.interlock_config import AcceleratorsConfig
 from harvester.platform.nvml import Nvml
 from harvester.policy.interlocks import Interlock, judge_accelerators, judge_alerts
 

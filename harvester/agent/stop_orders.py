@@ -17,12 +17,12 @@ from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.page.owners import user_name
 from harvester.contracts.wire.stops import (
-    REASON_CHARS_MAX,
     Stop,
     StopOrder,
     StopReply,
     StopRequest,
     StopSource,
+    one_line,
     order_of,
 )
 from harvester.platform import whole_file
@@ -68,7 +68,7 @@ def read_stop_file(path: Path) -> Stop | None:
 
 
 def _of_file(order: StopOrder, reason: str, *, by: str = "", at: str = "") -> Stop:
-    return Stop(order=order, source=StopSource.FILE, by=by, at=at, reason=reason[:REASON_CHARS_MAX])
+    return Stop(order=order, source=StopSource.FILE, by=by, at=at, reason=one_line(reason))
 
 
 class StopOrders:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from harvester.contracts.wire.stops import REASON_CHARS_MAX, Stop, StopOrder, StopSource
+from harvester.contracts.wire.stops import Stop, StopOrder, StopSource, one_line
 
 _NAME = "alertname"
 
@@ -162,5 +162,5 @@ class Interlock:
             source=StopSource.INTERLOCK,
             slot=self._slot,
             by=self._by,
-            reason=reason[:REASON_CHARS_MAX],
+            reason=one_line(reason),
         )

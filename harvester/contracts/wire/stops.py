@@ -51,6 +51,12 @@ def order_of(word: str) -> StopOrder | None:
     return StopOrder(word) if word in tuple(StopOrder) else None
 
 
+def one_line(text: str) -> str:
+    """A reason from elsewhere, fit for a log, a terminal and a label."""
+    shown = "".join(each if each.isprintable() else " " for each in text)
+    return " ".join(shown.split())[:REASON_CHARS_MAX]
+
+
 class StopSource(StrEnum):
     CONFIG = "config"
     """The agent's configuration file."""
@@ -105,6 +111,8 @@ class StopRequest(
         for what in ("slot", "tenant"):
             if given := getattr(self, what):
                 checked_name(given, what=what)
+        if not (self.by.isprintable() and self.reason.isprintable()):
+            raise PeerProtocolError("by, reason: use one line of printable characters")
         if self.slot and (self.tenant or self.cluster):
             raise PeerProtocolError("slot: goes neither with tenant nor with cluster")
         if self.order is not StopOrder.NONE and not self.reason.strip():

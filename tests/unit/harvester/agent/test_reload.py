@@ -14,13 +14,9 @@ from harvester.agent import agent_process
 from harvester.agent.node import NodeAgent
 from harvester.agent.reload import reload
 from harvester.config import (
-    AcceleratorsConfig,
     AgentConfig,
-    AlertConfig,
-    AlertsConfig,
     GuestConfig,
     HttpConfig,
-    InterlocksConfig,
     KvcachedConfig,
     LoadedConfig,
     MpsConfig,
@@ -32,6 +28,12 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Opened, read_journal
 from harvester.contracts.page.records import Law
 from harvester.contracts.wire.stops import StopOrder
+from harvester.interlock_config import (
+    AcceleratorsConfig,
+    AlertConfig,
+    AlertsConfig,
+    InterlocksConfig,
+)
 from harvester.platform.tls import ServerTls
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import Mode

@@ -171,6 +171,7 @@ def test_with_the_scheduler_dead_a_lease_ends_within_its_time(node: Node, order:
         ("hold new driver\n", "hold", "new driver"),
         ("HoldAndDrain\n", "drain", ""),
         ("Hold", "hold", ""),
+        ("hold \x1b[2Jnew\nrack", "hold", "[2Jnew rack"),
         ("", "drain", "no known order"),
         ("\x00\xff", "drain", "no known order"),
         ("stop everything", "drain", "no known order"),
@@ -314,6 +315,8 @@ def test_metrics_say_who_when_and_why(node: Node) -> None:
         ({"tenant": "a b"}, "tenant"),
         ({"slot": "slot0", "tenant": "a"}, "neither"),
         ({"reason": " "}, "reason"),
+        ({"reason": "a\nb"}, "printable"),
+        ({"reason": "\x1b[2J"}, "printable"),
     ],
 )
 def test_an_order_that_no_one_can_obey_is_refused(

@@ -11,13 +11,9 @@ import yaml
 from pydantic import BaseModel
 
 from harvester.config import (
-    AcceleratorsConfig,
     AgentConfig,
-    AlertConfig,
-    AlertsConfig,
     GuestConfig,
     HttpConfig,
-    InterlocksConfig,
     KvcachedConfig,
     MpsConfig,
     OwnersConfig,
@@ -26,6 +22,12 @@ from harvester.config import (
     read_agent_config,
 )
 from harvester.contracts.errors import ConfigError
+from harvester.interlock_config import (
+    AcceleratorsConfig,
+    AlertConfig,
+    AlertsConfig,
+    InterlocksConfig,
+)
 from harvester.platform.tls import ServerTls
 from harvester.policy.bounds import BOUNDS, ITL_EDGES_S, TTFT_EDGES_S, Only, beyond, slo_warnings
 from harvester.policy.settings import (
