@@ -57,7 +57,7 @@ class AlertsConfig(Credentials):
         return [{"name": each} if isinstance(each, str) else each for each in given]
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> "AlertsConfig":
+    def _usable(self) -> "AlertsConfig":
         if fault := _unfit_url(self.url) or self.exposed_at(self.url):
             raise ValueError(fault)
         if self.order is StopOrder.NONE:
@@ -91,7 +91,7 @@ class AcceleratorsConfig(Credentials):
     quiet_s: float = Field(default=60.0, ge=1.0, le=86400.0)
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> "AcceleratorsConfig":
+    def _usable(self) -> "AcceleratorsConfig":
         if (self.source == "dcgm-exporter") != bool(self.url):
             raise ValueError("url: goes with source dcgm-exporter, which needs it")
         if self.url and (fault := _unfit_url(self.url) or self.exposed_at(self.url)):

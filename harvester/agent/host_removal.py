@@ -29,7 +29,7 @@ _GUEST_LOCK = "guest.lock"
 class Undone:
     removed: list[Path] = field(default_factory=list)
     left: dict[Path, str] = field(default_factory=dict)
-    """What stays, and why."""
+    """Paths that stay, with the reason."""
 
 
 def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None) -> Undone:

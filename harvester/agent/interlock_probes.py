@@ -1,4 +1,4 @@
-"""What interlocks rest on, asked every few seconds beside the beat: alerts and accelerators.
+"""Probes of alerts and accelerators for the interlocks, every few seconds beside the beat.
 
 A probe keeps its last reading. Any answer but a whole, well-formed one within the time limit is a
 reading with a fault; a probe that hangs leaves its reading to grow old.

@@ -1,7 +1,7 @@
-"""Orders to stop for every agent of the gateway, or for one tenant: kept, told and told again.
+"""Orders to stop for every agent of the gateway, or for one tenant: kept, sent and sent again.
 
 Each agent reports its stops with its offers, once a second. One that does not report what was
-ordered here is told, also after it was away; one that holds an order lifted here lifts it. A
+ordered here gets it, also after it was away; one that holds an order lifted here lifts it. A
 gateway that never had an order for a tenant leaves what other gateways ordered alone.
 """
 

@@ -139,7 +139,7 @@ async def test_a_drain_moves_turns_at_once_and_loses_none(tmp_path: Path) -> Non
         await asyncio.gather(*again)
 
 
-async def test_an_agent_out_of_reach_is_named_and_told_when_it_is_back(tmp_path: Path) -> None:
+async def test_an_agent_out_of_reach_is_named_and_obeys_when_it_is_back(tmp_path: Path) -> None:
     async with cluster(tmp_path) as (gateway, node, _):
         node.away = True
         _, reply = await gateway.post("/v1/stops", {"order": "drain", "tenant": "default", **STOP})

@@ -84,7 +84,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True):
     at: str = ""
     """Wall time of the order (UTC, ISO 8601), for people."""
     number: int = 0
-    """Of a cluster's order: later ones have higher numbers."""
+    """Number of a cluster's order: later ones have higher numbers."""
 
     @property
     def text(self) -> str:
@@ -134,4 +134,5 @@ class StopsInForce(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     in_force: Stop | None
     agents: dict[str, str]
-    """"" for each agent that obeys, else why it is not known to; it is told again each second."""
+    """By agent: "" if it obeys, else why that is not known; such an agent gets the order again each
+    second."""

@@ -206,7 +206,7 @@ def test_an_agent_that_runs_is_named_and_keeps_its_pages(
     node.close()
 
 
-def test_what_is_in_use_or_not_ours_is_left_and_named(
+def test_files_in_use_or_not_ours_are_left_and_named(
     config: AgentConfig, sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
     leave_marks(config, sleepers[1].pid)

@@ -202,7 +202,7 @@ def test_a_stop_file_that_lifts_is_no_order(node: Node) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
-def test_what_is_no_file_drains_and_never_hangs_the_beat(node: Node, kind: str) -> None:
+def test_a_path_that_is_no_file_drains_and_never_hangs_the_beat(node: Node, kind: str) -> None:
     import os
 
     if kind == "directory":

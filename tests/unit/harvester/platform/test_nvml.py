@@ -73,7 +73,7 @@ def test_reads_watts_degrees_and_xids_that_stay(nvml: FakeNvml) -> None:
     assert [gpu.xid for gpu in reader.read()] == [0, 79]
 
 
-def test_what_a_gpu_cannot_say_is_none(nvml: FakeNvml) -> None:
+def test_a_value_that_a_gpu_does_not_report_is_none(nvml: FakeNvml) -> None:
     nvml.unfit = {"nvmlDeviceGetPowerUsage", "nvmlDeviceRegisterEvents"}
     gpu, _ = Nvml().read()
     assert (gpu.power_watts, gpu.temperature_celsius, gpu.xid) == (None, 60.0, None)

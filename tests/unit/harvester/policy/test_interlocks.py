@@ -91,7 +91,7 @@ def test_a_slot_is_judged_by_its_own_accelerators() -> None:
     assert judge_accelerators(AcceleratorsReading(), LIMITS).unknown
 
 
-def test_what_is_not_limited_need_not_be_reported_and_an_ignored_xid_is_none() -> None:
+def test_a_value_without_a_limit_need_not_be_reported_and_an_ignored_xid_is_none() -> None:
     reading = AcceleratorsReading(accelerators=(Accelerator(uuid="GPU-1"),))
     assert judge_accelerators(reading, AcceleratorLimits(xid=False)) == Verdict()
     ignored = AcceleratorLimits(xids_ignored=frozenset({31}))

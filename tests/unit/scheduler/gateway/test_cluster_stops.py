@@ -67,7 +67,7 @@ async def test_an_order_reaches_every_agent_before_the_call_returns() -> None:
     assert [agent.orders for agent in agents.values()] == [[("", "drain")]] * 2
 
 
-async def test_an_agent_that_was_away_is_told_when_it_reports() -> None:
+async def test_an_agent_that_was_away_gets_the_order_when_it_reports() -> None:
     agents = {"a": Agent(), "b": Agent(away=True)}
     stops = stops_of(agents)
     reply = await stops.order(wanted(StopOrder.HOLD))
@@ -94,7 +94,7 @@ async def test_an_agent_that_was_away_at_the_end_of_an_order_lifts_it_later() ->
     assert agents["a"].orders == []
 
 
-async def test_an_agent_that_lost_its_table_is_told_again() -> None:
+async def test_an_agent_that_lost_its_table_gets_the_order_again() -> None:
     agents = {"a": Agent()}
     stops = stops_of(agents)
     await stops.order(wanted(StopOrder.HOLD, "t"))
