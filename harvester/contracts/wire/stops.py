@@ -134,5 +134,5 @@ class StopsInForce(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     in_force: Stop | None
     agents: dict[str, str]
-    """By agent: "" if it obeys, else why that is not known; such an agent gets the order again each
-    second."""
+    """Faults by agent: "" for one that obeys, else why that is not known. It gets the order again
+    each second."""
