@@ -11,7 +11,13 @@ from harvester.contracts.clock import Clock, wall_time_utc
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
 from harvester.interlock_config import AcceleratorsConfig
 from harvester.platform.nvml import Nvml
-from harvester.policy.interlocks import Interlock, judge_accelerators, judge_alerts
+from harvester.policy.interlocks import (
+    AlertsReading,
+    Interlock,
+    Verdict,
+    judge_accelerators,
+    judge_alerts,
+)
 
 _MISSED_READINGS = 3
 """Readings in a row that may be late before the last one counts as none."""
@@ -25,6 +31,8 @@ class InterlockWatch:
         self._alerts = config.interlocks.alerts
         self._accelerators = config.interlocks.accelerators
         self._alerts_probe: AlertsProbe | None = None
+        self._judged: AlertsReading | None = None
+        self._alerts_verdict = Verdict()
         self._accelerators_probe = _accelerators_probe(self._accelerators, clock)
         if (alerts := self._alerts) is not None:
             self._alerts_probe = AlertsProbe(
@@ -84,7 +92,12 @@ class InterlockWatch:
         ]
         if self._alerts is not None and self._alerts_probe is not None:
             alerts = self._alerts_probe.reading
-            verdict = judge_alerts(alerts, self._alerts.matchers, watchdog=self._alerts.watchdog)
+            if alerts is not self._judged:
+                # Once for each reading: thousands of alerts may fire, and beats are many.
+                self._judged = alerts
+                matchers, watchdog = self._alerts.matchers, self._alerts.watchdog
+                self._alerts_verdict = judge_alerts(alerts, matchers, watchdog=watchdog)
+            verdict = self._alerts_verdict
             found.append(self._alerts_lock.observe(verdict, taken_at_s=alerts.taken_at_s, now=now))
         if self._accelerators_probe is not None:
             reading, limits = self._accelerators_probe.reading, self._accelerators.limits

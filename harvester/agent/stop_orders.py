@@ -84,8 +84,7 @@ class StopOrders:
         self._file: Stop | None = None
         self.stops: tuple[Stop, ...] = ()
         self.interlocks: tuple[Stop, ...] = ()
-        self._gather()
-        for stop in self.stops:
+        for stop in self._gather():
             _log.warning("stop in force: %s", _shown(stop))
 
     def configure(self, config: AgentConfig) -> None:
