@@ -6,6 +6,7 @@ gateway that never had an order for a tenant leaves what other gateways ordered 
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping
 
 from harvester.contracts.clock import wall_time_utc
@@ -20,6 +21,8 @@ from harvester.contracts.wire.stops import (
 )
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.gateway_state import SchedulerState
+
+_log = logging.getLogger(__name__)
 
 
 class ClusterStops:
@@ -59,6 +62,8 @@ class ClusterStops:
                 at=wall_time_utc(),
                 number=1 + self._latest(request.tenant),
             )
+            scope = f"tenant {stop.tenant}" if stop.tenant else "all agents"
+            _log.warning("order for %s: %s", scope, stop.text)
             self._state.keep_stop(stop)
             self._stops[request.tenant] = stop
         in_force = self._stops[request.tenant]
