@@ -122,11 +122,11 @@ class StopOrders:
         """Place an order, or lift one. Raises PeerProtocolError for a scope that is not here, and
         Exhausted if there are too many or a lifted one cannot be taken off the disk."""
         request.check()
-        if request.slot and request.slot not in {slot.name for slot in self._config.slots}:
-            raise PeerProtocolError(f"slot: there is no {request.slot} on this node")
         source = StopSource.CLUSTER if request.cluster else StopSource.OPERATOR
         if request.order is StopOrder.NONE:
             return self._lift(request, source, now)
+        if request.slot and request.slot not in {slot.name for slot in self._config.slots}:
+            raise PeerProtocolError(f"slot: there is no {request.slot} on this node")
         stop = Stop(
             order=request.order,
             source=source,
