@@ -184,3 +184,27 @@ async def test_a_malformed_order_stops_nothing() -> None:
             status, _ = await gateway.post("/v1/stops", body)
             assert status == 400
         assert (await gateway.status())["stops"] == []
+
+
+async def test_an_agent_from_before_stops_is_named_and_its_lease_given_back(
+    fake_agent: Any,
+) -> None:
+    dedicated, guest = FakeEngine(step_s=0.01, epoch=None), FakeEngine(step_s=0.02, epoch="1")
+    site = Site()
+    await site.serve(guest.app())
+    fake_agent.engine_url = site.url
+    agents = [{"id": "agent", "url": fake_agent.url}]
+    async with gateway_on(
+        dedicated, agents=agents, capacity=CAPACITY, capacity_period_s=0.1
+    ) as gateway:
+        turns = await busy(gateway, guest, 60)
+        _, reply = await gateway.post("/v1/stops", {"order": "hold", **STOP})
+        assert "HTTP 404" in reply["agents"]["agent"]
+        await gateway.until(lambda: fake_agent.lease is None)
+        assert {status for status, _ in await asyncio.gather(*turns)} == {200}
+        assert (await gateway.status())["jobs"]["job"]["turns"]["migrated"] == 0
+        begun = len(guest.models)
+        more = [asyncio.create_task(gateway.generate(f"m{n}", 5)) for n in range(12)]
+        await asyncio.gather(*more)
+        assert len(guest.models) == begun
+    await site.close()

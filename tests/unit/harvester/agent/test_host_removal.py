@@ -251,3 +251,18 @@ def test_the_command_says_what_it_removed_and_what_it_left(
         main(["undo", "--config", str(file)])
     assert not left.value.code
     assert not (tmp_path / "pages").exists()
+
+
+def test_a_process_that_an_agent_had_lifted_is_where_it_was(
+    config: AgentConfig, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    pid = sleepers[1].pid
+    isolation.apply_to_process(isolation.IDLE_CLASS, pid)
+    before = rank_of(pid)
+    node = lend(config, pid)
+    assert rank_of(pid) != before
+    kill_agent(node)
+    (config.page_root / "slot0" / "guest").unlink()
+    (config.page_root / "slot1" / "guest").unlink()
+    undo(config, records=True)
+    assert rank_of(pid) == before
