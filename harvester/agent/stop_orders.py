@@ -137,10 +137,11 @@ class StopOrders:
             at=wall_time_utc(),
             number=request.number,
         )
+        before = self._table.stops
         in_force = self._table.place(stop)
-        if in_force is stop:
+        if self._table.stops != before:
             self._save(now)
-        elif in_force.order is not stop.order:
+        if in_force.order is not stop.order:
             _log.warning("a weaker order changes nothing: %s", _shown(stop))
         return StopReply(in_force=in_force, recorded=not self._unsaved)
 

@@ -8,6 +8,8 @@ one keeps its first author and time. It reads no clock and no file.
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.wire.stops import Stop, StopSource
 
@@ -32,6 +34,9 @@ class StopTable:
         """The order in force after it. Raises Exhausted where there are too many."""
         known = self._stops.get(_key(stop))
         if known is not None and known.order.strength >= stop.order.strength:
+            # A late end of an earlier order must not lift this one.
+            number = max(known.number, stop.number)
+            self._stops[_key(stop)] = known = msgspec.structs.replace(known, number=number)
             return known
         if known is None and len(self._stops) >= STOPS_MAX:
             raise Exhausted(f"{STOPS_MAX} stops are in force; lift one first")

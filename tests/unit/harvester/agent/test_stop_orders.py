@@ -208,7 +208,9 @@ def test_a_path_that_is_no_file_drains_and_never_hangs_the_beat(node: Node, kind
     if kind == "directory":
         node.file.mkdir()
     elif kind == "link":
-        node.file.symlink_to("/dev/zero")
+        elsewhere = node.root / "elsewhere"
+        elsewhere.write_text("none")
+        node.file.symlink_to(elsewhere)
     else:
         os.mkfifo(node.file)
     node.beats(1)
@@ -251,6 +253,7 @@ def test_a_stop_that_cannot_be_recorded_is_in_force_and_one_that_stays_recorded_
     in_the_way.mkdir()
     with pytest.raises(Exhausted, match="stays"):
         node.order(StopOrder.NONE)
+    node.beats(2)
     assert isinstance(node.take(), LeaseRefused)
     in_the_way.rmdir()
     node.restart()

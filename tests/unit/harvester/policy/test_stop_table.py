@@ -18,14 +18,14 @@ def stop(order: str, source: StopSource = OPERATOR, **more: object) -> Stop:
 def test_a_weaker_order_never_replaces_a_stronger_one() -> None:
     table = StopTable()
     drain = table.place(stop("drain", by="alice"))
-    assert table.place(stop("hold", by="bob")) is drain
+    assert table.place(stop("hold", by="bob")) == drain
     assert table.stops == (drain,)
 
 
 def test_a_stronger_order_replaces_a_weaker_one_and_a_repeated_one_keeps_its_author() -> None:
     table = StopTable()
     first = table.place(stop("hold", by="alice", at="1"))
-    assert table.place(stop("hold", by="bob", at="2")) is first
+    assert table.place(stop("hold", by="bob", at="2")) == first
     assert table.place(stop("drain", by="bob", at="2")).by == "bob"
     assert [each.order for each in table.stops] == ["drain"]
 
@@ -53,6 +53,15 @@ def test_a_cluster_order_that_is_later_than_its_end_stays() -> None:
     assert table.lift(StopSource.CLUSTER, number=4) is later
     assert table.lift(StopSource.CLUSTER, number=5) is None
     assert table.stops == ()
+
+
+def test_a_late_end_of_an_earlier_cluster_order_does_not_lift_the_next_one() -> None:
+    table = StopTable()
+    table.place(stop("drain", StopSource.CLUSTER, number=1, by="alice"))
+    again = table.place(stop("hold", StopSource.CLUSTER, number=3, by="bob"))
+    assert (again.order, again.by, again.number) == ("drain", "alice", 3)
+    assert table.lift(StopSource.CLUSTER, number=2) == again
+    assert table.lift(StopSource.CLUSTER, number=4) is None
 
 
 def test_tenants_named_from_outside_do_not_fill_memory() -> None:

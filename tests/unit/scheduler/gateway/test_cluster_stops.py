@@ -124,6 +124,7 @@ async def test_a_hold_after_a_drain_changes_nothing_until_it_is_resumed() -> Non
     await stops.order(wanted(StopOrder.NONE))
     await stops.order(wanted(StopOrder.HOLD))
     assert agents["a"].orders == [("", "hold")]
+    assert [stop.number for stop in agents["a"].table.stops] == [3]
 
 
 async def test_a_gateway_without_orders_leaves_another_ones_alone() -> None:
