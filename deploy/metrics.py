@@ -272,6 +272,25 @@ _AGENT = (
         "1 while hold or drain is set at that level (node).",
     ),
     _agent(
+        "slot_stopped",
+        Kind.GAUGE,
+        "slot order",
+        "1 for the order to stop that binds the slot (hold, drain), whatever its source.",
+    ),
+    _agent(
+        "interlock_known",
+        Kind.GAUGE,
+        "interlock",
+        "0 while the source of an interlock (alerts, accelerators) gives no usable answer: slots "
+        "are held.",
+    ),
+    _agent(
+        "stop_info",
+        Kind.GAUGE,
+        "slot tenant order source by reason at",
+        "1 for each order to stop in force, with its author, reason and time.",
+    ),
+    _agent(
         "requests_total", Kind.COUNTER, "slot", "Production requests counted by the error budget."
     ),
     _agent(

@@ -17,11 +17,20 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
 from harvester.contracts.page.owners import PageOwners, uids
+from harvester.contracts.wire.stops import StopOrder
+from harvester.interlock_config import InterlocksConfig, StopWord
 from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.tls import ServerTls, open_to_network
@@ -64,6 +73,9 @@ class HttpConfig(_Model):
     """0 takes a free port and prints it."""
     token_file: Path | None = None
     """Tokens, one a line, of which callers send one as `Authorization: Bearer ...`."""
+    operator_token_file: Path | None = None
+    """Tokens that may also stop and resume; without it those of `token_file` may. A gateway's token
+    then lifts only what gateways ordered."""
     tls: ServerTls | None = None
     """Required off loopback, unless `plain_http` says otherwise."""
     plain_http: bool = False
@@ -71,6 +83,8 @@ class HttpConfig(_Model):
 
     @model_validator(mode="after")
     def _safe_off_loopback(self) -> "HttpConfig":
+        if self.operator_token_file is not None and self.token_file is None:
+            raise ValueError("operator_token_file: needs a token_file for the other callers")
         if fault := open_to_network(self.host, self.token_file, self.tls, self.plain_http):
             raise ValueError(fault)
         return self
@@ -224,6 +238,8 @@ class SlotConfig(_Model):
     """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
     guest: GuestConfig | None = None
     """Used by `rosemux guest` only; a guest may also be started by other means."""
+    stop: StopWord = StopOrder.NONE
+    """As the node's `stop`, for this slot."""
     policy: SlotSettings = SlotSettings()
 
     @model_validator(mode="after")
@@ -286,6 +302,11 @@ class AgentConfig(_Model):
     """Days after which an audit's file is removed."""
     kill_switch_file: Path | None = None
     """`hold` or `drain`; by default `kill` under `page_root`. Anything but `hold` drains."""
+    stop: StopWord = StopOrder.NONE
+    """none, hold or drain (Kueue's None, Hold, HoldAndDrain): the order that this file gives."""
+    stop_file: Path | None = None
+    """`hold` or `drain`, and a reason; by default `stop` under `page_root`. Any other word
+    drains."""
     lease_ttl_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     tenants: tuple[str, ...] = ()
     """Tenants that get a metric label of their own; all others share `other`."""
@@ -293,6 +314,7 @@ class AgentConfig(_Model):
     """Admit settings beyond the ranges that protect production: another project's law, no law at
     all, a longer grant. For measurements on machines without production traffic."""
     http: HttpConfig = HttpConfig()
+    interlocks: InterlocksConfig = InterlocksConfig()
     slots: tuple[SlotConfig, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -312,6 +334,10 @@ class AgentConfig(_Model):
     def audit_file(self) -> Path:
         """Current file of the node's audit; a slot's files have other endings."""
         return self.state_dir / "audit.jsonl"
+
+    @property
+    def stop_path(self) -> Path:
+        return self.stop_file or self.page_root / "stop"
 
     def pages_of(self, slot: SlotConfig) -> Path:
         return slot.pages or self.page_root / slot.name
@@ -365,10 +391,13 @@ class AgentConfig(_Model):
         _ = self.page_gid
         for slot in self.slots:
             self.owners_of(slot)
-        if self.http.token_file is not None:
-            read_tokens(self.http.token_file)
+        for path in filter(None, (self.http.token_file, self.http.operator_token_file)):
+            read_tokens(path)
         if self.http.tls is not None:
             self.http.tls.context()
+        self.interlocks.accelerators.check()
+        if self.interlocks.alerts is not None:
+            self.interlocks.alerts.check()
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))

@@ -161,6 +161,11 @@ class EpochMiddleware:
         if epoch != grant.epoch:
             await _refuse(send, 409, f"lease epoch {epoch}, in force is {grant.epoch}")
             return
+        if grant.held:
+            await _refuse(
+                send, 503, f"no new turns: {grant.reason or 'an operator holds the slot'}"
+            )
+            return
         await self._serve(scope, receive, send, grant.epoch)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, epoch: int) -> None:

@@ -68,7 +68,7 @@ class Outcome:
     windows: tuple[Window, ...]
     """One for each round."""
     sizes: TokenScale
-    """Of their requests."""
+    """Scale of their requests."""
     gateway: dict[str, Any]
     hash_mismatches: int | None
     first_harvested_token_s: float | None

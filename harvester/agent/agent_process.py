@@ -55,11 +55,13 @@ class AgentProcess:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
         _log_notes(self._loaded)
         path = self._config.http.token_file
+        path, operators = self._config.http.token_file, self._config.http.operator_token_file
         tokens = None if path is None else TokenFile(path)
         if tokens is None:
             _log.warning("http has no token_file: the tenant of a lease is what its caller says")
+        operating = None if operators is None else TokenFile(operators)
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
-        async with serving(application(node, tokens=tokens)) as runner:
+        async with serving(application(node, tokens=tokens, operators=operating)) as runner:
             try:
                 node.beat()
                 http = self._config.http
@@ -70,6 +72,7 @@ class AgentProcess:
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
                 probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
+                probes += [asyncio.create_task(probe) for probe in node.interlocks.probes()]
                 probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
                 notify("READY=1")
                 await self._beats(node, stop)

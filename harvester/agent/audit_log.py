@@ -28,6 +28,7 @@ _WARNINGS = frozenset(
     {
         *(AuditKind.KILL_SWITCH, AuditKind.CONFIG_REFUSED, AuditKind.QUARANTINED),
         *(AuditKind.GUEST_KILLED, AuditKind.AUDIT_RESUMED),
+        *(AuditKind.STOP_PLACED, AuditKind.STOP_LIFTED),
     }
 )
 

@@ -18,6 +18,7 @@ from harvester.contracts.page import (
     Pulse,
 )
 from harvester.contracts.wire.leases import EndReason, SlotState
+from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
 from harvester.policy.lease_table import SlotLease
 from harvester.policy.sample import GuestAction, MpsReading, SlotSample
@@ -137,6 +138,9 @@ class SlotExposition:
         self._set("quarantined", policy.slot_state() is SlotState.QUARANTINED)
         self._set_one("mode", settings.mode, Mode)
         self._set_one("slot_state", policy.state, State)
+        stop = None if sample is None else sample.stop
+        for order in (StopOrder.HOLD, StopOrder.DRAIN):
+            self._set("slot_stopped", stop is not None and stop.order is order, order.value)
         now_ns = monotonic_ns()
         for source, stamp_ns in seen_ns.items():
             # A guest that was stopped on purpose has no age: its silence is no fault.

@@ -1,7 +1,7 @@
-"""The agent's HTTP: leases, health and metrics. It translates and checks; the lease table decides.
+"""The agent's HTTP: leases, stops, health and metrics. It translates and checks; tables decide.
 
 Protocol answers, refusals included, are 200 with the tagged value. 400 is a malformed request, 401
-a missing token, 413 a body over the limit.
+a missing token, 403 one that may not stop, 413 a body over the limit.
 """
 
 from aiohttp import web
@@ -10,10 +10,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from harvester.agent.node import NodeAgent
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
+from harvester.contracts.wire.stops import StopRequest, StopsInForce
 from harvester.platform.bearer import TokenFile
 from harvester.platform.http_kit import (
     SMALL_BODY_BYTES,
     decoded_body,
+    error_reply,
     errors_as_replies,
     json_reply,
     token_required,
@@ -23,10 +25,21 @@ _PROBES = ("/healthz", "/readyz")
 _MAX_CALLER = 200
 
 
-def application(node: NodeAgent, *, tokens: TokenFile | None = None) -> web.Application:
-    """`tokens` judge Authorization headers; None accepts every caller."""
-    routes = Routes(node, tokens)
-    accepts = None if tokens is None else tokens.accepts
+def application(
+    node: NodeAgent, *, tokens: TokenFile | None = None, operators: TokenFile | None = None
+) -> web.Application:
+    """`tokens` judge Authorization headers, None accepts every caller; `operators` are also
+    accepted, and judge those that may stop and resume besides gateways' own orders, None all that
+    are accepted."""
+    routes = Routes(node, tokens, operators)
+    files = [file for file in (tokens, operators) if file is not None]
+
+    def accepted(authorization: str) -> bool:
+        # All are asked, so that one file's tokens take no less time than another's.
+        found = [file.accepts(authorization) for file in files]
+        return any(found)
+
+    accepts = None if tokens is None else accepted
     app = web.Application(
         client_max_size=SMALL_BODY_BYTES,
         middlewares=[token_required(accepts, of="agent", probes=_PROBES), errors_as_replies()],
@@ -37,6 +50,8 @@ def application(node: NodeAgent, *, tokens: TokenFile | None = None) -> web.Appl
             web.post("/v1/leases", routes.take),
             web.post("/v1/leases/{lease}/renew", routes.renew),
             web.delete("/v1/leases/{lease}", routes.release),
+            web.get("/v1/stops", routes.stops),
+            web.post("/v1/stops", routes.order),
             web.get("/healthz", routes.healthz),
             web.get("/readyz", routes.readyz),
             web.get("/metrics", routes.metrics),
@@ -46,16 +61,36 @@ def application(node: NodeAgent, *, tokens: TokenFile | None = None) -> web.Appl
 
 
 class Routes:
-    def __init__(self, node: NodeAgent, tokens: TokenFile | None) -> None:
+    def __init__(
+        self, node: NodeAgent, tokens: TokenFile | None, operators: TokenFile | None
+    ) -> None:
         self._node = node
         self._tokens = tokens
+        self._operators = operators
 
     async def slots(self, _request: web.Request) -> web.Response:
         offers = tuple(slot.offer() for slot in self._node.slots)
         waiting = self._node.restart_needed
         return json_reply(
-            SlotOffers(node=self._node.leases.node, slots=offers, restart_needed=waiting)
+            SlotOffers(
+                node=self._node.leases.node,
+                slots=offers,
+                restart_needed=waiting,
+                stops=self._node.stops.stops,
+            )
         )
+
+    async def stops(self, _request: web.Request) -> web.Response:
+        stops = self._node.stops.stops
+        return json_reply(StopsInForce(node=self._node.leases.node, stops=stops))
+
+    async def order(self, request: web.Request) -> web.Response:
+        wanted = await decoded_body(request, StopRequest, name="StopRequest")
+        sent = request.headers.get("Authorization", "")
+        operates = self._operators is None or self._operators.accepts(sent)
+        if not wanted.cluster and not operates:
+            return error_reply(403, "send an operator's token (operator_token_file)")
+        return json_reply(self._node.order(wanted, who=self._caller(request)))
 
     async def take(self, request: web.Request) -> web.Response:
         wanted = await decoded_body(request, LeaseRequest, name="LeaseRequest")
@@ -83,9 +118,10 @@ class Routes:
         certificate = request.get_extra_info("peercert") or {}
         for part in certificate.get("subject", ()):
             known += [f"certificate of {value}" for name, value in part if name == "commonName"]
-        if self._tokens is not None:
-            line = self._tokens.line_of(request.headers.get("Authorization", ""))
-            known.append(f"token {line} of {self._tokens.path.name}")
+        sent = request.headers.get("Authorization", "")
+        for file in (self._tokens, self._operators):
+            if file is not None and (line := file.line_of(sent)):
+                known.append(f"token {line} of {file.path.name}")
         return ", ".join([*known, f"from {request.remote}"])[:_MAX_CALLER]
 
     async def healthz(self, _request: web.Request) -> web.Response:

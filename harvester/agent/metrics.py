@@ -1,5 +1,6 @@
 """The agent's Prometheus exports: the names, types and labels of `deploy/metrics.py`."""
 
+from collections.abc import Iterable
 from functools import cache
 
 from prometheus_client import (
@@ -10,6 +11,8 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
+
+from harvester.contracts.wire.stops import Stop
 
 _RECLAIM_EDGES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -66,6 +69,12 @@ _GAUGES = {
     ),
     "signal_age_seconds": ("slot source", "Age of the newest reading."),
     "kill_switch_engaged": ("level", "1 while it is set."),
+    "slot_stopped": ("slot order", "1 for the order that binds the slot: hold or drain."),
+    "interlock_known": ("interlock", "0 while its source gives no usable answer: slots are held."),
+    "stop_info": (
+        "slot tenant order source by reason at",
+        '1 for each order to stop in force; "" is every slot or tenant.',
+    ),
     "slo_objective_ratio": ("slot", "Share that must meet the SLO."),
     "error_budget_spent_ratio": ("slot", "Harvesting's misses / its allowance or allotment."),
     "guard_value": (
@@ -143,6 +152,14 @@ class AgentMetrics:
         self.gauge, self.counter = cache(self._gauge), cache(self._counter)
         self.gauge("build_info", version).set(1)
         self.gauge("config_last_reload_successful").set(1)
+
+    def stops(self, stops: Iterable[Stop]) -> None:
+        """Replace the rows of `stop_info`, whose labels are texts of operators."""
+        info = self._gauges["stop_info"]
+        info.clear()
+        for stop in stops:
+            texts = (stop.slot, stop.tenant, stop.order, stop.source, stop.by, stop.reason, stop.at)
+            info.labels(*texts).set(1)
 
     def _gauge(self, name: str, *labels: str) -> Gauge:
         found = self._gauges[name]

@@ -7,11 +7,14 @@ import secrets
 from harvester.agent.audit_file import AuditFile
 from harvester.agent.audit_log import AGENT, AuditLog
 from harvester.agent.exposition import SlotExposition
+from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.lease_audit import LeaseAudit
 from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
+from harvester.agent.stop_audit import StopAudit
+from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
@@ -27,9 +30,11 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
+from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
+from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +61,9 @@ class NodeAgent:
         self.audit = AuditLog(file, node=config.node, clock=clock)
         self._lease_audit = LeaseAudit(self.audit)
         self._switched = KillSwitch.NONE
+        self.stops = StopOrders(config)
+        self._stop_audit = StopAudit(self.audit, self.stops.stops)
+        self.interlocks = InterlockWatch(config, clock=clock)
         self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
         self._faults: dict[SlotId, str] = {}
         """Fault text of each slot whose last beat raised."""
@@ -97,17 +105,22 @@ class NodeAgent:
             )
             self._switched = switch
         self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
+        self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
+        stops = self.stops.look(now=now)
+        self._stop_audit.observe(stops, caller="", now=now)
         for slot in self.slots:
-            self._beat_slot(slot, switch, now)
+            self._beat_slot(slot, switch, stops, now)
         self._count_ended()
         self.audit.look(now=now)
         self._export_audit()
         self._beat_at_s = now
 
-    def _beat_slot(self, slot: Slot, switch: KillSwitch, now: float) -> None:
+    def _beat_slot(
+        self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...], now: float
+    ) -> None:
         """If it raises, the slot's grant is not written and expires; other slots go on."""
         try:
-            slot.beat(switch, now=now)
+            slot.beat(switch, stops, now=now)
         except Exception as error:
             fault = f"agent fault: {type(error).__name__}"
             if self._faults.get(slot.name) != fault:
@@ -136,7 +149,12 @@ class NodeAgent:
         return answer
 
     def _take(self, request: LeaseRequest, *, now: float) -> LeaseGranted | LeaseRefused:
-        answer = self.leases.take(request, secret=secrets.token_hex(_SECRET_BYTES), now=now)
+        secret = secrets.token_hex(_SECRET_BYTES)
+        # Asked here too: the slot's state is as of the last beat, and knows no tenant.
+        stop = binding(self.stops.stops, slot=request.slot, tenant=request.tenant)
+        answer = self.leases.take(
+            request, secret=secret, stop="" if stop is None else stop.text, now=now
+        )
         if not isinstance(answer, LeaseGranted):
             return answer
         slot = next(slot for slot in self.slots if slot.name == answer.slot)
@@ -169,6 +187,25 @@ class NodeAgent:
             self.beat()
         return answer
 
+    def _evicted(self) -> dict[str, int]:
+        """Slots with more evictions an hour than may be, and how many may be."""
+        return {
+            slot.name: slot.policy.settings.evictions_per_hour_max
+            for slot in self.slots
+            if slot.policy.evictions.exceeded
+        }
+
+    def order(self, request: StopRequest, *, who: str = "") -> StopReply:
+        """Place or lift an order; it is in force when this returns. `who` is the caller, for the
+        audit. Raises as `StopOrders.order`, and Exhausted."""
+        now = self.clock.now()
+        reply = self.stops.order(request, now=now)
+        lifts = request.order is StopOrder.NONE
+        caller = ", ".join(filter(None, (request.by if lifts else "", who)))
+        self._stop_audit.observe(self.stops.look(now=now), caller=caller, now=now)
+        self.beat()
+        return reply
+
     def reconfigure(self, config: AgentConfig) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others."""
         done = reload(self._config, config)
@@ -180,6 +217,7 @@ class NodeAgent:
         ]
         # Nothing below raises: all slots are reconfigured, or none.
         self._config, self.restart_needed = done.config, done.restart_needed
+        self.stops.configure(done.config)
         for (slot, new), policy in zip(slots, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(new, policy, restart_needed=done.restart_needed)
@@ -231,6 +269,9 @@ class NodeAgent:
         ]
 
     def refresh_metrics(self) -> None:
+        self.metrics.stops(self.stops.stops)
+        for interlock, known in self.interlocks.known().items():
+            self.metrics.gauge("interlock_known", interlock).set(known)
         for slot in self.slots:
             slot.exposition.refresh(slot.policy, slot.sensor.seen_ns)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from harvester.config import AgentConfig, SlotConfig
 
-NODE_FIELDS = ("mode", "tenants", "unsafe_experiments")
-SLOT_FIELDS = ("engine_url", "offered_url", "model", "concurrency", "kv_tokens", "policy")
+NODE_FIELDS = ("mode", "stop", "tenants", "unsafe_experiments")
+SLOT_FIELDS = ("engine_url", "offered_url", "model", "concurrency", "kv_tokens", "stop", "policy")
 _MAX_VALUE = 100
 GUEST_FIELD = "guest"
 """`rosemux guest` reads it, when it starts."""

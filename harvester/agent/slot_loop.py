@@ -36,6 +36,7 @@ from harvester.contracts.page import (
 )
 from harvester.contracts.page.owners import believed
 from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
+from harvester.contracts.wire.stops import Stop
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.effects import (
     Effect,
@@ -51,6 +52,7 @@ from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
 from harvester.policy.slot import SlotPolicy
 from harvester.policy.states import Condition
+from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Slot:
         self._lends: bool | None = None
         """Whether anything was lent, as last logged."""
         self._unfit = ""
+        self._stop: Stop | None = None
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
         self.exposition = exposition
@@ -121,9 +124,11 @@ class Slot:
         # After a kill before the first beat a journal without a state would be a lost history.
         self._record.save(self.policy, now=now)
 
-    def beat(self, kill_switch: KillSwitch, *, now: float) -> None:
+    def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
+        """`stops`: every one that is in force on the node."""
         self._leases.expire(now=now)
         self.lease_file.follow(self._leases.live(self.name))
+        self._stop = self._binding(stops)
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
         self._report(sample.guest.record)
@@ -180,12 +185,21 @@ class Slot:
         # A release serves the guest, so it waits until the journal can be written.
         release = "" if self.fault else self._release.read()
         return msgspec.structs.replace(
-            sample, outcomes=outcomes, record_fault=self.fault, release=release
+            sample,
+            stop=self._stop,
+            outcomes=outcomes,
+            record_fault=self.fault,
+            release=release,
         )
 
     @property
     def live_lease(self) -> SlotLease | None:
         return self._leases.live(self.name)
+
+    def _binding(self, stops: tuple[Stop, ...]) -> Stop | None:
+        """The strongest order for this slot; a tenant's only while the tenant has the lease."""
+        lease = self._leases.live(self.name)
+        return binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
 
     def policy_with(self, settings: SlotSettings) -> SlotPolicy:
         """The policy under new settings, with its memory."""
@@ -235,6 +249,7 @@ class Slot:
             ttft_s=self.exposition.latency_s("ttft"),
             itl_s=self.exposition.latency_s("itl"),
             guest_tokens_total=self.exposition.guest_tokens_total,
+            stop=self._stop,
         )
 
     def close(self, *, now: float) -> None:

@@ -54,6 +54,22 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.release:release",
         summary="Lift a slot's quarantine, with a reason for the journal.",
     ),
+    "hold": LazyCommand(
+        target="harvester.cli.stop:hold",
+        summary="Stop admission; running turns end by themselves.",
+    ),
+    "drain": LazyCommand(
+        target="harvester.cli.stop:drain",
+        summary="Stop admission and evict what runs.",
+    ),
+    "resume": LazyCommand(
+        target="harvester.cli.stop:resume",
+        summary="Lift a hold or a drain.",
+    ),
+    "undo": LazyCommand(
+        target="harvester.cli.undo:undo",
+        summary="Remove what agent and guests left on this host.",
+    ),
     "gateway": LazyCommand(
         target="scheduler.gateway.serve_command:gateway",
         summary="Run the rollout gateway with its scheduler.",

@@ -7,14 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from harvester.cli.status_client import (
-    CaFileOption,
-    CertFileOption,
-    KeyFileOption,
-    StatusClient,
-    TokenFileOption,
-    credentials,
-)
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
@@ -42,10 +35,10 @@ def status(
     agent_url: Annotated[
         str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
     ] = None,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Show the slots of this machine: production, grant, guest and lease."""
     console = Console()
@@ -55,12 +48,14 @@ def status(
     if directories:
         console.print(_page_table(directories))
     if agent_url is not None:
-        offers = StatusClient(
-            agent_url, credentials(token_file, ca_file, cert_file, key_file)
-        ).ask()
+        credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+        offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
         console.print(_offer_table(offers))
         console.print(_guard_table(offers))
         console.print(_budget_table(offers))
+        for stop in offers.stops:
+            scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
+            console.print(f"Stopped, {scope}: {stop.text}", markup=False)
         if offers.restart_needed:
             console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
 

@@ -14,18 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from harvester.cli.audit_command import PIPE_COLUMNS, printable
-from harvester.cli.status_client import (
-    CaFileOption,
-    CertFileOption,
-    KeyFileOption,
-    StatusClient,
-    TokenFileOption,
-    credentials,
-)
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.wire.leases import GuardReading, SlotOffer, SlotOffers
+from harvester.platform.tls import Credentials
 
 _MOST_AT_ONCE = 16
 _HEAD = ("node", "slot", "mode", "state", "tenant/job", "lends", "TTFT", "ITL", "tokens/s")
@@ -43,10 +37,10 @@ def top(
         float, typer.Option(min=0.2, max=3600, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table and stop.")] = False,
-    token_file: TokenFileOption = None,
-    ca_file: CaFileOption = None,
-    cert_file: CertFileOption = None,
-    key_file: KeyFileOption = None,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Show the slots of agents live: state, lease, guards, production's latencies, tokens."""
     urls = list(agents or [])
@@ -56,8 +50,8 @@ def top(
         token_file = token_file or loaded.http.token_file
     if not urls:
         raise ConfigError("name the URLs of agents, or an agent's file with --config")
-    mine = credentials(token_file, ca_file, cert_file, key_file)
-    view = AgentsView([StatusClient(url, mine) for url in urls], clock=MonotonicClock())
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    view = AgentsView(urls, credentials, clock=MonotonicClock())
     if once:
         _print_once(view, interval)
         return
@@ -95,7 +89,8 @@ def _url_of(config: AgentConfig) -> str:
 class AgentsView:
     """The last answers of several agents, as one table."""
 
-    clients: Sequence[StatusClient]
+    urls: Sequence[str]
+    credentials: Credentials
     clock: Clock
     answered: int = 0
     """Agents that answered last."""
@@ -106,15 +101,21 @@ class AgentsView:
         """Ask all agents at once; one that gives no answer has a row that says why."""
         table = Table(*_HEAD, "guards: value of limit (! binds)", "reason", box=None)
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
-            found = list(pool.map(_answer, self.clients))
+            found = list(pool.map(self._ask, self.urls))
         self.answered = sum(not isinstance(one, str) for one in found)
-        for client, answer in zip(self.clients, found, strict=True):
+        for url, answer in zip(self.urls, found, strict=True):
             if isinstance(answer, str):
                 table.add_row(*[""] * (len(_HEAD) + 1), printable(answer))
                 continue
             for offer in answer.slots:
-                table.add_row(*self._row(client.url, offer))
+                table.add_row(*self._row(url, offer))
         return table
+
+    def _ask(self, url: str) -> SlotOffers | str:
+        try:
+            return call(url, "/v1/slots", SlotOffers, self.credentials, option="agent")
+        except Exhausted as error:
+            return str(error)
 
     def _row(self, url: str, offer: SlotOffer) -> Iterator[Text]:
         # An agent of before names no decision.
@@ -141,13 +142,6 @@ class AgentsView:
             return ""
         # A guest that restarted counts anew.
         return f"{max(0, total - before[1]) / (now - before[0]):.0f}"
-
-
-def _answer(client: StatusClient) -> SlotOffers | str:
-    try:
-        return client.ask()
-    except Exhausted as error:
-        return str(error)
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -25,6 +25,8 @@ class AuditKind(StrEnum):
     CONFIG_REFUSED = "config_refused"
     MODE_CHANGED = "mode_changed"
     KILL_SWITCH = "kill_switch"
+    STOP_PLACED = "stop_placed"
+    STOP_LIFTED = "stop_lifted"
     LEASE_GRANTED = "lease_granted"
     LEASE_REFUSED = "lease_refused"
     RENEWAL_REFUSED = "renewal_refused"

@@ -109,12 +109,20 @@ class IdleGroups:
         """Make the group idle again; False if the process is in no guest group. Raises OSError."""
         return self._set(pid, idle=True) is not None
 
-    def clear(self) -> None:
-        """Remove empty guest groups."""
-        for root in hierarchies(self._cgroups):
-            for group in root.glob(f"{self._prefix}*"):
-                with suppress(OSError):
-                    group.rmdir()
+    def clear(self) -> tuple[Path, ...]:
+        """Remove empty guest groups; returns those that are gone."""
+        gone = []
+        for group in self.all():
+            with suppress(OSError):
+                group.rmdir()
+                gone.append(group)
+        return tuple(gone)
+
+    def all(self) -> tuple[Path, ...]:
+        """Guest groups, and those that a killed probe left."""
+        roots = {root.resolve() for root in hierarchies(self._cgroups)}
+        found = (root.glob(f"{name}*") for root in roots for name in (self._prefix, _PROBE))
+        return tuple(sorted(group for groups in found for group in groups))
 
     def commands(self) -> tuple[str, ...]:
         """Shell commands that put a new guest into its group; none where it is idle already."""

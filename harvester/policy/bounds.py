@@ -85,6 +85,7 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         "quarantine_window_s": Range(
             10.0, 30 * _DAY_S, "s", "crashes are forgotten before the next one"
         ),
+        "evictions_per_hour_max": Range(0, 1_000_000, "evictions", "write 0 for no bound"),
         "kv_high_ratio": Range(
             0.05, 0.98, "of production's KV", "it is full before the guest gives any back"
         ),

@@ -11,6 +11,8 @@ import msgspec
 
 from harvester.policy.blocking import BlockingState
 from harvester.policy.budget import BudgetState, Ring
+from harvester.policy.evictions import EvictionState
+from harvester.policy.evictions import moved as moved_evictions
 from harvester.policy.level import LevelState, MissState
 from harvester.policy.proof import ProofState
 from harvester.policy.proof import moved as moved_proof
@@ -33,6 +35,7 @@ class DurableState(msgspec.Struct, kw_only=True):
     """Counts of times to first token."""
     itl_misses: MissState = msgspec.field(default_factory=MissState)
     budget: BudgetState = msgspec.field(default_factory=BudgetState)
+    evictions: EvictionState = msgspec.field(default_factory=EvictionState)
     guest_losses_s: list[float] = []
     guest_stopped: bool = False
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
@@ -55,6 +58,7 @@ def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:
             hours=_ring(budget.hours, from_s, to_s),
             judged_minute=-1,
         ),
+        evictions=moved_evictions(state.evictions, by_s),
         guest_losses_s=[at_s + by_s for at_s in state.guest_losses_s],
         proof=moved_proof(_later(state.proof, by_s)),
     )

@@ -91,9 +91,10 @@ class LeaseTable:
         entry.state, entry.reason = state, reason
 
     def take(
-        self, request: LeaseRequest, *, secret: str, now: float
+        self, request: LeaseRequest, *, secret: str, stop: str = "", now: float
     ) -> LeaseGranted | LeaseRefused:
-        """`secret` is random, 32 characters at most; it makes the id unguessable."""
+        """`secret` is random, 32 characters at most; it makes the id unguessable. `stop`: why this
+        tenant gets no new lease on this slot."""
         entry = self._slots.get(request.slot)
         if entry is None:
             return self._refused(request, "no such slot on this node")
@@ -111,6 +112,8 @@ class LeaseTable:
             return self._refused(request, f"leased to job {entry.lease.job}")
         if entry.state is not SlotState.OFFERED:
             return self._refused(request, f"{entry.state}: {entry.reason}")
+        if stop:
+            return self._refused(request, stop)
         if request.duration_s <= 0:
             return self._refused(request, "duration_s must be above 0")
         self._raise_epoch(entry)

@@ -8,6 +8,7 @@ from harvester.contracts.ids import Epoch
 from harvester.contracts.page import Guest, PageFault, Pulse, engine_of, pulse_page
 from harvester.contracts.process import ProcessId
 from harvester.contracts.wire.error_budget import Allotment
+from harvester.contracts.wire.stops import Stop
 
 MAX_PULSES = 32
 """Their names fit into the grant page."""
@@ -121,6 +122,8 @@ class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     guest: GuestReading
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE
+    stop: Stop | None = None
+    """The strongest order that binds the slot and the tenant of its lease."""
     memory: MemoryReading | None = None
     """None if neither a control group nor KV is shared."""
     mps: MpsReading | None = None

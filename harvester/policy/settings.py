@@ -208,6 +208,9 @@ class SlotSettings:
     quarantine_losses: int = 3
     """Guests lost under a lease, within the window, that quarantine the slot."""
     quarantine_window_s: float = 600.0
+    evictions_per_hour_max: int = 0
+    """Guest requests aborted for production within an hour, above which the slot is held; 0 never
+    holds."""
     kv_high_ratio: float = 0.9
     """Production's KV use at which the guest's KV budget is halved."""
     memory_high_ratio: float = 0.9

@@ -15,9 +15,11 @@ import msgspec
 from harvester.contracts.page.records import Grant, GrantMode
 from harvester.contracts.wire.error_budget import BudgetReport
 from harvester.contracts.wire.leases import EndReason, GuardReading, SlotState
+from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.blocking import Blocking, BlockingState
 from harvester.policy.durable import DurableState
 from harvester.policy.effects import Effect, EndLease, Quarantine, WriteGrant
+from harvester.policy.evictions import EvictionState, EvictionWindow
 from harvester.policy.guards import GuardMemory, Guards
 from harvester.policy.guest_watch import GuestState, GuestWatch, lacks_consent
 from harvester.policy.level import Level, LevelState
@@ -28,6 +30,7 @@ from harvester.policy.settings import Mode, SlotSettings
 from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
 
 _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
+    Condition.DRAINED: (EndReason.DRAIN, ""),
     Condition.QUARANTINED: (EndReason.DRAIN, ""),
     Condition.UNRECORDED: (EndReason.DRAIN, ""),
     Condition.UNFIT: (EndReason.DRAIN, ""),
@@ -43,6 +46,9 @@ _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
 }
 """Conditions that end a lease, each with its reason and the setting for its minimum duration."""
 
+
+_EMPTY_S = 1.0
+"""A turn that was sent before the hold reaches the guest's page within this time."""
 
 _PROVEN_CONDITIONS = frozenset(
     {
@@ -69,6 +75,9 @@ class SlotMemory(GuardMemory, kw_only=True):
     reclaim: ReclaimState = msgspec.field(default_factory=ReclaimState)
     guest: GuestState = msgspec.field(default_factory=GuestState)
     unleased_since_s: float | None = None
+    evictions: EvictionState = msgspec.field(default_factory=EvictionState)
+    empty_since_s: float | None = None
+    """Since when a held guest has had no request."""
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
 
 
@@ -199,7 +208,9 @@ class SlotPolicy:
         if sample.release:
             self._release()
         production = self._watch.observe(sample.pulses, now=now)
-        self.guest.observe(sample.guest.record, now=now)
+        guest = sample.guest.record
+        self.guest.observe(guest, now=now)
+        self.evictions.observe(guest.aborted_total if guest else None, now=now)
         overspent = self._account(production, sample, now)
         before = self._memory.condition
         condition, reason = self._condition(sample, production, overspent, now)
@@ -245,6 +256,7 @@ class SlotPolicy:
         self.guest = GuestWatch(settings, memory.guest)
         self._kv_level = Level(settings.kv_level, memory.kv_level)
         self.blocking = Blocking(memory.blocking)
+        self.evictions = EvictionWindow(settings.evictions_per_hour_max, memory.evictions)
         self.reclaim = Reclaim(settings.kv_deadline_s, memory.reclaim)
         self.guards = Guards(settings, memory)
 
@@ -274,6 +286,11 @@ class SlotPolicy:
             return Condition.KILLED, "mode off"
         if sample.kill_switch is not KillSwitch.NONE:
             return Condition.KILLED, f"kill switch: {sample.kill_switch}"
+        if (stop := sample.stop) is not None:
+            if stop.order is StopOrder.DRAIN:
+                return Condition.DRAINED, stop.text
+            if sample.lease.lease is None:
+                return Condition.HELD, stop.text
         if not memory.quarantine and sample.mps is not None and sample.mps.server_fault:
             memory.quarantine = "MPS: the server that production and guest share has a fault"
         if memory.quarantine:
@@ -322,6 +339,8 @@ class SlotPolicy:
             return ()
         if sample.kill_switch is KillSwitch.DRAIN:
             return (EndLease(lease=lease, reason=EndReason.KILL_SWITCH),)
+        if self._held_and_empty(sample, now):
+            return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         fate = _LEASE_FATE.get(memory.condition)
         if fate is None or memory.since_s is None:
             return ()
@@ -332,6 +351,17 @@ class SlotPolicy:
         if memory.condition is not Condition.GUESTLESS:
             return (ended,)
         return (ended, *self._count_loss(sample.guest, now))
+
+    def _held_and_empty(self, sample: SlotSample, now: float) -> bool:
+        """Whether a held guest has had no request for long enough to believe that none is on its
+        way. A guest that says nothing is lost by itself."""
+        memory, guest = self._memory, sample.guest.record
+        if sample.stop is None or guest is None or guest.running or guest.waiting:
+            memory.empty_since_s = None
+            return False
+        if memory.empty_since_s is None:
+            memory.empty_since_s = now
+        return now - memory.empty_since_s >= _EMPTY_S
 
     def _count_loss(self, reading: GuestReading, now: float) -> tuple[Effect, ...]:
         memory = self._memory
@@ -391,4 +421,5 @@ class SlotPolicy:
             kv_retained_ratio=settings.kv_retained_ratio,
             kv_deadline_s=settings.kv_deadline_s,
             preemption_s=settings.preemption_s,
+            held=sample.stop is not None,
         )

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 class State(StrEnum):
     OFF = "off"
-    """Harvesting is not allowed here: mode, kill switch, quarantine or no record of it."""
+    """Harvesting is not allowed here: mode, kill switch, stop, quarantine or no record of it."""
     LEARNING = "learning"
     """Production's model is not yet to be believed."""
     CLOSED = "closed"
@@ -25,6 +25,10 @@ class Condition(StrEnum):
     """The most severe thing that is true in a beat; the order here is the order of severity."""
 
     KILLED = "killed"
+    DRAINED = "drained"
+    """An order to drain: no grant, and the lease ends."""
+    HELD = "held"
+    """An order to hold, and no lease any more."""
     QUARANTINED = "quarantined"
     UNRECORDED = "unrecorded"
     """The journal or the state file cannot be written."""
@@ -69,6 +73,8 @@ DANGERS = frozenset(
 
 _TARGET: dict[Condition, State] = {
     Condition.KILLED: State.OFF,
+    Condition.DRAINED: State.OFF,
+    Condition.HELD: State.OFF,
     Condition.QUARANTINED: State.OFF,
     Condition.UNRECORDED: State.OFF,
     Condition.UNFIT: State.OFF,

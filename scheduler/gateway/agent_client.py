@@ -1,6 +1,7 @@
 """The client of one node agent's lease routes. Every call may be repeated without harm."""
 
 import logging
+from contextlib import suppress
 from typing import TypeVar
 
 import aiohttp
@@ -18,6 +19,7 @@ from harvester.contracts.wire.leases import (
     SlotOffer,
     SlotOffers,
 )
+from harvester.contracts.wire.stops import Stop, StopReply, StopRequest
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
@@ -32,6 +34,7 @@ class _RawOffers(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
     slots: tuple[msgspec.Raw, ...]
     restart_needed: tuple[str, ...] = ()
+    stops: tuple[msgspec.Raw, ...] = ()
 
 
 T = TypeVar("T")
@@ -44,6 +47,8 @@ _RENEWED: msgspec.json.Decoder[LeaseGranted | LeaseEnded] = msgspec.json.Decoder
     LeaseGranted | LeaseEnded
 )
 _ENDED = msgspec.json.Decoder(LeaseEnded)
+_STOP = msgspec.json.Decoder(Stop)
+_ORDERED = msgspec.json.Decoder(StopReply)
 
 
 class AgentClient:
@@ -68,7 +73,11 @@ class AgentClient:
     async def offers(self) -> SlotOffers:
         """Without slots that cannot be decoded: one costs the others nothing."""
         said = await self._call("GET", "/v1/slots", None, _OFFERS)
-        slots, faults = [], []
+        slots, stops, faults = [], [], []
+        for raw in said.stops:
+            # A later agent's kind of order is for its slots' own reports.
+            with suppress(*UNDECODABLE):
+                stops.append(_STOP.decode(raw))
         for raw in said.slots:
             try:
                 slots.append(_OFFER.decode(raw))
@@ -78,7 +87,12 @@ class AgentClient:
             self._faults = faults
             for fault in faults:
                 _log.warning("agent %s offers a slot that is left out: %s", self._peer.url, fault)
-        return SlotOffers(node=said.node, slots=tuple(slots), restart_needed=said.restart_needed)
+        return SlotOffers(
+            node=said.node,
+            slots=tuple(slots),
+            restart_needed=said.restart_needed,
+            stops=tuple(stops),
+        )
 
     async def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
         return await self._call("POST", "/v1/leases", request, _TAKEN)
@@ -98,6 +112,9 @@ class AgentClient:
     async def release(self, lease: LeaseId) -> LeaseEnded:
         path = f"/v1/leases/{checked_name(lease, what='lease')}"
         return await self._call("DELETE", path, None, _ENDED)
+
+    async def order(self, request: StopRequest) -> StopReply:
+        return await self._call("POST", "/v1/stops", request, _ORDERED)
 
     async def _call(
         self,

@@ -76,6 +76,8 @@ class Member:
     probing: "asyncio.Task[Change] | None" = None
     quiesced_at_s: float | None = None
     updating: "asyncio.Task[None] | None" = None
+    held: bool = False
+    """It gets no new turn, because of an order to stop."""
     meddling: ForeignUpdates = field(default_factory=ForeignUpdates)
 
     @property
@@ -284,6 +286,20 @@ class EngineFleet:
             member.lease = lease
             self._offer(member)
 
+    def hold(self, engine: EngineId, *, held: bool) -> bool:
+        """Sets whether the engine gets no new turns; those on it go on. Returns whether there are
+        none."""
+        member = self.members.get(engine)
+        if member is None:
+            return True
+        if member.held != held:
+            member.held = held
+            if held:
+                self._dispatcher.observe(EngineWithdrawn(engine=engine))
+            else:
+                self._offer(member)
+        return not member.running
+
     def began(self, engine: EngineId, running: RunningAttempt) -> Member | None:
         """The member that the attempt runs on, unless it went away since the turn was placed."""
         member = self.members.get(engine)
@@ -445,7 +461,7 @@ class EngineFleet:
     def _offer(self, member: Member) -> None:
         """Tells routing of an engine that serves the target and that its job may use."""
         lease, engine, target = member.lease, member.engine, self.policy.target
-        if target is None or not self._serving(engine.engine):
+        if target is None or member.held or not self._serving(engine.engine):
             return
         if engine.kind is EngineKind.DEDICATED and not self.may_use_dedicated(target.job):
             return

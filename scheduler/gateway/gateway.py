@@ -5,6 +5,7 @@ POST /v1/jobs/{job}/versions            a version was published
 POST /v1/jobs/{job}/activate            the engines serve this job from now on
 POST /v1/jobs/{job}/harvesting          {"enabled": bool, "for_s": float?}
 POST /v1/jobs/{job}/dedicated           {"enabled": bool, "for_s": float?}
+POST /v1/stops                          hold, drain or resume all agents' slots (operator)
 /v1/jobs/{job}/vllm/..., /pause, ...    the job's engines as one vLLM server (weight_sync.py)
 /v1/chat/completions, ...               OpenAI's routes (text_routes.py)
 /generate, ...                          SGLang's (sglang_routes.py)
@@ -36,6 +37,7 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
+from harvester.contracts.wire.stops import StopRequest
 from harvester.platform.http_kit import (
     COUNT_READ,
     RETRY_AFTER,
@@ -172,6 +174,7 @@ class Gateway:
                     *SglangRoutes(scheduler, self._job, self._admitted).routes(),
                     *TinkerRoutes(scheduler, self._job, self._admitted, self.open_bodies).routes(),
                     openapi_route(),
+                    web.post("/v1/stops", self._stop),
                     web.get("/v1/status", self._status),
                     web.get("/metrics", self._metrics),
                     web.get("/healthz", self._healthz),
@@ -279,6 +282,14 @@ class Gateway:
             raise PeerProtocolError("for_s: goes with enabled: true")
         self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
         return json_reply({"job": job, switch.value: wanted.enabled})
+
+    async def _stop(self, request: web.Request) -> web.Response:
+        if self._tenant(request) is not None:
+            raise web.HTTPForbidden(reason=f"send the token of {OPERATOR}")
+        wanted = await decoded_body(request, StopRequest, most_bytes=SMALL_BODY_BYTES)
+        reply = await self._scheduler.harvest.stops.order(wanted)
+        self._scheduler.harvest.wake()
+        return json_reply(reply)
 
     async def _status(self, request: web.Request) -> web.Response:
         tenant = self._tenant(request, observes=True)

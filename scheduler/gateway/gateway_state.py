@@ -1,5 +1,5 @@
-"""Durable facts of the scheduler in SQLite: what each job published, leases in hand, and the error
-budgets of services.
+"""Durable facts of the scheduler in SQLite: what each job published, leases in hand, the error
+budgets of services, and the cluster's stops.
 
 A restart resumes with them. Lease times are not kept: after a restart a lease counts as held only
 once its agent has renewed it. Budgets have a time of their own, which stands still while no
@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
+from harvester.contracts.wire.stops import Stop
 from harvester.platform import sqlite_file
 from scheduler.gateway.policy.budget_ledger import (
     BudgetLedger,
@@ -41,6 +42,7 @@ CREATE TABLE IF NOT EXISTS budget_hours (
     service TEXT NOT NULL, hour INTEGER NOT NULL, counts BLOB NOT NULL,
     PRIMARY KEY (service, hour)
 ) STRICT;
+CREATE TABLE IF NOT EXISTS stops (tenant TEXT PRIMARY KEY, stop BLOB NOT NULL) STRICT;
 """
 
 
@@ -129,6 +131,15 @@ class SchedulerState:
 
     def end(self, lease: LeaseId) -> None:
         self._db.execute("DELETE FROM leases WHERE lease = ?", (lease,))
+
+    def stops(self) -> list[Stop]:
+        """The cluster's last order for each tenant, lifted ones too."""
+        rows = self._db.execute("SELECT stop FROM stops ORDER BY tenant")
+        return [msgspec.json.decode(stop, type=Stop) for (stop,) in rows]
+
+    def keep_stop(self, stop: Stop) -> None:
+        row = (stop.tenant, msgspec.json.encode(stop))
+        self._db.execute("INSERT OR REPLACE INTO stops VALUES (?, ?)", row)
 
     def budgets(self) -> tuple[BudgetLedger, float]:
         """The ledger of error budgets, and its time when it was kept last."""

@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from harvester.contracts.ids import JobId
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.model import EngineKind
@@ -89,6 +91,12 @@ def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> di
             for each in scheduler.harvest.budgets.all()
             if tenant is None
         },
+        "stops": [
+            msgspec.to_builtins(stop)
+            for stop in scheduler.harvest.stops.stops
+            if tenant is None or stop.tenant in ("", tenant)
+        ],
+        "stop_faults": dict(scheduler.harvest.stops.faults) if tenant is None else {},
         "silent_agents": dict(scheduler.harvest.silent_agents) if tenant is None else {},
     }
 

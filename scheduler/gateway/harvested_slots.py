@@ -20,9 +20,11 @@ from harvester.contracts.wire.leases import (
     SlotOffer,
     SlotState,
 )
+from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.cluster_stops import ClusterStops
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.engine_fleet import EngineFleet, Member
 from scheduler.gateway.gateway_state import SchedulerState
@@ -81,6 +83,7 @@ class Harvest:
         self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
         self.budgets = ServiceBudgets(state, clock)
+        self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
         self.silent_agents: dict[str, str] = {}
@@ -116,16 +119,22 @@ class Harvest:
             await self._renew(self.leases[name])
         self._doubted.clear()
         await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
+        demands = self._demands()
+        # Agents refuse by themselves; one from before stops, or out of reach, is not asked at all.
+        stopped = any(each.active and self._is_stopped(each.job) for each in demands)
+        emptied = self._hold_stopped()
         sample = CapacitySample(
-            demands=self._demands(),
+            demands=demands,
             slots=tuple(
                 OfferedSlot(
                     slot=offer.slot,
                     agent=agent,
                     free=offer.state is SlotState.OFFERED
+                    and not stopped
                     and not self._fleet.clash_of(offer.engine)
                     and not self.budgets.exhausted(offer),
                     idle_ratio=offer.idle_ratio,
+                    emptied=offer.slot in emptied,
                 )
                 for agent, offer in self.offers.values()
             ),
@@ -137,6 +146,20 @@ class Harvest:
         effects = self._policy.observe(sample, now=now)
         self._log.decided(now=now, sample=sample, effects=effects)
         await asyncio.gather(*map(self._apply, effects))
+
+    def _is_stopped(self, job: JobId) -> bool:
+        return self.stops.order_for(self._tenant_of(job)) is not StopOrder.NONE
+
+    def _hold_stopped(self) -> set[SlotId]:
+        """Send no new turn to guests on held slots; returns those slots that run none any more."""
+        emptied = set()
+        for lease in self.leases.values():
+            offer = self._offer(lease.slot, lease.agent)
+            held = self._is_stopped(lease.job) or (offer is not None and offer.stop is not None)
+            idle = self._fleet.hold(self._guest_id(lease.slot), held=held)
+            if held and idle:
+                emptied.add(lease.slot)
+        return emptied
 
     def refused(self, member: Member) -> None:
         """Handles a guest's report that its lease is not the one in force.
@@ -185,6 +208,7 @@ class Harvest:
                 self.silent_agents[name] = f"slot {slot}: {exposed}"
                 del fresh[slot]
         self.offers = {**others, **fresh}
+        await self.stops.agree(name, offers.stops)
         self.budgets.report(offer for _, offer in fresh.values())
         self._fleet.review_contexts()
 

@@ -19,6 +19,7 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     VersionSwitched,
 )
+from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
 from harvester.distribution import rosemux_version
 from harvester.platform.http_kit import json_reply
 from scheduler.gateway import tinker_routes, weight_sync
@@ -167,6 +168,7 @@ OPERATIONS: Mapping[str, Operation] = {
         f"POST {path}": Operation(f"Refused: {words}", None, None, ())
         for path, words in REFUSED_ROUTES.items()
     },
+    "POST /v1/stops": Operation("Hold, drain or resume the cluster", StopRequest, ClusterStopReply),
     "GET /v1/status": Operation("Engines, jobs, queue, leases and counters"),
     "GET /metrics": Operation("Prometheus text", None, str, (_TEXT,)),
     "GET /healthz": Operation("200, or 503 while it shuts down"),

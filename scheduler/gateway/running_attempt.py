@@ -60,7 +60,7 @@ class RunningAttempt:
             self.paused_s += gap_s
 
     def excuse(self, silence_s: float, *, now: float) -> None:
-        """Silence in which nobody listened."""
+        """Takes time in which the gateway itself did not listen off the silence."""
         self.heard_s = min(now, self.heard_s + silence_s)
 
     def cut(self, why: Cut) -> None:

@@ -15,6 +15,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt, SwitchState
+from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
@@ -381,7 +382,7 @@ class Scheduler:
             Demand(
                 job=job,
                 active=job == active,
-                harvesting=self._harvesting[job],
+                harvesting=self._harvesting[job] and not self._drained(job),
                 queued=0 if routing.is_paused(job) else routing.queued_turns_of(job),
                 running=routing.open_turns_of(job),
                 dedicated_places=places if self.fleet.may_use_dedicated(job) else 0,
@@ -390,6 +391,10 @@ class Scheduler:
             )
             for job in self.jobs
         )
+
+    def _drained(self, job: JobId) -> bool:
+        tenant = TenantId(self.jobs[job].tenant)
+        return self.harvest.stops.order_for(tenant) is StopOrder.DRAIN
 
     def _count_tokens(self, turn: Turn, member: Member, tokens: int) -> None:
         if tokens:

@@ -255,6 +255,8 @@ class Grant(Record, frozen=True, kw_only=True):
     withheld: bool = False
     """Closed to measure production alone: the guest's other work rests too, unless production waits
     for it."""
+    held: bool = False
+    """The guest refuses new requests and goes on with those that it has."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):

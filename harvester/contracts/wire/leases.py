@@ -19,6 +19,7 @@ from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, Tenan
 from harvester.contracts.page.records import Lending
 from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
+from harvester.contracts.wire.stops import Stop
 
 EPOCH_HEADER = "X-RoseMux-Epoch"
 SESSION_HEADER = "X-Session-ID"
@@ -90,6 +91,8 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Recent P90 of production's ITL."""
     guest_tokens_total: int = 0
     """Tokens of the guest's steps since it started."""
+    stop: Stop | None = None
+    """The strongest order that binds the slot and the tenant of its lease."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +100,8 @@ class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[SlotOffer, ...]
     restart_needed: tuple[str, ...] = ()
     """Fields of the agent's configuration file that are not in force."""
+    stops: tuple[Stop, ...] = ()
+    """All that are in force on the node."""
 
 
 class LeaseRequest(

@@ -52,6 +52,8 @@ class OfferedSlot(msgspec.Struct, frozen=True, kw_only=True):
     free: bool
     """Offered and not leased, by the agent's last report."""
     idle_ratio: float | None = None
+    emptied: bool = False
+    """Held by an order to stop, and no turn of ours runs there."""
 
 
 class SlotRefusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +170,8 @@ class CapacityPolicy:
         unwanted = self._unwanted(lease.job, sample, now)
         if lease.slot in kept:
             unwanted = "the slot is held by another lease"
+        elif any(slot.emptied and slot.slot == lease.slot for slot in sample.slots):
+            unwanted = "the slot is held and no turn runs on it"
         if unwanted:
             return [ReleaseLease(lease=lease.lease, agent=lease.agent, reason=unwanted)]
         kept[lease.slot] = lease

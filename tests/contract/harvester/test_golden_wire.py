@@ -22,6 +22,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
+from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest, StopSource
 from harvester.policy.effects import EndLease, KillGuest, LiftGuest, Quarantine, SettleGuest
 from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
 
@@ -100,8 +101,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"isolation":"","floor_bytes":0,"tenant":"","job":"","engine":{"model":"","architecture":"",'
             b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]},"guards":[],'
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
-            b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0}],'
-            b'"restart_needed":[]}'
+            b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null}],'
+            b'"restart_needed":[],"stops":[]}'
         ),
     ),
     (
@@ -127,6 +128,21 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         EndLease(lease="l", reason=EndReason.BUDGET),
         b'{"type":"end_lease","lease":"l","reason":"budget","deadline_s":0.0}',
     ),
+    (
+        StopRequest(order=StopOrder.HOLD, slot="s", by="a", reason="r"),
+        b'{"order":"hold","slot":"s","by":"a","reason":"r"}',
+    ),
+    (
+        StopReply(
+            in_force=Stop(
+                order=StopOrder.DRAIN, source=StopSource.CLUSTER, tenant="t", at="2026", number=2
+            )
+        ),
+        (
+            b'{"in_force":{"order":"drain","source":"cluster","slot":"","tenant":"t","by":"",'
+            b'"reason":"","at":"2026","number":2},"recorded":true}'
+        ),
+    ),
     (Quarantine(reason="why"), b'{"type":"quarantine","reason":"why"}'),
     (
         SlotSample(
@@ -139,7 +155,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'{"type":"slot","pulses":[{"name":"pulse.p.0","record":null,"fault":"expired"}],'
             b'"guest":{"record":null,"fault":"missing","lives_below":false},'
             b'"lease":{"epoch":3,"lease":"l","ending":false,"tenant":"","job":"","allotment":null},'
-            b'"kill_switch":"hold","memory":null,'
+            b'"kill_switch":"hold","stop":null,"memory":null,'
             b'"mps":null,"guest_kv":null,"outcomes":[],"record_fault":"","release":""}'
         ),
     ),

@@ -61,7 +61,17 @@ def test_the_phase_control_exports_the_table() -> None:
 def node(tmp_path: Path) -> Iterator[NodeAgent]:
     """An agent beside a production engine that has just begun and a guest."""
     slot = SlotConfig(name="slot0")
-    config = AgentConfig(page_root=tmp_path, state_dir=tmp_path / "state", slots=(slot,))
+    # A stop and an interlock have series only where there are some.
+    alerts = {"url": "http://127.0.0.1:1", "alerts": ["Fire"]}
+    config = AgentConfig.model_validate(
+        {
+            "page_root": tmp_path,
+            "state_dir": tmp_path / "state",
+            "slots": (slot,),
+            "stop": "hold",
+            "interlocks": {"alerts": alerts},
+        }
+    )
     pages = PageDirectory.create(config.pages_of(slot))
     pulse, guest = pages.pulse_writer("prod", 0), pages.guest_writer()
     pulse.write(Pulse(), now_ns=monotonic_ns(), ttl_ns=60 * SECOND_NS)

@@ -41,7 +41,7 @@ from harvester.contracts.page.seal import (
     SEQUENCE_OFFSET,
 )
 from harvester.contracts.served import Served
-from harvester.contracts.wire import engines, error_budget, leases, rollouts
+from harvester.contracts.wire import engines, error_budget, leases, rollouts, stops
 from harvester.proxy.routes import ROUTES
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.job_paths import JOB_BASE
@@ -71,6 +71,11 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     leases.SlotOffers,
     leases.GuardReading,
     leases.SlotOffer,
+    stops.Stop,
+    stops.StopRequest,
+    stops.StopReply,
+    stops.StopsInForce,
+    stops.ClusterStopReply,
     error_budget.BudgetReport,
     error_budget.Allotment,
     Served,
@@ -144,7 +149,7 @@ def test_the_table_of_a_record_lists_its_fields_types_and_defaults(
 def test_every_record_that_crosses_a_process_has_a_table() -> None:
     defined = {
         value
-        for module in (leases, rollouts, journal, audit)
+        for module in (leases, rollouts, stops, journal, audit)
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, msgspec.Struct)
     }
@@ -158,6 +163,8 @@ def test_every_record_that_crosses_a_process_has_a_table() -> None:
         (Grant, "mode", GrantMode),
         (leases.SlotOffer, "state", leases.SlotState),
         (leases.LeaseEnded, "reason", leases.EndReason),
+        (stops.Stop, "source", stops.StopSource),
+        (stops.StopRequest, "order", stops.StopOrder),
         (rollouts.Choice, "finish_reason", rollouts.FinishReason),
         (rollouts.GenerateRequest, "on_interrupt", rollouts.OnInterrupt),
         (rollouts.VersionSwitched, "engines", rollouts.SwitchState),

@@ -9,6 +9,7 @@ import pytest
 
 from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Grant, Guest, PageFault, ProductionModel, Pulse
+from harvester.contracts.wire.stops import Stop
 from harvester.policy.effects import Effect, EndLease, WriteGrant
 from harvester.policy.sample import (
     ActionOutcome,
@@ -47,6 +48,7 @@ class Scene:
     outcomes: tuple[ActionOutcome, ...] = ()
     record_fault: str = ""
     release: str = ""
+    stop: Stop | None = None
 
     def __post_init__(self) -> None:
         self.policy = SlotPolicy(self.settings)
@@ -72,6 +74,7 @@ class Scene:
             outcomes=self.outcomes,
             record_fault=self.record_fault,
             release=self.release,
+            stop=self.stop,
         )
 
     def beat(self) -> tuple[Effect, ...]:

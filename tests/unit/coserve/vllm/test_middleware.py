@@ -101,8 +101,10 @@ class GrantPage:
     def __init__(self, path: Path) -> None:
         self._writer = PageDirectory.create(path).grant_writer()
 
-    def set(self, epoch: int, *, ttl_ns: int = HOUR_NS, age_ns: int = 0) -> None:
-        grant = Grant(epoch=epoch, mode=GrantMode.OPEN)
+    def set(
+        self, epoch: int, *, ttl_ns: int = HOUR_NS, age_ns: int = 0, held: bool = False
+    ) -> None:
+        grant = Grant(epoch=epoch, mode=GrantMode.OPEN, held=held)
         self._writer.write(grant, now_ns=monotonic_ns() - age_ns, ttl_ns=ttl_ns)
 
 
@@ -627,3 +629,20 @@ async def test_no_error_of_the_pulse_reaches_a_request(
         await client.task
         assert client.body == b"chunklast"
     assert caplog.text.count("reports no pulse any more") == 1
+
+
+async def test_a_held_guest_refuses_new_requests_and_ends_those_that_it_has(
+    grant: GrantPage,
+) -> None:
+    engine = Engine()
+    engine.begin.set()
+    running = Client(EpochMiddleware(engine), scope_of(x_rosemux_epoch="3"))
+    await engine.begun.wait()
+    grant.set(3, held=True)
+    late = Client(EpochMiddleware(engine), scope_of(x_rosemux_epoch="3"))
+    async with asyncio.timeout(5.0):
+        await late.task
+    assert (late.status, engine.calls) == (503, 1)
+    engine.end.set()
+    await running.task
+    assert (running.status, running.whole) == (200, True)

@@ -27,6 +27,13 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.journal import Opened, read_journal
 from harvester.contracts.page.records import Law
+from harvester.contracts.wire.stops import StopOrder
+from harvester.interlock_config import (
+    AcceleratorsConfig,
+    AlertConfig,
+    AlertsConfig,
+    InterlocksConfig,
+)
 from harvester.platform.tls import ServerTls
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import Mode
@@ -35,10 +42,26 @@ from harvester.policy.slot import SlotPolicy
 # Changed values are not validated, so some are of another type.
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer")
 Where = tuple[str, ...]
+FILES: dict[str, Any] = {
+    name: Path("/f") for name in ("token_file", "ca_file", "cert_file", "key_file")
+}
 FULL = AgentConfig(
     kill_switch_file=Path("/k"),
+    stop_file=Path("/s"),
+    interlocks=InterlocksConfig(
+        alerts=AlertsConfig(url="http://127.0.0.1:9090", alerts=(AlertConfig(name="A"),), **FILES),
+        accelerators=AcceleratorsConfig(
+            source="dcgm-exporter",
+            url="http://127.0.0.1:9400",
+            power_watts_max=1.0,
+            temperature_celsius_max=1.0,
+            xids_ignored=(31,),
+            **FILES,
+        ),
+    ),
     http=HttpConfig(
         token_file=Path("/t"),
+        operator_token_file=Path("/o"),
         tls=ServerTls(cert_file=Path("/c"), key_file=Path("/k"), client_ca_file=Path("/a")),
     ),
     owners=OwnersConfig(agent=(1,)),
@@ -85,6 +108,8 @@ def another(value: Any) -> Any:
             return not value
         case Mode():
             return Mode.OFF if value is not Mode.OFF else Mode.OBSERVE
+        case StopOrder():
+            return StopOrder.DRAIN if value is not StopOrder.DRAIN else StopOrder.HOLD
         case Law():
             return Law.ROSE
         case StrEnum():
@@ -169,6 +194,12 @@ def test_slots_are_known_by_their_names(names: list[str]) -> None:
     assert {name.split(".")[1] for name in done.restart_needed} == others
 
 
+def order_of_slot(node: NodeAgent) -> StopOrder:
+    node.beat()
+    stop = node.slots[0].offer().stop
+    return StopOrder.NONE if stop is None else stop.order
+
+
 SIMPLE = AgentConfig(tenants=("t",), slots=(SlotConfig(name="slot0"),))
 IN_FORCE: dict[Where, Callable[[NodeAgent], Any]] = {
     ("mode",): lambda node: node.slots[0].policy.settings.mode,
@@ -178,6 +209,8 @@ IN_FORCE: dict[Where, Callable[[NodeAgent], Any]] = {
     ("slots", "slot0", "model"): lambda node: node.slots[0].offer().model,
     ("slots", "slot0", "concurrency"): lambda node: node.slots[0].offer().concurrency,
     ("slots", "slot0", "kv_tokens"): lambda node: node.slots[0].offer().kv_tokens,
+    ("stop",): order_of_slot,
+    ("slots", "slot0", "stop"): order_of_slot,
     ("unsafe_experiments",): lambda node: bool(sample(node, "harvester_unsafe_experiments")),
     ("tenants",): lambda node: tuple(
         tenant

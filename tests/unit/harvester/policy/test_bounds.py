@@ -22,6 +22,12 @@ from harvester.config import (
     read_agent_config,
 )
 from harvester.contracts.errors import ConfigError
+from harvester.interlock_config import (
+    AcceleratorsConfig,
+    AlertConfig,
+    AlertsConfig,
+    InterlocksConfig,
+)
 from harvester.platform.tls import ServerTls
 from harvester.policy.bounds import BOUNDS, ITL_EDGES_S, TTFT_EDGES_S, Only, beyond, slo_warnings
 from harvester.policy.settings import (
@@ -39,6 +45,10 @@ BASES: dict[str, dict[str, Any]] = {
     "": {"slots": [{"name": "slot0"}]},
     "guest": {"slots": [{"name": "slot0", "guest": GUEST}]},
     "mps": {"slots": [{"name": "slot0", "mps": {"pipe_directory": "/p"}}]},
+    "alerts": {
+        "slots": [{"name": "slot0"}],
+        "interlocks": {"alerts": {"url": "http://h:1", "alerts": [{"name": "A"}]}},
+    },
     "kvcached": {
         "slots": [
             {
@@ -57,6 +67,10 @@ PARTS: dict[type, tuple[str, Where]] = {
     MpsConfig: ("mps", ("slots", 0, "mps")),
     KvcachedConfig: ("kvcached", ("slots", 0, "kvcached")),
     OwnersConfig: ("", ("owners",)),
+    InterlocksConfig: ("", ("interlocks",)),
+    AlertsConfig: ("alerts", ("interlocks", "alerts")),
+    AlertConfig: ("alerts", ("interlocks", "alerts", "alerts", 0)),
+    AcceleratorsConfig: ("", ("interlocks", "accelerators")),
 }
 
 
@@ -90,6 +104,7 @@ ZERO_IS_HARMLESS: dict[str, str] = {
     "slots.policy.kv_budget_tokens": "leaves the guest what its engine was started with",
     "slots.policy.phantom_prompt_tokens": "draws from production's own prompts",
     "slots.policy.kv_retained_ratio": "keeps nothing",
+    "slots.policy.evictions_per_hour_max": "never holds",
     "slots.policy.sleep_after_s": "never sleeps; memory is reclaimed all the same",
     "slots.policy.step_level.shrink_interval_s": "every late sample takes away",
     "slots.policy.kv_level.shrink_interval_s": "every late sample takes away",
@@ -106,8 +121,11 @@ ZERO_IS_HARMLESS: dict[str, str] = {
     "slots.policy.profile.decode_s_per_request": "no profile is given",
 }
 WRONG = [0, -1, -1e-9, INF, -INF, NAN, HUGE, 2**63, "many", True, False, [1], {"a": 1}]
-ACCOUNTS = ("page_group", "owners.agent", "owners.production", "owners.guest")
-"""Users and groups, whatever their numbers and names are."""
+ACCOUNTS = (
+    *("page_group", "owners.agent", "owners.production", "owners.guest"),
+    "interlocks.accelerators.xids_ignored",
+)
+"""Users and groups, whatever their numbers and names are, and numbers of errors."""
 
 
 def dotted(where: Where) -> str:

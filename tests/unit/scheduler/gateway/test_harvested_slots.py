@@ -55,6 +55,9 @@ class Fleet:
     def renewed(self, engine: EngineId, lease: Lease) -> None:
         self.guests[engine] = (self.guests[engine][0], lease)
 
+    def hold(self, _engine: EngineId, *, held: bool) -> bool:
+        return held
+
     def review_contexts(self) -> None: ...
 
     def clash_of(self, _engine: EngineDescription) -> str:

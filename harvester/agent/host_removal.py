@@ -1,0 +1,180 @@
+"""Takes back what agents and guests leave on a host: control groups, ranks, pages, locks, files.
+
+It begins only where no agent and no guest of any slot runs. What is not RoseMux's, or is still in
+use, stays and is named. Audit, journals and states stay unless they are asked for.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harvester.agent.guest_place import GuestPlace
+from harvester.agent.guest_processes import GuestProcesses
+from harvester.config import AgentConfig, SlotConfig
+from harvester.contracts.audit import audit_files
+from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
+from harvester.contracts.page import PageDirectory, PageHeld, PageName, PageReader, Pulse
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY
+from harvester.platform.idle_groups import IdleGroups
+from harvester.platform.kv_segment import KvSegment
+from harvester.platform.whole_file import TEMPORARY
+
+_RUN_KINDS = ("lease", "lifted", "release")
+_RECORD_KINDS = ("journal", "journal.1", "state", "state.refused")
+_GUEST_LOCK = "guest.lock"
+
+
+@dataclass(slots=True)
+class Undone:
+    removed: list[Path] = field(default_factory=list)
+    left: dict[Path, str] = field(default_factory=dict)
+    """Paths that stay, with the reason."""
+
+
+def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None) -> Undone:
+    """`records`: audit, journals and states too. Raises ConfigError or Exhausted while an agent or
+    a guest runs; then nothing is changed."""
+    done, groups = Undone(), groups or IdleGroups()
+    with ExitStack() as held:
+        for slot in config.slots:
+            _refuse_running(config, slot, held)
+        for slot in config.slots:
+            _settle(config, slot, groups, done)
+            _remove_segment(config, slot, done)
+            _remove_pages(config.pages_of(slot), done)
+    _remove_root(config, done)
+    _remove_state(config, done, records=records)
+    for group in groups.clear():
+        done.removed.append(group)
+    for group in groups.all():
+        done.left[group] = "processes are in it; it goes with them"
+    return done
+
+
+def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> None:
+    path = config.pages_of(slot)
+    if not path.is_dir():
+        return
+    pages = PageDirectory(path, config.owners_of(slot))
+    grant = pages.grant_page()
+    try:
+        grant.reserve()
+    except PageHeld as error:
+        raise ConfigError(f"slot {slot.name}: stop the agent first: {error}") from error
+    held.callback(grant.close)
+    place = GuestPlace(pages)
+    held.callback(place.close)
+    try:
+        place.take(timeout_s=0.0)
+    except Exhausted as error:
+        raise ConfigError(f"slot {slot.name}: {error}") from error
+
+
+def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: Undone) -> None:
+    """Processes that an agent lifted and that are alive all the same: where they were."""
+    memo = config.file_of(slot, "lifted")
+    processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo, groups=groups)
+    processes.settle()
+    faults = [outcome.fault for outcome in processes.outcomes() if outcome.fault]
+    if faults:
+        done.left[memo] = "; ".join(faults)
+    processes.close()
+
+
+def _remove_segment(config: AgentConfig, slot: SlotConfig, done: Undone) -> None:
+    if slot.kvcached is None:
+        return
+    segment = KvSegment(slot.kvcached.guest, owners=config.owners_of(slot).guest)
+    try:
+        if segment.remove():
+            done.removed.append(segment.path)
+    except (OSError, Unsupported) as error:
+        done.left[segment.path] = str(error)
+
+
+def _remove_pages(path: Path, done: Undone) -> None:
+    if not path.is_dir():
+        return
+    live = {name for name in PageDirectory(path).pulse_names() if _is_written(path / name)}
+    names = {PageName.GRANT, PageName.GUEST, PageName.LEAVING, *PageDirectory(path).pulse_names()}
+    for name in sorted(live):
+        done.left[path / name] = "production writes it: remove its variables and restart it"
+    for name in sorted(names - live):
+        _remove(path / name, done)
+        _remove(path / f".{name}.lock", done)
+    _remove(path / _GUEST_LOCK, done)
+    _remove_directory(path, done)
+
+
+def _is_written(page: Path) -> bool:
+    with suppress(OSError):
+        reader = PageReader(page, Pulse, owners=frozenset({page.lstat().st_uid}))
+        try:
+            return reader.read(now_ns=monotonic_ns()).record is not None
+        finally:
+            reader.close()
+    return False
+
+
+def _remove_root(config: AgentConfig, done: Undone) -> None:
+    root = config.page_root
+    if not root.is_dir():
+        return
+    for file in (config.kill_switch, config.stop_path):
+        # One elsewhere is the operator's own.
+        if file.parent == root:
+            _remove(file, done)
+    launch = root / LAUNCH_DIRECTORY
+    for lock in (*root.glob("GPU-*.launch"), *launch.glob("GPU-*.launch")):
+        _remove(lock, done)
+    if launch.is_dir():
+        _remove_directory(launch, done)
+    _remove_directory(root, done)
+
+
+def _remove_state(config: AgentConfig, done: Undone, *, records: bool) -> None:
+    state = config.state_dir
+    if not state.is_dir():
+        return
+    names = ["stops.json"]
+    for slot in config.slots:
+        names += [f"{slot.name}.{kind}" for kind in _RUN_KINDS]
+        if records:
+            names += [f"{slot.name}.{kind}" for kind in _RECORD_KINDS]
+    if records:
+        names += [path.name for path in audit_files(config.audit_file)]
+    for name in names:
+        if state / name not in done.left:
+            _remove(state / name, done)
+            _remove(state / f"{TEMPORARY}{name}", done)
+    if records or not any(state.iterdir()):
+        _remove_directory(state, done)
+
+
+def _remove(path: Path, done: Undone) -> None:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        done.left[path] = error.strerror or str(error)
+    else:
+        done.removed.append(path)
+
+
+def _remove_directory(path: Path, done: Undone) -> None:
+    """Only an empty one; what is in it is not known to be ours."""
+    for stray in _strays(path, done):
+        done.left[stray] = "not known to be RoseMux's"
+    try:
+        path.rmdir()
+    except OSError as error:
+        done.left[path] = error.strerror or str(error)
+    else:
+        done.removed.append(path)
+
+
+def _strays(path: Path, done: Undone) -> Iterator[Path]:
+    return (entry for entry in sorted(path.iterdir()) if entry not in done.left)

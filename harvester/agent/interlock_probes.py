@@ -1,0 +1,290 @@
+"""Probes of alerts and accelerators for the interlocks, every few seconds beside the beat.
+
+A probe keeps its last reading. Any answer but a whole, well-formed one within the time limit is a
+reading with a fault; a probe that hangs leaves its reading to grow old.
+"""
+
+import asyncio
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Literal, Protocol, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import aiohttp
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
+from harvester.platform.http_kit import body_of
+from harvester.platform.nvml import GpuReading
+from harvester.platform.peer import Peer
+from harvester.platform.tls import Credentials
+from harvester.policy.interlocks import Accelerator, AcceleratorsReading, AlertsReading
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+BODY_BYTES_MAX = 4 << 20
+"""Prometheus answers 1 KiB for a rule and for each of its alerts."""
+_PAGE_BYTES_MAX = 1 << 20
+_LINES_BYTES_MAX = 256 << 10
+"""Lines of dcgm-exporter's page that are parsed: three of 300 bytes for each GPU."""
+_UNASKED = "not asked yet"
+_DCGM = {
+    "DCGM_FI_DEV_POWER_USAGE": "power_watts",
+    "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
+    "DCGM_FI_DEV_XID_ERRORS": "xid",
+}
+_DCGM_LINES = re.compile(rf"^(?:{'|'.join(_DCGM)})\{{.*$", re.MULTILINE)
+
+AlertServer = Literal["prometheus", "alertmanager"]
+
+
+class _Alert(msgspec.Struct):
+    labels: dict[str, str]
+    state: Literal["firing", "pending", "inactive"] = "inactive"
+
+
+class _Rule(msgspec.Struct):
+    name: str
+    type: str
+    health: str = "unknown"
+    labels: dict[str, str] = {}
+    alerts: list[_Alert] = []
+
+
+class _Group(msgspec.Struct):
+    rules: list[_Rule]
+
+
+class _Groups(msgspec.Struct):
+    groups: list[_Group]
+
+
+class _Rules(msgspec.Struct):
+    status: Literal["success"]
+    data: _Groups
+
+
+class _Status(msgspec.Struct):
+    state: str
+
+
+class _Raised(msgspec.Struct):
+    labels: dict[str, str]
+    status: _Status
+
+
+def read_rules(body: bytes) -> AlertsReading:
+    """Prometheus's /api/v1/rules. Raises as msgspec does."""
+    groups = msgspec.json.decode(body, type=_Rules).data.groups
+    rules = [rule for group in groups for rule in group.rules if rule.type == "alerting"]
+    sick = {rule.name for rule in rules if rule.health != "ok"}
+    return AlertsReading(
+        firing=tuple(
+            {**alert.labels, "alertname": rule.name}
+            for rule in rules
+            for alert in rule.alerts
+            if alert.state == "firing"
+        ),
+        rules=frozenset(rule.name for rule in rules) - sick,
+    )
+
+
+def read_raised(body: bytes) -> AlertsReading:
+    """Alertmanager's /api/v2/alerts. Raises as msgspec does."""
+    raised = msgspec.json.decode(body, type=list[_Raised])
+    return AlertsReading(
+        firing=tuple(each.labels for each in raised if each.status.state == "active")
+    )
+
+
+def read_dcgm(body: bytes) -> AcceleratorsReading:
+    """dcgm-exporter's page. Raises ValueError for lines that are no samples."""
+    lines = "\n".join(_DCGM_LINES.findall(body.decode(errors="replace")))
+    if len(lines) > _LINES_BYTES_MAX:
+        raise ValueError("too many GPUs")
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(lines + "\n"):
+        for sample in family.samples:
+            gpu, field = found.setdefault(sample.labels.get("UUID", ""), {}), _DCGM[sample.name]
+            # Slices of a MIG GPU repeat its values; one that is no number hides none that is.
+            gpu[field] = max(gpu.get(field, sample.value), sample.value)
+            if math.isnan(sample.value):
+                gpu[field] = math.nan
+    found.pop("", None)
+    return AcceleratorsReading(
+        accelerators=tuple(Accelerator(uuid=uuid, **values) for uuid, values in found.items())
+    )
+
+
+class AlertsProbe:
+    def __init__(
+        self,
+        url: str,
+        *,
+        server: AlertServer,
+        credentials: Credentials,
+        period_s: float,
+        timeout_s: float,
+        clock: Clock,
+    ) -> None:
+        self._url = url
+        self._credentials = credentials
+        self._period_s = period_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self.reading = AlertsReading(fault=_UNASKED)
+        if server == "prometheus":
+            self._path, self._read = "/api/v1/rules?type=alert", read_rules
+        else:
+            chosen = {"active": "true", "silenced": "false", "inhibited": "false"}
+            self._path, self._read = f"/api/v2/alerts?{urlencode(chosen)}", read_raised
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with aiohttp.ClientSession() as session:
+            while True:
+                await self.ask(session)
+                await asyncio.sleep(self._period_s)
+
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        try:
+            peer = Peer(session, self._url, self._credentials)
+            body = await _fetched(peer, self._path, self._timeout_s, BODY_BYTES_MAX)
+            # In a thread: the beats of all slots go on meanwhile.
+            reading = await asyncio.to_thread(self._read, body)
+        except (*_FAULTS, *UNDECODABLE) as error:
+            reading = AlertsReading(fault=_fault(self._url, error))
+        _log_change(self.reading.fault, reading.fault)
+        self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
+
+
+class DcgmProbe:
+    def __init__(
+        self, url: str, *, credentials: Credentials, period_s: float, timeout_s: float, clock: Clock
+    ) -> None:
+        """`url` is that of the metrics page."""
+        page = urlsplit(url)
+        self._url = f"{page.scheme}://{page.netloc}"
+        self._path = page.path or "/metrics"
+        self._credentials = credentials
+        self._period_s = period_s
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self.reading = AcceleratorsReading(fault=_UNASKED)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with aiohttp.ClientSession() as session:
+            while True:
+                await self.ask(session)
+                await asyncio.sleep(self._period_s)
+
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        try:
+            peer = Peer(session, self._url, self._credentials)
+            body = await _fetched(peer, self._path, self._timeout_s, _PAGE_BYTES_MAX)
+            reading = await asyncio.to_thread(read_dcgm, body)
+        except _FAULTS as error:
+            reading = AcceleratorsReading(fault=_fault(self._url, error))
+        _log_change(self.reading.fault, reading.fault)
+        self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
+
+
+class NvmlProbe:
+    """Each reading in a thread. While one hangs none other begins, and the last one grows old."""
+
+    def __init__(
+        self, read: Callable[[], tuple[GpuReading, ...]], *, period_s: float, clock: Clock
+    ) -> None:
+        self._source = read
+        self._period_s = period_s
+        self._clock = clock
+        self.reading = AcceleratorsReading(fault=_UNASKED)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await self.ask()
+            await asyncio.sleep(self._period_s)
+
+    async def ask(self) -> None:
+        try:
+            gpus = await _in_daemon(self._source)
+        except Exhausted as error:
+            reading = AcceleratorsReading(fault=_fault("nvml", error))
+        else:
+            reading = AcceleratorsReading(
+                accelerators=tuple(
+                    Accelerator(
+                        uuid=gpu.uuid,
+                        power_watts=gpu.power_watts,
+                        temperature_celsius=gpu.temperature_celsius,
+                        xid=gpu.xid,
+                    )
+                    for gpu in gpus
+                )
+            )
+        _log_change(self.reading.fault, reading.fault)
+        self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
+
+
+class AcceleratorsProbe(Protocol):
+    reading: AcceleratorsReading
+
+    async def run(self) -> None: ...
+
+
+_FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, ConfigError, Exhausted)
+
+
+async def _fetched(peer: Peer, path: str, timeout_s: float, most_bytes: int) -> bytes:
+    """The whole body. Raises Exhausted for any status but 200 and for a body over the limit."""
+    async with peer.get(path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as reply:
+        if reply.status != 200:
+            raise Exhausted(f"HTTP {reply.status}")
+        body = await body_of(reply, most_bytes=most_bytes + 1)
+    if len(body) > most_bytes:
+        raise Exhausted(f"more than {most_bytes} bytes")
+    return body
+
+
+async def _in_daemon(work: Callable[[], T]) -> T:
+    """As asyncio.to_thread, in a thread that a process which ends does not wait for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, fault = None, None
+        try:
+            result = work()
+        except Exception as error:
+            fault = error
+        with suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(settle, result, fault)
+
+    threading.Thread(target=run, name="rosemux-nvml", daemon=True).start()
+    return await done
+
+
+def _fault(url: str, error: Exception) -> str:
+    return f"{url}: {str(error) or type(error).__name__}"
+
+
+def _log_change(before: str, after: str) -> None:
+    if bool(before) != bool(after):
+        _log.warning("interlock: %s", after or "is answered")

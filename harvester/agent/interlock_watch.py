@@ -1,0 +1,132 @@
+"""The interlocks of one node: probes, verdicts, and the stops that follow, at every beat."""
+
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from harvester.agent.interlock_probes import AcceleratorsProbe, AlertsProbe, DcgmProbe, NvmlProbe
+from harvester.config import AgentConfig
+from harvester.contracts.clock import Clock, wall_time_utc
+from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
+from harvester.interlock_config import AcceleratorsConfig
+from harvester.platform.nvml import Nvml
+from harvester.policy.interlocks import (
+    AlertsReading,
+    Interlock,
+    Verdict,
+    judge_accelerators,
+    judge_alerts,
+)
+
+_MISSED_READINGS = 3
+"""Readings in a row that may be late before the last one counts as none."""
+
+
+class InterlockWatch:
+    def __init__(self, config: AgentConfig, *, clock: Clock) -> None:
+        """Raises ConfigError if a source cannot be used here."""
+        self._clock = clock
+        self._at: dict[tuple[str, str, str], str] = {}
+        self._alerts = config.interlocks.alerts
+        self._accelerators = config.interlocks.accelerators
+        self._alerts_probe: AlertsProbe | None = None
+        self._judged: AlertsReading | None = None
+        self._alerts_verdict = Verdict()
+        self._accelerators_probe = _accelerators_probe(self._accelerators, clock)
+        if (alerts := self._alerts) is not None:
+            self._alerts_probe = AlertsProbe(
+                alerts.url,
+                server=alerts.server,
+                credentials=alerts,
+                period_s=alerts.period_s,
+                timeout_s=alerts.timeout_s,
+                clock=clock,
+            )
+            self._alerts_lock = Interlock(
+                "alerts",
+                order=alerts.order,
+                stale_s=_MISSED_READINGS * (alerts.period_s + alerts.timeout_s),
+                quiet_s=alerts.quiet_s,
+            )
+        given = self._accelerators
+        self._locks = {
+            slot.name: (
+                Interlock(
+                    "accelerators",
+                    order=given.order,
+                    stale_s=_MISSED_READINGS * (given.period_s + given.timeout_s),
+                    quiet_s=given.quiet_s,
+                    slot=slot.name,
+                ),
+                slot.guest.gpus if slot.guest is not None else (),
+            )
+            for slot in config.slots
+        }
+
+    def probes(self) -> list[Coroutine[Any, Any, None]]:
+        """Loops to be run until they are cancelled."""
+        found = (self._alerts_probe, self._accelerators_probe)
+        return [probe.run() for probe in found if probe is not None]
+
+    def known(self) -> dict[str, bool]:
+        """Whether each configured source says enough for a verdict, as of the last beat."""
+        found = {}
+        if self._alerts_probe is not None:
+            found["alerts"] = self._alerts_lock.known
+        if self._accelerators_probe is not None:
+            found["accelerators"] = all(lock.known for lock, _ in self._locks.values())
+        return found
+
+    def stops(self, evicted: dict[str, int], *, now: float) -> tuple[Stop, ...]:
+        """`evicted`: slots with more evictions an hour than may be, and how many may be."""
+        found: list[Stop | None] = [
+            Stop(
+                order=StopOrder.HOLD,
+                source=StopSource.INTERLOCK,
+                slot=slot,
+                by="evictions",
+                reason=f"more than {most} evictions in the last hour",
+            )
+            for slot, most in evicted.items()
+        ]
+        if self._alerts is not None and self._alerts_probe is not None:
+            alerts = self._alerts_probe.reading
+            if alerts is not self._judged:
+                # Once for each reading: thousands of alerts may fire, and beats are many.
+                self._judged = alerts
+                matchers, watchdog = self._alerts.matchers, self._alerts.watchdog
+                self._alerts_verdict = judge_alerts(alerts, matchers, watchdog=watchdog)
+            verdict = self._alerts_verdict
+            found.append(self._alerts_lock.observe(verdict, taken_at_s=alerts.taken_at_s, now=now))
+        if self._accelerators_probe is not None:
+            reading, limits = self._accelerators_probe.reading, self._accelerators.limits
+            for lock, uuids in self._locks.values():
+                verdict = judge_accelerators(reading, limits, uuids=uuids)
+                found.append(lock.observe(verdict, taken_at_s=reading.taken_at_s, now=now))
+        return self._timed([stop for stop in found if stop is not None])
+
+    def _timed(self, stops: list[Stop]) -> tuple[Stop, ...]:
+        """With the wall time at which each began, for people."""
+        keys = [(stop.slot, stop.by, stop.reason) for stop in stops]
+        self._at = {key: self._at.get(key) or wall_time_utc() for key in keys}
+        return tuple(
+            msgspec.structs.replace(stop, at=self._at[key])
+            for key, stop in zip(keys, stops, strict=True)
+        )
+
+
+def _accelerators_probe(config: AcceleratorsConfig, clock: Clock) -> AcceleratorsProbe | None:
+    match config.source:
+        case "dcgm-exporter":
+            return DcgmProbe(
+                config.url,
+                credentials=config,
+                period_s=config.period_s,
+                timeout_s=config.timeout_s,
+                clock=clock,
+            )
+        case "nvml":
+            return NvmlProbe(Nvml().read, period_s=config.period_s, clock=clock)
+        case _:
+            return None

@@ -1,0 +1,41 @@
+"""Audit events of orders to stop: which came into force, and which were lifted by whom."""
+
+from collections.abc import Sequence
+
+from harvester.agent.audit_log import AuditLog, EventLimit
+from harvester.contracts.audit import AuditKind
+from harvester.contracts.wire.stops import Stop, StopSource
+
+_CALLED = frozenset({StopSource.OPERATOR, StopSource.CLUSTER})
+
+
+class StopAudit:
+    def __init__(self, log: AuditLog, stops: Sequence[Stop]) -> None:
+        """`stops` are those in force at the agent's start: its last run noted what was called."""
+        self._log = log
+        self._stops = frozenset(stop for stop in stops if stop.source in _CALLED)
+        self._limit = EventLimit()
+        """An alert may flap."""
+
+    def observe(self, stops: Sequence[Stop], *, caller: str, now: float) -> None:
+        """`stops` are those in force, `caller` is who made the call that changed them, if any."""
+        before, self._stops = self._stops, frozenset(stops)
+        for kind, changed in (
+            (AuditKind.STOP_PLACED, self._stops - before),
+            (AuditKind.STOP_LIFTED, before - self._stops),
+        ):
+            for stop in sorted(changed, key=lambda stop: (stop.source, stop.slot, stop.tenant)):
+                self._note(kind, stop, caller if stop.source in _CALLED else "", now)
+
+    def _note(self, kind: AuditKind, stop: Stop, caller: str, now: float) -> None:
+        if not self._limit.admits(now=now):
+            return
+        ordered = stop.by if kind is AuditKind.STOP_PLACED else ""
+        self._log.note(
+            kind,
+            slot=stop.slot,
+            tenant=stop.tenant,
+            who=", ".join(filter(None, (ordered, caller))) or stop.source,
+            reason=f"{stop.order} ({stop.source}): {stop.reason or 'no reason given'}",
+            omitted=self._limit.taken(),
+        )

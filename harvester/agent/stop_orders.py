@@ -1,0 +1,194 @@
+"""The stops of one node: those that are kept on disk, the stop file's and the configuration's.
+
+The table is durable: an order is in force at once, and a lifted one is gone only when that is on
+disk. A table that cannot be believed drains the node until an operator resumes it.
+"""
+
+import logging
+import os
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from harvester.config import AgentConfig
+from harvester.contracts.clock import wall_time_utc
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
+from harvester.contracts.page.owners import user_name
+from harvester.contracts.wire.stops import (
+    Stop,
+    StopOrder,
+    StopReply,
+    StopRequest,
+    StopSource,
+    one_line,
+    order_of,
+)
+from harvester.platform import whole_file
+from harvester.policy.stop_table import StopTable
+
+_log = logging.getLogger(__name__)
+
+_FILE_BYTES_MAX = 1024
+_TABLE_BYTES_MAX = 1 << 20
+_RETRY_S = 1.0
+
+
+def read_stop_file(path: Path) -> Stop | None:
+    """The order in the node's stop file: its word, and a reason behind it.
+
+    A file that is empty, unreadable, no file, or of an unknown word drains.
+    """
+    by, at, text = "", "", ""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return _of_file(StopOrder.DRAIN, f"{path.name} cannot be read: {error.strerror}")
+    try:
+        status = os.fstat(file)
+        by = user_name(status.st_uid)
+        at = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds")
+        if not stat.S_ISREG(status.st_mode):
+            return _of_file(StopOrder.DRAIN, f"{path.name} is no file", by=by, at=at)
+        text = os.read(file, _FILE_BYTES_MAX).decode(errors="replace").strip()
+    except OSError as error:
+        return _of_file(StopOrder.DRAIN, f"{path.name} cannot be read: {error.strerror}")
+    finally:
+        os.close(file)
+    word, _, reason = text.partition(" ")
+    order = order_of(word.strip())
+    if order is None:
+        return _of_file(StopOrder.DRAIN, f"{path.name} has no known order", by=by, at=at)
+    if order is StopOrder.NONE:
+        return None
+    return _of_file(order, reason.strip(), by=by, at=at)
+
+
+def _of_file(order: StopOrder, reason: str, *, by: str = "", at: str = "") -> Stop:
+    return Stop(order=order, source=StopSource.FILE, by=by, at=at, reason=one_line(reason))
+
+
+class StopOrders:
+    def __init__(self, config: AgentConfig) -> None:
+        """Reads the table of an earlier agent; writes nothing yet."""
+        self._path = config.state_dir / "stops.json"
+        self._config = config
+        self._configured: dict[str, Stop] = {}
+        self.configure(config)
+        self._table = StopTable(self._kept())
+        self._unsaved = False
+        self._retry_at_s = 0.0
+        self._file: Stop | None = None
+        self.stops: tuple[Stop, ...] = ()
+        self.interlocks: tuple[Stop, ...] = ()
+        for stop in self._gather():
+            _log.warning("stop in force: %s", _shown(stop))
+
+    def configure(self, config: AgentConfig) -> None:
+        """Take over `stop` of a configuration; an order that stays keeps its time."""
+        self._config = config
+        ordered = {"": config.stop, **{slot.name: slot.stop for slot in config.slots}}
+        before = self._configured
+        self._configured = {
+            slot: before[slot]
+            if slot in before and before[slot].order is order
+            else Stop(
+                order=order,
+                source=StopSource.CONFIG,
+                slot=slot,
+                at=wall_time_utc(),
+                reason="stop in the configuration",
+            )
+            for slot, order in ordered.items()
+            if order is not StopOrder.NONE
+        }
+
+    def look(self, *, now: float) -> tuple[Stop, ...]:
+        """Every stop in force, once per beat."""
+        self._file = read_stop_file(self._config.stop_path)
+        if self._unsaved and now >= self._retry_at_s:
+            self._save(now)
+        return self._gather()
+
+    def order(self, request: StopRequest, *, now: float) -> StopReply:
+        """Place an order, or lift one. Raises PeerProtocolError for a scope that is not here, and
+        Exhausted if there are too many or a lifted one cannot be taken off the disk."""
+        request.check()
+        source = StopSource.CLUSTER if request.cluster else StopSource.OPERATOR
+        if request.order is StopOrder.NONE:
+            return self._lift(request, source, now)
+        if request.slot and request.slot not in {slot.name for slot in self._config.slots}:
+            raise PeerProtocolError(f"slot: there is no {request.slot} on this node")
+        stop = Stop(
+            order=request.order,
+            source=source,
+            slot=request.slot,
+            tenant=request.tenant,
+            by=request.by,
+            reason=request.reason,
+            at=wall_time_utc(),
+            number=request.number,
+        )
+        before = self._table.stops
+        in_force = self._table.place(stop)
+        if self._table.stops != before:
+            self._save(now)
+        if in_force.order is not stop.order:
+            _log.warning("a weaker order changes nothing: %s", _shown(stop))
+        return StopReply(in_force=in_force, recorded=not self._unsaved)
+
+    def _lift(self, request: StopRequest, source: StopSource, now: float) -> StopReply:
+        before = self._table.stops
+        left = self._table.lift(
+            source, slot=request.slot, tenant=request.tenant, number=request.number
+        )
+        if self._table.stops == before:
+            return StopReply(in_force=left, recorded=not self._unsaved)
+        self._save(now)
+        if self._unsaved:
+            # A restarted agent would stop again: the operator shall know now.
+            self._table = StopTable(before)
+            raise Exhausted("the stop stays: its end cannot be written to state_dir")
+        return StopReply(in_force=left)
+
+    def _gather(self) -> tuple[Stop, ...]:
+        own = (self._file,) if self._file is not None else ()
+        configured = tuple(self._configured.values())
+        self.stops = (*configured, *own, *self._table.stops, *self.interlocks)
+        return self.stops
+
+    def _kept(self) -> tuple[Stop, ...]:
+        try:
+            with self._path.open("rb") as file:
+                return msgspec.json.decode(file.read(_TABLE_BYTES_MAX), type=tuple[Stop, ...])
+        except FileNotFoundError:
+            return ()
+        except (OSError, *UNDECODABLE) as error:
+            _log.error("%s cannot be believed: %s", self._path, error)
+            return (
+                Stop(
+                    order=StopOrder.DRAIN,
+                    source=StopSource.OPERATOR,
+                    by="the agent",
+                    reason="stops.json cannot be believed; what it held is unknown",
+                    at=wall_time_utc(),
+                ),
+            )
+
+    def _save(self, now: float) -> None:
+        try:
+            whole_file.replace(self._path, msgspec.json.encode(self._table.stops))
+        except OSError as error:
+            if not self._unsaved:
+                _log.error("a restart would forget the stops: %s: %s", self._path, error.strerror)
+            self._unsaved, self._retry_at_s = True, now + _RETRY_S
+        else:
+            self._unsaved = False
+
+
+def _shown(stop: Stop) -> str:
+    scope = f"slot {stop.slot}" if stop.slot else "node"
+    return f"{scope}{f', tenant {stop.tenant}' if stop.tenant else ''}: {stop.text}"

@@ -1,0 +1,136 @@
+"""`rosemux hold`, `drain` and `resume`: orders to stop, through an agent or a gateway."""
+
+import getpass
+import socket
+from typing import Annotated
+
+import typer
+
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.wire.stops import (
+    REASON_CHARS_MAX,
+    ClusterStopReply,
+    StopOrder,
+    StopReply,
+    StopRequest,
+)
+from harvester.platform.tls import Credentials
+
+_Agent = Annotated[str, typer.Option("--agent", help="The node's agent.")]
+_Gateway = Annotated[str, typer.Option("--gateway", help="The gateway, for --cluster.")]
+_Slot = Annotated[str, typer.Option(help="One slot instead of the whole node.")]
+_Tenant = Annotated[str, typer.Option(help="One tenant only.")]
+_Cluster = Annotated[bool, typer.Option("--cluster", help="Every agent of the gateway.")]
+_ClusterOrder = Annotated[
+    bool, typer.Option("--cluster-order", help="At this agent alone, lift what gateways ordered.")
+]
+_Reason = Annotated[str, typer.Option(help="Why, for status, log and journal.")]
+AGENT, GATEWAY = "http://127.0.0.1:9711", "http://127.0.0.1:8300"
+
+
+def hold(
+    reason: _Reason,
+    agent: _Agent = AGENT,
+    slot: _Slot = "",
+    tenant: _Tenant = "",
+    cluster: _Cluster = False,
+    gateway: _Gateway = GATEWAY,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Stop admission: no new lease, no new turn; running turns end by themselves."""
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    _order(_request(StopOrder.HOLD, slot, tenant, reason), agent, gateway, cluster, credentials)
+
+
+def drain(
+    reason: _Reason,
+    agent: _Agent = AGENT,
+    slot: _Slot = "",
+    tenant: _Tenant = "",
+    cluster: _Cluster = False,
+    gateway: _Gateway = GATEWAY,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Stop admission and evict what runs: grants close and leases end at once."""
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    _order(_request(StopOrder.DRAIN, slot, tenant, reason), agent, gateway, cluster, credentials)
+
+
+def resume(
+    agent: _Agent = AGENT,
+    slot: _Slot = "",
+    tenant: _Tenant = "",
+    cluster: _Cluster = False,
+    gateway: _Gateway = GATEWAY,
+    reason: _Reason = "",
+    cluster_order: _ClusterOrder = False,
+    token_file: TokenFile = None,
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Lift a hold or a drain of the same scope; other orders stay in force."""
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+    request = _request(StopOrder.NONE, slot, tenant, reason, cluster_order=cluster_order)
+    _order(request, agent, gateway, cluster, credentials)
+
+
+def _request(
+    order: StopOrder, slot: str, tenant: str, reason: str, *, cluster_order: bool = False
+) -> StopRequest:
+    # Lifted at one agent, whatever number its gateway gave it.
+    number = (1 << 53) - 1 if cluster_order else 0
+    request = StopRequest(
+        order=order,
+        slot=slot,
+        tenant=tenant,
+        by=f"{_user()}@{socket.gethostname()}"[:REASON_CHARS_MAX],
+        reason=reason.strip()[:REASON_CHARS_MAX],
+        cluster=cluster_order,
+        number=number,
+    )
+    try:
+        request.check()
+    except PeerProtocolError as error:
+        raise typer.BadParameter(str(error)) from error
+    return request
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unnamed"
+
+
+def _order(
+    request: StopRequest, agent: str, gateway: str, cluster: bool, credentials: Credentials
+) -> None:
+    if cluster:
+        _order_cluster(request, gateway, credentials)
+        return
+    path = "/v1/stops"
+    reply = call(agent, path, StopReply, credentials, option="--agent", body=request)
+    typer.echo("resumed" if reply.in_force is None else f"in force: {reply.in_force.text}")
+    if request.order is StopOrder.NONE:
+        typer.echo("other orders may be in force: `rosemux status --agent` lists them")
+    if not reply.recorded:
+        raise Exhausted("in force, and a restart of the agent would forget it: see its log")
+
+
+def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials) -> None:
+    """Raises Exhausted if an agent is not known to obey."""
+    path = "/v1/stops"
+    reply = call(gateway, path, ClusterStopReply, credentials, option="--gateway", body=request)
+    typer.echo("resumed" if reply.in_force is None else f"in force: {reply.in_force.text}")
+    for name, fault in reply.agents.items():
+        typer.echo(f"  {name}: {fault or 'obeys'}")
+    if missing := [name for name, fault in reply.agents.items() if fault]:
+        raise Exhausted(f"told again each second until they obey: {', '.join(missing)}")

@@ -1,0 +1,31 @@
+"""`rosemux undo`: takes back what agent and guests left on this host."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harvester.agent.host_removal import undo as take_back
+from harvester.config import load_agent_config
+from harvester.contracts.errors import Exhausted
+
+
+def undo(
+    config: Annotated[Path, typer.Option(help="The agent's YAML file.")],
+    records: Annotated[
+        bool, typer.Option("--records", help="Remove audit, journals and states too.")
+    ] = False,
+) -> None:
+    """Remove pages, locks, files and control groups of RoseMux from this host.
+
+    Stop the agent and the guests first. Says what it removes and what it leaves.
+    """
+    done = take_back(load_agent_config(config), records=records)
+    for path in done.removed:
+        typer.echo(f"removed {path}")
+    for path, why in done.left.items():
+        typer.echo(f"left    {path}: {why}")
+    if done.left:
+        raise Exhausted(f"{len(done.left)} left; see above")
+    if not records:
+        typer.echo("audit, journals and states stay in state_dir: --records removes them")

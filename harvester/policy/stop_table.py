@@ -1,0 +1,69 @@
+"""Orders to stop lending: which are in force, and which one binds a slot and a tenant.
+
+    binding order = the strongest of all sources and scopes;  a source lifts its own orders only
+
+Orders are kept by source and scope. A weaker order never replaces a stronger one, and a repeated
+one keeps its first author and time. It reads no clock and no file.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.wire.stops import Stop, StopSource
+
+STOPS_MAX = 256
+"""Orders that are kept; tenants are named from outside."""
+
+_Key = tuple[StopSource, str, str]
+
+
+class StopTable:
+    def __init__(self, stops: Iterable[Stop] = ()) -> None:
+        self._stops = {_key(stop): stop for stop in stops}
+
+    @property
+    def stops(self) -> tuple[Stop, ...]:
+        return tuple(stop for _, stop in sorted(self._stops.items()))
+
+    def find(self, source: StopSource, *, slot: str = "", tenant: str = "") -> Stop | None:
+        return self._stops.get((source, slot, tenant))
+
+    def place(self, stop: Stop) -> Stop:
+        """The order in force after it. Raises Exhausted where there are too many."""
+        known = self._stops.get(_key(stop))
+        if known is not None and known.order.strength >= stop.order.strength:
+            # A late end of an earlier order must not lift this one.
+            number = max(known.number, stop.number)
+            self._stops[_key(stop)] = known = msgspec.structs.replace(known, number=number)
+            return known
+        if known is None and len(self._stops) >= STOPS_MAX:
+            raise Exhausted(f"{STOPS_MAX} stops are in force; lift one first")
+        self._stops[_key(stop)] = stop
+        return stop
+
+    def lift(
+        self, source: StopSource, *, slot: str = "", tenant: str = "", number: int = 0
+    ) -> Stop | None:
+        """The order that stays: a cluster's that is later than `number`; None where none does."""
+        known = self._stops.get((source, slot, tenant))
+        if known is not None and source is StopSource.CLUSTER and known.number > number:
+            return known
+        self._stops.pop((source, slot, tenant), None)
+        return None
+
+
+def binding(stops: Sequence[Stop], *, slot: str, tenant: str = "") -> Stop | None:
+    """The strongest of the orders that reach this slot and, under a lease, its tenant."""
+    reached = [stop for stop in stops if stop.slot in ("", slot) and stop.tenant in ("", tenant)]
+    # Of equally strong ones the widest, as that is what a resume must lift.
+    return max(
+        reached,
+        key=lambda stop: (stop.order.strength, stop.slot == "", stop.tenant == ""),
+        default=None,
+    )
+
+
+def _key(stop: Stop) -> _Key:
+    return (stop.source, stop.slot, stop.tenant)

@@ -1,0 +1,178 @@
+"""The agent's stops as an operator, a gateway and the commands see them."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from harvester.agent.http import application
+from harvester.agent.node import NodeAgent
+from harvester.cli.root import main
+from harvester.config import AgentConfig, HttpConfig
+from harvester.contracts.audit import AuditEvent, read_audit
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.contracts.wire.leases import SlotOffers
+from harvester.platform.bearer import TokenFile
+from harvester.platform.http_kit import listen, serving
+from tests.certificates import token_file
+
+TAKE = {"request_id": "r1", "slot": "slot0", "tenant": "t", "job": "j", "duration_s": 5.0}
+DRAIN = {"order": "drain", "by": "alice", "reason": "driver update"}
+GATEWAY, OPERATOR = "g" * 32, "o" * 32
+
+
+def sends(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[NodeAgent]:
+    pages = PageDirectory.create(tmp_path / "pages" / "slot0")
+    stamp_ns = monotonic_ns()
+    pages.pulse_writer("prod", 0).write(Pulse(model_samples=1000), now_ns=stamp_ns, ttl_ns=10**11)
+    pages.guest_writer().write(Guest(), now_ns=stamp_ns, ttl_ns=10**11)
+    config = AgentConfig.model_validate(
+        {
+            "mode": "harvest",
+            "page_root": tmp_path / "pages",
+            "state_dir": tmp_path / "state",
+            "slots": [{"name": "slot0"}],
+        }
+    )
+    node = NodeAgent(config, clock=MonotonicClock(), version="1")
+    node.beat()
+    yield node
+    node.close()
+
+
+@pytest.fixture
+async def client(node: NodeAgent, tmp_path: Path) -> AsyncIterator[TestClient[Any, Any]]:
+    leases = TokenFile(token_file(tmp_path, "leases", GATEWAY))
+    operators = TokenFile(token_file(tmp_path, "operators", OPERATOR))
+    app = application(node, tokens=leases, operators=operators)
+    async with TestClient(TestServer(app)) as client:
+        yield client
+
+
+async def test_an_operator_s_order_is_in_force_when_it_is_answered(
+    client: Any, node: NodeAgent
+) -> None:
+    taken = await (await client.post("/v1/leases", json=TAKE, headers=sends(OPERATOR))).json()
+    assert taken["type"] == "granted"
+    reply = await client.post("/v1/stops", json=DRAIN, headers=sends(OPERATOR))
+    assert reply.status == 200
+    assert (await reply.json())["recorded"] is True
+    body = await (await client.get("/v1/slots", headers=sends(GATEWAY))).read()
+    offers = msgspec.json.decode(body, type=SlotOffers)
+    (offer,) = offers.slots
+    for stop in (offer.stop, *offers.stops):
+        assert stop is not None
+        assert (stop.by, stop.reason, stop.order) == ("alice", "driver update", "drain")
+    assert offer.state == "off"
+    assert "driver update" in offer.reason
+    said = await (await client.get("/metrics", headers=sends(GATEWAY))).text()
+    assert 'reason="driver update"' in said
+
+
+async def test_the_audit_names_who_stopped_and_who_resumed(
+    client: Any, node: NodeAgent, tmp_path: Path
+) -> None:
+    await client.post("/v1/stops", json=DRAIN, headers=sends(OPERATOR))
+    lifts = {"order": "none", "by": "bob"}
+    await client.post("/v1/stops", json=lifts, headers=sends(OPERATOR))
+    (tmp_path / "pages" / "stop").write_text("hold the file says so")
+    node.beat()
+    events = [
+        event
+        for event in read_audit(tmp_path / "state" / "audit.jsonl")
+        if isinstance(event, AuditEvent)
+    ]
+    told = [(event.event, event.who, event.reason) for event in events if "stop_" in event.event]
+    caller = "token 1 of operators, from 127.0.0.1"
+    assert told[:2] == [
+        ("stop_placed", f"alice, {caller}", "drain (operator): driver update"),
+        ("stop_lifted", f"bob, {caller}", "drain (operator): driver update"),
+    ]
+    assert told[2][0] == "stop_placed"
+    assert told[2][2] == "hold (file): the file says so"
+    assert OPERATOR not in str(told)
+
+
+async def test_a_gateway_s_token_lifts_no_operator_s_order(client: Any, node: NodeAgent) -> None:
+    await client.post("/v1/stops", json=DRAIN, headers=sends(OPERATOR))
+    for body in ({"order": "none"}, {**DRAIN, "tenant": "t"}):
+        reply = await client.post("/v1/stops", json=body, headers=sends(GATEWAY))
+        assert reply.status == 403
+    lifts = {"order": "none", "cluster": True, "number": 9}
+    assert (await client.post("/v1/stops", json=lifts, headers=sends(GATEWAY))).status == 200
+    assert [stop.source for stop in node.stops.stops] == ["operator"]
+    assert (await client.post("/v1/stops", json=DRAIN)).status == 401
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b'{"order":"halt","reason":"r"}',
+        b'{"order":"hold"}',
+        b'{"order":"hold","reason":"r","slot":"../etc"}',
+        b'{"order":"hold","reason":"r","slot":"slot9"}',
+        b'{"order":"hold","reason":"r","extra":1}',
+        b'{"order":"hold","reason":"' + b"x" * 201 + b'"}',
+        b'{"order":"none","cluster":true,"number":-1}',
+    ],
+)
+async def test_a_malformed_order_gets_400_and_changes_nothing(
+    client: Any, node: NodeAgent, body: bytes
+) -> None:
+    reply = await client.post("/v1/stops", data=body, headers=sends(OPERATOR))
+    assert reply.status == 400
+    assert (await reply.json())["error"]
+    assert node.stops.stops == ()
+
+
+def test_an_operator_s_token_file_needs_one_for_the_others(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="token_file"):
+        HttpConfig(operator_token_file=tmp_path)
+
+
+async def test_the_commands_stop_show_and_resume(
+    node: NodeAgent, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import asyncio
+
+    async def command(*words: str) -> tuple[int, str]:
+        def run() -> int:
+            with pytest.raises(SystemExit) as left:
+                main(list(words))
+            return int(left.value.code or 0)
+
+        code = await asyncio.to_thread(run)
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    async with serving(application(node)) as runner:
+        url = await listen(runner, "127.0.0.1", 0, remedy="")
+        agent = ("--agent", url)
+        code, said = await command("hold", *agent, "--slot", "slot0", "--reason", "new rack")
+        assert (code, "in force: hold (operator) by" in said) == (0, True), said
+        code, said = await command("drain", *agent, "--tenant", "t", "--reason", "leak")
+        assert code == 0, said
+        code, said = await command("status", *agent, "--pages", "/nowhere")
+        flat = " ".join(said.split())
+        assert "Stopped, slot0: hold (operator)" in flat
+        assert "Stopped, node t: drain (operator)" in flat
+        code, said = await command("resume", *agent, "--slot", "slot0")
+        assert (code, "resumed" in said) == (0, True), said
+        assert [stop.tenant for stop in node.stops.stops] == ["t"]
+        code, said = await command("hold", *agent, "--slot", "slot9", "--reason", "r")
+        assert (code, "no slot9" in said) == (1, True), said
+        code, said = await command("hold", *agent, "--reason", " ")
+        assert code == 2, said
+    code, said = await command("hold", *agent, "--reason", "r")
+    assert (code, "gives no answer" in said) == (1, True), said
