@@ -125,8 +125,9 @@ async def test_the_end_of_a_trajectory_aborts_what_is_open_and_frees_its_prefix(
                 200,
                 {"aborted": 0, "status": "finished"},
             )
-        for number in range(4):
-            assert (await gateway.generate(f"s{number}", 2))[0] == 200
+        # At once, so that both engines get some, however slow the aborted turn made one look.
+        turns = [gateway.generate(f"s{number}", 50) for number in range(8)]
+        assert [status for status, _ in await asyncio.gather(*turns)] == [200] * 8
         told = [
             ended
             for each in engines

@@ -132,6 +132,9 @@ class Guests:
 
     def renewed(self, *_: object) -> None: ...
 
+    def hold(self, *_: object, **__: object) -> bool:
+        return True
+
     def review_contexts(self) -> None: ...
 
     def clash_of(self, _engine: EngineDescription) -> str:
