@@ -122,4 +122,7 @@ def _unfit_url(url: str) -> str:
     # urlsplit's `port` raises ValueError by itself for a malformed port.
     if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
         return "url: use http://HOST:PORT"
+    if "@" in page.netloc:
+        # Reasons of stops name the URL, in the log, the audit and the metrics.
+        return "url: no user or password in it; use token_file or a client certificate"
     return ""
