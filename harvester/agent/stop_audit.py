@@ -16,8 +16,8 @@ class StopAudit:
         """`stops` are those in force at the agent's start: its last run noted what was called."""
         self._log = log
         self._stops = _shown(stop for stop in stops if stop.source in _CALLED)
-        self._called, self._flapping = EventLimit(), EventLimit()
-        """An alert may flap: that hides no operator's call."""
+        self._limits = {source: EventLimit() for source in StopSource}
+        """An alert may flap, and a gateway may stop many tenants: that hides no operator's call."""
 
     def observe(self, stops: Sequence[Stop], *, caller: str, now: float) -> None:
         """`stops` are those in force, `caller` is who made the call that changed them, if any."""
@@ -31,7 +31,7 @@ class StopAudit:
                 self._note(kind, stop, caller if stop.source in _CALLED else "", now)
 
     def _note(self, kind: AuditKind, stop: Stop, caller: str, now: float) -> None:
-        limit = self._called if stop.source in _CALLED else self._flapping
+        limit = self._limits[stop.source]
         if not limit.admits(now=now):
             return
         ordered = stop.by if kind is AuditKind.STOP_PLACED else ""

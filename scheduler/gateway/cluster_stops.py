@@ -93,9 +93,12 @@ class ClusterStops:
         if not wrong:
             self.faults.pop(agent, None)
         for stop in wrong:
-            await self._tell(agent, stop)
+            if not await self._tell(agent, stop):
+                # Leases of other agents wait for this one's answers.
+                break
 
-    async def _tell(self, agent: str, stop: Stop) -> None:
+    async def _tell(self, agent: str, stop: Stop) -> bool:
+        """Whether it answers."""
         request = StopRequest(
             order=stop.order,
             tenant=stop.tenant,
@@ -108,7 +111,7 @@ class ClusterStops:
             reply = await self._agents[agent].order(request)
         except (Exhausted, PeerProtocolError) as error:
             self.faults[agent] = str(error)
-            return
+            return not isinstance(error, Exhausted)
         if reply.in_force is not None:
             self._reported[agent] = (*self._reported.get(agent, ()), reply.in_force)
         if _differs(stop, reply.in_force):
@@ -117,6 +120,7 @@ class ClusterStops:
             self.faults[agent] = "obeys, and a restart of it would forget that"
         else:
             self.faults.pop(agent, None)
+        return True
 
     def _latest(self, tenant: str) -> int:
         """The highest number of any gateway's order that is known here, with one left above it."""

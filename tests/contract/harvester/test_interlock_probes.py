@@ -416,6 +416,7 @@ async def test_too_many_evictions_hold_the_slot_and_say_so(
         ("alerts: {url: 'http://h:9090', alerts: [A], token_file: /t}", "plain HTTP"),
         ("alerts: {url: 'http://me:secret@h:9090', alerts: [A]}", "no user or password"),
         ("accelerators: {source: dcgm-exporter, url: 'http://me@h:1/m'}", "no user or password"),
+        ("alerts: {url: 'http://h:9093', server: alertmanager, alerts: [A]}", "watchdog"),
         ("accelerators: {source: dcgm-exporter}", "url"),
         ("accelerators: {source: nvidia-smi}", "source"),
         ("accelerators: {source: none, url: 'http://h:1/m'}", "url"),

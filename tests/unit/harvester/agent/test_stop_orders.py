@@ -262,11 +262,14 @@ def test_the_audit_s_last_line_of_a_scope_is_the_order_in_force(node: Node) -> N
     ]
 
 
-def test_an_interlock_that_flaps_hides_no_call_from_the_audit(node: Node) -> None:
+@pytest.mark.parametrize("source", [StopSource.INTERLOCK, StopSource.CLUSTER])
+def test_many_orders_of_one_source_hide_none_of_another_from_the_audit(
+    node: Node, source: StopSource
+) -> None:
     node.order(StopOrder.DRAIN)
     audit = node.agent._stop_audit
     for number in range(200):
-        flaps = Stop(order=StopOrder.HOLD, source=StopSource.INTERLOCK, reason=str(number))
+        flaps = Stop(order=StopOrder.HOLD, source=source, reason=str(number))
         audit.observe((*node.agent.stops.stops, flaps), caller="", now=node.clock.now_s)
     node.order(StopOrder.NONE)
     assert audited(node)[-1] == ("stop_lifted", "drain (operator): driver update")

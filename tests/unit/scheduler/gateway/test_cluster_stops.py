@@ -239,3 +239,16 @@ async def test_an_order_that_cannot_be_recorded_reaches_the_agents_and_is_record
     await report(stops, agents)
     assert [stop.order for stop in stops_of(agents, tmp_path / "state").stops] == ["drain"]
     assert (await stops.order(wanted(StopOrder.NONE))).recorded
+
+
+async def test_an_agent_that_does_not_answer_costs_one_call_whatever_was_ordered() -> None:
+    agents = {"a": Agent()}
+    stops = stops_of(agents)
+    for tenant in ("t", "u", "v"):
+        await stops.order(wanted(StopOrder.DRAIN, tenant))
+    agents["a"].away, agents["a"].calls = True, 0
+    await stops.agree("a", ())
+    assert agents["a"].calls == 1
+    agents["a"].away, agents["a"].table = False, StopTable()
+    await report(stops, agents)
+    assert [tenant for tenant, _ in agents["a"].orders] == ["t", "u", "v"]
