@@ -10,6 +10,8 @@ import logging
 import sqlite3
 from collections.abc import Mapping
 
+import msgspec
+
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import TenantId
@@ -74,7 +76,13 @@ class ClusterStops:
                 raise Exhausted("the stop stays: its end cannot be written to state_file")
             self._stops[request.tenant] = stop
         in_force = self._stops[request.tenant]
-        await asyncio.gather(*(self._tell(name, in_force) for name in sorted(self._agents)))
+        await self._tell_all(in_force)
+        if lifts and (latest := self._latest(request.tenant)) > in_force.number:
+            # Another gateway's, or this one's before its state file was lost.
+            in_force = msgspec.structs.replace(in_force, number=1 + latest)
+            self._recorded(in_force)
+            self._stops[request.tenant] = in_force
+            await self._tell_all(in_force)
         return ClusterStopReply(
             in_force=None if lifts else in_force,
             agents={name: self.faults.get(name, "") for name in sorted(self._agents)},
@@ -96,6 +104,9 @@ class ClusterStops:
             if not await self._tell(agent, stop):
                 # Leases of other agents wait for this one's answers.
                 break
+
+    async def _tell_all(self, stop: Stop) -> None:
+        await asyncio.gather(*(self._tell(name, stop) for name in sorted(self._agents)))
 
     async def _tell(self, agent: str, stop: Stop) -> bool:
         """Whether it answers."""

@@ -252,3 +252,13 @@ async def test_an_agent_that_does_not_answer_costs_one_call_whatever_was_ordered
     agents["a"].away, agents["a"].table = False, StopTable()
     await report(stops, agents)
     assert [tenant for tenant, _ in agents["a"].orders] == ["t", "u", "v"]
+
+
+async def test_an_order_of_a_gateway_that_this_one_has_not_heard_of_is_lifted_at_once() -> None:
+    agents = {"a": Agent(), "b": Agent()}
+    before = stops_of(agents)
+    for order in (StopOrder.DRAIN, StopOrder.NONE, StopOrder.DRAIN):
+        await before.order(wanted(order))
+    reply = await stops_of(agents).order(wanted(StopOrder.NONE))
+    assert reply.agents == {"a": "", "b": ""}
+    assert [agent.orders for agent in agents.values()] == [[], []]
