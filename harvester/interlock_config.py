@@ -42,8 +42,8 @@ class AlertsConfig(Credentials):
     alerts: tuple[AlertConfig, ...] = Field(min_length=1, max_length=64)
     """A name alone stands for `name`."""
     watchdog: str = Field(default="", max_length=256)
-    """An alert that always fires while alerts are raised at all; "" expects none, which Alertmanager
-    does not admit: it forgets the alerts of a Prometheus that is away."""
+    """An alert that always fires while alerts are raised at all; "" expects none. Alertmanager
+    needs it, because it forgets the alerts of a Prometheus that is away."""
     order: StopWord = StopOrder.HOLD
     period_s: float = Field(default=5.0, ge=1.0, le=300.0)
     timeout_s: float = Field(default=2.0, ge=0.1, le=60.0)
@@ -64,7 +64,9 @@ class AlertsConfig(Credentials):
         if self.order is StopOrder.NONE:
             raise ValueError("order: an alert holds or drains")
         if self.server == "alertmanager" and not self.watchdog:
-            raise ValueError("watchdog: Alertmanager needs one; it does not say that it knows nothing")
+            raise ValueError(
+                "watchdog: Alertmanager needs one; it does not say that it knows nothing"
+            )
         return self
 
     @property

@@ -24,7 +24,7 @@ _CONFIG_SUFFIXES = (".yaml", ".yml")
 PIPE_COLUMNS = 400
 """A pipe has no width of its own: each row is one line."""
 ROWS_MAX = 1000
-"""Of a table, which takes 1 ms and 10 KB for each; an audit may have a million events."""
+"""A row takes 1 ms and 10 KB, and an audit may have a million events."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -54,8 +54,9 @@ def audit(
         return
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
     latest, found = deque[AuditEvent](maxlen=ROWS_MAX), 0
-    for found, event in enumerate(events, start=1):
+    for event in events:
         latest.append(event)
+        found += 1
     Console(highlight=False, width=width).print(_table(latest))
     if found > len(latest):
         text = f"the latest {len(latest)} of {found} events: choose with --since, or --json for all"

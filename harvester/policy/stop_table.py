@@ -45,9 +45,9 @@ class StopTable:
             number = max(known.number, stop.number)
             self._stops[_key(stop)] = known = msgspec.structs.replace(known, number=number)
             return known
-        if known is None and stop.tenant:
-            if sum(each.tenant != "" for each in self._stops.values()) >= STOPS_MAX:
-                raise Exhausted(f"{STOPS_MAX} tenants are stopped; lift one first")
+        tenants = sum(each.tenant != "" for each in self._stops.values())
+        if known is None and stop.tenant and tenants >= STOPS_MAX:
+            raise Exhausted(f"{STOPS_MAX} tenants are stopped; lift one first")
         self._stops[_key(stop)] = stop
         return stop
 

@@ -19,7 +19,7 @@ from harvester.contracts.ids import NodeId, checked_name
 
 REASON_CHARS_MAX = 200
 NUMBER_MAX = (1 << 53) - 1
-"""Of a cluster's order."""
+"""The highest number that an agent takes."""
 _Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
