@@ -42,7 +42,8 @@ class AlertsConfig(Credentials):
     alerts: tuple[AlertConfig, ...] = Field(min_length=1, max_length=64)
     """A name alone stands for `name`."""
     watchdog: str = Field(default="", max_length=256)
-    """An alert that always fires while alerts are raised at all; "" expects none."""
+    """An alert that always fires while alerts are raised at all; "" expects none. Alertmanager
+    needs it, because it forgets the alerts of a Prometheus that is away."""
     order: StopWord = StopOrder.HOLD
     period_s: float = Field(default=5.0, ge=1.0, le=300.0)
     timeout_s: float = Field(default=2.0, ge=0.1, le=60.0)
@@ -62,6 +63,10 @@ class AlertsConfig(Credentials):
             raise ValueError(fault)
         if self.order is StopOrder.NONE:
             raise ValueError("order: an alert holds or drains")
+        if self.server == "alertmanager" and not self.watchdog:
+            raise ValueError(
+                "watchdog: Alertmanager needs one; it does not say that it knows nothing"
+            )
         return self
 
     @property
@@ -122,4 +127,7 @@ def _unfit_url(url: str) -> str:
     # urlsplit's `port` raises ValueError by itself for a malformed port.
     if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
         return "url: use http://HOST:PORT"
+    if "@" in page.netloc:
+        # Reasons of stops name the URL, in the log, the audit and the metrics.
+        return "url: no user or password in it; use token_file or a client certificate"
     return ""

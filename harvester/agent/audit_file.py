@@ -87,7 +87,8 @@ class AuditFile:
         found = [(path, path.stat()) for path in files]
         kept_bytes = sum(status.st_size for _, status in found)
         most_bytes = self._max_bytes - self._max_bytes // _FILES
-        newest_s = max(status.st_mtime for _, status in found)
+        # Not the latest of all times, which a clock that was ahead for a while leaves behind.
+        newest_s = found[-1][1].st_mtime
         for place, (path, status) in enumerate(found):
             aged = place < _AGED_AT_ONCE and newest_s - status.st_mtime > self._max_age_s
             if kept_bytes <= most_bytes and not aged:

@@ -55,7 +55,7 @@ def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None
 
 def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> None:
     path = config.pages_of(slot)
-    if not path.is_dir():
+    if not _is_directory(path):
         return
     pages = PageDirectory(path, config.owners_of(slot))
     grant = pages.grant_page()
@@ -95,7 +95,7 @@ def _remove_segment(config: AgentConfig, slot: SlotConfig, done: Undone) -> None
 
 
 def _remove_pages(path: Path, done: Undone) -> None:
-    if not path.is_dir():
+    if not _is_directory(path, done):
         return
     live = {name for name in PageDirectory(path).pulse_names() if _is_written(path / name)}
     names = {PageName.GRANT, PageName.GUEST, PageName.LEAVING, *PageDirectory(path).pulse_names()}
@@ -120,16 +120,18 @@ def _is_written(page: Path) -> bool:
 
 def _remove_root(config: AgentConfig, done: Undone) -> None:
     root = config.page_root
-    if not root.is_dir():
+    if not _is_directory(root, done):
         return
     for file in (config.kill_switch, config.stop_path):
         # One elsewhere is the operator's own.
         if file.parent == root:
             _remove(file, done)
     launch = root / LAUNCH_DIRECTORY
-    for lock in (*root.glob("GPU-*.launch"), *launch.glob("GPU-*.launch")):
+    for lock in root.glob("GPU-*.launch"):
         _remove(lock, done)
-    if launch.is_dir():
+    if _is_directory(launch, done):
+        for lock in launch.glob("GPU-*.launch"):
+            _remove(lock, done)
         _remove_directory(launch, done)
     _remove_directory(root, done)
 
@@ -162,6 +164,13 @@ def _remove(path: Path, done: Undone) -> None:
         done.left[path] = error.strerror or str(error)
     else:
         done.removed.append(path)
+
+
+def _is_directory(path: Path, done: Undone | None = None) -> bool:
+    """Whether it may be ours: the agent takes no link, which could lead anywhere."""
+    if path.is_symlink() and done is not None:
+        done.left[path] = "a link, which RoseMux never makes"
+    return path.is_dir() and not path.is_symlink()
 
 
 def _remove_directory(path: Path, done: Undone) -> None:

@@ -50,7 +50,7 @@ def read_stop_file(path: Path) -> Stop | None:
     try:
         status = os.fstat(file)
         by = user_name(status.st_uid)
-        at = datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds")
+        at = _time_of(status)
         if not stat.S_ISREG(status.st_mode):
             return _of_file(StopOrder.DRAIN, f"{path.name} is no file", by=by, at=at)
         text = os.read(file, _FILE_BYTES_MAX).decode(errors="replace").strip()
@@ -58,13 +58,21 @@ def read_stop_file(path: Path) -> Stop | None:
         return _of_file(StopOrder.DRAIN, f"{path.name} cannot be read: {error.strerror}")
     finally:
         os.close(file)
-    word, _, reason = text.partition(" ")
-    order = order_of(word.strip())
+    word, *reason = text.split(maxsplit=1) or [""]
+    order = order_of(word)
     if order is None:
         return _of_file(StopOrder.DRAIN, f"{path.name} has no known order", by=by, at=at)
     if order is StopOrder.NONE:
         return None
-    return _of_file(order, reason.strip(), by=by, at=at)
+    return _of_file(order, "".join(reason), by=by, at=at)
+
+
+def _time_of(status: os.stat_result) -> str:
+    try:
+        return datetime.fromtimestamp(status.st_mtime, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError):
+        # Any time may be set on a file; no calendar has all of them.
+        return ""
 
 
 def _of_file(order: StopOrder, reason: str, *, by: str = "", at: str = "") -> Stop:

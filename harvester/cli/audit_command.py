@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -22,6 +23,8 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _CONFIG_SUFFIXES = (".yaml", ".yml")
 PIPE_COLUMNS = 400
 """A pipe has no width of its own: each row is one line."""
+ROWS_MAX = 1000
+"""A row takes 1 ms and 10 KB, and an audit may have a million events."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -50,7 +53,14 @@ def audit(
             typer.echo(msgspec.json.encode(event).decode())
         return
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    Console(highlight=False, width=width).print(_table(events))
+    latest, found = deque[AuditEvent](maxlen=ROWS_MAX), 0
+    for event in events:
+        latest.append(event)
+        found += 1
+    Console(highlight=False, width=width).print(_table(latest))
+    if found > len(latest):
+        text = f"the latest {len(latest)} of {found} events: choose with --since, or --json for all"
+        typer.echo(f"rosemux audit: {text}", err=True)
 
 
 def _files(source: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import typer
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.stops import (
+    NUMBER_MAX,
     REASON_CHARS_MAX,
     ClusterStopReply,
     StopOrder,
@@ -86,7 +87,7 @@ def _request(
     order: StopOrder, slot: str, tenant: str, reason: str, *, cluster_order: bool = False
 ) -> StopRequest:
     # Lifted at one agent, whatever number its gateway gave it.
-    number = (1 << 53) - 1 if cluster_order else 0
+    number = NUMBER_MAX if cluster_order else 0
     request = StopRequest(
         order=order,
         slot=slot,
@@ -134,3 +135,5 @@ def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials)
         typer.echo(f"  {name}: {fault or 'obeys'}")
     if missing := [name for name, fault in reply.agents.items() if fault]:
         raise Exhausted(f"told again each second until they obey: {', '.join(missing)}")
+    if not reply.recorded:
+        raise Exhausted("in force, and a restart of the gateway would forget it: see its log")

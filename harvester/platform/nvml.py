@@ -46,6 +46,8 @@ class Nvml:
         except self._fault as error:
             raise ConfigError(f"source nvml finds no driver: {error}") from error
         self._xids: dict[str, int] = {}
+        self._unheard = False
+        """Whether events may have been missed."""
         self._events = self._register()
 
     def read(self) -> tuple[GpuReading, ...]:
@@ -67,7 +69,7 @@ class Nvml:
             uuid=uuid,
             power_watts=power,
             temperature_celsius=temperature,
-            xid=self._xids.get(uuid),
+            xid=None if self._unheard and not self._xids.get(uuid) else self._xids.get(uuid),
         )
 
     def _register(self) -> Any:
@@ -80,12 +82,16 @@ class Nvml:
         return events
 
     def _take_events(self) -> None:
-        """All that are due; NVML raises a time-out where there is none."""
-        with suppress(self._fault):
+        """All that are due; NVML raises a time-out where there is none. After any other fault no
+        GPU is known to have no error."""
+        try:
             for _ in range(_EVENTS_MAX):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 1)
                 uuid = _text(self._nvml.nvmlDeviceGetUUID(event.device))
                 self._xids[uuid] = int(event.eventData)
+        except self._fault as error:
+            code = getattr(error, "value", None)
+            self._unheard = self._unheard or code != self._nvml.NVML_ERROR_TIMEOUT
 
 
 def _text(value: str | bytes) -> str:

@@ -339,6 +339,9 @@ class SlotPolicy:
             return ()
         if sample.kill_switch is KillSwitch.DRAIN:
             return (EndLease(lease=lease, reason=EndReason.KILL_SWITCH),)
+        if sample.stop is not None and sample.stop.order is StopOrder.DRAIN:
+            # Also where the kill file's weaker word keeps the lease.
+            return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         if self._held_and_empty(sample, now):
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         fate = _LEASE_FATE.get(memory.condition)

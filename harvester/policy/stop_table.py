@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.wire.stops import Stop, StopSource
+from harvester.contracts.wire.stops import NUMBER_MAX, Stop, StopSource
 
 STOPS_MAX = 256
-"""Orders that are kept; tenants are named from outside."""
+"""Orders for tenants that are kept, as those are named from outside. One for a slot or the node is
+never refused."""
 
 _Key = tuple[StopSource, str, str]
 
@@ -22,6 +23,8 @@ _Key = tuple[StopSource, str, str]
 class StopTable:
     def __init__(self, stops: Iterable[Stop] = ()) -> None:
         self._stops = {_key(stop): stop for stop in stops}
+        self._lifted: dict[str, int] = {}
+        """Numbers of the last ends of the cluster's orders, by tenant."""
 
     @property
     def stops(self) -> tuple[Stop, ...]:
@@ -32,14 +35,19 @@ class StopTable:
 
     def place(self, stop: Stop) -> Stop:
         """The order in force after it. Raises Exhausted where there are too many."""
+        lifted = self._lifted.get(stop.tenant, -1)
+        if stop.source is StopSource.CLUSTER and stop.number <= lifted:
+            # Of a gateway that does not know of another's end: repeated, that must not lift it.
+            stop = msgspec.structs.replace(stop, number=min(lifted + 1, NUMBER_MAX))
         known = self._stops.get(_key(stop))
         if known is not None and known.order.strength >= stop.order.strength:
             # A late end of an earlier order must not lift this one.
             number = max(known.number, stop.number)
             self._stops[_key(stop)] = known = msgspec.structs.replace(known, number=number)
             return known
-        if known is None and len(self._stops) >= STOPS_MAX:
-            raise Exhausted(f"{STOPS_MAX} stops are in force; lift one first")
+        tenants = sum(each.tenant != "" for each in self._stops.values())
+        if known is None and stop.tenant and tenants >= STOPS_MAX:
+            raise Exhausted(f"{STOPS_MAX} tenants are stopped; lift one first")
         self._stops[_key(stop)] = stop
         return stop
 
@@ -50,7 +58,13 @@ class StopTable:
         known = self._stops.get((source, slot, tenant))
         if known is not None and source is StopSource.CLUSTER and known.number > number:
             return known
-        self._stops.pop((source, slot, tenant), None)
+        if self._stops.pop((source, slot, tenant), None) and source is StopSource.CLUSTER:
+            # An operator at this agent lifts whatever is there: no number may follow that one.
+            end = known.number if known is not None and number == NUMBER_MAX else number
+            self._lifted.pop(tenant, None)
+            self._lifted[tenant] = end
+            if len(self._lifted) > STOPS_MAX:
+                del self._lifted[next(iter(self._lifted))]
         return None
 
 

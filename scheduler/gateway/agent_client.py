@@ -141,7 +141,7 @@ class AgentClient:
                 continue
             try:
                 return decoder.decode(raw)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 excerpt = raw[:200].decode(errors="replace")
                 message = (
                     f"agent {self._peer.url} {method} {path}: HTTP {status}, {error}: {excerpt}"

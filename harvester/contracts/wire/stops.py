@@ -18,6 +18,8 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import NodeId, checked_name
 
 REASON_CHARS_MAX = 200
+NUMBER_MAX = (1 << 53) - 1
+"""The highest number that an agent takes."""
 _Text = Annotated[str, msgspec.Meta(max_length=REASON_CHARS_MAX)]
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
@@ -104,7 +106,7 @@ class StopRequest(
     reason: _Text = ""
     cluster: bool = False
     """To an agent: the order is the cluster's."""
-    number: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] = 0
+    number: Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)] = 0
 
     def check(self) -> None:
         """Raises PeerProtocolError for a scope that no order can have, and for a missing reason."""
@@ -136,3 +138,5 @@ class ClusterStopReply(msgspec.Struct, frozen=True, kw_only=True):
     agents: dict[str, str]
     """Faults by agent: "" for one that obeys, else why that is not known. It gets the order again
     each second."""
+    recorded: bool = True
+    """Whether a restarted gateway would know it."""

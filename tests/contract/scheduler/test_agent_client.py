@@ -76,3 +76,9 @@ async def test_a_slot_that_is_nonsense_costs_the_agents_other_slots_nothing() ->
     said["slots"][3]["lending"]["share_ratio"] = None
     found = await offers_of(agent_that_says([msgspec.json.encode(said)]))
     assert [offer.slot for offer in found.slots] == [f"slot-{n}" for n in range(8) if n != 3]
+
+
+@pytest.mark.parametrize("said", [b'{"node": "\xff", "slots": []}', b'{"slots": ' + b"[" * 100_000])
+async def test_bytes_that_are_no_reply_are_the_agent_s_fault_and_no_one_else_s(said: bytes) -> None:
+    with pytest.raises(PeerProtocolError):
+        await offers_of(agent_that_says([said]))

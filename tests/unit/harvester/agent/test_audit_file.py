@@ -95,6 +95,13 @@ def test_a_clock_that_jumps_ahead_costs_two_files_and_not_the_history(path: Path
     assert [number for one in audit_files(path) for number in numbers(one)] == [2, 3, 99, 100]
 
 
+def test_a_clock_that_was_ahead_for_a_while_makes_no_later_file_old(path: Path) -> None:
+    file = aged(path, [3, 2, -3650, 0])
+    file.append(event(100, day=21))
+    file.close()
+    assert [number for one in audit_files(path) for number in numbers(one)] == [0, 1, 2, 3, 99, 100]
+
+
 def test_a_line_torn_by_a_kill_costs_that_event_alone(path: Path) -> None:
     killed = made(path)
     killed.append(event(1))

@@ -19,6 +19,7 @@ from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.contracts.process import process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRequest
 from harvester.contracts.wire.stops import StopOrder, StopRequest
@@ -268,3 +269,20 @@ def test_a_process_that_an_agent_had_lifted_is_where_it_was(
     (config.page_root / "slot1" / "guest").unlink()
     undo(config, records=True)
     assert rank_of(pid) == before
+
+
+def test_a_link_in_place_of_a_directory_leads_to_nothing_that_is_removed(
+    config: AgentConfig, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("grant", "guest", ".grant.lock", "pulse.production.0", "GPU-1.launch"):
+        (elsewhere / name).write_text("someone's")
+    before = files_under(elsewhere)
+    config.page_root.mkdir()
+    links = [config.page_root / "slot0", config.page_root / LAUNCH_DIRECTORY]
+    for link in links:
+        link.symlink_to(elsewhere)
+    done = undo(config, records=True)
+    assert files_under(elsewhere) == before
+    assert all("link" in done.left[link] for link in links)

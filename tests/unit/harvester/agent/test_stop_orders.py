@@ -9,13 +9,20 @@ import pytest
 
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, load_agent_config
+from harvester.contracts.audit import AuditEvent, read_audit
 from harvester.contracts.clock import VirtualClock, monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.journal import read_journal
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
-from harvester.contracts.wire.stops import StopOrder, StopReply, StopRequest
+from harvester.contracts.wire.stops import (
+    Stop,
+    StopOrder,
+    StopReply,
+    StopRequest,
+    StopSource,
+)
 
 SLOTS = ("slot0", "slot1")
 
@@ -173,6 +180,8 @@ def test_with_the_scheduler_dead_a_lease_ends_within_its_time(node: Node, order:
         ("hold new driver\n", "hold", "new driver"),
         ("HoldAndDrain\n", "drain", ""),
         ("Hold", "hold", ""),
+        ("hold\nnew driver\n", "hold", "new driver"),
+        ("hold\tnew driver", "hold", "new driver"),
         ("hold \x1b[2Jnew\nrack", "hold", "[2Jnew rack"),
         ("", "drain", "no known order"),
         ("\x00\xff", "drain", "no known order"),
@@ -217,6 +226,62 @@ def test_a_path_that_is_no_file_drains_and_never_hangs_the_beat(node: Node, kind
         os.mkfifo(node.file)
     node.beats(1)
     assert [stop.order for stop in node.agent.stops.stops] == ["drain"]
+
+
+@pytest.mark.parametrize("seconds", [10**14, -(10**14)])
+def test_a_stop_file_of_any_time_is_obeyed(
+    node: Node, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    # The file system of the tests may know no such time.
+    import os
+
+    node.file.write_text("hold new driver")
+    found = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda file: timed(found(file), seconds))
+    node.beats(1)
+    assert [(stop.order, stop.at) for stop in node.agent.stops.stops] == [("hold", "")]
+
+
+def timed(status: Any, seconds: int) -> Any:
+    return type(status)((*tuple(status)[:8], seconds, seconds), {"st_mtime": seconds})
+
+
+def audited(node: Node) -> list[tuple[str, str]]:
+    path = node.root / "state" / "audit.jsonl"
+    events = [each for each in read_audit(path) if isinstance(each, AuditEvent)]
+    return [(one.event, one.reason) for one in events if one.event.startswith("stop_")]
+
+
+def test_the_audit_s_last_line_of_a_scope_is_the_order_in_force(node: Node) -> None:
+    for number, order in enumerate((StopOrder.HOLD, StopOrder.DRAIN, StopOrder.DRAIN)):
+        node.order(order, cluster=True, number=number)
+    assert audited(node) == [
+        ("stop_placed", "hold (cluster): driver update"),
+        ("stop_lifted", "hold (cluster): driver update"),
+        ("stop_placed", "drain (cluster): driver update"),
+    ]
+
+
+@pytest.mark.parametrize("source", [StopSource.INTERLOCK, StopSource.CLUSTER])
+def test_many_orders_of_one_source_hide_none_of_another_from_the_audit(
+    node: Node, source: StopSource
+) -> None:
+    node.order(StopOrder.DRAIN)
+    audit = node.agent._stop_audit
+    for number in range(200):
+        flaps = Stop(order=StopOrder.HOLD, source=source, reason=str(number))
+        audit.observe((*node.agent.stops.stops, flaps), caller="", now=node.clock.now_s)
+    node.order(StopOrder.NONE)
+    assert audited(node)[-1] == ("stop_lifted", "drain (operator): driver update")
+
+
+def test_a_drain_ends_leases_beside_a_kill_file_that_keeps_them(node: Node) -> None:
+    assert isinstance(node.take("slot0"), LeaseGranted)
+    (node.root / "pages" / "kill").write_text("hold")
+    node.beats(1)
+    assert node.leased()
+    node.order(StopOrder.DRAIN)
+    assert not node.leased()
 
 
 def test_a_stop_survives_a_restart_with_its_author_and_reason(node: Node) -> None:

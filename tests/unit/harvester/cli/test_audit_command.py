@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harvester.cli import main
+from harvester.cli import audit_command, main
 from harvester.contracts.audit import SCHEMA, AuditEvent
 
 YEAR = "2026-01-01T00:00:00.000+00:00"
@@ -82,6 +82,20 @@ def test_no_text_of_an_event_commands_the_terminal(
     _, out, _ = ran(capsys, str(state / "audit.jsonl"))
     assert "[2J[red]x" in out
     assert "\x1b" not in out
+
+
+def test_a_table_has_the_latest_events_and_says_how_many_are_before_them(
+    state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_command, "ROWS_MAX", 2)
+    _, out, err = ran(capsys, str(state.parent / "agent.yaml"))
+    assert "lease_ended" not in out
+    assert "lease_granted" in out
+    assert "slot_state" in out
+    assert "the latest 2 of 3 events: choose with --since" in err
+    _, out, err = ran(capsys, str(state.parent / "agent.yaml"), "--json")
+    assert len(kinds(out)) == 3
+    assert err == ""
 
 
 def test_a_torn_line_is_skipped_with_a_message(

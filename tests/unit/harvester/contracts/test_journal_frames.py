@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from io import FileIO
@@ -279,6 +280,19 @@ def test_a_line_of_several_blocks_is_whole_or_left_out(path: Path) -> None:
     assert list(read_journal(path)) == []
     journal(path, 1)
     assert list(map(type, read_journal(path))) == [Opened, Decided]
+
+
+@pytest.mark.parametrize("fill", [b"\n", b"x"])
+def test_a_forged_file_takes_little_memory(path: Path, fill: bytes) -> None:
+    block = ((128 << 10) << 3 | 1 << 1).to_bytes(3, "little") + fill
+    path.write_bytes(journal_frames.MAGIC + bytes([0, 9 << 3]) + 1000 * block)
+    tracemalloc.start()
+    try:
+        with pytest.raises(Corrupt, match="line 1"):
+            list(read_journal(path))
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_compressed_line_without_end_is_refused(path: Path) -> None:

@@ -16,7 +16,12 @@ from harvester.platform.nvml import Nvml
 class FakeNvml(ModuleType):
     """The calls of nvidia-ml-py 12 that are used, on GPUs by number."""
 
-    class NVMLError(Exception): ...
+    class NVMLError(Exception):
+        def __init__(self, value: object) -> None:
+            super().__init__(value)
+            self.value = value
+
+    NVML_ERROR_TIMEOUT = 10
 
     NVML_TEMPERATURE_GPU = 0
     nvmlEventTypeXidCriticalError = 8  # noqa: N815 - NVIDIA's name
@@ -49,7 +54,7 @@ class FakeNvml(ModuleType):
                 return self.gpus[arguments[0]]["temperature"]
             case "nvmlEventSetWait_v2":
                 if not self.events:
-                    raise self.NVMLError("timeout")
+                    raise self.NVMLError(self.NVML_ERROR_TIMEOUT)
                 return self.events.pop(0)
         return None
 
@@ -77,6 +82,16 @@ def test_a_value_that_a_gpu_does_not_report_is_none(nvml: FakeNvml) -> None:
     nvml.unfit = {"nvmlDeviceGetPowerUsage", "nvmlDeviceRegisterEvents"}
     gpu, _ = Nvml().read()
     assert (gpu.power_watts, gpu.temperature_celsius, gpu.xid) == (None, 60.0, None)
+
+
+def test_without_its_events_a_gpu_is_not_known_to_have_no_error(nvml: FakeNvml) -> None:
+    reader = Nvml()
+    nvml.events.append(SimpleNamespace(device=1, eventData=79))
+    reader.read()
+    nvml.unfit = {"nvmlEventSetWait_v2"}
+    assert [gpu.xid for gpu in reader.read()] == [None, 79]
+    nvml.unfit = set()
+    assert [gpu.xid for gpu in reader.read()] == [None, 79], "what came meanwhile is lost"
 
 
 def test_a_gpu_that_is_lost_later_is_no_reading(nvml: FakeNvml) -> None:

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.wire.stops import KUEUE_WORDS, Stop, StopOrder, StopSource, order_of
+from harvester.contracts.wire.stops import (
+    KUEUE_WORDS,
+    NUMBER_MAX,
+    Stop,
+    StopOrder,
+    StopSource,
+    order_of,
+)
 from harvester.policy.stop_table import STOPS_MAX, StopTable, binding
 
 OPERATOR = StopSource.OPERATOR
@@ -71,6 +78,27 @@ def test_tenants_named_from_outside_do_not_fill_memory() -> None:
     with pytest.raises(Exhausted):
         table.place(stop("hold", tenant="one-more"))
     assert table.place(stop("drain", tenant="t3")).order is StopOrder.DRAIN
+    for source in (OPERATOR, StopSource.CLUSTER):
+        assert table.place(stop("drain", source)).order is StopOrder.DRAIN
+    assert table.place(stop("drain", slot="slot0")).slot == "slot0"
+
+
+def test_the_end_of_an_order_repeated_by_one_gateway_lifts_no_later_one_of_another() -> None:
+    table, cluster = StopTable(), StopSource.CLUSTER
+    table.place(stop("drain", cluster, number=1))
+    assert table.lift(cluster, number=2) is None
+    later = table.place(stop("drain", cluster, number=1))
+    assert table.lift(cluster, number=2) is later
+    assert table.lift(cluster, number=later.number) is None
+
+
+def test_an_order_lifted_at_the_agent_can_be_given_and_lifted_again() -> None:
+    table, cluster = StopTable(), StopSource.CLUSTER
+    for number in (1, 3):
+        placed = table.place(stop("drain", cluster, number=number))
+        assert placed.number < 10
+        assert table.lift(cluster, number=NUMBER_MAX) is None
+    assert table.stops == ()
 
 
 ORDERS = st.builds(

@@ -1,5 +1,6 @@
 """The gateway's orders against agents that are away, forget, refuse, or hear another gateway."""
 
+import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -8,7 +9,14 @@ import pytest
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import TenantId
-from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest, StopSource
+from harvester.contracts.wire.stops import (
+    NUMBER_MAX,
+    Stop,
+    StopOrder,
+    StopReply,
+    StopRequest,
+    StopSource,
+)
 from harvester.policy.stop_table import StopTable
 from scheduler.gateway.cluster_stops import ClusterStops
 from scheduler.gateway.gateway_state import SchedulerState
@@ -154,3 +162,103 @@ async def test_a_gateway_that_forgot_its_order_can_lift_it() -> None:
 async def test_a_slot_is_ordered_at_its_agent() -> None:
     with pytest.raises(PeerProtocolError, match="slot"):
         await stops_of({}).order(StopRequest(order=StopOrder.HOLD, slot="s", reason="r"))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_end_of_one_gateway_does_not_lift_a_later_order_of_another(
+    tmp_path: Path, restarted: bool
+) -> None:
+    agents = {"a": Agent()}
+    one, other = stops_of(agents, tmp_path / "state"), stops_of(agents)
+    await one.order(wanted(StopOrder.DRAIN))
+    await one.order(wanted(StopOrder.NONE))
+    await report(one, agents)
+    await report(other, agents)
+    await other.order(wanted(StopOrder.DRAIN))
+    one = stops_of(agents, tmp_path / "state") if restarted else one
+    for _ in range(3):
+        await report(one, agents)
+        assert agents["a"].orders == [("", "drain")]
+    await other.order(wanted(StopOrder.NONE))
+    assert agents["a"].orders == []
+
+
+async def test_an_order_of_two_gateways_stays_until_both_lift_it() -> None:
+    agents = {"a": Agent()}
+    one, other = stops_of(agents), stops_of(agents)
+    for gateway in (one, other):
+        await gateway.order(wanted(StopOrder.DRAIN))
+    await one.order(wanted(StopOrder.NONE))
+    await report(other, agents)
+    for _ in range(3):
+        await report(one, agents)
+        assert agents["a"].orders == [("", "drain")]
+        await report(other, agents)
+    await other.order(wanted(StopOrder.NONE))
+    for gateway in (one, other):
+        await report(gateway, agents)
+    assert agents["a"].orders == []
+
+
+@pytest.mark.parametrize("number", [NUMBER_MAX, 1 << 63])
+async def test_no_number_that_one_agent_reports_keeps_orders_from_the_others(number: int) -> None:
+    agents = {"a": Agent(), "b": Agent()}
+    stops = stops_of(agents)
+    lie = Stop(order=StopOrder.HOLD, source=StopSource.CLUSTER, number=number)
+    await stops.agree("a", (lie,))
+    await stops.order(wanted(StopOrder.DRAIN))
+    assert agents["b"].table.stops[0].number <= NUMBER_MAX
+    await stops.order(wanted(StopOrder.NONE))
+    assert agents["b"].orders == []
+
+
+class FullState(SchedulerState):
+    full = True
+
+    def keep_stop(self, stop: Stop) -> None:
+        if self.full:
+            raise sqlite3.OperationalError("database or disk is full")
+        super().keep_stop(stop)
+
+
+async def test_an_order_that_cannot_be_recorded_reaches_the_agents_and_is_recorded_later(
+    tmp_path: Path,
+) -> None:
+    agents = {"a": Agent()}
+    state = FullState(tmp_path / "state")
+    stops = ClusterStops(state, cast(Any, agents))
+    reply = await stops.order(wanted(StopOrder.DRAIN))
+    assert (reply.agents, reply.recorded) == ({"a": ""}, False)
+    assert agents["a"].orders == [("", "drain")]
+    with pytest.raises(Exhausted, match="stays"):
+        await stops.order(wanted(StopOrder.NONE))
+    assert agents["a"].orders == [("", "drain")]
+    await report(stops, agents)
+    assert stops_of(agents, tmp_path / "state").stops == ()
+    state.full = False
+    await report(stops, agents)
+    assert [stop.order for stop in stops_of(agents, tmp_path / "state").stops] == ["drain"]
+    assert (await stops.order(wanted(StopOrder.NONE))).recorded
+
+
+async def test_an_agent_that_does_not_answer_costs_one_call_whatever_was_ordered() -> None:
+    agents = {"a": Agent()}
+    stops = stops_of(agents)
+    for tenant in ("t", "u", "v"):
+        await stops.order(wanted(StopOrder.DRAIN, tenant))
+    agents["a"].away, agents["a"].calls = True, 0
+    await stops.agree("a", ())
+    assert agents["a"].calls == 1
+    agents["a"].away, agents["a"].table = False, StopTable()
+    await report(stops, agents)
+    assert [tenant for tenant, _ in agents["a"].orders] == ["t", "u", "v"]
+
+
+async def test_an_order_of_a_gateway_that_this_one_has_not_heard_of_is_lifted_at_once() -> None:
+    agents = {"a": Agent(), "b": Agent()}
+    before = stops_of(agents)
+    for order in (StopOrder.DRAIN, StopOrder.NONE, StopOrder.DRAIN):
+        await before.order(wanted(order))
+    reply = await stops_of(agents).order(wanted(StopOrder.NONE))
+    assert reply.agents == {"a": "", "b": ""}
+    assert [agent.orders for agent in agents.values()] == [[], []]
