@@ -18,10 +18,14 @@ _SWITCH_BYTES = 64
 
 
 def read_kill_switch(path: Path) -> KillSwitch:
-    """The node's kill switch; a file that is empty, unreadable or unknown drains."""
+    """The node's kill switch; a file that is empty, unreadable, unknown or no file drains."""
     try:
-        with path.open("rb") as file:
-            text = file.read(_SWITCH_BYTES).strip()
+        # A pipe without a writer must not hold the beat up.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            text = os.read(file, _SWITCH_BYTES).strip()
+        finally:
+            os.close(file)
     except FileNotFoundError:
         return KillSwitch.NONE
     except OSError:

@@ -1,0 +1,44 @@
+"""The kill file as an operator, or an accident, leaves it."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harvester.agent.operator_files import read_kill_switch
+from harvester.policy.sample import KillSwitch
+
+
+@pytest.fixture
+def kill(tmp_path: Path) -> Path:
+    return tmp_path / "kill"
+
+
+@pytest.mark.parametrize(
+    ("text", "switch"),
+    [
+        ("hold", KillSwitch.HOLD),
+        (" hold\n", KillSwitch.HOLD),
+        ("drain", KillSwitch.DRAIN),
+        ("", KillSwitch.DRAIN),
+        ("HOLD", KillSwitch.DRAIN),
+        ("hold everything", KillSwitch.DRAIN),
+    ],
+)
+def test_anything_but_hold_drains(kill: Path, text: str, switch: KillSwitch) -> None:
+    kill.write_text(text)
+    assert read_kill_switch(kill) is switch
+
+
+def test_no_file_is_no_switch(kill: Path) -> None:
+    assert read_kill_switch(kill) is KillSwitch.NONE
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_drains_and_holds_no_beat_up(
+    kill: Path, make: Callable[[Path], None]
+) -> None:
+    make(kill)
+    assert read_kill_switch(kill) is KillSwitch.DRAIN
