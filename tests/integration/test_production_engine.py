@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 
 import aiohttp
 import pytest
@@ -47,7 +48,8 @@ async def test_an_idle_engine_beats(engine_slot: EngineSlot) -> None:
     pulse = engine_slot.pulse()
     assert (pulse.in_flight, pulse.waiting, pulse.decoding) == (0, 0, 0)
     assert pulse.steps_total == steps
-    assert pulse.shape.startswith("Qwen2ForCausalLM 2x128 bfloat16 tp1 pp1 on ")
+    # float32 on a CPU without fast bf16.
+    assert re.match(r"Qwen2ForCausalLM 2x128 (bfloat16|float32) tp1 pp1 on ", pulse.shape)
 
 
 async def test_a_request_is_in_flight_from_its_arrival_to_its_last_byte(
