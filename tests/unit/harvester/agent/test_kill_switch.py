@@ -37,7 +37,7 @@ def test_no_file_is_no_switch(kill: Path) -> None:
 
 @pytest.mark.timeout(10)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_drains_and_holds_no_beat_up(
+def test_a_pipe_or_a_folder_drains_and_holds_no_beat_up(
     kill: Path, make: Callable[[Path], None]
 ) -> None:
     make(kill)
