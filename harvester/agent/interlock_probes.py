@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Protocol, TypeVar
@@ -123,7 +124,24 @@ def read_dcgm(body: bytes) -> AcceleratorsReading:
     )
 
 
-class AlertsProbe:
+class _PageProbe(ABC):
+    """Asks a server again and again."""
+
+    _period_s: float
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with aiohttp.ClientSession() as session:
+            while True:
+                await self.ask(session)
+                await asyncio.sleep(self._period_s)
+
+    @abstractmethod
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        """Take one reading. Raises nothing."""
+
+
+class AlertsProbe(_PageProbe):
     def __init__(
         self,
         url: str,
@@ -146,13 +164,6 @@ class AlertsProbe:
             chosen = {"active": "true", "silenced": "false", "inhibited": "false"}
             self._path, self._read = f"/api/v2/alerts?{urlencode(chosen)}", read_raised
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        async with aiohttp.ClientSession() as session:
-            while True:
-                await self.ask(session)
-                await asyncio.sleep(self._period_s)
-
     async def ask(self, session: aiohttp.ClientSession) -> None:
         try:
             peer = Peer(session, self._url, self._credentials)
@@ -165,7 +176,7 @@ class AlertsProbe:
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
-class DcgmProbe:
+class DcgmProbe(_PageProbe):
     def __init__(
         self, url: str, *, credentials: Credentials, period_s: float, timeout_s: float, clock: Clock
     ) -> None:
@@ -178,13 +189,6 @@ class DcgmProbe:
         self._timeout_s = timeout_s
         self._clock = clock
         self.reading = AcceleratorsReading(fault=_UNASKED)
-
-    async def run(self) -> None:
-        """Until cancelled."""
-        async with aiohttp.ClientSession() as session:
-            while True:
-                await self.ask(session)
-                await asyncio.sleep(self._period_s)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
         try:
