@@ -11,8 +11,8 @@ wrong_span         spans that do not cover the tokens once and in order, that na
                    weights do not give: greedy, one that is not the best by more than TIE_NATS
                    after penalties, `min_tokens` and `logit_bias` over the whole output; any, one
                    whose reported log-probability is off by more than LOGPROB_NATS. Engines report
-                   `raw_logprobs`: before those settings, but over the tokens that a grammar
-                   allows, so that under a grammar only one that is too low is wrong
+                   `processed_logprobs`: after those settings, and over the tokens that a grammar
+                   or a thinking budget allows, so that there only one that is too low is wrong
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
                    ended, and that the next attempt did not go on from
 truncated_by_place turns that end as `length` below their limit, as `stop` without a stop token, or
@@ -49,9 +49,10 @@ class TokenTruth:
     """One token in its context, as the weights of a version rate it."""
 
     logprob: float
+    """After penalties, `min_tokens` and `logit_bias`."""
     gap_nats: float | None
-    """Between the best candidate and this token, after penalties; 0 for the best, None where
-    something else decides."""
+    """Between the best candidate and this token; 0 for the best, None where something else, as a
+    grammar, may decide or exclude candidates."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -325,10 +326,10 @@ class _TurnJudge:
             return
         sampling = last.body["sampling_params"]
         greedy = sampling.get("temperature", 1.0) == 0
-        masked = sampling.get("structured_outputs") is not None
         wrong = set()
         for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=False)):
-            off = max(0.0, truth.logprob - logprob) if masked else abs(truth.logprob - logprob)
+            too_low = truth.logprob - logprob
+            off = max(0.0, too_low) if truth.gap_nats is None else abs(too_low)
             gap_nats = truth.gap_nats if greedy else None
             self.verdict.judged_tokens += 1
             self.verdict.judged_choices += gap_nats is not None

@@ -13,7 +13,7 @@ from weightsync.publisher import Publisher
 VOCABULARY = 512
 BOS_ID, EOS_ID, PAD_ID, THINK_ID, END_THINK_ID = 1, 2, 0, 3, 4
 FIRST_ID = 5
-"""First token that has text."""
+"""First token that has text: an exclamation mark."""
 REASONING = {"reasoning_start_str": "<think>", "reasoning_end_str": "Enough.</think>"}
 """vLLM's `--reasoning-config`: a budget forces an end of several tokens."""
 ENGINE_ARGUMENTS = ("--dtype", "float32", "--reasoning-config", json.dumps(REASONING))

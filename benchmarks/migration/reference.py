@@ -1,7 +1,7 @@
 """The model's own word on each token, by transformers: no engine, no gateway, no cache.
 
-One pass over prompt and output with the weights of a version gives the log-probability of each
-token and, after penalties, `min_tokens` and `logit_bias`, its gap to the best candidate.
+One pass over prompt and output with the weights of a version gives, after penalties, `min_tokens`
+and `logit_bias`, the log-probability of each token and its gap to the best candidate.
 """
 
 from collections import defaultdict
@@ -85,8 +85,8 @@ def _passes(
             start = len(claim.prompt) - 1
             logits = scores[row, start : start + len(claim.token_ids)]
             column = torch.tensor(claim.token_ids)[:, None]
-            logprobs = torch.log_softmax(logits, dim=-1).gather(1, column)[:, 0].tolist()
             processed = _processed(logits, claim)
+            logprobs = torch.log_softmax(processed, dim=-1).gather(1, column)[:, 0].tolist()
             gaps = (processed.max(dim=-1).values - processed.gather(1, column)[:, 0]).tolist()
             decided = chosen_places(claim.sampling, claim.token_ids, forced_end)
             yield (

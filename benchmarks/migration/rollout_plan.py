@@ -105,6 +105,11 @@ def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> 
                 new = [BOS_ID, *new, *_filler(random, room - small)]
             max_tokens = random.randint(16, 80)
             sampling = _sampling(random, max_tokens) | _surface(random)
+            if "structured_outputs" in sampling:
+                # vLLM takes them out of the grammar, and fails a request that needs one of them.
+                del sampling["stop_token_ids"]
+            # vLLM searches a prompt's last characters for stop strings where it ends within one.
+            new.append(FIRST_ID)
             if "thinking_token_budget" in sampling:
                 new.append(THINK_ID)
             room -= len(new) + max_tokens

@@ -9,12 +9,12 @@ accept the argument. The stream carries what this engine adds.
 
 import os
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.environment import Role, slot_environment
 from coserve.vllm.launch import WEIGHT_ROOT_VARIABLE
+from coserve.vllm.thinking_budgets import kept_apart, replaying_output
 from harvester.contracts.stock_fallback import guarded
 from harvester.contracts.wire.rollouts import EMITTED_ARGUMENT
 
@@ -51,6 +51,7 @@ def _register() -> None:
     StructuredOutputManager._create_grammar = _advanced(StructuredOutputManager._create_grammar)
     CachedRequestState.__post_init__ = _with_output(CachedRequestState.__post_init__)
     replaying_output(ThinkingBudgetStateHolder)
+    kept_apart(ThinkingBudgetStateHolder)
     _registered = True
 
 
@@ -129,28 +130,6 @@ def _with_output(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             self.output_token_ids = list(emitted)
 
     return with_output
-
-
-def replaying_output(holder: Any) -> None:
-    """Thinking budgets in runner 1: output at a request's first step counts token by token, though
-    quiet ones are skipped. vLLM would count it at once, and lose its place in a forced end."""
-    update = holder._update_think_state
-    markers = attrgetter("think_start_token_ids", "think_end_token_ids")
-
-    def replayed(self: Any, state: dict[str, Any]) -> None:
-        output, drafted, length = state["output_tok_ids"], state["spec_token_ids"], 0
-        while length < len(output) and "rosemux_replayed" not in state:
-            state |= {"output_tok_ids": output[:length], "spec_token_ids": []}
-            update(self, state)
-            spent = state["prev_output_length"] + state["check_count_down"]
-            due = len(output) if state["start_thinking"] < 0 else min(spent, len(output))
-            steps = range(length + 1, 0 if state["in_end"] else due)
-            ends = (n for n in steps for m in markers(self) if output[n - len(m) : n] == m)
-            length = next(ends, max(length + 1, steps.stop))
-        state |= {"output_tok_ids": output, "spec_token_ids": drafted, "rosemux_replayed": True}
-        update(self, state)
-
-    holder._update_think_state = replayed
 
 
 def _advanced(create_grammar: Callable[..., Any]) -> Callable[..., Any]:

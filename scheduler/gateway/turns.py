@@ -216,7 +216,11 @@ class TurnRunner:
             if running.trial not in ("", running.request):
                 # Its prompt, from which this engine has made tokens.
                 self.blame.served(running.trial, engine)
-        ran = [Ran(one.request, age_s=broke_s - one.began_s, tokens=one.tokens) for one in lost]
+        usual_s = self._first_tokens.usual_s
+        ran = [
+            Ran(one.request, broke_s - one.began_s, one.tokens, usual_first_token_s=usual_s)
+            for one in lost
+        ]
         self.blame.died(engine, ran, reason=fault, now=now)
         if lost:
             self.deaths.died((one.turn.prompt_mark for one in lost), now=now)

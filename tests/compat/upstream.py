@@ -360,8 +360,11 @@ CONTINUATION: tuple[Symbol, ...] = (
     *overrides(
         "vllm.v1.sample.thinking_budget_state",
         "ThinkingBudgetStateHolder",
-        {"_update_think_state": ("state",)},
+        {"_update_think_state": ("state",), "sync_batch": ("batch_update",)},
     ),
+    *reads("vllm.v1.sample.thinking_budget_state", "ThinkingBudgetStateHolder._state"),
+    *reads("vllm.v1.sample.logits_processor.interface", "BatchUpdate.moved"),
+    *reads("vllm.v1.sample.logits_processor.interface", "MoveDirectionality.SWAP"),
     *reads(
         "vllm.v1.sample.thinking_budget_state",
         "ThinkingBudgetStateHolder.think_start_token_ids",

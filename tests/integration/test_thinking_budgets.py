@@ -1,4 +1,5 @@
-"""vLLM's own state of a thinking budget, without an engine: output that a request brings counts."""
+"""vLLM's own state of a thinking budget, without an engine: output that a request brings counts, and
+a request without a budget has none."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coserve.vllm.continuation import replaying_output
+from coserve.vllm.thinking_budgets import kept_apart, replaying_output
 
 pytestmark = pytest.mark.engine
 
@@ -108,3 +109,50 @@ def test_a_long_output_is_counted_in_few_steps() -> None:
     )  # fmt: skip
     assert going_on[-2:] == [6, 0]
     assert Counting.updates < 10
+
+
+ROWS = 4
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_budget_stays_with_its_request_when_rows_move(data: st.DataObject) -> None:
+    """Rows of a batch as vLLM's own builder reports them: removed, filled anew, moved, swapped."""
+    import torch
+    from vllm.v1.sample.logits_processor.interface import BatchUpdate, MoveDirectionality
+    from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+
+    class Holder(ThinkingBudgetStateHolder):  # type: ignore[misc]
+        """A class of its own."""
+
+    kept_apart(Holder)
+    holder = Holder(
+        SimpleNamespace(reasoning_start_token_ids=[7], reasoning_end_token_ids=[6, 0]),
+        ROWS, 0, torch.device("cpu"), False,
+    )  # fmt: skip
+    rows: dict[int, tuple[int, bool]] = {}
+    names = iter(range(10_000))
+    for _ in range(8):
+        removed = data.draw(st.sets(st.sampled_from(sorted(rows)))) if rows else set()
+        for row in removed:
+            del rows[row]
+        empty, added = sorted(set(range(ROWS)) - rows.keys()), []
+        for row in empty[: data.draw(st.integers(0, len(empty)))]:
+            name, budgeted = next(names), data.draw(st.booleans())
+            rows[row] = (name, budgeted)
+            params = SimpleNamespace(thinking_token_budget=0 if budgeted else None)
+            added.append((row, params, [name, 7], []))
+            removed.discard(row)
+        moved = []
+        while rows and (gap := min(set(range(ROWS + 1)) - rows.keys())) < max(rows):
+            # As InputBatch.condense: the row that it fills is no longer reported as removed.
+            moved.append((max(rows), gap, MoveDirectionality.UNIDIRECTIONAL))
+            removed.discard(gap)
+            rows[gap] = rows.pop(max(rows))
+        if len(rows) > 1 and data.draw(st.booleans()):
+            one, other = data.draw(st.permutations(sorted(rows)))[:2]
+            moved.append((one, other, MoveDirectionality.SWAP))
+            rows[one], rows[other] = rows[other], rows[one]
+        holder.sync_batch(BatchUpdate(len(rows), sorted(removed), added, moved))
+        states = {row: state["prompt_tok_ids"][0] for row, state in holder._state.items()}
+        assert states == {row: name for row, (name, budgeted) in rows.items() if budgeted}

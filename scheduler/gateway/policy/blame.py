@@ -4,7 +4,7 @@
     no engine has died for QUIET_S                          a suspect goes on: on trial, no second
                                                             one on that engine
     it makes CLEARED_TOKENS there, or ends                  the suspicion is dropped
-    the engine of its trial dies within KILLS_WITHIN_S,     quarantined: two engines failed under it
+    the engine of its trial dies in its first step,         quarantined: two engines failed under it
     before a token of it, or answers it with a failure
     that engine dies later                                  a suspect as before
 
@@ -28,7 +28,11 @@ CLEARED_TOKENS = 4
 """Engines schedule a step or two ahead, so the first tokens of a trial may still come."""
 
 KILLS_WITHIN_S = 0.5
-"""A poisonous request kills an engine in its first step there."""
+"""Least bound on a first step, in which a poisonous request kills an engine."""
+
+FIRST_STEPS = 2.0
+"""Bound on a first step in usual first-token times: on a slow or busy engine it begins later and
+takes longer, and its victims would pass for clear of the death."""
 
 QUIET_S = 1.0
 """Engines that are stopped together die within this time, and no trial is among them."""
@@ -68,10 +72,12 @@ class Ran:
     """Time since it came to that engine, in s."""
     tokens: int
     """Made there."""
+    usual_first_token_s: float = 0.0
 
     @property
     def just_begun(self) -> bool:
-        return not self.tokens and self.age_s <= KILLS_WITHIN_S
+        first_step_s = max(KILLS_WITHIN_S, FIRST_STEPS * self.usual_first_token_s)
+        return not self.tokens and self.age_s <= first_step_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,16 @@ def test_a_prompt_that_waited_long_for_its_first_token_is_no_suspect() -> None:
     assert policy.idle
 
 
+def test_on_slow_engines_a_first_step_is_longer() -> None:
+    """A killer that a slow engine reached after a second would else be cleared by its second kill,
+    and its bystanders blamed for its third."""
+    policy = BlamePolicy(held_s=0)
+    policy.died(A, [Ran("r", 1.1, 0, usual_first_token_s=0.6)], reason="gone", now=0)
+    policy.placed("r", B)
+    policy.died(B, [Ran("r", 1.1, 0, usual_first_token_s=0.6)], reason="gone", now=60)
+    assert policy.quarantined("r", now=60)
+
+
 def test_no_trial_begins_while_engines_die() -> None:
     policy = BlamePolicy()
     died(policy, A, "r", now=0)
