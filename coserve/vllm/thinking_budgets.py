@@ -1,4 +1,4 @@
-"""vLLM's state of thinking budgets, in rollout engines: exact over moves, and of its request only."""
+"""vLLM's state of thinking budgets in rollout engines: exact over moves, and its request's only."""
 
 from dataclasses import replace
 from operator import attrgetter

@@ -1,5 +1,5 @@
-"""vLLM's own state of a thinking budget, without an engine: output that a request brings counts, and
-a request without a budget has none."""
+"""vLLM's own state of a thinking budget, without an engine: output that a request brings counts,
+and a request without a budget has none."""
 
 from types import SimpleNamespace
 from typing import Any
