@@ -6,6 +6,7 @@ leases and version switches, `bias` compares sampled turns with and without move
 
 import argparse
 import json
+import sys
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ import uvloop
 
 from benchmarks.migration.bias_run import measured_bias
 from benchmarks.migration.deployment import CONTEXTS, deployed
-from benchmarks.migration.faults import measured_faults, publishing
+from benchmarks.migration.faults import convicted, measured_faults, publishing
 from benchmarks.migration.forced_moves import measured_moves
 from benchmarks.migration.model import write_model
 
@@ -42,6 +43,8 @@ def main() -> None:
             given.json.parent.mkdir(parents=True, exist_ok=True)
             given.json.write_text(text)
         print(text)
+    if "faults" in found and (faults := convicted(found["faults"])):
+        sys.exit(f"faults: {faults}")
 
 
 async def measure(given: argparse.Namespace, found: dict[str, Any]) -> None:

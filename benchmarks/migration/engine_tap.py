@@ -174,6 +174,7 @@ class EngineTap:
             request_id=name,
             number=int(number),
             context=sent["token_ids"] + (extra.get(EMITTED_ARGUMENT) or []),
+            sampling=sent["sampling_params"],
             began_s=self._clock.now(),
         )
 

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.migration import records, reference
 from benchmarks.migration.deployment import CONTEXTS, GUEST, STORE, Deployment, EngineProcess
-from benchmarks.migration.judge import Evidence, judged
+from benchmarks.migration.judge import CONVICTING, Evidence, judged
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
 from benchmarks.migration.rollout_plan import (
     Fault,
@@ -225,8 +225,9 @@ async def measured_faults(
     verdict = verdict_on(deployment, model, {each.name for each in plan}, poison=poison)
     return {
         "verdict": verdict,
-        "planned": dict(Counter(fault.kind for fault in script)),
+        "planned": dict(planned := Counter(fault.kind for fault in script)),
         "struck": dict(struck),
+        "unstruck": sorted(kind for kind in planned if not struck[kind]),
         "versions": len(deployment.states),
         "took_s": took_s,
         "gateway": (await deployment.status())["jobs"]["job"]["turns"],
@@ -267,6 +268,12 @@ def verdict_on(
         control = judged(replace(evidence, truths=reference.truths(model, exchanged, requests)))
         found["exchanged_weights"] = [control.wrong_span, verdict.judged_spans]
     return found
+
+
+def convicted(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What keeps a run from its goals: counters that are not 0, faults that never struck."""
+    counters = {name: found["verdict"][name] for name in CONVICTING if found["verdict"][name]}
+    return counters | ({"unstruck": found["unstruck"]} if found["unstruck"] else {})
 
 
 def first_state(model: Path) -> Mapping[str, Any]:

@@ -6,23 +6,28 @@ lost               turns without a whole answer: no reply, an error status, a st
 duplicated         turns with tokens that no engine made at their place (a token twice), two ends,
                    two different answers to one request id, or two first attempts
 wrong_span         spans that do not cover the tokens once and in order, that name another engine
-                   than the one whose stream had the tokens, whose engine's workers reported other
-                   weights than the store's hash of the version, or with a token that the version's
+                   than the one whose stream had the tokens, that name a version which the store
+                   has not, whose engine's workers reported other weights than the store's hash of
+                   the version, without a log-probability for each token, or with a token that the
+                   version's
                    weights do not give: greedy, one that is not the best by more than TIE_NATS
                    after penalties, `min_tokens` and `logit_bias` over the whole output; any, one
                    whose reported log-probability is off by more than LOGPROB_NATS. Engines report
-                   `processed_logprobs`: after those settings, and over the tokens that a grammar
-                   or a thinking budget allows, so that there only one that is too low is wrong
+                   `processed_logprobs`: after those settings and the temperature, and over the
+                   tokens that a grammar allows, so that there only one that is too low is wrong;
+                   that of a forced end of thinking is 0
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
                    ended, and that the next attempt did not go on from
-truncated_by_place turns that end as `length` below their limit, as `stop` without a stop token, or
-                   as `abort` with tokens: where a turn ran decided how long it is
+truncated_by_place turns that end as `length` below their limit or behind an EOS, stop token or stop
+                   string, as `stop` without one, or as `abort` with tokens: where a turn ran decided
+                   how long it is
 overrun            turns that go on behind an EOS, stop token or stop string, or beyond their limit
-broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py)
+broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py), and
+                   attempts that were asked for with another setting than the client's; the seed of
+                   one that goes on from output differs
 lost_to_others     turns among the lost and truncated that were on an engine while a poison request
                    failed it, or that were blamed for it (422)
-
-Poison requests are judged apart: each must have an answer that is an error.
+poison_passed      poison requests that were not answered with an error
 """
 
 from collections import Counter, defaultdict
@@ -33,7 +38,7 @@ from typing import Any
 
 from benchmarks.migration.records import AttemptRecord, HeldRecord, Reply, RequestRecord
 from benchmarks.migration.rollout_plan import ENDS
-from benchmarks.migration.settings_judge import Text, broken_setting, stopped_at
+from benchmarks.migration.settings_judge import Text, broken_setting, forced_places, stopped_at
 
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
@@ -42,6 +47,18 @@ LOGPROB_NATS = 1e-2
 IN_FLIGHT_S = 0.25
 """Tokens this young may not have been read when their stream ended."""
 _FINDINGS = 40
+CONVICTING = (
+    "lost",
+    "duplicated",
+    "wrong_span",
+    "resampled_tokens",
+    "truncated_by_place",
+    "overrun",
+    "broken_setting",
+    "lost_to_others",
+    "poison_passed",
+)
+"""Counters that must be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +105,7 @@ class Verdict:
     overrun: int = 0
     broken_setting: int = 0
     lost_to_others: int = 0
+    poison_passed: int = 0
     judged_tokens: int = 0
     """Compared with the weights."""
     judged_choices: int = 0
@@ -132,6 +150,8 @@ def judged(evidence: Evidence) -> Verdict:
     for name, asked in sorted(turns.items()):
         if asked[-1].trajectory in evidence.poison:
             answers[str(asked[-1].status)] += 1
+            if asked[-1].status < 400:
+                verdict.note("poison_passed", name, f"status {asked[-1].status}")
             continue
         verdict.turns += 1
         verdict.asked_twice += len(asked) > 1
@@ -183,6 +203,7 @@ class _TurnJudge:
         if self._twice(reply):
             return
         self._chain(last, reply)
+        self._asked_settings(last)
         self._spans(reply)
         self._tokens(last, reply)
 
@@ -215,7 +236,7 @@ class _TurnJudge:
         if behind or any(token in ends for token in ids[:-1]) or len(ids) > last.max_tokens:
             self._note("overrun", f"{len(ids)} tokens of {last.max_tokens}, stopped at {stopped}")
         early = {
-            "length": len(ids) < last.max_tokens,
+            "length": len(ids) < last.max_tokens or ids[-1] in ends or stopped == len(ids),
             "stop": not ids or (ids[-1] not in ends and stopped is None),
         }.get(reason, True)
         broken = broken_setting(
@@ -278,6 +299,21 @@ class _TurnJudge:
         if differing & {"insert", "replace"}:
             self._note("duplicated", f"tokens of no engine: {matcher.get_opcodes()[:4]}")
 
+    def _asked_settings(self, last: RequestRecord) -> None:
+        """Engines get the client's settings; only the seed differs behind output."""
+        wanted = last.body["sampling_params"]
+        for attempt in self.attempts:
+            sent = attempt.sampling
+            kept = sorted(wanted.keys() - {"seed"})
+            wrong = [name for name in kept if sent.get(name) != wanted[name]]
+            if (seed := wanted.get("seed")) is not None:
+                goes_on = self._offset(attempt) > 0
+                if sent.get("seed") is None or (sent["seed"] == seed) == goes_on:
+                    wrong.append("seed")
+            for name in wrong:
+                told = f"attempt {attempt.number} has {name} {sent.get(name)!r}"
+                self._note("broken_setting", told)
+
     def _resampled(self, before: AttemptRecord, offset: int) -> None:
         start = self._offset(before)
         read = sum(n for at_s, n in before.passed if at_s <= before.ended_s - IN_FLIGHT_S)
@@ -311,7 +347,10 @@ class _TurnJudge:
                 self._note("wrong_span", f"{span} was made by {attempt.engine}")
                 return
             held = self.hashes.get(attempt.identity)
-            if held is None or wanted is None:
+            if wanted is None:
+                self._note("wrong_span", f"{span} is of a version that the store has not")
+                return
+            if held is None:
                 self.verdict.unknown_weights_spans += 1
                 return
             if held != {wanted}:
@@ -321,19 +360,26 @@ class _TurnJudge:
 
     def _tokens(self, last: RequestRecord, reply: Reply) -> None:
         """The weights of each span's version give its tokens."""
-        truths = self.evidence.truths.get(self.name)
-        if truths is None:
+        truths = self.evidence.truths.get(self.name, ())
+        if not reply.spans:
+            return
+        if len({len(truths), len(reply.logprobs), len(reply.token_ids)}) > 1:
+            told = f"{len(reply.logprobs)} log-probabilities and {len(truths)} that the store gives"
+            self._note("wrong_span", f"{told} for {len(reply.token_ids)} tokens")
             return
         sampling = last.body["sampling_params"]
+        forced = forced_places(sampling, reply.token_ids, self.evidence.forced_end)
         greedy = sampling.get("temperature", 1.0) == 0
         wrong = set()
-        for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=False)):
+        for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=True)):
             too_low = truth.logprob - logprob
             off = max(0.0, too_low) if truth.gap_nats is None else abs(too_low)
+            if at in forced:
+                off = abs(logprob)
             gap_nats = truth.gap_nats if greedy else None
             self.verdict.judged_tokens += 1
             self.verdict.judged_choices += gap_nats is not None
-            bad = off > LOGPROB_NATS or (gap_nats or 0.0) > TIE_NATS
+            bad = not off <= LOGPROB_NATS or (gap_nats or 0.0) > TIE_NATS
             if bad:
                 wrong.add(
                     next((s["start"] for s in reply.spans if s["start"] <= at < s["end"]), -1)

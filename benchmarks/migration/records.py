@@ -48,6 +48,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     number: int
     context: list[int]
     """Prompt and output so far, as the gateway sent them."""
+    sampling: dict[str, Any] = {}
+    """Settings as the gateway sent them."""
     began_s: float
     status: int = 0
     identity: str = ""

@@ -99,7 +99,8 @@ def _passes(
 
 
 def _processed(logits: Any, claim: Claim) -> Any:
-    """Logits that a greedy engine compares, in vLLM's order; a row for each token of output."""
+    """Logits that an engine draws from, or compares if greedy, in vLLM's order; a row for each token
+    of output."""
     import torch
 
     sampling, inf = claim.sampling, float("inf")
@@ -114,7 +115,12 @@ def _processed(logits: Any, claim: Claim) -> Any:
     ratio = sampling.get("repetition_penalty", 1.0)
     logits = torch.where(seen, torch.where(logits > 0, logits / ratio, logits * ratio), logits)
     logits = logits - sampling.get("frequency_penalty", 0.0) * counts
-    return logits - sampling.get("presence_penalty", 0.0) * (counts > 0)
+    logits = logits - sampling.get("presence_penalty", 0.0) * (counts > 0)
+    logits = logits / (sampling.get("temperature", 1.0) or 1.0)
+    if top_k := sampling.get("top_k", 0):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = torch.where(logits < least, -inf, logits)
+    return logits
 
 
 class ModelText:

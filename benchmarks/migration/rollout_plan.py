@@ -151,7 +151,8 @@ def _sampling(random: Random, max_tokens: int) -> dict[str, Any]:
     if how < 0.6:
         return sampling | {"temperature": 0.0}
     seed = {"seed": random.randrange(1 << 31)} if how < 0.8 else {}
-    return sampling | {"temperature": 1.0} | seed
+    drawn = random.choice([{"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}])
+    return sampling | drawn | seed
 
 
 def _surface(random: Random) -> dict[str, Any]:

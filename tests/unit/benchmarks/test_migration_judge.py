@@ -1,29 +1,27 @@
 """The judge of benchmarks.migration.faults sees each fault of a tampered record, and only it."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
-from benchmarks.migration.judge import IN_FLIGHT_S, Evidence, TokenTruth, Verdict, judged
+from benchmarks.migration.judge import (
+    CONVICTING,
+    IN_FLIGHT_S,
+    Evidence,
+    TokenTruth,
+    Verdict,
+    judged,
+)
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
 
 PROMPT = [1, 10, 11]
 OUTPUT = [20, 21, 22, 23, 24, 25, 26, 27]
 STOP = 99
 LOGPROB = -0.5
-COUNTERS = (
-    "lost",
-    "duplicated",
-    "wrong_span",
-    "resampled_tokens",
-    "truncated_by_place",
-    "overrun",
-    "lost_to_others",
-    "broken_setting",
-)
 FORCED_END = [70, 71, 72]
 
 
@@ -32,8 +30,13 @@ def body(name: str, **sampling: Any) -> dict[str, Any]:
     return {"request_id": name, "token_ids": PROMPT, "sampling_params": given | sampling}
 
 
+def logprob(token: int) -> float:
+    """No other token may come within a forced end."""
+    return 0.0 if token in FORCED_END else LOGPROB
+
+
 def choice(ids: list[int], spans: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
-    content = [{"token_id": one, "logprob": LOGPROB} for one in ids]
+    content = [{"token_id": one, "logprob": logprob(one)} for one in ids]
     return {
         "token_ids": ids, "logprobs": {"content": content}, "spans": spans,
         "finish_reason": finish, "fault": "",
@@ -53,6 +56,7 @@ def attempt(
         request_id=name,
         number=number,
         context=PROMPT + before,
+        sampling=body(name)["sampling_params"],
         began_s=began_s,
         status=200,
         identity=f"{engine}.{number}",
@@ -87,7 +91,6 @@ class Case:
             HeldRecord(engine="e0", identity="e0.1", version=1, state_hash="h1"),
             HeldRecord(engine="e1", identity="e1.2", version=2, state_hash="h2"),
         ]
-        self.truths = [TokenTruth(LOGPROB, 0.0)] * len(OUTPUT)
         self.extra: list[RequestRecord] = []
         self.poison: frozenset[str] = frozenset()
         self.say(OUTPUT, SPANS)
@@ -95,6 +98,7 @@ class Case:
     def say(
         self, ids: list[int], spans: list[dict[str, Any]], finish: str | None = "length"
     ) -> None:
+        self.truths = [TokenTruth(logprob(one), 0.0) for one in ids]
         half = len(ids) // 2
         events = [choice(ids[:half], [], None), choice(ids[half:], spans, finish)]
         self.request.events = [json.dumps({"choices": [one]}) for one in events] + ["[DONE]"]
@@ -114,7 +118,7 @@ class Case:
 
     def counted(self) -> dict[str, int]:
         found = self.verdict()
-        return {name: value for name in COUNTERS if (value := getattr(found, name))}
+        return {name: value for name in CONVICTING if (value := getattr(found, name))}
 
 
 def test_a_turn_that_moved_well_is_acquitted_and_was_looked_at() -> None:
@@ -128,12 +132,12 @@ def test_a_turn_that_moved_well_is_acquitted_and_was_looked_at() -> None:
 
 def dropped_token(case: Case) -> None:
     case.say(OUTPUT[:4] + OUTPUT[5:], [SPANS[0], span(3, len(OUTPUT) - 1, "e1", 2)])
-    case.request.body["sampling_params"]["max_tokens"] = len(OUTPUT) - 1
+    sampling(case, max_tokens=len(OUTPUT) - 1)
 
 
 def doubled_token(case: Case) -> None:
     case.say([*OUTPUT[:4], OUTPUT[3], *OUTPUT[4:]], [SPANS[0], span(3, len(OUTPUT) + 1, "e1", 2)])
-    case.request.body["sampling_params"]["max_tokens"] = len(OUTPUT) + 1
+    sampling(case, max_tokens=len(OUTPUT) + 1)
 
 
 def error_status(case: Case) -> None:
@@ -159,7 +163,7 @@ def aborted_later(case: Case) -> None:
 
 
 def short_length(case: Case) -> None:
-    case.request.body["sampling_params"]["max_tokens"] = len(OUTPUT) + 4
+    sampling(case, max_tokens=len(OUTPUT) + 4)
 
 
 def stop_without_a_stop_token(case: Case) -> None:
@@ -167,7 +171,7 @@ def stop_without_a_stop_token(case: Case) -> None:
 
 
 def went_on_behind_the_stop_token(case: Case) -> None:
-    case.request.body["sampling_params"]["stop_token_ids"] = [OUTPUT[2]]
+    sampling(case, stop_token_ids=[OUTPUT[2]])
 
 
 def went_on_behind_eos(case: Case) -> None:
@@ -230,7 +234,8 @@ def tokens_sampled_again(case: Case) -> None:
 
 
 def sampling(case: Case, **settings: Any) -> None:
-    case.request.body["sampling_params"] |= settings
+    for given in (case.request.body["sampling_params"], *(a.sampling for a in case.attempts)):
+        given |= settings
 
 
 def went_on_behind_a_stop_string_across_the_seam(case: Case) -> None:
@@ -263,6 +268,57 @@ def grammar_cut_short(case: Case) -> None:
 def logprob_below_the_grammars(case: Case) -> None:
     sampling(case, structured_outputs={"regex": "[a-z]{9}"})
     case.truths = [TokenTruth(LOGPROB + 0.1, None), *case.truths[1:]]
+
+
+def forced_token_with_a_chance(case: Case) -> None:
+    forced_end_across_the_seam(case)
+    content = json.loads(case.request.events[0])
+    content["choices"][0]["logprobs"]["content"][2]["logprob"] = -30.0
+    case.request.events[0] = json.dumps(content)
+
+
+def version_that_the_store_has_not(case: Case) -> None:
+    case.say(OUTPUT, [SPANS[0], span(3, len(OUTPUT), "e1", 999)])
+
+
+def versions_without_truths(case: Case) -> None:
+    case.truths = []
+
+
+def tokens_without_logprobs(case: Case) -> None:
+    first = json.loads(case.request.events[0])
+    first["choices"][0]["logprobs"]["content"] = []
+    case.request.events[0] = json.dumps(first)
+
+
+def weights_that_give_no_number(case: Case) -> None:
+    case.truths = [TokenTruth(math.nan, 0.0), *case.truths[1:]]
+
+
+def length_behind_a_stop_token(case: Case) -> None:
+    sampling(case, stop_token_ids=[OUTPUT[-1]])
+
+
+def another_temperature_behind_the_seam(case: Case) -> None:
+    case.attempts[1].sampling["temperature"] = 1.0
+
+
+def penalty_dropped_behind_the_seam(case: Case) -> None:
+    sampling(case, presence_penalty=0.5)
+    del case.attempts[1].sampling["presence_penalty"]
+
+
+def seed_begun_again(case: Case) -> None:
+    sampling(case, seed=7)
+
+
+def seed_dropped(case: Case) -> None:
+    sampling(case, seed=7)
+    case.attempts[0].sampling["seed"], case.attempts[1].sampling["seed"] = None, 8
+
+
+def poison_answered(case: Case) -> None:
+    case.poison = frozenset({"t0"})
 
 
 def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
@@ -303,6 +359,17 @@ def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
         (grammar_begun_again, {"broken_setting": 1}),
         (grammar_cut_short, {"broken_setting": 1}),
         (logprob_below_the_grammars, {"wrong_span": 1}),
+        (forced_token_with_a_chance, {"wrong_span": 1}),
+        (version_that_the_store_has_not, {"wrong_span": 1}),
+        (versions_without_truths, {"wrong_span": 1}),
+        (tokens_without_logprobs, {"wrong_span": 1}),
+        (weights_that_give_no_number, {"wrong_span": 1}),
+        (length_behind_a_stop_token, {"truncated_by_place": 1}),
+        (another_temperature_behind_the_seam, {"broken_setting": 1}),
+        (penalty_dropped_behind_the_seam, {"broken_setting": 1}),
+        (seed_begun_again, {"broken_setting": 1}),
+        (seed_dropped, {"broken_setting": 1}),
+        (poison_answered, {"poison_passed": 1}),
     ],
 )
 def test_the_judge_convicts_a_tampered_record_of_just_that(
@@ -311,6 +378,11 @@ def test_the_judge_convicts_a_tampered_record_of_just_that(
     case = Case()
     tamper(case)
     assert case.counted() == counts
+
+
+def seed_derived_behind_the_seam(case: Case) -> None:
+    sampling(case, seed=7)
+    case.attempts[1].sampling["seed"] = 8
 
 
 def within_the_grammar(case: Case) -> None:
@@ -333,7 +405,13 @@ def forced_end_across_the_seam(case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    "settle", [within_the_grammar, stopped_by_a_string, forced_end_across_the_seam]
+    "settle",
+    [
+        within_the_grammar,
+        stopped_by_a_string,
+        forced_end_across_the_seam,
+        seed_derived_behind_the_seam,
+    ],
 )
 def test_a_turn_that_kept_its_setting_across_a_move_is_acquitted(
     settle: Callable[[Case], None],
@@ -360,7 +438,7 @@ def test_a_tie_of_the_two_best_candidates_is_no_wrong_span() -> None:
 
 def test_a_sampled_token_need_not_be_the_best() -> None:
     case = Case()
-    case.request.body["sampling_params"]["temperature"] = 1.0
+    sampling(case, temperature=1.0)
     case.truths = [TokenTruth(LOGPROB, 2.0)] * len(OUTPUT)
     assert case.counted() == {}
 
