@@ -18,9 +18,9 @@ wrong_span         spans that do not cover the tokens once and in order, that na
                    that of a forced end of thinking is 0
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
                    ended, and that the next attempt did not go on from
-truncated_by_place turns that end as `length` below their limit or behind an EOS, stop token or stop
-                   string, as `stop` without one, or as `abort` with tokens: where a turn ran decided
-                   how long it is
+truncated_by_place turns that end as `length` below their limit or behind an EOS, stop token or
+                   stop string, as `stop` without one, or as `abort` with tokens: where a turn ran
+                   decided how long it is
 overrun            turns that go on behind an EOS, stop token or stop string, or beyond their limit
 broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py), and
                    attempts that were asked for with another setting than the client's; the seed of

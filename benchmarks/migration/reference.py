@@ -99,8 +99,8 @@ def _passes(
 
 
 def _processed(logits: Any, claim: Claim) -> Any:
-    """Logits that an engine draws from, or compares if greedy, in vLLM's order; a row for each token
-    of output."""
+    """Logits that an engine draws from, or compares if greedy, in vLLM's order; a row for each
+    token of output."""
     import torch
 
     sampling, inf = claim.sampling, float("inf")

@@ -235,7 +235,7 @@ def tokens_sampled_again(case: Case) -> None:
 
 def sampling(case: Case, **settings: Any) -> None:
     for given in (case.request.body["sampling_params"], *(a.sampling for a in case.attempts)):
-        given |= settings
+        given.update(settings)
 
 
 def went_on_behind_a_stop_string_across_the_seam(case: Case) -> None:
