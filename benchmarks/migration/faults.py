@@ -271,7 +271,7 @@ def verdict_on(
 
 
 def convicted(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What keeps a run from its goals: counters that are not 0, faults that never struck."""
+    """Reasons for which a run misses its goals: counters above 0, faults that never struck."""
     counters = {name: found["verdict"][name] for name in CONVICTING if found["verdict"][name]}
     return counters | ({"unstruck": found["unstruck"]} if found["unstruck"] else {})
 

@@ -203,7 +203,7 @@ class _TurnJudge:
         if self._twice(reply):
             return
         self._chain(last, reply)
-        self._asked_settings(last)
+        self._attempt_settings(last)
         self._spans(reply)
         self._tokens(last, reply)
 
@@ -299,7 +299,7 @@ class _TurnJudge:
         if differing & {"insert", "replace"}:
             self._note("duplicated", f"tokens of no engine: {matcher.get_opcodes()[:4]}")
 
-    def _asked_settings(self, last: RequestRecord) -> None:
+    def _attempt_settings(self, last: RequestRecord) -> None:
         """Engines get the client's settings; only the seed differs behind output."""
         wanted = last.body["sampling_params"]
         for attempt in self.attempts:
