@@ -126,7 +126,8 @@ async def after_loss(
 ) -> float | None:
     """Milliseconds from the agent's loss to the end of the guest's last step; None if it stood.
 
-    Stopped agents go on afterwards; killed ones are the caller's to start anew.
+    A step that has not ended when the guest is looked at counts as that long: the least that it
+    takes. Stopped agents go on afterwards; killed ones are the caller's to start anew.
     """
     agent = slot.parts.running[AGENT].process.pid
     steps = guest().steps_finished
@@ -136,6 +137,8 @@ async def after_loss(
     last = guest()
     if number is signal.SIGSTOP:
         os.kill(agent, signal.SIGCONT)
+    if last.steps_launched > last.steps_finished:
+        return _GONE_S * 1e3
     if last.steps_finished == steps:
         return None
     return (last.last_step_end_ns - lost_ns) * 1e-6
