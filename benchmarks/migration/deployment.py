@@ -51,6 +51,11 @@ class EngineProcess:
     child: Child | None = None
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    @property
+    def changing(self) -> bool:
+        """Whether it is being started or killed."""
+        return self._changing.locked()
+
     async def start(self) -> None:
         """Raises ConfigError if the process ends, TimeoutError if it does not answer."""
         async with self._changing:

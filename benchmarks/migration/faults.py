@@ -9,7 +9,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from benchmarks.migration.rollout_plan import (
     fault_script,
     rollout_plan,
 )
+from harvester.contracts.errors import ConfigError
 from weightsync.publisher import Publisher
 
 _STALL_S = (0.5, 6.0)
@@ -71,6 +72,10 @@ class RolloutProcess:
         self._holds -= 1
         if not self._holds:
             await self._order("go")
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.kill()
 
     async def _order(self, order: str) -> None:
         assert self._process.stdin is not None
@@ -115,6 +120,7 @@ class FaultRun:
     async def run(self, plan: Sequence[PlannedTrajectory], script: Sequence[Fault]) -> None:
         due = list(script)
         async with rolling_out(self._deployment, plan) as client:
+            self._spawn(self._watch(client))
             async for word, rest in client.lines():
                 while word == "ended" and due and due[0].at_ended <= int(rest):
                     self._spawn(self._strike(due.pop(0), client))
@@ -126,6 +132,20 @@ class FaultRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for engine in self._deployment.engines.values():
             engine.signal(signal.SIGCONT)
+
+    async def _watch(self, client: RolloutProcess) -> None:
+        """Ends the run where an engine dies of something that no one did to it: its turns would
+        wait forever."""
+        while True:
+            await asyncio.sleep(1.0)
+            for engine in self._deployment.engines.values():
+                if engine.child is not None and not engine.changing:
+                    try:
+                        engine.child.check()
+                    except ConfigError as error:
+                        print(error, file=sys.stderr, flush=True)
+                        client.end()
+                        return
 
     def _poison(self, engine: EngineProcess) -> None:
         # At once, as a request that crashes the engine's first step does.

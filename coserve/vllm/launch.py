@@ -139,9 +139,13 @@ def guest(
 
 def dedicated(spec: EngineSpec, *, weights: Path) -> EngineCommand:
     """A rollout engine on dedicated accelerators."""
-    arguments = (*_server(spec), *_rollout(spec.vllm), *IDENTITY)
+    arguments = (*_server(spec), *_whole_prompts(spec), *_rollout(spec.vllm), *IDENTITY)
     environment = _environment(spec) | HUGE_PAGES | _compiler(spec)
     return EngineCommand(arguments, environment | _weights(weights))
+
+
+_CPU_STEP_TOKENS = 2048
+"""Most tokens of a dedicated engine's step; vLLM's own number on a CPU."""
 
 
 def _fast_bf16() -> bool:
@@ -191,6 +195,15 @@ def _memory(spec: EngineSpec) -> tuple[str, ...]:
     size = ("--kv-cache-memory-bytes", str(gpu.kv_cache_bytes))
     sleeps = ("--enable-sleep-mode",) if gpu.sleeps else ()
     return (*eager, *sleeps, *size, "--gpu-memory-utilization", GUEST_UTILIZATION)
+
+
+def _whole_prompts(spec: EngineSpec) -> tuple[str, ...]:
+    """On a CPU no prompt is cut into steps: behind each but the last vLLM rewinds a seeded
+    generator, which CPU generators cannot do, and the engine dies."""
+    if spec.gpu is not None:
+        return ()
+    step_tokens = max(_CPU_STEP_TOKENS, spec.max_model_len)
+    return ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(step_tokens))
 
 
 def _rollout(vllm: Capabilities) -> tuple[str, ...]:

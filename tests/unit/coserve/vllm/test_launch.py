@@ -87,6 +87,15 @@ def test_a_dedicated_engine_takes_weights_and_belongs_to_no_slot() -> None:
     assert "ROSEMUX_ROLE" not in command.environment
 
 
+@pytest.mark.parametrize(("context", "step"), [(512, "2048"), (8192, "8192")])
+def test_a_dedicated_engine_on_a_cpu_cuts_no_prompt(context: int, step: str) -> None:
+    command = dedicated(spec(max_model_len=context), weights=WEIGHTS)
+    assert "--no-enable-chunked-prefill" in command.arguments
+    assert flag(command, "--max-num-batched-tokens") == step
+    on_gpu = dedicated(spec(gpu=GpuOwner(memory_ratio=0.9)), weights=WEIGHTS)
+    assert "--no-enable-chunked-prefill" not in on_gpu.arguments
+
+
 def test_a_guest_that_gives_pages_back_uses_small_ones() -> None:
     keeping = (production(spec(), pages=PAGES), dedicated(spec(), weights=WEIGHTS))
     giving = guest(spec(name="guest"), pages=PAGES, weights=WEIGHTS)
