@@ -109,7 +109,7 @@ def plans(
     if not found and last == 0:
         raise ConfigError(
             f"version {target} builds on version 0, the checkpoint that its trainer started from: "
-            "name that directory as the base checkpoint"
+            "name its directory (--base-checkpoint, ROSEMUX_BASE_CHECKPOINT or base_checkpoint=)"
         )
     if not found and last != target:
         raise Stale(f"version {target} builds on version {last}, which is not in the store")

@@ -255,7 +255,15 @@ class Staging:
         for name, (algorithm, checksum) in self._foreign_checksums().items():
             stored = self._stored[name]
             bits = bits_from_bytes(stored.place.read(stored.whole), stored.spec)
-            check_foreign(name, algorithm, checksum, bits)
+            try:
+                check_foreign(name, algorithm, checksum, bits)
+            except Corrupt as error:
+                if self._plan.steps[0].ref.version:
+                    raise
+                raise Corrupt(
+                    f"{error}: a delta was damaged, or {self._store}'s base checkpoint is not the "
+                    "one that its trainer started from"
+                ) from error
 
     def _check_table(self) -> None:
         """Check that the digests that the shards tell hash to the published state."""

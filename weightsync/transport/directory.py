@@ -34,7 +34,11 @@ class DirectorySource(StoreSource):
             return frozenset(path.name for path in (self._root / directory).iterdir())
 
     def is_inside(self, path: str) -> bool:
-        return (self._root / path).resolve().is_relative_to(self._root.resolve())
+        try:
+            return (self._root / path).resolve().is_relative_to(self._root.resolve())
+        except (OSError, RuntimeError):
+            # Links in a circle lead nowhere.
+            return False
 
     def stamp(self, path: str) -> str:
         with _readable(self._root / path):

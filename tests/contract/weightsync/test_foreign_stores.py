@@ -214,7 +214,7 @@ def test_another_checkpoint_is_found_by_the_tensors_checksums(tmp_path: Path) ->
     (tmp_path / "hf").mkdir()
     safetensors.torch.save_file(other, tmp_path / "hf" / "model.safetensors")
     receiver = Receiver(GOLDEN / "miles-xor", base_checkpoint=tmp_path / "hf")
-    with pytest.raises(Corrupt, match="not the blake3 checksum that was published"):
+    with pytest.raises(Corrupt, match="not the blake3 checksum .* base checkpoint is not the one"):
         receiver.prepare(None, WeightVersion(3))
     receiver.close()
 
@@ -330,6 +330,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "link out of the store": (_linked, "is a link out of the store"),
     "directory linked out of the store": (_linked_version, "is a link out of the store"),
+    "circle of links": (
+        lambda s: (_shard(s).unlink(), _shard(s).symlink_to(_shard(s).name)),
+        "is a link out of the store",
+    ),
     "pipe": (lambda s: (_shard(s).unlink(), os.mkfifo(_shard(s))), "no plain file|bytes"),
 }
 
@@ -410,4 +414,19 @@ def test_a_tensor_of_two_ranks_that_differ_is_refused(tmp_path: Path) -> None:
     receiver = Receiver(store, base_checkpoint=BASE)
     with pytest.raises(Corrupt, match="two shards have embed, and they differ"):
         receiver.prepare(None, WeightVersion(1))
+    receiver.close()
+
+
+@pytest.mark.parametrize("damage", [_flipped, _wrong_checksum, _without_checksums])
+def test_a_damaged_delta_is_found_before_the_holder_s_first_byte_changes(
+    damage: Damage, tmp_path: Path
+) -> None:
+    store = copied("slime-xor", tmp_path)
+    receiver = Receiver(store, base_checkpoint=BASE)
+    current = held(0)
+    receiver.sync(None, WeightVersion(2), TensorTarget(current))
+    damage(store)
+    with pytest.raises(Corrupt):
+        receiver.sync(WeightVersion(2), WeightVersion(3), TensorTarget(current))
+    assert same(current, state(2))
     receiver.close()
