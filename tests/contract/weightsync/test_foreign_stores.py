@@ -214,7 +214,7 @@ def test_another_checkpoint_is_found_by_the_tensors_checksums(tmp_path: Path) ->
     (tmp_path / "hf").mkdir()
     safetensors.torch.save_file(other, tmp_path / "hf" / "model.safetensors")
     receiver = Receiver(GOLDEN / "miles-xor", base_checkpoint=tmp_path / "hf")
-    with pytest.raises(Corrupt, match="not the blake3 checksum .* base checkpoint is not the one"):
+    with pytest.raises(Corrupt, match=r"not the blake3 checksum .* base checkpoint is not the one"):
         receiver.prepare(None, WeightVersion(3))
     receiver.close()
 
