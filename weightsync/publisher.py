@@ -113,9 +113,9 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
         with ExitStack() as undo:
             if rank == 0:
-                foreign = self._store.reader().writer
-                if foreign is not None:
-                    raise ConfigError(f"{store} is written by {foreign}: give another directory")
+                found = self._store.reader()
+                if found.writer is not None:
+                    raise ConfigError(f"{found} is written by {found.writer}: publish elsewhere")
                 writer = self._store.writer()
                 undo.callback(writer.close)
                 self._lead = VersionWriter(
