@@ -80,9 +80,10 @@ def served(
     limits: ServingLimits | None = None,
     metrics: TransferMetrics | None = None,
     port: int = 0,
+    base_checkpoint: Path | None = None,
 ) -> Iterator[str]:
     def app() -> tuple[web.Application, Shelf]:
-        shelf = SourceShelf(StoreRoot(root))
+        shelf = SourceShelf(StoreRoot(root, base_checkpoint=base_checkpoint))
         return WeightServer(shelf, token=token, limits=limits, metrics=metrics).app(), shelf
 
     with running(app, port=port) as url:

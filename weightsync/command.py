@@ -41,6 +41,14 @@ Transfers = Annotated[
 UpstreamToken = Annotated[
     Path | None, typer.Option(help="File with the token that the server requires.")
 ]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--base-checkpoint",
+        help="For stores of slime, miles, stitch or SkyRL: the Hugging Face checkpoint, a "
+        "directory, that the trainer started from.",
+    ),
+]
 CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides the system's.")]
 
 
@@ -55,13 +63,14 @@ def serve(
     key: Key = None,
     max_mbit: Rate = None,
     max_transfers: Transfers = 64,
+    base_checkpoint: Base = None,
 ) -> None:
     """Serve every store under ROOT over HTTP, by byte ranges."""
     from weightsync.serve.listener import listen
     from weightsync.serve.shelf import SourceShelf
     from weightsync.transport.location import StoreRoot
 
-    stores = StoreRoot(root)
+    stores = StoreRoot(root, base_checkpoint=base_checkpoint)
     listening = _listening(host, port, token_file, cert, key)
     limits = _limits(max_mbit, max_transfers)
     asyncio.run(listen(lambda _: SourceShelf(stores), listening, limits, started=_listening_on))
@@ -196,6 +205,7 @@ def pull(
     staging_bytes: Annotated[
         int, typer.Option(help="Memory that a version may take; the rest is kept in DIRECTORY.")
     ] = STAGING_BYTES,
+    base_checkpoint: Base = None,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.
 
@@ -208,7 +218,13 @@ def pull(
     from weightsync.follower import Follower
     from weightsync.receiver import Receiver
 
-    receiver = Receiver(store, threads=threads, staging_bytes=staging_bytes, spool_dir=directory)
+    receiver = Receiver(
+        store,
+        threads=threads,
+        staging_bytes=staging_bytes,
+        spool_dir=directory,
+        base_checkpoint=base_checkpoint,
+    )
     try:
         with Follower(receiver, directory, threads=threads) as follower:
             typer.echo(_state(follower, directory))

@@ -218,6 +218,7 @@ class Follower(AbstractContextManager["Follower"]):
             return bits
 
         published = check_state(staged.expected, staged.layout, after, self._pool)
+        staged = replace(staged, tried=True)
         return _Coming(staged=staged, state_hash=published, digests=digests)
 
     def _advance(self, coming: _Coming) -> int:

@@ -113,6 +113,9 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
         with ExitStack() as undo:
             if rank == 0:
+                found = self._store.reader()
+                if found.writer is not None:
+                    raise ConfigError(f"{found} is written by {found.writer}: publish elsewhere")
                 writer = self._store.writer()
                 undo.callback(writer.close)
                 self._lead = VersionWriter(

@@ -23,7 +23,7 @@ from weightsync.layout.names import Kind, VersionRef
 from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
-from weightsync.reading.store import Store
+from weightsync.reading.store import GONE, Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.plan import PullPlan, Step, plans
 from weightsync.receive.staged import Applied, Staged, write_state
@@ -57,6 +57,9 @@ class Receiver:
     parts. `staging_bytes`: memory for a version beside the target, until it is applied; the excess
     waits in a file under `spool_dir` (/var/tmp). The largest tensors, one per thread, may take
     more.
+
+    `base_checkpoint`: for the store of another trainer (slime, miles, stitch, SkyRL), the directory
+    of the Hugging Face checkpoint that it started from.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Receiver:
         *,
         threads: int = 2,
         base: Base | None = None,
+        base_checkpoint: Path | str | None = None,
         selection: Selection | None = None,
         staging_bytes: int = STAGING_BYTES,
         spool_dir: Path | None = None,
@@ -74,7 +78,7 @@ class Receiver:
         """`work_pool` runs decoding, writing and hashing in place of the receiver's own threads;
         its owner shuts it down."""
         MemoryRoom(staging_bytes)
-        self._store = Store(store)
+        self._store = Store(store, base_checkpoint=base_checkpoint)
         self.base = base
         """The base of an adapter store's adapters; None for whole models."""
         self._clock = clock or MonotonicClock()
@@ -87,6 +91,8 @@ class Receiver:
         self._spool_dir = spool_dir
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
+        self._stamps: dict[WeightVersion, str] = {}
+        """Stamp of every version of another trainer's store that was staged here."""
         self.reapplied = 0
         """Applies that failed or ended in another state than the published one."""
 
@@ -130,6 +136,10 @@ class Receiver:
     ) -> Iterator[PullPlan]:
         if self.is_partial and current != self._known_version:
             current = None
+        if current is not None and self._was_replaced(current, target):
+            # The trainer began anew, or nobody here saw which run the held version is of.
+            self._steps.clear()
+            current = None
         latest = self._store.latest()
         self._present = self._store.refs()
         self._look_ahead(current, target)
@@ -143,6 +153,16 @@ class Receiver:
             check_base(plan.manifest, self.base)
             yield plan
 
+    def _was_replaced(self, version: WeightVersion, target: WeightVersion) -> bool:
+        """Whether the version may not be what the store has under its number: another trainer's
+        index has no hash that would tell its runs apart."""
+        stamp = self._store.stamp(VersionRef(Kind.WEIGHT, version))
+        known = self._stamps.get(version)
+        if stamp == GONE and known and target > version:
+            # An operator took it away: another run would have written its own.
+            return False
+        return stamp not in {"", known}
+
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""
         if ref not in self._present:
@@ -151,13 +171,14 @@ class Receiver:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
                 self._steps.clear()
             try:
+                stamp = self._store.stamp(ref)
                 manifest = self._store.manifest(ref)
             except Stale:
                 # An object store lists an anchor that is still being written.
                 if ref.kind is Kind.ANCHOR:
                     return None
                 raise
-            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
+            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest), stamp)
         return self._steps[ref]
 
     def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
@@ -201,7 +222,9 @@ class Receiver:
                 spool=Spool(room, self._spool_dir),
                 known=known.table if known else {},
             )
-            return staging.staged()
+            staged = staging.staged()
+            self._stamps |= {step.ref.version: step.stamp for step in plan.steps if step.stamp}
+            return staged
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Write a staged state in place and verify the result.

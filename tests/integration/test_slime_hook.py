@@ -65,7 +65,7 @@ def test_a_trainer_s_deltas_are_versions_of_the_job(
         written = trainer.update(new)
         for _rank in range(2):
             slime_hook.publish(given, str(written), [])
-        receiver = Receiver(store)
+        receiver = Receiver(store, base_checkpoint=checkpoint)
         assert receiver.latest() == version
         for held, current in ((old, WeightVersion(version - 1)), (first, None)):
             target = {name: tensor.clone() for name, tensor in held.items()}
@@ -79,9 +79,9 @@ def test_a_trainer_s_deltas_are_versions_of_the_job(
 
 
 @asynccontextmanager
-async def beside_the_trainer(store: Path, checkpoint: Path, url: str) -> AsyncIterator[None]:
+async def beside_the_trainer(store: Path, url: str) -> AsyncIterator[None]:
     """The hook's program, which the trainer knows nothing of."""
-    arguments = ("-m", "examples.slime_hook", str(store), str(checkpoint), url)
+    arguments = ("-m", "examples.slime_hook", str(store), url)
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments)
     try:
         yield
@@ -153,7 +153,7 @@ async def test_a_running_engine_samples_from_a_trainer_s_deltas_as_from_its_weig
     said = []
     async with (
         gateway_on(url, jobs=[{"id": job}], timeouts={"queue_s": 60}) as gateway,
-        beside_the_trainer(weights / job, checkpoint, gateway.url),
+        beside_the_trainer(weights / job, gateway.url),
     ):
         for version, moved in enumerate(("self_attn", "mlp", "embed_tokens"), start=1):
             for name, tensor in state.items():

@@ -10,7 +10,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_child(module: str, root: Path, *arguments: str) -> dict[str, Any]:
+def run_child(module: str, root: Path, *arguments: str, timeout_s: float = 400) -> dict[str, Any]:
     """`seen.json` of a module that was given a directory; the stores are in `stores` below it."""
     (root / "stores").mkdir()
     environment = os.environ | {
@@ -28,7 +28,7 @@ def run_child(module: str, root: Path, *arguments: str) -> dict[str, Any]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

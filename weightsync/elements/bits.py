@@ -1,45 +1,60 @@
 """Tensors as raw bits, the input of every codec and hash.
 
 Decides the name of a dtype on disk and the unsigned integer that carries its bits. Never converts a
-value: NaN payloads and signed zeros pass through untouched.
+value: NaN payloads and signed zeros pass through untouched. torch is imported with the first
+tensor: a follower of files has none.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from harvester.contracts.errors import Corrupt, Unsupported
+
+if TYPE_CHECKING:
+    import torch
 
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger]
 """A flat, C-contiguous array of uint8, uint16, uint32 or uint64: one element per tensor element."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
+WIDTHS_BY_DTYPE: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "U16": 2,
+    "I32": 4,
+    "U32": 4,
+    "I64": 8,
+    "U64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F16": 2,
+    "BF16": 2,
+    "F32": 4,
+    "F64": 8,
 }
-"""safetensors dtype names and their torch dtypes."""
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-_UNSIGNED_TORCH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+"""safetensors dtype names and the bytes of one element."""
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+} | {
+    f"{sign}{bits}": f"{kind}{bits}"
+    for sign, kind in (("U", "uint"), ("I", "int"))
+    for bits in (8, 16, 32, 64)
+}
+_NAMES = {f"torch.{torch_name}": name for name, torch_name in _TORCH_NAMES.items()}
 UNSIGNED_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 BLOCK_BYTES = 256 << 10
@@ -61,7 +76,7 @@ class TensorSpec:
 
     @cached_property
     def width_bytes(self) -> int:
-        return TORCH_DTYPES[self.dtype].itemsize
+        return WIDTHS_BY_DTYPE[self.dtype]
 
     @cached_property
     def elements(self) -> int:
@@ -84,8 +99,8 @@ def shared_spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
 
 def checked_spec(dtype: str, shape: tuple[int, ...], *, what: str) -> TensorSpec:
     """Check a spec that was read from outside; raises Unsupported or Corrupt naming `what`."""
-    if dtype not in TORCH_DTYPES:
-        raise Unsupported(f"{what}: dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
+    if dtype not in WIDTHS_BY_DTYPE:
+        raise Unsupported(f"{what}: dtype {dtype!r} is not one of {', '.join(WIDTHS_BY_DTYPE)}")
     if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
         raise Corrupt(f"{what}: impossible shape {shape}")
     spec = shared_spec(dtype, shape)
@@ -94,22 +109,23 @@ def checked_spec(dtype: str, shape: tuple[int, ...], *, what: str) -> TensorSpec
     return spec
 
 
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
+def spec_of(tensor: "torch.Tensor") -> TensorSpec:
     """The spec of a live tensor; raises Unsupported for dtypes without a safetensors name."""
-    if tensor.dtype not in _NAMES:
+    name = _NAMES.get(str(tensor.dtype))
+    if name is None:
         raise Unsupported(
-            f"dtype {tensor.dtype} cannot be published; cast to one of {', '.join(TORCH_DTYPES)}"
+            f"dtype {tensor.dtype} cannot be published; cast to one of {', '.join(WIDTHS_BY_DTYPE)}"
         )
-    return shared_spec(_NAMES[tensor.dtype], tuple(tensor.shape))
+    return shared_spec(name, tuple(tensor.shape))
 
 
-def bits_of(tensor: torch.Tensor) -> Bits:
+def bits_of(tensor: "torch.Tensor") -> Bits:
     """The bits of a contiguous CPU tensor, sharing its memory."""
     if tensor.device.type != "cpu":
         raise Unsupported(f"tensor on {tensor.device}: copy it to the CPU first (`tensor.cpu()`)")
     if not tensor.is_contiguous():
         raise Unsupported("tensor is not contiguous: call `.contiguous()` first")
-    unsigned = _UNSIGNED_TORCH[tensor.dtype.itemsize]
+    unsigned = torch_dtypes()[f"U{8 * tensor.dtype.itemsize}"]
     bits: Bits = tensor.detach().reshape(-1).view(unsigned).numpy()
     return bits
 
@@ -128,6 +144,27 @@ def bytes_of(bits: Bits) -> Bytes:
     return bits.view(np.uint8)
 
 
-def tensor_from_bits(bits: Bits, spec: TensorSpec) -> torch.Tensor:
+def tensor_from_bits(bits: Bits, spec: TensorSpec) -> "torch.Tensor":
     """A tensor over the same memory."""
-    return torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+    import torch
+
+    return torch.from_numpy(bits).view(torch_dtypes()[spec.dtype]).reshape(spec.shape)
+
+
+@cache
+def torch_dtypes() -> Mapping[str, "torch.dtype"]:
+    """The torch dtype of every safetensors name."""
+    import torch
+
+    return {name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items()}
+
+
+if TYPE_CHECKING:
+    TORCH_DTYPES: Mapping[str, torch.dtype]
+    """`torch_dtypes()` as a name, for those who have torch anyway."""
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "TORCH_DTYPES":
+            return torch_dtypes()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,11 +68,21 @@ def combined(digests: Mapping[str, str], layout: Layout) -> str:
 
 def foreign_checksum(algorithm: str, bits: Bits) -> str:
     """A tensor's checksum in one of the formats that stores of the shared layout use."""
+    check_algorithm(algorithm)
     if algorithm == ALGORITHM:
         return digest_of(bits)
     if algorithm == "adler32":
         return f"{zlib.adler32(bytes_of(bits).data):08x}"
-    if algorithm == "blake3" and util.find_spec(algorithm):
-        return str(import_module(algorithm).blake3(bytes_of(bits).data).hexdigest())
-    known = f"{ALGORITHM}, adler32 and, with its package installed, blake3"
-    raise Unsupported(f"checksum_format {algorithm!r}: this reader knows {known}")
+    return str(import_module("blake3").blake3(bytes_of(bits).data).hexdigest())
+
+
+def check_algorithm(algorithm: str) -> None:
+    """Raises Unsupported for a checksum format that cannot be computed here."""
+    if algorithm == "blake3" and util.find_spec(algorithm) is None:
+        raise Unsupported(
+            "checksum_format 'blake3': its package is not installed (pip install blake3)"
+        )
+    if algorithm not in {ALGORITHM, "adler32", "blake3"}:
+        raise Unsupported(
+            f"checksum_format {algorithm!r}: this reader knows {ALGORITHM}, adler32 and blake3"
+        )

@@ -7,7 +7,7 @@ their checksums alone. Never touches a file.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -72,6 +72,8 @@ class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: _Metadata
     weight_map: dict[str, str]
     rosemux: Block | None = None
+    checksums: dict[str, str] = {}
+    """Tensor checksums of a foreign version whose writer keeps them in its index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,8 @@ class Manifest:
     weight_map: Mapping[str, str]
     """Tensor name to shard file name."""
     block: Block | None
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """Checksums of a foreign version's tensors that are not in its shards."""
 
     @property
     def is_full(self) -> bool:
@@ -158,6 +162,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
             checksum_format=index.metadata.checksum_format or ALGORITHM,
             weight_map=index.weight_map,
             block=index.rosemux,
+            checksums=index.checksums,
         )
         for shard in manifest.shards:
             checked_name(shard, what="shard")

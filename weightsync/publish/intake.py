@@ -13,21 +13,22 @@ replicas within a DTensor's mesh the first one publishes.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.elements.bits import Bits, TensorSpec, bits_of, spec_of
 from weightsync.layout.shard import MAX_NAME_CHARS
 from weightsync.layout.slices import SliceRecord
 
+if TYPE_CHECKING:
+    import torch
+
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
     """`tensor` is the part of a tensor of `shape` that begins at `offset` of dimension `dim`."""
 
-    tensor: torch.Tensor
+    tensor: "torch.Tensor"
     shape: tuple[int, ...]
     dim: int
     offset: int
@@ -53,7 +54,7 @@ class ShardSlice:
 class Part:
     """This rank's published part of one tensor; `record` is None for the whole tensor."""
 
-    tensor: torch.Tensor
+    tensor: "torch.Tensor"
     record: SliceRecord | None
 
 
@@ -64,12 +65,14 @@ def part_of(name: str, value: Any) -> Part | None:
         return _part(value.tensor, value.record(name))
     if hasattr(value, "placements") and hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
+    import torch
+
     if not isinstance(value, torch.Tensor):
         raise Unsupported(f"{name} is a {type(value).__name__}: pass tensors or ShardSlices")
     return Part(value, None)
 
 
-def _part(tensor: torch.Tensor, record: SliceRecord) -> Part | None:
+def _part(tensor: "torch.Tensor", record: SliceRecord) -> Part | None:
     if tensor.numel() == 0 and not record.is_whole:
         return None
     return Part(tensor, None if record.is_whole else record)
@@ -114,7 +117,7 @@ def _fits(offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, 
 
 
 State: TypeAlias = (
-    Mapping[str, torch.Tensor | ShardSlice] | Iterable[tuple[str, torch.Tensor | ShardSlice]]
+    "Mapping[str, torch.Tensor | ShardSlice] | Iterable[tuple[str, torch.Tensor | ShardSlice]]"
 )
 """A state dict, or named parameters; an iterable may give several slices under one name."""
 
@@ -126,7 +129,7 @@ class Piece:
     entry: str
     spec: TensorSpec
     record: SliceRecord | None
-    tensor: torch.Tensor | None
+    tensor: "torch.Tensor | None"
     """None once the next piece was requested, which frees memory for gathering it."""
 
     def bits(self, *, own: bool) -> Bits:

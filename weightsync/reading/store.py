@@ -28,11 +28,14 @@ from weightsync.layout.names import (
 from weightsync.layout.shard import header_length, parsed_header
 from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
+from weightsync.transport.base_checkpoint import BaseCheckpoint
 from weightsync.transport.location import source_at
 from weightsync.transport.source import StoreSource
 
 MAX_SHARD_BYTES = 1 << 38
 """Bound on one shard: no publisher writes 256 GiB into one file."""
+GONE = "gone"
+"""Stamp of a version that is not in the store any more."""
 _AT_ONCE = 8
 _PIECE_BYTES = 256 << 10
 """Size of the smallest read."""
@@ -43,8 +46,11 @@ _HEAD_BYTES = 64 << 10
 class Store:
     """Reads one store: a directory, a URL or a source. Raises ConfigError if there is none."""
 
-    def __init__(self, at: Path | str | StoreSource) -> None:
-        self._source = source_at(at) if isinstance(at, Path | str) else at
+    def __init__(
+        self, at: Path | str | StoreSource, *, base_checkpoint: Path | str | None = None
+    ) -> None:
+        base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
+        self._source = source_at(at, base=base) if isinstance(at, Path | str) else at
 
     def __str__(self) -> str:
         return str(self._source)
@@ -58,6 +64,20 @@ class Store:
     def announces(self) -> bool:
         """Whether `newer` is notified of the next version instead of polling."""
         return self._source.announces
+
+    @property
+    def writer(self) -> str | None:
+        """The other systems whose trainer writes this store; None for RoseMux."""
+        return self._source.writer()
+
+    def stamp(self, ref: VersionRef) -> str:
+        """Changes if another trainer's version is replaced under its name; empty for ours."""
+        if self._source.writer() is None:
+            return ""
+        try:
+            return self._source.stamp(f"{ref.directory}/{INDEX_FILE}")
+        except FileNotFoundError:
+            return GONE
 
     def close(self) -> None:
         self._source.close()

@@ -24,6 +24,8 @@ class Step:
     ref: VersionRef
     manifest: Manifest
     size_bytes: int
+    stamp: str = ""
+    """Stamp of the index that was read: see `Store.stamp`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,9 @@ def plans(
     held: tuple[Step, ...] | None = None
     fulls: list[tuple[Step, ...]] = []
     found = False
+    last = target
     for link in _walk(step_of, target, faults):
+        last = link.version
         if link.version == target:
             goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
         if link.version == current:
@@ -102,6 +106,13 @@ def plans(
         yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
     if not found and faults:
         raise faults[0]
+    if not found and last == 0:
+        raise ConfigError(
+            f"version {target} builds on version 0, the checkpoint that its trainer started from: "
+            "name its directory (--base-checkpoint, ROSEMUX_BASE_CHECKPOINT or base_checkpoint=)"
+        )
+    if not found and last != target:
+        raise Stale(f"version {target} builds on version {last}, which is not in the store")
     if not found:
         raise Stale(f"version {target} was pruned or leads to no full checkpoint; take {latest}")
 

@@ -8,6 +8,7 @@ verified bits. Neither takes more memory than its room gives.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import state_hash
@@ -70,14 +71,21 @@ class Staging:
     def _take(self, step: Step) -> None:
         """Read one version; raises Corrupt."""
         found: set[str] = set()
+        doubles: dict[str, str | None] = {}
         self._whole_bytes = 0
         if step.manifest.is_full:
             self._table.clear()
         for shard in step.manifest.shards:
-            copy, header = self._fetched(step, shard)
+            copy, whole = self._fetched(step, shard)
+            header = _mapped_here(step, shard, whole)
+            doubles |= {
+                n: whole.metadata.get(n) for n in whole.layout.keys() - header.layout.keys()
+            }
             found |= set(header.layout)
-            checksums = {n: c for n, c in header.metadata.items() if n in header.layout}
+            given = {**step.manifest.checksums, **header.metadata}
+            checksums = {n: given[n] for n in header.layout if n in given}
             if step.manifest.block is None:
+                _check_given(step, shard, header, checksums)
                 algorithm = step.manifest.checksum_format
                 self._checksums |= {name: (algorithm, c) for name, c in checksums.items()}
             self._table |= checksums
@@ -90,6 +98,9 @@ class Staging:
             _logger.info("%s is read whole: it has no digests of its parts", step.ref.directory)
         if found != set(step.manifest.weight_map):
             raise Corrupt(f"{step.ref.directory}: shards and weight map name different tensors")
+        for name, checksum in doubles.items():
+            if checksum != self._table.get(name):
+                raise Corrupt(f"{step.ref.directory}: two shards have {name}, and they differ")
 
     def staged(self) -> Staged:
         """Read the plan and check a full checkpoint's final state; raises Corrupt or Stale."""
@@ -244,7 +255,15 @@ class Staging:
         for name, (algorithm, checksum) in self._foreign_checksums().items():
             stored = self._stored[name]
             bits = bits_from_bytes(stored.place.read(stored.whole), stored.spec)
-            check_foreign(name, algorithm, checksum, bits)
+            try:
+                check_foreign(name, algorithm, checksum, bits)
+            except Corrupt as error:
+                if self._plan.steps[0].ref.version:
+                    raise
+                raise Corrupt(
+                    f"{error}: a delta was damaged, or {self._store}'s base checkpoint is not the "
+                    "one that its trainer started from"
+                ) from error
 
     def _check_table(self) -> None:
         """Check that the digests that the shards tell hash to the published state."""
@@ -264,3 +283,21 @@ class Staging:
 
     def _foreign_checksums(self) -> dict[str, tuple[str, str]]:
         return {} if self._plan.manifest.block else self._checksums
+
+
+def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:
+    """Without the tensors that the index finds in another shard: each of slime's ranks writes a
+    tensor that they replicate, and XOR applied twice would take it back."""
+    shard_of = step.manifest.weight_map
+    here = {
+        name: spec for name, spec in header.layout.items() if shard_of.get(name, shard) == shard
+    }
+    return replace(header, layout=here)
+
+
+def _check_given(step: Step, shard: str, header: ShardHeader, checksums: Mapping[str, str]) -> None:
+    """Raises Corrupt or Unsupported if a tensor of a foreign delta could not be verified."""
+    state_hash.check_algorithm(step.manifest.checksum_format)
+    without = sorted(header.layout.keys() - checksums.keys())
+    if without and not step.manifest.is_full:
+        raise Corrupt(f"{step.ref.directory}/{shard} has no checksum of {without[0]}")

@@ -4,13 +4,14 @@ A target never checks hashes and never decides what to write; receiver.py does.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Bits, Layout, bits_of, spec_of
 from weightsync.encoding.delta import Delta, apply_all
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ApplyTarget(Protocol):
@@ -53,7 +54,7 @@ class HostTarget:
 class TensorTarget(HostTarget):
     """CPU tensors by checkpoint name, changed in place."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
         for name, tensor in tensors.items():
             if not tensor.is_contiguous():
                 raise ConfigError(f"{name} is not contiguous: it cannot be changed in place")

@@ -15,6 +15,9 @@ from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.source import StoreSource
 
+_FOREIGN = "of another system"
+"""Other systems mark no version with READY."""
+
 
 class _Record(msgspec.Struct, frozen=True):
     bytes: int
@@ -60,7 +63,7 @@ def described(index: bytes) -> str:
     if read.metadata.delta_encoding is not None:
         kind = f"{read.metadata.delta_encoding} on {read.metadata.base_version}"
     if read.rosemux is None:
-        return f"{kind}, {len(read.weight_map)} tensors, of another system"
+        return f"{kind}, {len(read.weight_map)} tensors, {_FOREIGN}"
     size = sum(record.bytes for record in read.rosemux.files.values())
     return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
 
@@ -123,6 +126,8 @@ def _summary(source: StoreSource, ref: VersionRef) -> str:
         return "unfinished"
     except Corrupt as error:
         return f"broken: {error}"
+    if summary.endswith(_FOREIGN):
+        return summary
     try:
         source.size_bytes(f"{ref.directory}/{READY_FILE}")
     except FileNotFoundError:

@@ -27,8 +27,23 @@ class DirectorySource(StoreSource):
         return str(self._root)
 
     def directories(self) -> frozenset[str]:
-        with _readable(self._root):
-            return frozenset(path.name for path in self._root.iterdir())
+        return self.names_in("")
+
+    def names_in(self, directory: str) -> frozenset[str]:
+        with _readable(self._root / directory):
+            return frozenset(path.name for path in (self._root / directory).iterdir())
+
+    def is_inside(self, path: str) -> bool:
+        try:
+            return (self._root / path).resolve().is_relative_to(self._root.resolve())
+        except (OSError, RuntimeError):
+            # Links in a circle lead nowhere.
+            return False
+
+    def stamp(self, path: str) -> str:
+        with _readable(self._root / path):
+            found = (self._root / path).stat()
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)

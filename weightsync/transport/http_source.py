@@ -22,6 +22,7 @@ from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.ranges import ByteSpan, answered_span, range_header
+from weightsync.transport.source import StoreSource
 from weightsync.transport.wire import MAX_LISTING_BYTES, StoreList, StoreListing, latest_etag
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ _POLL_S = 0.2
 """Between two questions to a server that does not hold one back until LATEST changes."""
 
 
-class HttpSource:
+class HttpSource(StoreSource):
     """One store at `url`, `http(s)://HOST:PORT/stores/NAME`."""
 
     def __init__(self, url: str, access: Access | None = None) -> None:

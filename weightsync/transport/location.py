@@ -5,16 +5,26 @@ from pathlib import Path
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import checked_name, is_name
 from weightsync.transport.access import Access
+from weightsync.transport.any_layout import AnyLayoutSource
+from weightsync.transport.base_checkpoint import BaseCheckpoint
 from weightsync.transport.directory import DirectorySource
 from weightsync.transport.source import StoreSource
 
 _SCHEME = "://"
 
 
-def source_at(location: Path | str, access: Access | None = None) -> StoreSource:
-    """One store, reached without `access` as the environment says; raises ConfigError."""
+def source_at(
+    location: Path | str,
+    access: Access | None = None,
+    *,
+    base: BaseCheckpoint | None = None,
+) -> StoreSource:
+    """One store, reached without `access` as the environment says; raises ConfigError.
+
+    `base`: the checkpoint on which another trainer's deltas build.
+    """
     if isinstance(location, Path) or _SCHEME not in location:
-        return DirectorySource(Path(location))
+        return AnyLayoutSource(DirectorySource(Path(location)), base)
     access = access or Access.from_environment()
     if location.startswith(("http://", "https://")):
         from weightsync.transport.http_source import HttpSource
@@ -22,13 +32,24 @@ def source_at(location: Path | str, access: Access | None = None) -> StoreSource
         return HttpSource(location, access)
     from weightsync.transport.objects import ObjectStoreSource
 
-    return ObjectStoreSource(location, streams=access.streams, retries=access.retries)
+    objects = ObjectStoreSource(location, streams=access.streams, retries=access.retries)
+    return AnyLayoutSource(objects, base)
 
 
 class StoreRoot:
-    """A place with stores by name: a directory, a bucket's prefix, or `http(s)://HOST:PORT`."""
+    """A place with stores by name: a directory, a bucket's prefix, or `http(s)://HOST:PORT`.
 
-    def __init__(self, location: Path | str, access: Access | None = None) -> None:
+    `base_checkpoint`: its directory, for every store of another trainer.
+    """
+
+    def __init__(
+        self,
+        location: Path | str,
+        access: Access | None = None,
+        *,
+        base_checkpoint: Path | str | None = None,
+    ) -> None:
+        self._base = None if base_checkpoint is None else BaseCheckpoint(base_checkpoint)
         self._location = location if isinstance(location, Path) else location.rstrip("/")
         self._access = access
         self._is_http = str(location).startswith(("http://", "https://"))
@@ -60,6 +81,10 @@ class StoreRoot:
         """A source for the named store. Raises ConfigError if it evidently does not exist."""
         checked_name(name, what="store")
         if self._is_local:
-            return source_at(Path(self._location) / name)
+            return source_at(Path(self._location) / name, base=self._base)
         between = "/stores/" if self._is_http else "/"
-        return source_at(f"{self._location}{between}{name}", self._access)
+        return source_at(
+            f"{self._location}{between}{name}",
+            self._access,
+            base=self._base,
+        )

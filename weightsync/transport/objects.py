@@ -24,6 +24,8 @@ PART_BYTES = 16 << 20
 _PIECE_BYTES = 4 << 20
 """Bytes handed over at a time, so that a part's buffer never holds much more than a part."""
 _DELETES_AT_ONCE = 8
+_STAMPS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "updated", "mtime")
+"""Keys of fsspec's implementations."""
 _POLL_S = 1.0
 """Object stores charge by request."""
 
@@ -45,9 +47,10 @@ class Objects:
     def __str__(self) -> str:
         return self._url
 
-    def names(self) -> frozenset[str]:
-        """Names directly below the prefix."""
-        found = self._ask(lambda _: self._fs.ls(self._root, detail=False))
+    def names(self, below: str = "") -> frozenset[str]:
+        """Names directly below the prefix, or below `below` there."""
+        prefix = f"{self._root}/{below}".rstrip("/")
+        found = self._ask(lambda _: self._fs.ls(prefix, detail=False))
         return frozenset(str(path).rstrip("/").rpartition("/")[2] for path in found)
 
     def sizes(self, below: str = "") -> Mapping[str, int]:
@@ -62,6 +65,11 @@ class Objects:
 
     def size_bytes(self, path: str) -> int:
         return int(self._ask(lambda _: self._fs.info(self._full(path)))["size"])
+
+    def stamp(self, path: str) -> str:
+        """The object's entity tag or time; empty if the store has neither."""
+        info = self._ask(lambda _: self._fs.info(self._full(path)))
+        return "-".join(str(info[key]) for key in _STAMPS if info.get(key))
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`, fewer if the object ends before."""
@@ -206,6 +214,12 @@ class ObjectStoreSource(StoreSource):
 
     def directories(self) -> frozenset[str]:
         return self._objects.names()
+
+    def names_in(self, directory: str) -> frozenset[str]:
+        return self._objects.names(directory)
+
+    def stamp(self, path: str) -> str:
+        return self._objects.stamp(path)
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         return watched(self, known, wait_s=wait_s, poll_s=_POLL_S)

@@ -53,6 +53,22 @@ class StoreSource(Protocol):
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         """Fill `into` with the file's bytes from `start` on."""
 
+    def names_in(self, directory: str) -> frozenset[str]:
+        """Names in one directory of the store, whose path ends with a slash."""
+        raise FileNotFoundError(directory)
+
+    def is_inside(self, path: str) -> bool:  # noqa: ARG002 - most sources have no links
+        """Whether no link leads from the path out of the store."""
+        return True
+
+    def stamp(self, path: str) -> str:  # noqa: ARG002 - most sources do not know
+        """Changes with a file that is replaced under its name; empty if unseen."""
+        return ""
+
+    def writer(self) -> str | None:
+        """The other systems whose trainer writes this store; None for ours."""
+        return None
+
     def doubt(self, path: str) -> None:  # noqa: ARG002 - most sources have no copies
         """Report that this file's bytes were wrong, so that no cached copy of it is used."""
         return

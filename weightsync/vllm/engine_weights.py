@@ -17,7 +17,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.reading.memory_room import STAGING_BYTES
-from weightsync.receive.staged import Applied, Staged
+from weightsync.receive.staged import Applied, Staged, tried_foreign
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
@@ -201,15 +201,20 @@ class EngineWeights:
         staged = receiver.prepare(base.version, wanted.version, held=held)
         if base.target is not None and base.target.layout() != staged.layout:
             raise ConfigError(f"store {wanted.store} holds another model than this engine's")
-        if not isinstance(base.target, LoaderMap):
+        if base.target is None:
             return _Prepared(base=base, staged=staged)
         try:
-            forms = self._tried(base.target, staged)
+            return self._on_trial(base, base.target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
             self._mended += 1
             staged = receiver.prepare(None, wanted.version)
-            forms = self._tried(base.target, staged)
+            return self._on_trial(base, base.target, staged)
+
+    def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
+        """Raises Corrupt if the version does not lead to the published state."""
+        staged = tried_foreign(staged, target.bits, self._pool)
+        forms = self._tried(target, staged) if isinstance(target, LoaderMap) else {}
         return _Prepared(base=base, staged=staged, forms=forms)
 
     def _settled(self, receiver: Receiver, staged: Staged, target: Target) -> Applied:

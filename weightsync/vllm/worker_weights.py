@@ -16,6 +16,8 @@ from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import checked_name
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.reading.memory_room import STAGING_BYTES
+from weightsync.transport.base_checkpoint import VARIABLE as BASE_VARIABLE
+from weightsync.transport.base_checkpoint import BaseCheckpoint, has_shards
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.adapted_weights import AdaptedWeights
@@ -64,7 +66,7 @@ class WorkerWeights:
     """Its methods are called from the worker's own thread."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
-        root = _weight_root()
+        root = _weight_root(vllm_config.model_config)
         if device.type == "cpu":
             cpu_linear.check_installed()
         warm_up({tensor.element_size() for tensor in model.state_dict().values()} & WIDTHS_BYTES)
@@ -155,12 +157,17 @@ def _await_stream(device: torch.device) -> None:
     torch.accelerator.current_stream(device).synchronize()
 
 
-def _weight_root() -> StoreRoot:
+def _weight_root(model_config: Any) -> StoreRoot:
+    """Where the stores are. Version 0 of another trainer's store is the engine's own model."""
     location = os.environ.get(ROOT_VARIABLE, "")
+    model = str(getattr(model_config, "model", ""))
+    base = os.environ.get(BASE_VARIABLE) or (model if has_shards(model) else None)
+    if base is not None:
+        BaseCheckpoint(base)
     try:
         if not location:
             raise ConfigError("it is not set")
-        return StoreRoot(location)
+        return StoreRoot(location, base_checkpoint=base)
     except ConfigError as error:
         raise ConfigError(
             f"{ROOT_VARIABLE}={location!r}: set it to the directory that holds the weight stores, "

@@ -110,7 +110,7 @@ def same(left: State, right: State) -> bool:
 
 
 @dataclass(slots=True)
-class Counted:
+class Counted(StoreSource):
     """A source that counts the bytes read."""
 
     inner: StoreSource

@@ -26,7 +26,7 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
 _PLAIN = """
-abort absent accepted access account action activated active actor adapted add address admission
+abort absent accepted access account action activated active actor adapted add address admission any
 admit age agent agreement alone alternative announcer answer api applied apply arrived asleep assign
 assignments async away backend backoff bar base baselines batch bearer beat began begins bell bet
 bill binds bits blame bounds bucket build burn busy by byte cache calibration call capabilities

@@ -3,6 +3,7 @@
 import doctest
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,18 @@ def test_importing_it_imports_nothing_heavy() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_publisher_and_follower_need_neither_a_framework_nor_a_server(tmp_path: Path) -> None:
+    extras = ("aiohttp", "blake3", "fsspec", "pydantic", "torch", "typer", "uvloop", "vllm")
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({extras!r}))\n"
+        "from weightsync import Follower, Publisher, Receiver, ShardSlice, TensorTarget\n"
+        "Follower(Receiver(sys.argv[1]), sys.argv[2]).close()"
+    )
+    (tmp_path / "store").mkdir()
+    arguments = [sys.executable, "-c", script, str(tmp_path / "store"), str(tmp_path / "policy")]
+    subprocess.run(arguments, check=True)
 
 
 def test_the_example_in_the_docstring_runs() -> None:

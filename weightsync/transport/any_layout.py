@@ -1,0 +1,191 @@
+"""A store in any known layout, presented in RoseMux's: its own stores are passed through untouched.
+
+Of another trainer's store it makes LATEST, the name of the newest complete version, the directory
+of version 0 from the base checkpoint, and every index. The store is only read. Which layout it is
+shows once the first version is complete; until then there is no version.
+"""
+
+from harvester.contracts.errors import Corrupt
+from harvester.contracts.ids import WeightVersion
+from weightsync.layout.names import (
+    INDEX_FILE,
+    LATEST_FILE,
+    MAX_INDEX_BYTES,
+    Kind,
+    VersionRef,
+    named_ref,
+)
+from weightsync.transport.base_checkpoint import BaseCheckpoint
+from weightsync.transport.foreign_layouts import ForeignLayout, is_ours, layout_of, pointed_version
+from weightsync.transport.source import StoreSource, watched
+
+_POLL_S = 0.2
+_REMOTE_POLL_S = 1.0
+"""Object stores charge by request."""
+_MAX_POINTER_BYTES = 1024
+_MAX_VERSION = 10**15
+_BASE = VersionRef(Kind.WEIGHT, WeightVersion(0)).directory
+
+
+class AnyLayoutSource(StoreSource):
+    """`base`: the checkpoint that is version 0 of another trainer's store."""
+
+    def __init__(self, source: StoreSource, base: BaseCheckpoint | None = None) -> None:
+        self._source = source
+        self._base = base
+        self._is_ours = False
+        self._found: ForeignLayout | None = None
+
+    def __str__(self) -> str:
+        return str(self._source)
+
+    @property
+    def streams(self) -> int:
+        return self._source.streams
+
+    @property
+    def range_bytes(self) -> int:
+        return self._source.range_bytes
+
+    def writer(self) -> str | None:
+        layout = self._layout()
+        return layout.writer if layout else None
+
+    def directories(self) -> frozenset[str]:
+        layout = self._layout()
+        if layout is None:
+            return self._source.directories()
+        found = {*self._versions(layout), *([0] if self._base else [])}
+        return frozenset(VersionRef(Kind.WEIGHT, WeightVersion(n)).directory for n in found)
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        if self._layout() is None and self._is_ours:
+            return self._source.latest(known, wait_s=wait_s)
+        poll_s = _POLL_S if self.streams == 1 else _REMOTE_POLL_S
+        return watched(self, known, wait_s=wait_s, poll_s=poll_s)
+
+    def read_small(self, path: str, limit_bytes: int) -> bytes:
+        layout = self._layout()
+        if layout is None:
+            return self._source.read_small(path, limit_bytes)
+        if path == LATEST_FILE:
+            return self._latest(layout)
+        made = self._made(layout, path)
+        if made is not None:
+            return made
+        source, there = self._at(layout, path)
+        return source.read_small(there, limit_bytes)
+
+    def size_bytes(self, path: str) -> int:
+        layout = self._layout()
+        if layout is None:
+            return self._source.size_bytes(path)
+        made = self._made(layout, path)
+        if made is not None:
+            return len(made)
+        source, there = self._at(layout, path)
+        return source.size_bytes(there)
+
+    def read_range(self, path: str, start: int, into: memoryview) -> None:
+        layout = self._layout()
+        if layout is None:
+            self._source.read_range(path, start, into)
+            return
+        made = self._made(layout, path)
+        if made is None:
+            source, there = self._at(layout, path)
+            source.read_range(there, start, into)
+            return
+        if start + len(into) > len(made):
+            raise Corrupt(f"{self}/{path} ends before byte {start + len(into)}")
+        into[:] = made[start : start + len(into)]
+
+    def doubt(self, path: str) -> None:
+        if self._found is None:
+            self._source.doubt(path)
+
+    def stamp(self, path: str) -> str:
+        layout = self._layout()
+        if layout is None or path.startswith(f"{_BASE}/"):
+            return ""
+        source, there = self._at(layout, path)
+        return source.stamp(there)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _layout(self) -> ForeignLayout | None:
+        """None for ours, and as long as no version is complete."""
+        if self._is_ours or self._found is not None:
+            return self._found
+        try:
+            names = self._source.directories()
+        except FileNotFoundError:
+            # A trainer that begins anew clears its directory first.
+            return None
+        self._is_ours = is_ours(names)
+        if not self._is_ours:
+            self._found = layout_of(names, self._index_of, store=str(self))
+        return self._found
+
+    def _index_of(self, directory: str) -> bytes | None:
+        try:
+            return self._source.read_small(f"{directory}/{INDEX_FILE}", MAX_INDEX_BYTES)
+        except FileNotFoundError:
+            return None
+
+    def _versions(self, layout: ForeignLayout) -> list[int]:
+        try:
+            below = layout.below
+            names = self._source.names_in(below) if below else self._source.directories()
+        except FileNotFoundError:
+            return []
+        return layout.versions(names)
+
+    def _latest(self, layout: ForeignLayout) -> bytes:
+        """Content of LATEST: the newest version with an index. Raises FileNotFoundError."""
+        newest = _MAX_VERSION
+        if layout.pointer is not None:
+            raw = self._source.read_small(self._inside(layout.pointer), _MAX_POINTER_BYTES)
+            newest = pointed_version(raw, path=f"{self}/{layout.pointer}")
+        for version in self._versions(layout):
+            if 0 < version <= newest and self._is_complete(layout, version):
+                return VersionRef(Kind.WEIGHT, WeightVersion(version)).directory.encode()
+        raise FileNotFoundError(LATEST_FILE)
+
+    def _is_complete(self, layout: ForeignLayout, version: int) -> bool:
+        try:
+            self._source.size_bytes(layout.path(version, layout.index))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _made(self, layout: ForeignLayout, path: str) -> bytes | None:
+        """An index that the store does not have in this form; None for every other file."""
+        directory, _, file = path.partition("/")
+        if file != INDEX_FILE:
+            return None
+        if directory == _BASE and self._base is not None:
+            return self._base.index
+        if layout.shared is None:
+            return None
+        source, there = self._at(layout, path)
+        return layout.shared(source.read_small(there, MAX_INDEX_BYTES), f"{self}/{there}")
+
+    def _at(self, layout: ForeignLayout, path: str) -> tuple[StoreSource, str]:
+        """Where a file is. Raises FileNotFoundError, and Corrupt for a link out of the store."""
+        directory, _, file = path.partition("/")
+        ref = named_ref(directory)
+        if ref is None or ref.kind is not Kind.WEIGHT:
+            raise FileNotFoundError(path)
+        if ref.version == 0 and self._base is not None:
+            if file not in self._base.shards:
+                raise FileNotFoundError(path)
+            return self._base.source, file
+        there = layout.path(ref.version, layout.index if file == INDEX_FILE else file)
+        return self._source, self._inside(there)
+
+    def _inside(self, path: str) -> str:
+        if not self._source.is_inside(path):
+            raise Corrupt(f"{self}/{path} is a link out of the store: it is not read")
+        return path
