@@ -117,8 +117,7 @@ def _part(state: State, share: Selection | None) -> State:
         return state
     held = {}
     for name, tensor in state.items():
-        box = share.box(name, spec_of(tensor))
-        if box is not None:
+        for box in share.boxes(name, spec_of(tensor)):
             cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
             held[name] = tensor[cut].contiguous()
     return held

@@ -92,8 +92,7 @@ SHARES: dict[str, Selection] = {
 def part(state: State, share: Selection) -> State:
     held = {}
     for name, tensor in state.items():
-        box = share.box(name, TensorSpec("BF16", tuple(tensor.shape)))
-        if box is not None:
+        for box in share.boxes(name, TensorSpec("BF16", tuple(tensor.shape))):
             cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
             held[name] = tensor[cut].clone()
     return held

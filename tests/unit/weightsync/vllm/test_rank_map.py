@@ -1,6 +1,7 @@
-"""A rank that holds slices follows a store from a full copy, and each slice is compared with it."""
+"""A rank follows a store in its own memory, bit for bit as its loader cuts the whole tensors."""
 
 from collections.abc import Collection, Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from weightsync.elements.bits import TensorSpec, spec_of
-from weightsync.publisher import Published
+from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
-from weightsync.vllm.host_targets import SliceTarget, traced_slices
+from weightsync.transport.location import StoreRoot
+from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
+from weightsync.vllm.rank_map import RankMap, traced_rank
 
 State = dict[str, torch.Tensor]
 
@@ -56,7 +59,7 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
     store, done = published
     rank = Rank(number)
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    target = traced_slices(rank, layout, lambda touched: None)
+    target = traced_rank(rank, layout, lambda touched: None)
     receiver = Receiver(store, selection=target.selection)
     current = None
     for step in (done[2], done[3], done[7]):
@@ -67,39 +70,67 @@ def test_a_rank_ends_on_its_slices_of_the_published_state(
         assert rank.holds(states[step.version - 1])
 
 
-def test_a_rank_keeps_no_more_than_the_rows_that_it_has_a_part_of(
-    states: tuple[State, ...],
-) -> None:
-    """Columns are in every row; tensors of other ranks are not held at all."""
+def test_a_rank_has_its_boxes_where_they_lie_and_nothing_else(states: tuple[State, ...]) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     elsewhere = layout | {"next.weight": TensorSpec("F32", (7, 9))}
     rank = Rank(1)
     rank.next = PPMissingLayer()
-    target = traced_slices(rank, elsewhere, lambda touched: None)
-    assert target.selection.rows["embed.weight"] == range(25, 50)
-    assert target.layout() == layout | {"embed.weight": TensorSpec("BF16", (25, 16))}
+    target = traced_rank(rank, elsewhere, lambda touched: None)
+    assert target.layout() == layout | {
+        "embed.weight": TensorSpec("BF16", (25, 16)),
+        "layer.weight": TensorSpec("BF16", (40, 15)),
+    }
+    for name, parameter in zip(("embed.weight", "layer.weight"), rank.parameters(), strict=False):
+        assert target.bits(name).ctypes.data == parameter.data_ptr()
 
 
-def traced_rank(states: tuple[State, ...], rank: Rank) -> SliceTarget:
+def traced(states: tuple[State, ...], rank: Rank) -> RankMap:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    return traced_slices(rank, layout, lambda touched: None)
+    return traced_rank(rank, layout, lambda touched: None)
+
+
+class Transposing(Rank):
+    """Keeps the weight transposed and the embedding in another dtype."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.weight = torch.nn.Parameter(torch.zeros(15, 40).bfloat16().t(), False)
+        self.embed = torch.nn.Parameter(torch.zeros(25, 16), False)
+
+
+def test_what_lies_in_another_form_is_kept_in_host_memory(
+    published: tuple[Path, list[Published]],
+    states: tuple[State, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Columns are in every row, so that all rows of the weight are kept."""
+    store, done = published
+    rank = Transposing(1)
+    target = traced(states, rank)
+    assert "embed.weight and 1 other tensors (3200 bytes) stay in host memory" in caplog.text
+    assert target.layout()["layer.weight"] == TensorSpec("BF16", (40, 30))
+    receiver = Receiver(store, selection=target.selection)
+    current = None
+    for step in (done[2], done[3]):
+        current = receiver.sync(current, step.version, target).version
+        assert rank.holds(states[step.version - 1])
 
 
 def test_a_slice_that_is_not_what_was_written_is_found(states: tuple[State, ...]) -> None:
-    rank = Rank(1)
+    rank = Transposing(1)
 
     def disturb(touched: Collection[int]) -> None:
         rank.weight.data[0, 0] += 1
 
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    target = traced_slices(rank, layout, disturb)
+    target = traced_rank(rank, layout, disturb)
     with pytest.raises(Corrupt, match=r"layer\.weight: what this rank holds"):
         target.finish(layout)
 
 
 def test_weights_that_moved_are_noticed(states: tuple[State, ...]) -> None:
     rank = Rank(0)
-    target = traced_rank(states, rank)
+    target = traced(states, rank)
     assert target.is_current(rank)
     rank.embed.data = rank.embed.data.clone()
     assert not target.is_current(rank)
@@ -113,7 +144,7 @@ class Doubling(Rank):
 
 def test_a_rank_with_a_computing_loader_is_rejected(states: tuple[State, ...]) -> None:
     with pytest.raises(Unsupported, match=r"does not copy layer\.bias"):
-        traced_rank(states, Doubling(0))
+        traced(states, Doubling(0))
 
 
 class PPMissingLayer(torch.nn.Identity):
@@ -148,7 +179,7 @@ def test_a_tensor_of_another_rank_is_not_held(
 ) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     layout |= {elsewhere: TensorSpec("F32", (7,))}
-    target = traced_slices(rank, layout, lambda touched: None)
+    target = traced_rank(rank, layout, lambda touched: None)
     assert target.layout().keys() == states[0].keys()
     target.finish(target.layout())
 
@@ -167,14 +198,25 @@ def test_a_tensor_of_no_rank_is_refused_on_each(
 ) -> None:
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     with pytest.raises(Unsupported, match=f"does not copy {nowhere}"):
-        traced_slices(rank, layout | {nowhere: TensorSpec("F32", (7,))}, lambda touched: None)
+        traced_rank(rank, layout | {nowhere: TensorSpec("F32", (7,))}, lambda touched: None)
 
 
-def test_a_matrix_without_a_place_must_equal_another_one(states: tuple[State, ...]) -> None:
-    layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
-    tied = layout | {"head.weight": layout["embed.weight"]}
-    target = traced_slices(Rank(0), tied, lambda touched: None)
-    target.finish(tied)
-    target.bits("head.weight")[0] = 1
-    with pytest.raises(ConfigError, match=r"no place for head\.weight"):
-        target.finish(["head.weight"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_matrix_without_a_place_must_equal_another_one(
+    tmp_path: Path, states: tuple[State, ...], is_tied: bool
+) -> None:
+    """Published digests tell, so that no rank needs the matrix."""
+    head = states[0]["embed.weight"] if is_tied else states[1]["embed.weight"]
+    with Publisher(tmp_path / "tied") as publisher:
+        done = publisher.publish(states[0] | {"head.weight": head})
+    rank = Rank(0)
+    weights = EngineWeights(rank, None, StoreRoot(tmp_path), packed_ahead_bytes=0, sliced=True)
+    wanted = RequestedVersion(store="tied", version=done.version)
+    with closing(weights):
+        if is_tied:
+            assert weights.load(wanted).state_hash == done.state_hash
+            assert rank.holds(states[0])
+        else:
+            with pytest.raises(ConfigError, match=r"no place for head\.weight"):
+                weights.load(wanted)
+            assert not weights.is_loaded
