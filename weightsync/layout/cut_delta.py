@@ -10,10 +10,11 @@ from math import prod
 import numpy as np
 
 from weightsync.elements import cut_places
-from weightsync.elements.bits import Bytes
+from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.elements.group_applying import NEAREST_FAR
 from weightsync.elements.groups import Places
 from weightsync.elements.scan import GAP_ESCAPE
+from weightsync.encoding.codec import Encoding, encode_as
 from weightsync.encoding.delta import (
     Delta,
     DenseDelta,
@@ -21,15 +22,32 @@ from weightsync.encoding.delta import (
     PlanesDelta,
     SparseDelta,
     XorDelta,
+    decode_rosemux,
 )
-from weightsync.encoding.grouped import GroupedDelta
+from weightsync.encoding.grouped import GROUPS, GroupedDelta, grouped_payload
 from weightsync.encoding.plain import PlainDelta
+from weightsync.encoding.sparse import FORMAT, compared
+from weightsync.encoding.varint import varint
 from weightsync.layout.slices import SliceRecord
 
 
 def cut_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
     """The delta of `box` alone, in memory of its own. `width_bytes`: of an element."""
     return _cut(delta, box, width_bytes)
+
+
+def warm_up() -> None:
+    """Compile or load the loops, so that no version waits for them."""
+    old = np.zeros(1 << 14, np.uint16)
+    new = old.copy()
+    new[::8], new[1] = 1, 9
+    spec, box = TensorSpec("BF16", old.shape), SliceRecord("", old.shape, (1,), (2,))
+    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
+    encoded = encode_as(Encoding.ROSEMUX, old[:64], new[:64])
+    assert encoded is not None
+    cut_delta(decode_rosemux(memoryview(encoded.payload), TensorSpec("BF16", (64,))), box, 2)
+    grouped = grouped_payload(head, old.size, compared(old, new))
+    cut_delta(decode_rosemux(memoryview(grouped), spec), box, 2)
 
 
 @singledispatch
@@ -63,8 +81,8 @@ def _overwrite(delta: OverwriteDelta, box: SliceRecord, width: int) -> Delta:
 def _sparse(delta: SparseDelta, box: SliceRecord, _width: int) -> Delta:
     small = np.empty(np.count_nonzero(delta.gaps != GAP_ESCAPE), np.uint64)
     far = np.empty(delta.far_planes.shape[1], np.uint64)
-    cut_places.stream_places(delta.gaps, small)
-    cut_places.stream_places(delta.far_gaps, far)
+    cut_places.stream_places(_read_only(delta.gaps), small)
+    cut_places.stream_places(_read_only(delta.far_gaps), far)
     return _streams(box, small, delta.signs, far, delta.far_planes)
 
 
@@ -95,7 +113,7 @@ def _streams(
     kept, inside = _within(small, box)
     far_kept, far_inside = _within(far, box)
     picked = np.zeros((kept.size + 7) // 8, np.uint8)
-    cut_places.pick_signs(signs, kept, picked)
+    cut_places.pick_signs(_read_only(signs), kept, picked)
     elements = prod(box.lengths)
     return SparseDelta(
         elements,
@@ -104,6 +122,13 @@ def _streams(
         _gaps(far_inside, elements),
         np.ascontiguousarray(far_planes[:, far_kept]),
     )
+
+
+def _read_only(data: Bytes) -> Bytes:
+    """Compiled loops tell arrays that may be written from others: one kind is enough."""
+    seen = data.view()
+    seen.flags.writeable = False
+    return seen
 
 
 def _gaps(places: Places, elements: int) -> Bytes:

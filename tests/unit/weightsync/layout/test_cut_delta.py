@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from weightsync.elements import cut_places
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoding, decode, encode_as
@@ -16,7 +17,7 @@ from weightsync.encoding.plain import plain_deltas, plain_payload
 from weightsync.encoding.planes import PLANES, planes_payload
 from weightsync.encoding.sparse import FORMAT, compared
 from weightsync.encoding.varint import varint
-from weightsync.layout.cut_delta import cut_delta
+from weightsync.layout.cut_delta import cut_delta, warm_up
 from weightsync.layout.slices import SliceRecord
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
@@ -132,3 +133,20 @@ def test_a_cut_delta_keeps_nothing_of_the_rest(form: str) -> None:
         if isinstance(value, np.ndarray):
             base = value if value.base is None else value.base
             assert base.nbytes <= spec.size_bytes / 4, name
+
+
+def test_a_warm_process_compiles_nothing_for_a_version() -> None:
+    """The loops take numbers of one width, whatever the tensor's."""
+    warm_up()
+    loops = [loop for loop in vars(cut_places).values() if hasattr(loop, "signatures")]
+    before = [len(loop.signatures) for loop in loops]
+    assert len(loops) >= 5
+    for form in ("sparse", "groups", "plain", "overwrite"):
+        for width in (1, 2, 4, 8):
+            spec = TensorSpec(DTYPES[width], (64, 64))
+            old, new = _states(spec.elements, width, SHARES.get(form, 0.3), 3)
+            delta = _delta(form, old, new, spec)
+            if delta is not None:
+                decoded = cut_delta(delta, SliceRecord("w", (64, 64), (16, 0), (8, 64)), width)
+                assert decoded.elements == 8 * 64
+    assert [len(loop.signatures) for loop in loops] == before
