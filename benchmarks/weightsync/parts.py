@@ -118,8 +118,7 @@ def _part(state: State, share: Selection | None) -> State:
     held = {}
     for name, tensor in state.items():
         for box in share.boxes(name, spec_of(tensor)):
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
-            held[name] = tensor[cut].contiguous()
+            held[name] = tensor[box.index].contiguous()
     return held
 
 

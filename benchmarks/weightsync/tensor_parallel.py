@@ -29,6 +29,7 @@ from benchmarks.weightsync.states import LARGE, Shape
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import warm_up
+from weightsync.layout import cut_delta
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
@@ -37,8 +38,10 @@ from weightsync.vllm.stager import StageState
 State = dict[str, torch.Tensor]
 RANKS = (2, 4, 8)
 TURNS = 5
+_TURNS_BEFORE = 2
+"""A full version, and a first step that finds its ways cold."""
 SHAPE = replace(LARGE, name="0.3B", layers=6)
-_STORE = "job"
+STORE = "job"
 _MOVED_RATIO = 0.005
 """Share of the elements that move up, and of those that move down."""
 _STAGING_BYTES = 64 << 20
@@ -66,32 +69,30 @@ def main() -> None:
         return
     report(
         "weightsync.tensor_parallel",
-        lambda: measure(given.turns, shape),
+        lambda: {"tp": measure(given.turns, shape)},
         given.json,
         engines=False,
     )
 
 
-def measure(turns: int = TURNS, shape: Shape = SHAPE) -> dict[str, Any]:
-    """Medians over the turns. `pause_ratio`: pause for each held byte, over the whole engine's in
-    the same turn; `host_copy_ratio` and `host_peak_ratio`: memory between two updates, and the most
-    from the first one on, over what is held."""
+def measure(turns: int = TURNS, shape: Shape = SHAPE) -> list[dict[str, Any]]:
+    """A whole engine, which is one rank of one, then ranks; medians over the turns.
+
+    `pause_ratio`: pause for each held byte, over the whole engine's in the same turn.
+    `host_copy_ratio`: memory that stays after an update, over what is held; the peaks are what the
+    first version and the others take at most, a tensor in transit for each of two threads included.
+    """
     with tempfile.TemporaryDirectory(prefix="weights-") as directory, ExitStack() as stack:
         root = Path(directory)
-        states = _steps(shape)
-        publisher = stack.enter_context(Publisher(root / _STORE))
+        states = steps(shape)
+        publisher = stack.enter_context(Publisher(root / STORE))
         holders = [stack.enter_context(_holder(shape, ranks, root)) for ranks in (1, *RANKS)]
-        # The first delta finds its ways cold.
-        for turn in range(turns + 2):
+        for turn in range(_TURNS_BEFORE + turns):
             published = publisher.publish(next(states))
-            for holder in holders[turn % len(holders) :] + holders[: turn % len(holders)]:
+            first = turn % len(holders)
+            for holder in holders[first:] + holders[:first]:
                 holder.follow(published.version)
-    whole = holders[0]
-    return {
-        "model_bytes": whole.held_bytes,
-        "whole": whole.figures(whole),
-        "tp": [holder.figures(whole) for holder in holders[1:]],
-    }
+    return [holder.figures(holders[0]) for holder in holders]
 
 
 @dataclass(slots=True)
@@ -114,10 +115,10 @@ class _Holder:
         return int(self.seen[0]["held_bytes"])
 
     def figures(self, whole: "_Holder") -> dict[str, Any]:
-        pauses = [seen["pause_s"] for seen in self.seen[2:]]
+        pauses = [seen["pause_s"] for seen in self.seen[_TURNS_BEFORE:]]
         ratios = [
             (pause / self.held_bytes) / (seen["pause_s"] / whole.held_bytes)
-            for pause, seen in zip(pauses, whole.seen[2:], strict=True)
+            for pause, seen in zip(pauses, whole.seen[_TURNS_BEFORE:], strict=True)
         ]
         return {
             "ranks": self.ranks,
@@ -126,7 +127,8 @@ class _Holder:
             "pause_per_held_gb": 1e3 * statistics.median(pauses) / (self.held_bytes / 1e9),
             "pause_ratio": statistics.median(ratios),
             "pause_ratios": sorted(ratios),
-            "stage_ms": 1e3 * statistics.median(seen["stage_s"] for seen in self.seen[2:]),
+            "stage_ms": 1e3
+            * statistics.median(seen["stage_s"] for seen in self.seen[_TURNS_BEFORE:]),
             "first_s": self.seen[0]["stage_s"] + self.seen[0]["pause_s"],
             "host_copy_ratio": max(seen["kept_bytes"] for seen in self.seen) / self.held_bytes,
             "first_peak_ratio": self.seen[0]["peak_bytes"] / self.held_bytes,
@@ -156,43 +158,57 @@ def _holder(shape: Shape, ranks: int, root: Path) -> Iterator[_Holder]:
 
 def _serve(shape: Shape, rank: int, ranks: int, root: Path) -> None:
     """Follow the versions that standard input names; one line of figures for each."""
-    warm_up()
-    clock = MonotonicClock()
-    model = RankModel(shape, rank, ranks)
-    held_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    weights = EngineWeights(
-        model,
-        None,
-        StoreRoot(str(root)),
-        packed_ahead_bytes=0,
-        staging_bytes=_STAGING_BYTES,
-        sliced=ranks > 1,
-    )
-    before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    with closing(weights):
+    with closing(RankFollower(shape, rank, ranks, root)) as follower:
         for line in sys.stdin:
-            wanted = RequestedVersion(store=_STORE, version=WeightVersion(int(line)))
-            started = clock.now()
-            while weights.stage(wanted).state is StageState.RUNNING:
-                time.sleep(0.001)
-            staged = clock.now()
-            weights.load(wanted)
-            loaded = clock.now()
-            weights.release()
-            weights.fall_asleep()
-            gc.collect()
-            seen = {
-                "held_bytes": held_bytes,
-                "stage_s": staged - started,
-                "pause_s": loaded - staged,
-                "kept_bytes": _memory("VmRSS") - before,
-                "peak_bytes": _memory("VmHWM") - before,
-                "in_place": weights.report()["in_place"],
-                "reapplied": weights.report()["reapplied"],
-            }
-            Path("/proc/self/clear_refs").write_text("5")
-            print(json.dumps(seen), flush=True)
+            print(json.dumps(follower.follow(WeightVersion(int(line)))), flush=True)
+
+
+class RankFollower:
+    """One rank, or with one of one a whole engine, that follows the store under `root`."""
+
+    def __init__(self, shape: Shape, rank: int, ranks: int, root: Path) -> None:
+        warm_up()
+        cut_delta.warm_up()
+        self.model = RankModel(shape, rank, ranks)
+        self._held_bytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._weights = EngineWeights(
+            self.model,
+            None,
+            StoreRoot(str(root)),
+            packed_ahead_bytes=0,
+            staging_bytes=_STAGING_BYTES,
+            sliced=ranks > 1,
+        )
+        self._clock = MonotonicClock()
+        self._before = _memory("VmRSS")
+        _forget_peak()
+
+    def follow(self, version: WeightVersion) -> dict[str, Any]:
+        wanted = RequestedVersion(store=STORE, version=version)
+        started = self._clock.now()
+        while self._weights.stage(wanted).state is StageState.RUNNING:
+            time.sleep(0.001)
+        staged = self._clock.now()
+        self._weights.load(wanted)
+        loaded = self._clock.now()
+        self._weights.release()
+        # What an update leaves is freed in the background.
+        self._weights.fall_asleep()
+        gc.collect()
+        seen = {
+            "held_bytes": self._held_bytes,
+            "stage_s": staged - started,
+            "pause_s": loaded - staged,
+            "kept_bytes": _memory("VmRSS") - self._before,
+            "peak_bytes": _memory("VmHWM") - self._before,
+            "in_place": self._weights.report()["in_place"],
+            "reapplied": self._weights.report()["reapplied"],
+        }
+        _forget_peak()
+        return seen
+
+    def close(self) -> None:
+        self._weights.close()
 
 
 class RankModel(torch.nn.Module):
@@ -238,7 +254,7 @@ def _dim(name: str) -> int | None:
     return 1 if name.endswith(_COLUMNS) else 0
 
 
-def _steps(shape: Shape) -> Iterator[State]:
+def steps(shape: Shape) -> Iterator[State]:
     """States in which one element in a hundred moves by one unit in the last place."""
     generator = torch.Generator().manual_seed(0)
     state = {
@@ -251,6 +267,11 @@ def _steps(shape: Shape) -> Iterator[State]:
             drawn = torch.rand(tensor.shape, generator=generator)
             tensor.view(torch.int16).add_((drawn < _MOVED_RATIO).short())
             tensor.view(torch.int16).sub_((drawn > 1 - _MOVED_RATIO).short())
+
+
+def _forget_peak() -> None:
+    """Make the kernel count VmHWM from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory(field: str) -> int:

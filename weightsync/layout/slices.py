@@ -41,10 +41,14 @@ class SliceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cuts = (":" if (o, end) == (0, size) else f"{o}:{end}" for o, end, size in spans)
         return f"{self.tensor}[{', '.join(cuts)}]"
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index by which an array in the tensor's shape gives the slice."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+
     def box(self, whole: Bits) -> npt.NDArray[np.unsignedinteger]:
         """The slice of a whole tensor's bits, sharing memory, in the slice's shape."""
-        cut = tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
-        return whole.reshape(self.shape)[cut]
+        return whole.reshape(self.shape)[self.index]
 
     def read(self, whole: Bits) -> Bits:
         """The slice's bits, flat: shared memory if contiguous, else a copy."""

@@ -67,9 +67,9 @@ class Staging:
         self._checksums: dict[str, tuple[str, str]] = {}
         self._stored: dict[str, StoredEntry] = {}
         self._deltas: dict[str, list[StoredDelta]] = {}
-        """By entry, on top of a full checkpoint."""
+        """Changes on top of a full checkpoint, by entry."""
         self._changes: dict[str, list[Delta]] = {}
-        """By the holder's tensor, on top of the version that the plan builds on."""
+        """Changes on top of the version that the plan builds on, by the holder's tensor."""
         self._bytes_read = 0
         self._whole_bytes = 0
         """Size of shards that were read whole."""

@@ -32,7 +32,7 @@ Pack: TypeAlias = Callable[[Any, torch.Tensor], PackedForm]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What an update will lead to, found on copies."""
+    """The result of an update, found on copies."""
 
     forms: Mapping[Any, PackedForm]
     """Packed forms of changed layers, as far as the budget went."""
@@ -97,7 +97,7 @@ def tried_on_copies(
     *,
     budget_bytes: int,
 ) -> Trial:
-    """What the update leads to, and packed forms of changed layers as far as the budget goes.
+    """The update's digests, and packed forms of changed layers as far as the budget goes.
 
     `packed`: layers that compute from a packed copy, by the storage of their plain weight. Raises
     Corrupt where the update does not lead to the published state.

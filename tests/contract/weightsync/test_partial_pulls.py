@@ -93,8 +93,7 @@ def part(state: State, share: Selection) -> State:
     held = {}
     for name, tensor in state.items():
         for box in share.boxes(name, TensorSpec("BF16", tuple(tensor.shape))):
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
-            held[name] = tensor[cut].clone()
+            held[name] = tensor[box.index].clone()
     return held
 
 

@@ -1,6 +1,7 @@
 """A rank follows a store in its own memory, bit for bit as its loader cuts the whole tensors."""
 
 from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from weightsync.elements.bits import TensorSpec, spec_of
+from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Published, Publisher
 from weightsync.receiver import Receiver
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
 from weightsync.vllm.rank_map import RankMap, traced_rank
+from weightsync.vllm.stager import StageState
 
 State = dict[str, torch.Tensor]
 
@@ -98,7 +101,7 @@ class Transposing(Rank):
         self.embed = torch.nn.Parameter(torch.zeros(25, 16), False)
 
 
-def test_what_lies_in_another_form_is_kept_in_host_memory(
+def test_a_tensor_that_lies_in_another_form_is_kept_in_host_memory(
     published: tuple[Path, list[Published]],
     states: tuple[State, ...],
     caplog: pytest.LogCaptureFixture,
@@ -199,6 +202,77 @@ def test_a_tensor_of_no_rank_is_refused_on_each(
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     with pytest.raises(Unsupported, match=f"does not copy {nowhere}"):
         traced_rank(rank, layout | {nowhere: TensorSpec("F32", (7,))}, lambda touched: None)
+
+
+@pytest.mark.parametrize("is_staged", [False, True], ids=["before", "after"])
+def test_a_part_that_another_writer_changed_before_or_after_staging_is_replaced(
+    published: tuple[Path, list[Published]], states: tuple[State, ...], is_staged: bool
+) -> None:
+    """No digest of a part is published: the rank's own of the state before shows the change, or the
+    one that the trial led to."""
+    store, done = published
+    rank = Rank(1)
+    weights = EngineWeights(rank, None, StoreRoot(store.parent), packed_ahead_bytes=0, sliced=True)
+
+    def wanted(number: int) -> RequestedVersion:
+        return RequestedVersion(store="store", version=done[number].version)
+
+    with closing(weights):
+        weights.load(wanted(1))
+        while is_staged and weights.stage(wanted(2)).state is StageState.RUNNING:
+            pass
+        rank.weight.data[0, 0] += 1
+        applied = weights.load(wanted(2))
+        assert (applied.from_full, weights.report()["reapplied"]) == (True, 1)
+        assert applied.state_hash == done[2].state_hash
+        assert rank.holds(states[2])
+        assert not weights.load(wanted(3)).from_full
+        assert rank.holds(states[3])
+
+
+def test_a_rank_of_a_sharded_trainer_s_store_applies_slices_in_place(tmp_path: Path) -> None:
+    """A norm that the trainer cut is hashed by its slices, a box of two slices by itself."""
+    first = {"layer.weight": torch.randn(8, 6).bfloat16(), "norm": torch.randn(12)}
+    second = {name: tensor + 0.5 for name, tensor in first.items()}
+    with ThreadPoolExecutor(2) as pool:
+        publishers = [Publisher(tmp_path / "job", rank=rank, ranks=2) for rank in range(2)]
+
+        def publish(rank: int, state: State) -> Published:
+            parts = [
+                (name, ShardSlice(tensor.chunk(2)[rank], tensor.shape, 0, len(tensor) // 2 * rank))
+                for name, tensor in state.items()
+            ]
+            return publishers[rank].publish(parts)
+
+        rank = SlicedRank()
+        weights = EngineWeights(rank, None, StoreRoot(tmp_path), packed_ahead_bytes=0, sliced=True)
+        with closing(weights):
+            for state in (first, second):
+                done, _ = pool.map(publish, range(2), [state, state])
+                applied = weights.load(RequestedVersion(store="job", version=done.version))
+                assert applied.from_full == (state is first)
+                assert applied.state_hash == done.state_hash
+                assert torch.equal(rank.weight, state["layer.weight"][2:6])
+                assert torch.equal(rank.norm, state["norm"])
+            assert weights.report()["reapplied"] == 0
+        for publisher in publishers:
+            publisher.close()
+
+
+class SlicedRank(torch.nn.Module):
+    """Has rows from the middle of the weight, and all of the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 6).bfloat16(), False)
+        self.norm = torch.nn.Parameter(torch.zeros(12), False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm.data.copy_(tensor)
+            else:
+                self.weight.data.copy_(tensor[2:6])
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
