@@ -20,7 +20,7 @@ from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.receive.full_state import FullState
-from weightsync.receive.held_parts import HeldParts, Selection, held_parts
+from weightsync.receive.held_parts import HeldParts, Selection, bounds, held_parts
 from weightsync.receive.plan import PullPlan
 from weightsync.receive.stored_delta import delta_bytes
 from weightsync.receive.target import ApplyTarget
@@ -104,9 +104,11 @@ class Staged:
 
     def lent_bytes(self, name: str) -> int:
         """Approximate memory for writing a tensor, beside the target, in bytes."""
-        size = self.layout[name].size_bytes
+        size, box = self.layout[name].size_bytes, self.parts.boxes[name]
         if self.full is not None:
-            return size
+            # What is between the columns of a box is read too.
+            around = bounds(box, self.layout[name].width_bytes)
+            return size if box.is_whole else size + around.size_bytes
         return size + max((delta_bytes(delta) for delta in self.deltas[name]), default=0)
 
 

@@ -2,8 +2,10 @@
 
 On trial every tensor is copied, changed and hashed, so that a base or a delta that does not
 lead to the published state is found before anything is touched; packed forms of linear layers are
-made from the very copies that were hashed. In the pause each block is hashed as soon as it is
-written, while the processor's cache holds it, so that all weights are read once instead of twice.
+made from the very copies that were hashed. A rank's box of a tensor has no published digest: before
+the change it must have that of the last update. In the pause each block is hashed as soon as it is
+written, while the processor's cache holds it, so that all weights are read once instead of twice;
+the digests must be those of the trial.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

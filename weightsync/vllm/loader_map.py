@@ -323,8 +323,7 @@ def plain_copies() -> Iterator[None]:
 
 
 def _drawn(name: str, spec: TensorSpec) -> Bytes:
-    """The memory of `drawn`. Every byte is random, because a loader that moves parts of a tensor
-    must not find equal ones."""
+    """The memory of `drawn`, with up to seven bytes more."""
     random = np.random.Generator(np.random.SFC64([_SEED, *name.encode()]))
     if not TORCH_DTYPES[spec.dtype].is_floating_point:
         return (
