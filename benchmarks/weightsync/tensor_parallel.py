@@ -40,7 +40,7 @@ RANKS = (2, 4, 8)
 TURNS = 5
 _TURNS_BEFORE = 2
 """A full version, and a first step that finds its ways cold."""
-SHAPE = replace(LARGE, name="0.3B", layers=6)
+SHAPE = replace(LARGE, name="0.26B", layers=4)
 STORE = "job"
 _MOVED_RATIO = 0.005
 """Share of the elements that move up, and of those that move down."""
