@@ -221,6 +221,7 @@ class Receiver:
                 room=room,
                 spool=Spool(room, self._spool_dir),
                 known=known.table if known else {},
+                cut=known.cut if known else {},
             )
             staged = staging.staged()
             self._stamps |= {step.ref.version: step.stamp for step in plan.steps if step.stamp}
@@ -233,13 +234,20 @@ class Receiver:
         state is not the published one (the target is in doubt).
         """
         started = self._clock.now()
-        known, self._written = self._written, None
+        self._written = None
         with self._forgetting():
-            found, cut = write_state(staged, target, self._work_pool, known.cut if known else {})
+            found, cut = write_state(staged, target, self._work_pool)
+        self.wrote(staged, cut)
+        return staged.applied(found, seconds=self._clock.now() - started)
+
+    def wrote(self, staged: Staged, digests: Mapping[str, str]) -> None:
+        """Remember a staged state that was written and verified, on which deltas may build.
+
+        `digests`: of the holder's tensors, at least of those that are a part of the checkpoint's.
+        """
         if staged.plan.manifest.block is not None:
             # A foreign store publishes no digests of whole entries to build on.
-            self._written = _Written(staged.plan.target, staged.table, cut)
-        return staged.applied(found, seconds=self._clock.now() - started)
+            self._written = _Written(staged.plan.target, staged.table, digests)
 
     def prepare(
         self,

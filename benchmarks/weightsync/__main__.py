@@ -22,8 +22,8 @@ from benchmarks.weightsync.states import LARGE, SMALL, Pair, adam_step, checkpoi
 from harvester.contracts.errors import ConfigError
 from weightsync.encoding.codec import warm_up
 
-PARTS = ("codecs", "vllm", "fanout", "faults", "memory")
-_MODULES = {"vllm": "engine"}
+PARTS = ("codecs", "vllm", "tp", "fanout", "faults", "memory")
+_MODULES = {"vllm": "engine", "tp": "tensor_parallel"}
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 1e-3)
 SHAPES = {shape.name: shape for shape in (SMALL, LARGE)}
 _TURNS = 5
@@ -73,7 +73,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 def _measured_alone(
     part: str, hardware: Hardware, partial: PartialResult, path: Path
-) -> dict[str, Any]:
+) -> dict[str, Any] | list[dict[str, Any]]:
     """Runs one part; each imports its own needs: real engines, servers, namespaces."""
     module = import_module(f"benchmarks.weightsync.{_MODULES.get(part, part)}")
     of_engine: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def _measured_alone(
             "logs": module.logs_beside(path),
             "keep": lambda found: partial.keep({part: found}),
         }
-    found: dict[str, Any] = module.measure(**of_engine)
+    found: dict[str, Any] | list[dict[str, Any]] = module.measure(**of_engine)
     return found
 
 

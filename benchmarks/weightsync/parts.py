@@ -117,10 +117,8 @@ def _part(state: State, share: Selection | None) -> State:
         return state
     held = {}
     for name, tensor in state.items():
-        box = share.box(name, spec_of(tensor))
-        if box is not None:
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
-            held[name] = tensor[cut].contiguous()
+        for box in share.boxes(name, spec_of(tensor)):
+            held[name] = tensor[box.index].contiguous()
     return held
 
 

@@ -41,10 +41,14 @@ class SliceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         cuts = (":" if (o, end) == (0, size) else f"{o}:{end}" for o, end, size in spans)
         return f"{self.tensor}[{', '.join(cuts)}]"
 
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The index by which an array in the tensor's shape gives the slice."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
+
     def box(self, whole: Bits) -> npt.NDArray[np.unsignedinteger]:
         """The slice of a whole tensor's bits, sharing memory, in the slice's shape."""
-        cut = tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
-        return whole.reshape(self.shape)[cut]
+        return whole.reshape(self.shape)[self.index]
 
     def read(self, whole: Bits) -> Bits:
         """The slice's bits, flat: shared memory if contiguous, else a copy."""
@@ -68,30 +72,6 @@ class SlicedDelta:
         checked_apply(self.delta, part)
         if not np.shares_memory(part, bits):
             box[...] = part.reshape(box.shape)
-        return digest_of(bits) if hashed else ""
-
-
-@dataclass(frozen=True, slots=True)
-class CutDelta:
-    """The delta of a whole tensor, applied to a box of it.
-
-    Changes are found by counting from the tensor's first element, so the box is copied into memory
-    of the whole's size; changes outside the box are computed and discarded.
-    """
-
-    record: SliceRecord
-    delta: Delta
-
-    @property
-    def elements(self) -> int:
-        return prod(self.record.lengths)
-
-    def apply(self, bits: Bits, *, hashed: bool = False) -> str:
-        whole = np.zeros(prod(self.record.shape), dtype=bits.dtype)
-        box = self.record.box(whole)
-        box[...] = bits.reshape(box.shape)
-        checked_apply(self.delta, whole)
-        bits[...] = box.reshape(-1)
         return digest_of(bits) if hashed else ""
 
 
@@ -129,24 +109,32 @@ class Slicing:
                 raise Corrupt(f"the {len(records)} slices of {name!r} do not tile {whole[name]}")
         return whole
 
+    def by_tensor(self) -> dict[str, list[tuple[str, SliceRecord]]]:
+        """The entries of every tensor that is stored in slices."""
+        cut: dict[str, list[tuple[str, SliceRecord]]] = {}
+        for entry, record in self.records.items():
+            cut.setdefault(record.tensor, []).append((entry, record))
+        return cut
+
     def digests(
         self, layout: Layout, read: Callable[[str], Bits], pool: Executor
     ) -> dict[str, str]:
         """xxh3-128 of every entry; each whole tensor is read once."""
-        cut: dict[str, list[tuple[str, SliceRecord]]] = {}
-        for entry, record in self.records.items():
-            cut.setdefault(record.tensor, []).append((entry, record))
+        cut = self.by_tensor()
 
         def digest(name: str) -> dict[str, str]:
             bits = read(name)
-            if name not in cut:
-                return {name: digest_of(bits)}
-            return {entry: digest_of(record.read(bits)) for entry, record in cut[name]}
+            return digests_in(bits, cut[name]) if name in cut else {name: digest_of(bits)}
 
         digests: dict[str, str] = {}
         for found in each(pool, digest, sorted(layout), lambda name: layout[name].size_bytes):
             digests |= found
         return digests
+
+
+def digests_in(whole: Bits, entries: Collection[tuple[str, SliceRecord]]) -> dict[str, str]:
+    """xxh3-128 of the entries of a tensor that is stored in slices."""
+    return {entry: digest_of(record.read(whole)) for entry, record in entries}
 
 
 def tiles(records: Collection[SliceRecord]) -> bool:

@@ -18,12 +18,13 @@ from weightsync.elements.bits import (
     bits_from_bytes,
     bytes_of,
 )
-from weightsync.encoding.delta import Delta, apply_all
-from weightsync.layout.slices import CutDelta, SliceRecord
+from weightsync.encoding.delta import apply_all, checked_apply
+from weightsync.layout.cut_delta import cut_delta
+from weightsync.layout.slices import SliceRecord
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import StagedFile
 from weightsync.receive.held_parts import EntryPart, bounds, element_strides
-from weightsync.receive.stored_delta import delta_bytes
+from weightsync.receive.stored_delta import StoredDelta
 from weightsync.transport.ranges import ByteSpan
 
 _HASHED_BYTES = 1 << 20
@@ -117,26 +118,25 @@ class FullState(Mapping[str, Bits]):
         """The one entry that is all of a tensor as it is held."""
         parts = self._parts[name]
         first = next(iter(parts))
-        if len(parts) == 1 and first.within.is_whole and first.of.is_whole:
-            return self._entries[first.entry]
-        return None
+        return self._entries[first.entry] if len(parts) == 1 and first.is_all else None
 
 
 def advance(
     stored: Mapping[str, StoredEntry],
-    deltas: Mapping[str, Sequence[Delta]],
-    parts: Mapping[str, EntryPart],
+    deltas: Mapping[str, Sequence[StoredDelta]],
+    parts: Mapping[str, Sequence[EntryPart]],
     pool: Executor,
     room: MemoryRoom,
 ) -> None:
-    """Apply every entry's deltas to the held part of it; raises Corrupt."""
+    """Apply every entry's deltas to the held parts of it; raises Corrupt."""
 
     def size_of(entry: str) -> int:
-        largest = max(delta_bytes(delta) for delta in deltas[entry])
+        largest = max(delta.lent_bytes for delta in deltas[entry])
         return 2 * stored[entry].spec.size_bytes + largest
 
     def work(entry: str) -> None:
-        _advance(stored[entry], deltas[entry], parts[entry])
+        for part in parts[entry]:
+            _advance(stored[entry], deltas[entry], part)
 
     for _ in room.spread(pool, work, list(deltas), size_of):
         pass
@@ -144,12 +144,12 @@ def advance(
 
 def entry_digests(
     stored: Mapping[str, StoredEntry],
-    parts: Mapping[str, EntryPart],
+    parts: Mapping[str, Sequence[EntryPart]],
     pool: Executor,
     room: MemoryRoom,
 ) -> dict[str, str]:
     """xxh3-128 of every entry that is held whole."""
-    whole = [entry for entry in sorted(stored) if parts[entry].within.is_whole]
+    whole = [entry for entry in sorted(stored) if any(p.within.is_whole for p in parts[entry])]
 
     def digest(entry: str) -> str:
         return stored[entry].place.digest(stored[entry].whole)
@@ -160,7 +160,7 @@ def entry_digests(
     return dict(zip(whole, found, strict=True))
 
 
-def _advance(stored: StoredEntry, deltas: Sequence[Delta], part: EntryPart) -> None:
+def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart) -> None:
     around = stored.around(part.within)
     data = stored.place.read(around)
     if part.within.is_whole:
@@ -168,7 +168,9 @@ def _advance(stored: StoredEntry, deltas: Sequence[Delta], part: EntryPart) -> N
         apply_all(deltas, bits)
     else:
         box = stored.view(data, part.within)
-        bits = box.reshape(-1).copy()
-        apply_all([CutDelta(part.within, delta) for delta in deltas], bits)
+        bits = box.flatten()
+        for delta in deltas:
+            cut = cut_delta(delta.decoded(), part.within, stored.spec.width_bytes)
+            checked_apply(cut, bits)
         box[...] = bits.reshape(box.shape)
     stored.place.write(around.start, data)

@@ -3,19 +3,22 @@
     Names(lambda name: ...)                    pipeline and expert parallel: whole tensors
     TensorParallel(rank, ranks, dim_of)        one box of each tensor that is cut
 
-An entry is a whole tensor or a slice that one of the trainer's ranks published. Never reads a byte.
+A holder's tensors are boxes of the checkpoint's: all of a tensor or one box under the tensor's
+name, several under the names of their boxes. An entry is a whole tensor or a slice that one of the
+trainer's ranks published. Never reads a byte.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from typing import Protocol
 
 from harvester.contracts.errors import ConfigError
-from weightsync.elements.bits import Layout, TensorSpec
+from weightsync.elements.bits import Layout, TensorSpec, shared_spec
 from weightsync.encoding.delta import Delta
-from weightsync.layout.slices import CutDelta, SlicedDelta, SliceRecord, Slicing
+from weightsync.layout.cut_delta import cut_delta
+from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing
 from weightsync.transport.ranges import ByteSpan
 
 MIN_RUN_BYTES = 256 << 10
@@ -23,8 +26,8 @@ MIN_RUN_BYTES = 256 << 10
 
 
 class Selection(Protocol):
-    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
-        """The held box of a tensor; None if no part is held."""
+    def boxes(self, name: str, spec: TensorSpec) -> Sequence[SliceRecord]:
+        """The held boxes of a tensor; none if no part is held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +36,8 @@ class Names:
 
     holds: Callable[[str], bool]
 
-    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
-        return whole_box(name, spec) if self.holds(name) else None
+    def boxes(self, name: str, spec: TensorSpec) -> Sequence[SliceRecord]:
+        return (whole_box(name, spec),) if self.holds(name) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +57,12 @@ class TensorParallel:
         if not 0 <= self.rank < self.ranks:
             raise ConfigError(f"rank {self.rank} of {self.ranks}: ranks count from 0")
 
-    def box(self, name: str, spec: TensorSpec) -> SliceRecord | None:
-        if self.within is not None and self.within.box(name, spec) is None:
-            return None
+    def boxes(self, name: str, spec: TensorSpec) -> Sequence[SliceRecord]:
+        if self.within is not None and not self.within.boxes(name, spec):
+            return ()
         dim = self.dim_of(name)
         if dim is None:
-            return whole_box(name, spec)
+            return (whole_box(name, spec),)
         if not 0 <= dim < len(spec.shape):
             raise ConfigError(f"{name} of shape {spec.shape} has no dimension {dim} to cut along")
         size = spec.shape[dim]
@@ -69,7 +72,7 @@ class TensorParallel:
         lengths = tuple(
             min(length, size - offset) if d == dim else n for d, n in enumerate(spec.shape)
         )
-        return SliceRecord(name, spec.shape, offsets, lengths) if lengths[dim] else None
+        return (SliceRecord(name, spec.shape, offsets, lengths),) if lengths[dim] else ()
 
 
 def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
@@ -78,33 +81,39 @@ def whole_box(name: str, spec: TensorSpec) -> SliceRecord:
 
 @dataclass(frozen=True, slots=True)
 class EntryPart:
-    """The held part of one entry."""
+    """The part of one entry that is in one of the holder's tensors."""
 
     entry: str
     within: SliceRecord
     """The part as a box of the entry."""
     of: SliceRecord
-    """The part as a box of the held part of the tensor."""
+    """The part as a box of the holder's tensor."""
 
-    def placed(self, delta: Delta) -> Delta:
-        """The entry's delta, applied to the held part of the tensor."""
+    @property
+    def is_all(self) -> bool:
+        """Whether the entry is the holder's tensor."""
+        return self.within.is_whole and self.of.is_whole
+
+    def placed(self, delta: Delta, width_bytes: int) -> Delta:
+        """The entry's delta, applied to the holder's tensor. `width_bytes`: of an element."""
         if not self.within.is_whole:
-            delta = CutDelta(self.within, delta)
+            delta = cut_delta(delta, self.within, width_bytes)
         return delta if self.of.is_whole else SlicedDelta(self.of, delta)
 
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """A holder's part of a checkpoint; `boxes` has the held box of each tensor."""
+    """A holder's part of a checkpoint."""
 
     whole: Layout
     """The checkpoint's tensors."""
     slicing: Slicing
     boxes: Mapping[str, SliceRecord]
+    """The holder's tensors, by its names for them, as boxes of the checkpoint's."""
     entries: Layout = field(default_factory=dict)
     """All entries of the store."""
-    parts: Mapping[str, EntryPart] = field(default_factory=dict)
-    """The held part of each entry that is held at least in part, by entry name."""
+    parts: Mapping[str, Sequence[EntryPart]] = field(default_factory=dict)
+    """The held parts of each entry that is held at least in part, by entry name."""
 
     @property
     def is_everything(self) -> bool:
@@ -112,20 +121,22 @@ class HeldParts:
 
     @property
     def cut(self) -> frozenset[str]:
-        """Tensors that are held in part only."""
+        """The holder's tensors that are a part of the checkpoint's only."""
         return frozenset(name for name, box in self.boxes.items() if not box.is_whole)
 
     def layout(self) -> dict[str, TensorSpec]:
-        """Names and specs of the held parts."""
+        """Names and specs of the holder's tensors."""
         return {
-            name: TensorSpec(self.whole[name].dtype, box.lengths)
+            name: shared_spec(self.whole[box.tensor].dtype, box.lengths)
             for name, box in self.boxes.items()
         }
 
     def by_tensor(self) -> dict[str, list[EntryPart]]:
+        """The parts that each of the holder's tensors is made of."""
         found: dict[str, list[EntryPart]] = {name: [] for name in self.boxes}
-        for part in self.parts.values():
-            found[part.of.tensor].append(part)
+        for parts in self.parts.values():
+            for part in parts:
+                found[part.of.tensor].append(part)
         return found
 
     def uncut_slicing(self) -> Slicing:
@@ -148,17 +159,24 @@ def held_parts(whole: Layout, slicing: Slicing, selection: Selection | None) -> 
     """Raises ConfigError if a selection names a part that does not exist, or selects nothing."""
     if selection is None:
         return everything(whole, slicing)
-    boxes = {}
+    boxes: dict[str, SliceRecord] = {}
     for name, spec in whole.items():
-        box = selection.box(name, spec)
-        if box is None:
-            continue
-        if (box.tensor, box.shape) != (name, spec.shape) or not _is_inside(box):
-            raise ConfigError(f"{name} of shape {spec.shape} has no part {box}")
-        boxes[name] = box
+        found = selection.boxes(name, spec)
+        for box in found:
+            if (box.tensor, box.shape) != (name, spec.shape) or not _is_inside(box):
+                raise ConfigError(f"{name} of shape {spec.shape} has no part {box}")
+            held = held_name(box, found)
+            if held in boxes or (held != name and held in whole):
+                raise ConfigError(f"two parts of this checkpoint are named {held}")
+            boxes[held] = box
     if not boxes:
         raise ConfigError("nothing of this checkpoint is selected")
     return _cut_up(whole, slicing, boxes)
+
+
+def held_name(box: SliceRecord, boxes: Sequence[SliceRecord]) -> str:
+    """A holder's name for one of the boxes of a tensor that it has."""
+    return box.tensor if len(boxes) == 1 else box.entry
 
 
 def runs(box: SliceRecord, width_bytes: int) -> Iterator[ByteSpan]:
@@ -197,18 +215,21 @@ def element_strides(shape: tuple[int, ...]) -> list[int]:
 
 def _cut_up(whole: Layout, slicing: Slicing, boxes: Mapping[str, SliceRecord]) -> HeldParts:
     entries = slicing.entries(whole)
-    parts: dict[str, EntryPart] = {}
+    held: dict[str, list[str]] = {}
+    for name, box in boxes.items():
+        held.setdefault(box.tensor, []).append(name)
+    parts: dict[str, list[EntryPart]] = {}
     for entry, spec in entries.items():
         stored = slicing.records.get(entry) or whole_box(entry, spec)
-        box = boxes.get(stored.tensor)
-        part = None if box is None else _overlap(entry, stored, box)
-        if part is not None:
-            parts[entry] = part
+        for name in held.get(stored.tensor, ()):
+            part = _overlap(entry, stored, name, boxes[name])
+            if part is not None:
+                parts.setdefault(entry, []).append(part)
     return HeldParts(whole, slicing, boxes, entries, parts)
 
 
-def _overlap(entry: str, stored: SliceRecord, box: SliceRecord) -> EntryPart | None:
-    """The overlap of an entry and a box of the same tensor; None if it is empty."""
+def _overlap(entry: str, stored: SliceRecord, name: str, box: SliceRecord) -> EntryPart | None:
+    """The overlap of an entry and a holder's box of the same tensor; None if it is empty."""
     pairs = list(zip(stored.offsets, stored.lengths, box.offsets, box.lengths, strict=True))
     starts = tuple(max(so, bo) for so, _, bo, _ in pairs)
     stops = tuple(min(so + sn, bo + bn) for so, sn, bo, bn in pairs)
@@ -219,7 +240,7 @@ def _overlap(entry: str, stored: SliceRecord, box: SliceRecord) -> EntryPart | N
     return EntryPart(
         entry,
         SliceRecord(entry, stored.lengths, _less(starts, stored.offsets), lengths),
-        SliceRecord(box.tensor, box.lengths, _less(starts, box.offsets), lengths),
+        SliceRecord(name, box.lengths, _less(starts, box.offsets), lengths),
     )
 
 

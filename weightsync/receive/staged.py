@@ -20,12 +20,13 @@ from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.receive.full_state import FullState
-from weightsync.receive.held_parts import HeldParts, Selection, held_parts
+from weightsync.receive.held_parts import HeldParts, Selection, bounds, held_parts
 from weightsync.receive.plan import PullPlan
 from weightsync.receive.stored_delta import delta_bytes
 from weightsync.receive.target import ApplyTarget
 
 Digests = Mapping[str, str]
+PARTS_CHANGED = "this holder's parts are not those that were written before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,9 @@ class Staged:
     table: Mapping[str, str]
     """Digest of every entry of the final state: published, or computed for a full checkpoint that
     was read whole."""
+    cut_digests: Mapping[str, str]
+    """Digests of the holder's tensors that are parts, as this receiver wrote them last: the deltas
+    build on these bits. Empty for a full checkpoint."""
     room: MemoryRoom
     tried: bool = False
     """Whether a foreign chain was found to lead to its checksums, on copies of the target."""
@@ -102,9 +106,11 @@ class Staged:
 
     def lent_bytes(self, name: str) -> int:
         """Approximate memory for writing a tensor, beside the target, in bytes."""
-        size = self.layout[name].size_bytes
+        size, box = self.layout[name].size_bytes, self.parts.boxes[name]
         if self.full is not None:
-            return size
+            # What is between the columns of a box is read too.
+            around = bounds(box, self.layout[name].width_bytes)
+            return size if box.is_whole else size + around.size_bytes
         return size + max((delta_bytes(delta) for delta in self.deltas[name]), default=0)
 
 
@@ -114,7 +120,9 @@ def expected_of_parts(
     """Expected digests of tensors held whole; those held in part have no published digest."""
     cut = parts.cut
     digests = {
-        part.entry: table[part.entry] for part in parts.parts.values() if part.of.tensor not in cut
+        entry: table[entry]
+        for entry, held in parts.parts.items()
+        if any(part.of.tensor not in cut for part in held)
     }
     return Expected(
         state_hash=state_hash, checksums={}, slicing=parts.uncut_slicing(), digests=digests
@@ -126,6 +134,15 @@ def check_state(
 ) -> str:
     """The hash of the state behind `read`; raises Corrupt if it is not the expected one."""
     digests = expected.slicing.digests(layout, read, pool)
+    found = check_digests(expected, layout, digests)
+    for name, (algorithm, checksum) in expected.checksums.items():
+        check_foreign(name, algorithm, checksum, read(name))
+    return found
+
+
+def check_digests(expected: Expected, layout: Layout, digests: Digests) -> str:
+    """The hash of a state of entries with these digests; raises Corrupt if it is not the expected
+    one. A holder of parts may leave out entries of which it has parts only."""
     if expected.digests is not None:
         for entry, digest in digests.items():
             if expected.digests.get(entry) != digest:
@@ -134,8 +151,6 @@ def check_state(
     found = state_hash.combined(digests, expected.slicing.entries(layout))
     if expected.state_hash is not None and found != expected.state_hash:
         raise Corrupt(f"state {found} where {expected.state_hash} was published")
-    for name, (algorithm, checksum) in expected.checksums.items():
-        check_foreign(name, algorithm, checksum, read(name))
     return found
 
 
@@ -163,21 +178,19 @@ def tried_foreign(staged: Staged, read: Callable[[str], Bits], pool: Executor) -
     return replace(staged, tried=True)
 
 
-def write_state(
-    staged: Staged, target: ApplyTarget, pool: Executor, known: Digests
-) -> tuple[str, dict[str, str]]:
+def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[str, dict[str, str]]:
     """Returns the state's hash, and the digest of every tensor that is held in part.
 
-    `known`: those digests of the present state. Raises ConfigError if the target has another layout
-    and Corrupt if parts have changed or a foreign delta is damaged (nothing is touched), and
-    Corrupt if the state is not the published one (the target is in doubt).
+    Raises ConfigError if the target has another layout and Corrupt if parts have changed or a
+    foreign delta is damaged (nothing is touched), and Corrupt if the state is not the published one
+    (the target is in doubt).
     """
     _check_layout(staged.layout, target.layout())
     staged = tried_foreign(staged, target.bits, pool)
-    cut = staged.parts.cut
+    cut, known = staged.parts.cut, staged.cut_digests
     there = {} if staged.full is not None else digests_of(cut, staged.layout, target.bits, pool)
     if any(known.get(name) != digest for name, digest in there.items()):
-        raise Corrupt("this holder's parts are not those that were written before")
+        raise Corrupt(PARTS_CHANGED)
 
     def write(name: str) -> str:
         if name in cut:

@@ -38,7 +38,8 @@ _SMALL = 4 * MIN_CHUNK_BYTES
 class Staging:
     """The staging of one plan. A foreign store is read whole: it has no digests for parts.
 
-    `known`: for a holder of parts, digests of all entries of the version that the plan builds on.
+    For a holder of parts, at the version that the plan builds on: `known`, digests of all entries;
+    `cut`, those of the holder's tensors that are parts.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Staging:
         room: MemoryRoom,
         spool: Spool,
         known: Mapping[str, str],
+        cut: Mapping[str, str],
     ) -> None:
         self._store = store
         self._plan = plan
@@ -61,9 +63,13 @@ class Staging:
         self._room = room
         self._spool = spool
         self._table = dict(known)
+        self._cut = cut
         self._checksums: dict[str, tuple[str, str]] = {}
         self._stored: dict[str, StoredEntry] = {}
-        self._deltas: dict[str, list[Delta]] = {}
+        self._deltas: dict[str, list[StoredDelta]] = {}
+        """Changes on top of a full checkpoint, by entry."""
+        self._changes: dict[str, list[Delta]] = {}
+        """Changes on top of the version that the plan builds on, by the holder's tensor."""
         self._bytes_read = 0
         self._whole_bytes = 0
         """Size of shards that were read whole."""
@@ -113,22 +119,14 @@ class Staging:
             plan=self._plan,
             layout=self._held.layout(),
             full=full,
-            deltas=self._changes() if full is None else {},
+            deltas={name: tuple(deltas) for name, deltas in self._changes.items()},
             expected=self._expected(),
             bytes_read=self._bytes_read,
             parts=self._held,
             table=self._table,
+            cut_digests=self._cut if full is None else {},
             room=self._room,
         )
-
-    def _changes(self) -> dict[str, tuple[Delta, ...]]:
-        """Deltas by tensor, for the held part of each."""
-        changes: dict[str, tuple[Delta, ...]] = {}
-        for part in self._held.parts.values():
-            placed = tuple(part.placed(delta) for delta in self._deltas.get(part.entry, ()))
-            if placed:
-                changes[part.of.tensor] = (*changes.get(part.of.tensor, ()), *placed)
-        return changes
 
     def _fetched(self, step: Step, shard: str) -> tuple[ShardCopy, ShardHeader]:
         copy = self._store.shard(
@@ -147,7 +145,7 @@ class Staging:
         return copy, header
 
     def _parts_in(self, header: ShardHeader) -> list[EntryPart]:
-        return [self._read.parts[name] for name in header.layout if name in self._read.parts]
+        return [part for name in header.layout for part in self._read.parts.get(name, ())]
 
     def _check_specs(self, header: ShardHeader) -> None:
         for part in self._parts_in(header):
@@ -175,65 +173,77 @@ class Staging:
         unknown = sorted(set(header.layout) - set(self._read.entries))
         if unknown:
             raise Corrupt(f"{where} changes {unknown[0]!r}, which its base does not have")
-        parts = self._parts_in(header)
-        # Changes on top of a full checkpoint are applied once, and soon.
-        is_kept = self._plan.current is not None
-        plain = self._plain(step, copy, header, parts) if is_kept else {}
-        waiting = {
-            part.entry: StoredDelta(
+        stored = {
+            entry: StoredDelta(
                 place=copy.place,
-                span=ByteSpan(*header.offsets[part.entry]),
-                encoding=step.manifest.encoding_of(part.entry),
-                spec=self._read.entries[part.entry],
-                what=f"{where}, {part.entry}",
+                span=ByteSpan(*header.offsets[entry]),
+                encoding=step.manifest.encoding_of(entry),
+                spec=self._read.entries[entry],
+                what=f"{where}, {entry}",
             )
-            for part in parts
-            if part.entry not in plain
+            for entry in header.layout
+            if entry in self._read.parts
         }
-        kept = plain | (self._decoded(waiting) if is_kept else {})
-        for part in parts:
-            delta = kept.get(part.entry) or waiting[part.entry]
-            self._deltas.setdefault(part.entry, []).append(delta)
+        if self._plan.current is None:
+            # Changes on top of a full checkpoint are applied once, and soon.
+            for entry, delta in stored.items():
+                self._deltas.setdefault(entry, []).append(delta)
+            return
+        parts = self._parts_in(header)
+        waiting = [
+            replace(stored[part.entry], part=None if part.is_all else part) for part in parts
+        ]
+        plain = self._plain(step, copy, header, parts)
+        rest = [number for number in range(len(parts)) if number not in plain]
+        kept = plain | self._decoded(waiting, rest)
+        for number, part in enumerate(parts):
+            self._changes.setdefault(part.of.tensor, []).append(kept.get(number, waiting[number]))
         if len(kept) == len(parts) and not plain:
             self._room.give_back(copy.place.kept_bytes)
 
     def _plain(
         self, step: Step, copy: ShardCopy, header: ShardHeader, parts: Sequence[EntryPart]
-    ) -> dict[str, Delta]:
-        """Deltas that stay in their payload's memory, if they are most of the shard's bytes."""
+    ) -> dict[int, Delta]:
+        """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by the
+        number of the part."""
         ours = [
-            part.entry
-            for part in parts
+            number
+            for number, part in enumerate(parts)
             if step.manifest.encoding_of(part.entry) is Encoding.ROSEMUX
         ]
         if not ours or not copy.place.kept_bytes:
             return {}
-        places = [header.offsets[entry] for entry in ours]
         found = plain_deltas(
             copy.place.read(ByteSpan(0, copy.place.kept_bytes)),
-            places,
-            [self._read.entries[entry] for entry in ours],
+            [header.offsets[parts[number].entry] for number in ours],
+            [self._read.entries[parts[number].entry] for number in ours],
         )
-        plain: dict[str, Delta] = {e: delta for e, delta in zip(ours, found, strict=True) if delta}
-        plain_bytes = sum(header.size_bytes(entry) for entry in plain)
+        plain: dict[int, Delta] = {
+            number: parts[number].placed(delta, self._read.entries[parts[number].entry].width_bytes)
+            for number, delta in zip(ours, found, strict=True)
+            if delta
+        }
+        plain_bytes = sum(header.size_bytes(entry) for entry in {parts[n].entry for n in plain})
         all_bytes = sum(header.size_bytes(entry) for entry in header.layout)
         return plain if 2 * plain_bytes >= all_bytes else {}
 
-    def _decoded(self, waiting: Mapping[str, StoredDelta]) -> dict[str, Delta]:
-        """Decoded deltas that fit into memory."""
+    def _decoded(self, waiting: Sequence[StoredDelta], rest: Sequence[int]) -> dict[int, Delta]:
+        """Decoded deltas that fit into memory, of the `rest`."""
 
-        def decoded(entry: str) -> Delta:
-            return waiting[entry].decoded(alone=True)
+        def decoded(number: int) -> Delta:
+            return waiting[number].decoded(alone=True)
 
-        kept: dict[str, Delta] = {}
+        kept: dict[int, Delta] = {}
         found = self._room.spread(
-            self._pool, decoded, list(waiting), lambda entry: waiting[entry].lent_bytes
+            self._pool, decoded, rest, lambda number: waiting[number].lent_bytes
         )
-        for entry, delta in zip(waiting, found, strict=True):
-            # Parts of the delta may be the payload's own bytes.
-            size = waiting[entry].span.size_bytes + decoded_bytes(delta)
+        for number, delta in zip(rest, found, strict=True):
+            size = decoded_bytes(delta)
+            if waiting[number].part is None:
+                # Parts of the delta may be the payload's own bytes.
+                size += waiting[number].span.size_bytes
             if self._room.keep(size):
-                kept[entry] = delta
+                kept[number] = delta
         return kept
 
     def _verified(self) -> FullState:

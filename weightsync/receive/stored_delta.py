@@ -5,6 +5,7 @@ checked.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -12,8 +13,9 @@ from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import Bits, TensorSpec
 from weightsync.encoding.codec import Encoding, decode
 from weightsync.encoding.delta import Delta, checked_apply
-from weightsync.layout.slices import CutDelta, SlicedDelta
+from weightsync.layout.slices import SlicedDelta
 from weightsync.reading.spool import StagedFile
+from weightsync.receive.held_parts import EntryPart
 from weightsync.transport.ranges import ByteSpan
 
 
@@ -25,10 +27,12 @@ class StoredDelta:
     spec: TensorSpec
     what: str
     """Version and tensor, for error messages."""
+    part: EntryPart | None = None
+    """The holder's part of the entry, to which the delta is cut; None is all of it."""
 
     @property
     def elements(self) -> int:
-        return self.spec.elements
+        return self.spec.elements if self.part is None else prod(self.part.of.shape)
 
     @property
     def lent_bytes(self) -> int:
@@ -41,9 +45,10 @@ class StoredDelta:
         if alone and self.place.kept_bytes:
             payload = payload.copy()
         try:
-            return decode(self.encoding, payload.data, self.spec)
+            delta = decode(self.encoding, payload.data, self.spec)
         except Corrupt as error:
             raise Corrupt(f"{self.what}: {error}") from error
+        return delta if self.part is None else self.part.placed(delta, self.spec.width_bytes)
 
     def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         return checked_apply(self.decoded(), bits, hashed=hashed)
@@ -51,15 +56,14 @@ class StoredDelta:
 
 def decoded_bytes(delta: Delta) -> int:
     """Memory of a decoded delta, in bytes."""
+    if isinstance(delta, SlicedDelta):
+        return decoded_bytes(delta.delta)
     values = (getattr(delta, name) for name in getattr(delta, "__dataclass_fields__", ()))
     return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
 
 def delta_bytes(delta: Delta) -> int:
     """Approximate temporary memory for applying a delta, in bytes."""
-    if isinstance(delta, StoredDelta):
-        return delta.lent_bytes
-    if isinstance(delta, CutDelta):
-        # The whole tensor that the box is copied into; elements of eight bytes are rare.
-        return delta_bytes(delta.delta) + 4 * delta.delta.elements
-    return delta_bytes(delta.delta) if isinstance(delta, SlicedDelta) else 0
+    if isinstance(delta, SlicedDelta):
+        return delta_bytes(delta.delta)
+    return delta.lent_bytes if isinstance(delta, StoredDelta) else 0

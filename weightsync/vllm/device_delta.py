@@ -29,6 +29,7 @@ from weightsync.encoding.delta import (
 )
 from weightsync.encoding.grouped import GroupedDelta
 from weightsync.encoding.plain import PlainDelta
+from weightsync.layout.slices import SlicedDelta
 from weightsync.receive.stored_delta import StoredDelta
 
 CHANGES_AT_ONCE = 1 << 20
@@ -160,6 +161,14 @@ def _apply(delta: Delta, elements: torch.Tensor) -> None:
 @_apply.register
 def _stored(delta: StoredDelta, elements: torch.Tensor) -> None:
     _apply(delta.decoded(), elements)
+
+
+@_apply.register
+def _sliced(delta: SlicedDelta, elements: torch.Tensor) -> None:
+    box = elements.view(delta.record.shape)[delta.record.index]
+    part = box.contiguous().view(-1)
+    _apply(delta.delta, part)
+    box.copy_(part.view(box.shape))
 
 
 @_apply.register

@@ -23,17 +23,18 @@ from weightsync.transport.location import StoreRoot
 from weightsync.vllm import cpu_linear
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.derived_layers import DerivedLayers
-from weightsync.vllm.host_targets import ShadowTarget, SliceTarget, traced_slices
-from weightsync.vllm.in_place import applied_in_place, is_hashed_whole, tried_on_copies
+from weightsync.vllm.in_place import Trial, applied_in_place, is_provable, tried_on_copies
 from weightsync.vllm.layers import check_layers, derived_layers
 from weightsync.vllm.loader_map import LoaderMap, traced
 from weightsync.vllm.paced_pool import Pace, PacedPool
+from weightsync.vllm.rank_map import RankMap, traced_rank
+from weightsync.vllm.shadow_target import ShadowTarget
 from weightsync.vllm.stager import Stager, StageStatus
 
 _logger = logging.getLogger("vllm.rosemux.weightsync")
 
 THREADS = 2
-Target: TypeAlias = LoaderMap | SliceTarget | ShadowTarget
+Target: TypeAlias = LoaderMap | ShadowTarget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class _Base:
 class _Prepared:
     base: _Base
     staged: Staged
-    forms: Mapping[Any, PackedForm] = field(default_factory=dict)
+    trial: Trial = field(default_factory=lambda: Trial({}, {}))
 
 
 class EngineWeights:
@@ -140,12 +141,13 @@ class EngineWeights:
         wanted.check(staged.expected.state_hash)
         self._loaded = None
         target = prepared.base.target or self._new_target(staged.layout)
-        if prepared.base.target is None and isinstance(target, SliceTarget):
+        if prepared.base.target is None and isinstance(target, RankMap):
             # Only now this rank's part of the checkpoint is known.
+            target.check_unplaced(staged.parts, staged.table)
             staged = staged.narrowed(target.selection)
-        self._forms = prepared.forms
+        self._forms = prepared.trial.forms
         self._retired.append(prepared)
-        applied = self._settled(self._receiver(wanted.store), staged, target)
+        applied = self._settled(self._receiver(wanted.store), staged, prepared.trial, target)
         self._base = _Base(target, applied.version)
         self._loaded = (wanted.store, applied)
         return applied
@@ -168,7 +170,7 @@ class EngineWeights:
         if self._loaded is None:
             return {}
         store, applied = self._loaded
-        in_place = isinstance(self._base.target, LoaderMap | SliceTarget)
+        in_place = isinstance(self._base.target, LoaderMap)
         reapplied = self._mended + sum(held.reapplied for held in self._receivers.values())
         return {"store": store, "in_place": in_place, "reapplied": reapplied, **asdict(applied)}
 
@@ -187,41 +189,56 @@ class EngineWeights:
 
     def _base_for(self, store: str) -> _Base:
         target = self._base.target
-        if isinstance(target, LoaderMap | SliceTarget) and not target.is_current(
-            self._model, self._derived.storages()
-        ):
+        aside = self._derived.storages()
+        if isinstance(target, LoaderMap) and not target.is_current(self._model, aside):
             return _Base()
         if self._loaded is None or self._loaded[0] != store:
             return _Base(target)
         return self._base
 
     def _prepared(self, receiver: Receiver, base: _Base, wanted: RequestedVersion) -> _Prepared:
-        receiver.select(base.target.selection if isinstance(base.target, SliceTarget) else None)
-        held = None if base.target is None or receiver.is_partial else base.target.layout()
-        staged = receiver.prepare(base.version, wanted.version, held=held)
-        if base.target is not None and base.target.layout() != staged.layout:
-            raise ConfigError(f"store {wanted.store} holds another model than this engine's")
-        if base.target is None:
+        target = base.target
+        receiver.select(target.selection if isinstance(target, RankMap) else None)
+        held = None if target is None or receiver.is_partial else target.layout()
+        staged = self._staged(receiver, base.version, wanted, target, held)
+        if target is None:
             return _Prepared(base=base, staged=staged)
         try:
-            return self._on_trial(base, base.target, staged)
+            return self._on_trial(base, target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
             self._mended += 1
-            staged = receiver.prepare(None, wanted.version)
-            return self._on_trial(base, base.target, staged)
+            staged = self._staged(receiver, None, wanted, target, None)
+            return self._on_trial(base, target, staged)
 
     def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
         """Raises Corrupt if the version does not lead to the published state."""
         staged = tried_foreign(staged, target.bits, self._pool)
-        forms = self._tried(target, staged) if isinstance(target, LoaderMap) else {}
-        return _Prepared(base=base, staged=staged, forms=forms)
+        if not isinstance(target, LoaderMap):
+            return _Prepared(base=base, staged=staged)
+        return _Prepared(base=base, staged=staged, trial=self._tried(target, staged))
 
-    def _settled(self, receiver: Receiver, staged: Staged, target: Target) -> Applied:
+    def _staged(
+        self,
+        receiver: Receiver,
+        current: WeightVersion | None,
+        wanted: RequestedVersion,
+        target: Target | None,
+        held: Layout | None,
+    ) -> Staged:
+        """Raises ConfigError for another model's version, with nothing touched."""
+        staged = receiver.prepare(current, wanted.version, held=held)
+        if target is not None and target.layout() != staged.layout:
+            raise ConfigError(f"store {wanted.store} holds another model than this engine's")
+        if isinstance(target, RankMap):
+            target.check_unplaced(staged.parts, staged.table)
+        return staged
+
+    def _settled(self, receiver: Receiver, staged: Staged, trial: Trial, target: Target) -> Applied:
         """Raises what the attempt from a full checkpoint raises; the state is then in doubt."""
-        if isinstance(target, LoaderMap) and is_hashed_whole(staged):
+        if isinstance(target, LoaderMap) and is_provable(staged):
             try:
-                return applied_in_place(staged, target, self._pool, self._clock)
+                applied = applied_in_place(staged, trial, target, self._pool, self._clock)
             except ConfigError:
                 raise
             except Exception as error:
@@ -230,9 +247,12 @@ class EngineWeights:
                 )
                 self._mended += 1
                 staged = receiver.prepare(None, staged.plan.target)
+            else:
+                receiver.wrote(staged, trial.digests)
+                return applied
         return receiver.settle(staged, target)
 
-    def _tried(self, target: LoaderMap, staged: Staged) -> dict[Any, PackedForm]:
+    def _tried(self, target: LoaderMap, staged: Staged) -> Trial:
         return tried_on_copies(
             target,
             staged,
@@ -247,7 +267,7 @@ class EngineWeights:
         loading = self._derived.loading if self._derived.exist else None
         entered = loading() if loading else None
         try:
-            trace = traced_slices if self._sliced else traced
+            trace = traced_rank if self._sliced else traced
             return trace(self._model, layout, self._derive, entered)
         except Unsupported as reason:
             _logger.warning("weights go through vLLM's own loader: %s", reason)

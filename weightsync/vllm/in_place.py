@@ -2,11 +2,13 @@
 
 On trial every tensor is copied, changed and hashed, so that a base or a delta that does not
 lead to the published state is found before anything is touched; packed forms of linear layers are
-made from the very copies that were hashed. In the pause each block is hashed as soon as it is
-written, while the processor's cache holds it, so that all weights are read once instead of twice.
+made from the very copies that were hashed. A rank's box of a tensor has no published digest: before
+the change it must have that of the last update. In the pause each block is hashed as soon as it is
+written, while the processor's cache holds it, so that all weights are read once instead of twice;
+the digests must be those of the trial.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,32 +17,43 @@ import torch
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Corrupt
-from weightsync.elements import state_hash
 from weightsync.elements.batches import each
 from weightsync.elements.bits import Bits, bits_of
+from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.delta import apply_all
-from weightsync.receive.staged import Applied, Staged
+from weightsync.layout.slices import SliceRecord, digests_in
+from weightsync.receive.staged import PARTS_CHANGED, Applied, Staged, check_digests
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.loader_map import LoaderMap
 
 Layers: TypeAlias = Sequence[Any]
+Slices: TypeAlias = Mapping[str, Sequence[tuple[str, SliceRecord]]]
 Pack: TypeAlias = Callable[[Any, torch.Tensor], PackedForm]
 """The packed form that a layer would have of a weight."""
 
 
-def is_hashed_whole(staged: Staged) -> bool:
-    """Whether digests of whole tensors lead to the published hash of a chain of deltas."""
-    # A version that is stored in slices is hashed by its slices.
-    expected = staged.expected
-    is_whole = expected.state_hash is not None and not expected.slicing.records
-    return staged.full is None and is_whole
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result of an update, found on copies."""
+
+    forms: Mapping[Any, PackedForm]
+    """Packed forms of changed layers, as far as the budget went."""
+    digests: Mapping[str, str]
+    """Digest that each of the target's tensors will have; empty unless `is_provable`."""
 
 
-def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: Clock) -> Applied:
-    """Write deltas and verify the result; for stagings that `is_hashed_whole` admits.
+def is_provable(staged: Staged) -> bool:
+    """Whether copies can show that a chain of deltas leads to the published state."""
+    return staged.full is None and staged.expected.state_hash is not None
+
+
+def applied_in_place(
+    staged: Staged, trial: Trial, target: LoaderMap, pool: Executor, clock: Clock
+) -> Applied:
+    """Write deltas and verify the result; for stagings that are `is_provable`.
 
     What follows only derives packed forms. Tensors that lie whole on a GPU are hashed there.
-    Raises Corrupt if the result is not the published state; the target is then in doubt, as after
+    Raises Corrupt if the result is not that of the trial; the target is then in doubt, as after
     any other failure.
     """
     started = clock.now()
@@ -52,7 +65,7 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
                 target.change(name, deltas)
             if name in target.hashed_there:
                 return ""
-            return state_hash.digest_of(target.bits(name))
+            return digest_of(target.bits(name))
         return apply_all(deltas, target.bits(name), hashed=True)
 
     # Largest first, so that the pool does not end on one long tensor.
@@ -62,10 +75,10 @@ def applied_in_place(staged: Staged, target: LoaderMap, pool: Executor, clock: C
     # On the pool, where work on an accelerator that production shares is asked for.
     digests |= pool.submit(target.digests_there).result()
     target.finish(staged.changed)
-    found = state_hash.combined(digests, staged.layout)
-    if found != staged.expected.state_hash:
-        raise Corrupt(f"state {found} where {staged.expected.state_hash} was published")
-    return staged.applied(found, seconds=clock.now() - started)
+    for name, digest in digests.items():
+        if trial.digests.get(name) != digest:
+            raise Corrupt(f"{name} is not what was published after the update: another writer?")
+    return staged.applied(str(staged.expected.state_hash), seconds=clock.now() - started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,33 +98,39 @@ def tried_on_copies(
     pool: Executor,
     *,
     budget_bytes: int,
-) -> dict[Any, PackedForm]:
-    """The packed forms of changed layers, as far as the budget goes.
+) -> Trial:
+    """The update's digests, and packed forms of changed layers as far as the budget goes.
 
     `packed`: layers that compute from a packed copy, by the storage of their plain weight. Raises
     Corrupt where the update does not lead to the published state.
     """
-    digests: dict[str, str] = {}
     forms: dict[Any, PackedForm] = {}
-    hashed = is_hashed_whole(staged)
+    digests: dict[str, str] = {}
+    published: dict[str, str] = {}
+    cut = staged.parts.cut
+    slices = staged.expected.slicing.by_tensor() if is_provable(staged) else None
     parts = _parts(target, staged, packed, budget_bytes)
-    if not hashed:
+    if slices is None:
         parts = [part for part in parts if part.layers]
     done = each(
         pool,
-        lambda part: _try_part(target, staged, part, pack, hashed),
+        lambda part: _try_part(target, staged, part, pack, cut, slices),
         parts,
         lambda part: part.size_bytes,
     )
-    for found, made in done:
-        digests |= found
-        forms |= made
-    if hashed and state_hash.combined(digests, staged.layout) != staged.expected.state_hash:
-        raise Corrupt(
-            f"version {staged.plan.target} on top of what this engine holds would not be the "
-            "published state"
-        )
-    return forms
+    for tried in done:
+        forms |= tried.forms
+        digests |= tried.digests
+        published |= tried.published
+    if slices is not None:
+        try:
+            check_digests(staged.expected, staged.layout, published)
+        except Corrupt as error:
+            raise Corrupt(
+                f"version {staged.plan.target} on top of what this engine holds would not be the "
+                f"published state: {error}"
+            ) from error
+    return Trial(forms, digests)
 
 
 def _parts(
@@ -145,9 +164,26 @@ def _is_flat(target: LoaderMap, layer: Any, names: Sequence[str]) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """The result of one part."""
+
+    forms: Mapping[Any, PackedForm]
+    digests: Mapping[str, str]
+    published: Mapping[str, str]
+    """Digests by entry, of tensors that are the checkpoint's whole ones."""
+
+
 def _try_part(
-    target: LoaderMap, staged: Staged, part: _Part, pack: Pack, hashed: bool
-) -> tuple[dict[str, str], dict[Any, PackedForm]]:
+    target: LoaderMap,
+    staged: Staged,
+    part: _Part,
+    pack: Pack,
+    cut: Collection[str],
+    slices: Slices | None,
+) -> _Tried:
+    """`cut`: tensors that are a part of the checkpoint's only. `slices`: entries of those that are
+    stored in slices; None where nothing is hashed."""
     weight: torch.Tensor | None = None
     if part.layers:
         weight, copies = _weight_copy(target, part)
@@ -157,9 +193,23 @@ def _try_part(
             name: target.bits(name).copy() if name in staged.deltas else target.bits(name)
             for name in part.names
         }
-    digests = {name: _changed(staged, name, bits, hashed) for name, bits in copies.items()}
+    digests: dict[str, str] = {}
+    published: dict[str, str] = {}
+    for name, bits in copies.items():
+        if staged.full is not None:
+            staged.full.copy_into(name, bits)
+        if slices is None:
+            apply_all(staged.deltas.get(name, ()), bits)
+            continue
+        if name in cut and digest_of(bits) != staged.cut_digests.get(name):
+            raise Corrupt(PARTS_CHANGED)
+        digests[name] = apply_all(staged.deltas.get(name, ()), bits, hashed=True)
+        if name in slices:
+            published |= digests_in(bits, slices[name])
+        elif name not in cut:
+            published[name] = digests[name]
     forms = {layer: pack(layer, weight) for layer in part.layers if weight is not None}
-    return digests, forms
+    return _Tried(forms, digests, published)
 
 
 def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str, Bits]]:
@@ -172,10 +222,3 @@ def _weight_copy(target: LoaderMap, part: _Part) -> tuple[torch.Tensor, dict[str
         start = (target.flat_at(name) or 0) - held.storage_offset()
         copies[name] = bits[start : start + target.layout()[name].elements]
     return weight, copies
-
-
-def _changed(staged: Staged, name: str, bits: Bits, hashed: bool) -> str:
-    """Changes a copy; its digest where that is asked for."""
-    if staged.full is not None:
-        staged.full.copy_into(name, bits)
-    return apply_all(staged.deltas.get(name, ()), bits, hashed=hashed)

@@ -3,13 +3,16 @@
 The loader is run once on random tensors while every copy is recorded: each shows as (checkpoint
 tensor, offset, shape, strides) to a view of runtime storage. The map is used only if it reads back
 exactly the loaded values, for every tensor; so a loader that converts, computes or aliases is
-detected. Tracing leaves random weights behind: apply a full checkpoint next.
+detected. A tensor is drawn when the loader asks for it, and again to be compared, so that no more
+than the loader keeps exists at a time. Tracing leaves random weights behind: apply a full
+checkpoint next. One rank of several: see rank_map.py.
 
 A tensor that the loader skips is accepted only if another tensor holds the same bits, as the output
 head of a model with tied embeddings does: it is kept beside the engine's weights, and every state
 in which the two differ is refused.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,10 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from weightsync.elements.bits import (
     TORCH_DTYPES,
+    UNSIGNED_NUMPY,
     Bits,
+    Bytes,
     Layout,
     TensorSpec,
     bits_of,
@@ -36,6 +41,7 @@ from weightsync.vllm.layers import unwrapped
 
 HOST = "cpu"
 _SEED = 20240607
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,9 @@ class Segment:
 class LoaderMap(HostTarget):
     """An ApplyTarget over runtime storage. `after` is called with the touched storages.
 
-    `passed_over`: tensors that the loader skips, kept beside the engine's weights.
+    `passed_over`: tensors that the loader skips, kept beside the engine's weights. `copies`:
+    tensors that are kept in host memory and passed on, because runtime storage has another form of
+    them.
     """
 
     def __init__(
@@ -79,15 +87,17 @@ class LoaderMap(HostTarget):
         segments: Mapping[str, list[Segment]],
         after: Callable[[Collection[int]], object],
         passed_over: Collection[str] = (),
+        copies: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._layout = layout
         self._segments = segments
         self._after = after
         self._passed_over = sorted(passed_over)
+        self._copies = copies or {}
         whole = {
             name: parts[0].destination
             for name, parts in segments.items()
-            if len(parts) == 1 and parts[0].is_whole(layout[name])
+            if name not in self._copies and len(parts) == 1 and parts[0].is_whole(layout[name])
         }
         self._on_device = {name: held for name, held in whole.items() if held.device.type != HOST}
         self.hashed_there = frozenset(
@@ -101,6 +111,8 @@ class LoaderMap(HostTarget):
     def bits(self, name: str) -> Bits:
         if name in self._flat:
             return self._flat[name]
+        if name in self._copies:
+            return bits_of(self._copies[name])
         spec = self._layout[name]
         gathered = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         for segment in self._segments[name]:
@@ -108,7 +120,7 @@ class LoaderMap(HostTarget):
         return bits_of(gathered)
 
     def commit(self, name: str, bits: Bits) -> None:
-        if name in self._flat:
+        if name in self._flat or name in self._copies:
             return
         changed = tensor_from_bits(bits, self._layout[name])
         for segment in self._segments[name]:
@@ -134,8 +146,16 @@ class LoaderMap(HostTarget):
         return found
 
     def finish(self, changed: Collection[str]) -> None:
-        check_twins(self._passed_over, self._layout, self.bits)
+        """Raises ConfigError if a tensor without a place equals no other one, and Corrupt if
+        runtime storage differs from a host copy."""
+        self._check_twins()
+        for name in self._copies.keys() & set(changed):
+            for segment in self._segments[name]:
+                segment.destination.copy_(segment.of(self._copies[name]))
         self._after(self._storages(changed))
+        for name, copy in self._copies.items():
+            if not all(is_held(segment, copy) for segment in self._segments[name]):
+                raise Corrupt(f"{name}: what this rank holds of it is not what was written")
 
     def names_by_storage(self) -> dict[int, list[str]]:
         """The tensors of each storage that holds a part of them."""
@@ -163,6 +183,13 @@ class LoaderMap(HostTarget):
     def _storages(self, names: Iterable[str]) -> set[int]:
         return {segment.storage for name in names for segment in self._segments[name]}
 
+    def _check_twins(self) -> None:
+        for name in self._passed_over:
+            bits = self.bits(name)
+            twins = twins_of(name, self._layout, self._passed_over)
+            if not any(np.array_equal(bits, self.bits(other)) for other in twins):
+                raise no_place(name)
+
 
 def traced(
     model: Any,
@@ -175,25 +202,32 @@ def traced(
     `loading` is entered for the run. Raises Unsupported if the map does not hold, and ConfigError
     if the loader refuses the checkpoint. `model` has vLLM's `load_weights`.
     """
-    loaded, segments = recorded(model, layout, loading)
+    segments = recorded(model, layout, loading)
     passed_over = sorted(layout.keys() - segments.keys())
     for name in passed_over:
         segments[name] = [_beside(layout, name)]
     found = LoaderMap(layout, segments, after, passed_over)
     for name in sorted(layout.keys() - set(passed_over)):
-        if not np.array_equal(found.bits(name), bits_of(loaded[name])):
+        if not np.array_equal(found.bits(name), bits_of(drawn(name, layout[name]))):
             raise Unsupported(f"the loader does not copy {name} as it is")
     return found
 
 
 def recorded(
     model: Any, layout: Layout, loading: AbstractContextManager[object] | None = None
-) -> tuple[dict[str, torch.Tensor], dict[str, list[Segment]]]:
-    """Run the model's loader on random tensors; returns these, and the copies of each."""
-    generator = torch.Generator().manual_seed(_SEED)
-    loaded = {name: _random(spec, generator) for name, spec in layout.items()}
-    names = {tensor.untyped_storage().data_ptr(): name for name, tensor in loaded.items()}
+) -> dict[str, list[Segment]]:
+    """Run the model's loader on the tensors that `drawn` makes; returns the copies of each."""
+    names: dict[int, str] = {}
     segments: dict[str, list[Segment]] = defaultdict(list)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, spec in layout.items():
+            memory = _drawn(name, spec)
+            address = memory.ctypes.data
+            names[address] = name
+            # Views of the tensor keep this memory. What later lies there is another tensor.
+            weakref.finalize(memory, names.pop, address)
+            yield name, _tensor(memory, spec)
 
     def record(destination: torch.Tensor, source: torch.Tensor) -> None:
         # vLLM counts a layer's elements by copying to the meta device first.
@@ -212,10 +246,23 @@ def recorded(
     with _recorded_copies(record):
         try:
             with loading or nullcontext(), unwrapped(model):
-                model.load_weights(iter(loaded.items()))
+                model.load_weights(tensors())
         except Exception as error:
             raise ConfigError(f"the store's checkpoint does not fit this model: {error}") from error
-    return loaded, dict(segments)
+    return dict(segments)
+
+
+def drawn(name: str, spec: TensorSpec) -> torch.Tensor:
+    """Random elements, finite and the same at every call."""
+    return _tensor(_drawn(name, spec), spec)
+
+
+def is_held(segment: Segment, checkpoint: torch.Tensor) -> bool:
+    """Whether runtime storage has the piece of a checkpoint tensor, bit for bit."""
+    held = segment.destination
+    wanted = segment.of(checkpoint).to(device=held.device, dtype=held.dtype)
+    integers = _INTEGERS[held.dtype.itemsize]
+    return torch.equal(held.contiguous().view(integers), wanted.contiguous().view(integers))
 
 
 def storages_of(model: torch.nn.Module) -> set[int]:
@@ -223,16 +270,16 @@ def storages_of(model: torch.nn.Module) -> set[int]:
     return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
 
-def check_twins(names: Collection[str], layout: Layout, read: Callable[[str], Bits]) -> None:
-    """Raises ConfigError if a tensor that the loader skips equals no other tensor."""
-    for name in names:
-        bits = read(name)
-        twins = (other for other in layout if layout[other] == layout[name] and other not in names)
-        if not any(np.array_equal(bits, read(other)) for other in twins):
-            raise ConfigError(
-                f"this engine has no place for {name}, and no other tensor of the checkpoint is "
-                "equal to it: is the engine's model tied where the trainer's is not?"
-            )
+def twins_of(name: str, layout: Layout, passed_over: Collection[str]) -> Iterator[str]:
+    """The tensors that one without a place may equal."""
+    return (other for other in layout if layout[other] == layout[name] and other not in passed_over)
+
+
+def no_place(name: str) -> ConfigError:
+    return ConfigError(
+        f"this engine has no place for {name}, and no other tensor of the checkpoint is equal to "
+        "it: is the engine's model tied where the trainer's is not?"
+    )
 
 
 def _beside(layout: Layout, name: str) -> Segment:
@@ -275,8 +322,23 @@ def plain_copies() -> Iterator[None]:
         torch.Tensor.copy_ = recording  # type: ignore[method-assign]
 
 
-def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
-    dtype = TORCH_DTYPES[spec.dtype]
-    if dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, spec.shape, generator=generator).to(dtype)
+def _drawn(name: str, spec: TensorSpec) -> Bytes:
+    """The memory of `drawn`, with up to seven bytes more."""
+    random = np.random.Generator(np.random.SFC64([_SEED, *name.encode()]))
+    if not TORCH_DTYPES[spec.dtype].is_floating_point:
+        return (
+            random.integers(0, 2, spec.elements)
+            .astype(UNSIGNED_NUMPY[spec.width_bytes])
+            .view(np.uint8)
+        )
+    words = random.integers(0, 1 << 64, -(-spec.size_bytes // 8), dtype=np.uint64, endpoint=False)
+    memory = words.view(np.uint8)
+    # Without the exponent's highest bit no number is infinite or none.
+    memory[spec.width_bytes - 1 :: spec.width_bytes] &= 0xBF
+    return memory
+
+
+def _tensor(memory: Bytes, spec: TensorSpec) -> torch.Tensor:
+    """The elements at the start of the memory, which lives as long as they do."""
+    whole = torch.from_numpy(memory)[: spec.size_bytes]
+    return whole.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

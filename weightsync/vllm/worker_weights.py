@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import checked_name
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
+from weightsync.layout import cut_delta
 from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.transport.base_checkpoint import VARIABLE as BASE_VARIABLE
 from weightsync.transport.base_checkpoint import BaseCheckpoint, has_shards
@@ -70,14 +71,17 @@ class WorkerWeights:
         if device.type == "cpu":
             cpu_linear.check_installed()
         warm_up({tensor.element_size() for tensor in model.state_dict().values()} & WIDTHS_BYTES)
+        # Ranks of expert parallelism alone are data-parallel engines, each with its own world.
+        sliced = vllm_config.parallel_config.world_size > 1 or is_partial(model)
+        if sliced:
+            cut_delta.warm_up()
         base = EngineWeights(
             model,
             vllm_config.model_config,
             root,
             packed_ahead_bytes=_bytes_of(PACKED_AHEAD_VARIABLE, PACKED_AHEAD_BYTES),
             staging_bytes=_bytes_of(STAGING_VARIABLE, STAGING_BYTES),
-            # Ranks of expert parallelism alone are data-parallel engines, each with its own world.
-            sliced=vllm_config.parallel_config.world_size > 1 or is_partial(model),
+            sliced=sliced,
             settle=None if device.type == "cpu" else partial(_await_stream, device),
         )
         self._pace: Pace | None = None

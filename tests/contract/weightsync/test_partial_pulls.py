@@ -92,10 +92,8 @@ SHARES: dict[str, Selection] = {
 def part(state: State, share: Selection) -> State:
     held = {}
     for name, tensor in state.items():
-        box = share.box(name, TensorSpec("BF16", tuple(tensor.shape)))
-        if box is not None:
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))
-            held[name] = tensor[cut].clone()
+        for box in share.boxes(name, TensorSpec("BF16", tuple(tensor.shape))):
+            held[name] = tensor[box.index].clone()
     return held
 
 

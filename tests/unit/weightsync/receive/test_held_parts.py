@@ -20,24 +20,30 @@ from weightsync.receive.held_parts import Names, TensorParallel, bounds, held_pa
 Cuts = list[list[int]]
 
 
-class Box:
-    """Holds one box of every tensor."""
+class Boxes:
+    """Holds boxes of every tensor."""
 
-    def __init__(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-        self.offsets, self.lengths = offsets, lengths
+    def __init__(self, *spans: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        self.spans = spans
 
-    def box(self, name: str, spec: TensorSpec) -> SliceRecord:
-        return SliceRecord(name, spec.shape, self.offsets, self.lengths)
+    def boxes(self, name: str, spec: TensorSpec) -> list[SliceRecord]:
+        return [SliceRecord(name, spec.shape, offsets, lengths) for offsets, lengths in self.spans]
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts, Box]:
-    """A shape, a trainer's cuts of it, and a box of it."""
+def grids(draw: st.DrawFn, most_boxes: int = 3) -> tuple[tuple[int, ...], Cuts, Boxes]:
+    """A shape, a trainer's cuts of it, and boxes of it that a holder has."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
-    offsets = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    lengths = tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True))
-    return shape, cuts, Box(offsets, lengths)
+
+    def span() -> tuple[tuple[int, ...], tuple[int, ...]]:
+        offsets = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        return offsets, tuple(
+            draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True)
+        )
+
+    spans = {span() for _ in range(draw(st.integers(1, most_boxes)))}
+    return shape, cuts, Boxes(*sorted(spans))
 
 
 def sliced(shape: tuple[int, ...], cuts: Cuts) -> Slicing:
@@ -50,54 +56,58 @@ def sliced(shape: tuple[int, ...], cuts: Cuts) -> Slicing:
 
 @given(grid=grids())
 def test_held_parts_are_assembled_from_any_slices(
-    grid: tuple[tuple[int, ...], Cuts, Box],
+    grid: tuple[tuple[int, ...], Cuts, Boxes],
 ) -> None:
-    shape, cuts, box = grid
+    shape, cuts, boxes = grid
     whole = np.arange(np.prod(shape), dtype=np.uint16)
     slicing, layout = sliced(shape, cuts), {"w": TensorSpec("BF16", shape)}
-    parts = held_parts(layout, slicing, box)
+    parts = held_parts(layout, slicing, boxes)
     spool = Spool(MemoryRoom(MIN_STAGING_BYTES))
     entries = {}
-    for part in parts.parts.values():
-        record = slicing.records.get(part.entry) or whole_box("w", layout["w"])
+    for entry, held in parts.parts.items():
+        record = slicing.records.get(entry) or whole_box("w", layout["w"])
         data = bytes_of(record.read(whole))
         place = spool.place(data.size + 3)
         # Only the requested bytes are present.
-        for span in runs(part.within, 2):
+        for span in (span for part in held for span in runs(part.within, 2)):
             place.write(span.start + 3, data[span.start : span.stop])
-        entries[part.entry] = StoredEntry(place, 3, parts.entries[part.entry])
-    held = FullState(parts.layout(), parts.by_tensor(), entries)["w"]
-    assert np.array_equal(held, box.box("w", layout["w"]).read(whole))
+        entries[entry] = StoredEntry(place, 3, parts.entries[entry])
+    state = FullState(parts.layout(), parts.by_tensor(), entries)
+    assert len(parts.boxes) == len(boxes.spans)
+    for name, box in parts.boxes.items():
+        assert np.array_equal(state[name], box.read(whole))
 
 
 @given(grid=grids(), seed=st.integers(0, 9))
 def test_a_delta_changes_a_part_as_it_changes_the_whole(
-    grid: tuple[tuple[int, ...], Cuts, Box], seed: int
+    grid: tuple[tuple[int, ...], Cuts, Boxes], seed: int
 ) -> None:
-    shape, cuts, box = grid
+    shape, cuts, boxes = grid
     random = np.random.default_rng(seed)
     old = random.integers(0, 1 << 16, np.prod(shape), dtype=np.uint16)
     slicing, layout = sliced(shape, cuts), {"w": TensorSpec("BF16", shape)}
-    parts = held_parts(layout, slicing, box)
-    record = box.box("w", layout["w"])
-    held, new = record.read(old).copy(), old.copy()
-    for part in parts.parts.values():
-        stored = slicing.records.get(part.entry) or whole_box("w", layout["w"])
-        changed = random.integers(0, 1 << 16, stored.read(old).size, dtype=np.uint16)
+    parts = held_parts(layout, slicing, boxes)
+    held = {name: box.read(old).copy() for name, box in parts.boxes.items()}
+    new = old.copy()
+    for entry, spec in parts.entries.items():
+        stored = slicing.records.get(entry) or whole_box("w", layout["w"])
+        changed = random.integers(0, 1 << 16, spec.elements, dtype=np.uint16)
         delta = XorDelta(changed) if seed % 2 else DenseDelta(changed)
-        checked_apply(part.placed(delta), held)
+        for part in parts.parts.get(entry, ()):
+            checked_apply(part.placed(delta, 2), held[part.of.tensor])
         piece = stored.read(new).copy()
         checked_apply(delta, piece)
         stored.box(new)[...] = piece.reshape(stored.lengths)
-    assert np.array_equal(held, record.read(new))
+    for name, box in parts.boxes.items():
+        assert np.array_equal(held[name], box.read(new))
 
 
-@given(grid=grids(), small=st.integers(1, 200))
+@given(grid=grids(most_boxes=1), small=st.integers(1, 200))
 def test_runs_hold_every_byte_of_a_box_and_little_else(
-    grid: tuple[tuple[int, ...], Cuts, Box], small: int
+    grid: tuple[tuple[int, ...], Cuts, Boxes], small: int
 ) -> None:
-    shape, _, box = grid
-    record = box.box("w", TensorSpec("BF16", shape))
+    shape, _, boxes = grid
+    (record,) = boxes.boxes("w", TensorSpec("BF16", shape))
     wanted = {int(at) for at in record.read(np.arange(np.prod(shape), dtype=np.uint64))}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(subject, "MIN_RUN_BYTES", small)
@@ -112,32 +122,39 @@ def test_runs_hold_every_byte_of_a_box_and_little_else(
 def test_ranks_share_a_tensor_out() -> None:
     spec = TensorSpec("BF16", (10, 6))
     rows = [
-        TensorParallel(rank=rank, ranks=4, dim_of=lambda _: 0).box("w", spec) for rank in range(4)
+        TensorParallel(rank=rank, ranks=4, dim_of=lambda _: 0).boxes("w", spec)[0]
+        for rank in range(4)
     ]
-    assert [box and (box.offsets[0], box.lengths[0]) for box in rows] == [
-        (0, 3), (3, 3), (6, 3), (9, 1),
-    ]  # fmt: skip
+    assert [(box.offsets[0], box.lengths[0]) for box in rows] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     both = TensorParallel(
         rank=1,
         ranks=2,
         dim_of=lambda name: 1 if name == "w" else None,
         within=Names("wv".__contains__),
     )
-    assert both.box("w", spec) == SliceRecord("w", (10, 6), (0, 3), (10, 3))
-    assert both.box("v", spec) == whole_box("v", spec)
-    assert both.box("u", spec) is None
+    assert both.boxes("w", spec) == (SliceRecord("w", (10, 6), (0, 3), (10, 3)),)
+    assert both.boxes("v", spec) == (whole_box("v", spec),)
+    assert not both.boxes("u", spec)
     one = TensorParallel(rank=3, ranks=4, dim_of=lambda _: 0)
-    assert one.box("w", TensorSpec("BF16", (3,))) is None
+    assert not one.boxes("w", TensorSpec("BF16", (3,)))
 
 
 def test_a_part_that_is_none_is_refused() -> None:
     layout = {"w": TensorSpec("BF16", (4, 4))}
     for offsets, lengths in [((0, 1), (4, 4)), ((-1, 0), (1, 1)), ((0, 0), (0, 4)), ((0,), (4,))]:
         with pytest.raises(ConfigError, match="has no part"):
-            held_parts(layout, Slicing(), Box(offsets, lengths))
+            held_parts(layout, Slicing(), Boxes((offsets, lengths)))
     with pytest.raises(ConfigError, match="nothing"):
         held_parts(layout, Slicing(), Names(lambda _: False))
     with pytest.raises(ConfigError, match="no dimension 2"):
         held_parts(layout, Slicing(), TensorParallel(rank=0, ranks=2, dim_of=lambda _: 2))
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         TensorParallel(rank=2, ranks=2, dim_of=lambda _: 0)
+    with pytest.raises(ConfigError, match="two parts"):
+        held_parts(layout, Slicing(), Boxes(((0, 0), (1, 4)), ((0, 0), (1, 4))))
+    with pytest.raises(ConfigError, match=r"two parts .* named w\[0:1, :\]"):
+        held_parts(
+            layout | {"w[0:1, :]": layout["w"]},
+            Slicing(),
+            Boxes(((0, 0), (1, 4)), ((1, 0), (1, 4))),
+        )

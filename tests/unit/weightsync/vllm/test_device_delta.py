@@ -13,8 +13,9 @@ from tests.unit.weightsync.allocated_bytes import AllocatedBytes
 from weightsync.elements.bits import Bits, TensorSpec, bits_of
 from weightsync.elements.group_applying import Gaps
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as
-from weightsync.encoding.delta import Delta, PlanesDelta, SparseDelta, checked_apply
+from weightsync.encoding.delta import Delta, PlanesDelta, SparseDelta, XorDelta, checked_apply
 from weightsync.encoding.grouped import GroupedDelta
+from weightsync.layout.slices import SlicedDelta, SliceRecord
 from weightsync.vllm import device_delta
 from weightsync.vllm.device_delta import CHANGES_AT_ONCE, MOST_DEVICE_BYTES, apply_on_device
 
@@ -171,6 +172,16 @@ def test_planes_are_the_same_too(dtype: str, in_pieces: bool) -> None:
     assert type(delta).__name__ == "PlanesDelta"
     with _pieces_of(128) if in_pieces else nullcontext():
         assert (_on_device(delta, old, dtype) == new).all()
+
+
+@pytest.mark.parametrize("lengths", [(2, 8), (4, 3)])
+def test_a_slice_of_a_tensor_is_changed_where_it_lies(lengths: tuple[int, int]) -> None:
+    old, new = _states("BF16", 32, 0.5, 1)
+    record = SliceRecord("w", (4, 8), (4 - lengths[0], 8 - lengths[1]), lengths)
+    wanted = old.copy()
+    record.box(wanted)[...] = record.box(new)
+    delta = SlicedDelta(record, XorDelta(record.read(old) ^ record.read(new)))
+    assert (_on_device(delta, old, "BF16") == wanted).all()
 
 
 def test_a_tensor_of_another_size_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The map of a loader is believed only where it holds, and then it reaches runtime storage."""
 
+import tracemalloc
 from collections.abc import Iterable
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
+from tests.unit.weightsync.vllm.plain_model import PlainModel
 from weightsync.elements.bits import Layout, TensorSpec, bits_of
 from weightsync.encoding.codec import decode, encode
 from weightsync.encoding.delta import Delta
@@ -111,6 +113,20 @@ def test_a_write_through_the_map_equals_the_loader_s() -> None:
         assert torch.equal(left, right)
     for name, tensor in state.items():
         assert (target.bits(name) == bits_of(tensor)).all()
+
+
+def test_tracing_draws_tensors_one_at_a_time() -> None:
+    """A loader that keeps none of them finds two: the next one is drawn beside the last one."""
+    spec = TensorSpec("BF16", (256, 256))
+    layout = {f"layers.{number}.weight": spec for number in range(24)}
+    model = PlainModel({name: torch.zeros(spec.shape).bfloat16() for name in layout})
+    tracemalloc.start()
+    try:
+        traced(model, layout, lambda _: None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert spec.size_bytes <= peak < 4 * spec.size_bytes
 
 
 def test_flat_tensors_are_runtime_storage_itself() -> None:

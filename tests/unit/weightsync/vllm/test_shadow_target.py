@@ -8,7 +8,7 @@ import torch
 from weightsync.elements.bits import spec_of
 from weightsync.publisher import Published
 from weightsync.receiver import Receiver
-from weightsync.vllm.host_targets import ShadowTarget
+from weightsync.vllm.shadow_target import ShadowTarget
 
 State = dict[str, torch.Tensor]
 

@@ -1,0 +1,160 @@
+"""The part of a tensor's delta that lies in a box of it, as a delta of the box.
+
+A holder of the box then changes it as a holder of everything changes the tensor, and neither needs
+memory for the rest. Takes the time of one pass over the changes.
+"""
+
+from functools import singledispatch
+from math import prod
+
+import numpy as np
+
+from weightsync.elements import cut_places
+from weightsync.elements.bits import Bytes, TensorSpec
+from weightsync.elements.group_applying import NEAREST_FAR
+from weightsync.elements.groups import Places
+from weightsync.elements.scan import GAP_ESCAPE
+from weightsync.encoding.codec import Encoding, encode_as
+from weightsync.encoding.delta import (
+    Delta,
+    DenseDelta,
+    OverwriteDelta,
+    PlanesDelta,
+    SparseDelta,
+    XorDelta,
+    decode_rosemux,
+)
+from weightsync.encoding.grouped import GROUPS, GroupedDelta, grouped_payload
+from weightsync.encoding.plain import PlainDelta
+from weightsync.encoding.sparse import FORMAT, compared
+from weightsync.encoding.varint import varint
+from weightsync.layout.slices import SliceRecord
+
+
+def cut_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
+    """The delta of `box` alone, in memory of its own. `width_bytes`: of an element."""
+    return _cut(delta, box, width_bytes)
+
+
+def warm_up() -> None:
+    """Compile or load the loops, so that no version waits for them."""
+    old = np.zeros(1 << 14, np.uint16)
+    new = old.copy()
+    new[::8], new[1] = 1, 9
+    spec, box = TensorSpec("BF16", old.shape), SliceRecord("", old.shape, (1,), (2,))
+    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
+    encoded = encode_as(Encoding.ROSEMUX, old[:64], new[:64])
+    assert encoded is not None
+    cut_delta(decode_rosemux(memoryview(encoded.payload), TensorSpec("BF16", (64,))), box, 2)
+    grouped = grouped_payload(head, old.size, compared(old, new))
+    cut_delta(decode_rosemux(memoryview(grouped), spec), box, 2)
+
+
+@singledispatch
+def _cut(delta: Delta, box: SliceRecord, width: int) -> Delta:
+    raise NotImplementedError(type(delta).__name__)
+
+
+@_cut.register
+def _dense(delta: DenseDelta, box: SliceRecord, _width: int) -> Delta:
+    return DenseDelta(box.box(delta.new).flatten())
+
+
+@_cut.register
+def _xor(delta: XorDelta, box: SliceRecord, _width: int) -> Delta:
+    return XorDelta(box.box(delta.difference).flatten())
+
+
+@_cut.register
+def _planes(delta: PlanesDelta, box: SliceRecord, _width: int) -> Delta:
+    return PlanesDelta(np.stack([box.box(plane).flatten() for plane in delta.planes]))
+
+
+@_cut.register
+def _overwrite(delta: OverwriteDelta, box: SliceRecord, width: int) -> Delta:
+    kept, inside = _within((delta.positions // width).astype(np.uint64), box)
+    positions = inside.astype(np.uint32) * width + delta.positions[kept] % width
+    return OverwriteDelta(prod(box.lengths), positions.astype(np.uint32), delta.values[kept])
+
+
+@_cut.register
+def _sparse(delta: SparseDelta, box: SliceRecord, _width: int) -> Delta:
+    small = np.empty(np.count_nonzero(delta.gaps != GAP_ESCAPE), np.uint64)
+    far = np.empty(delta.far_planes.shape[1], np.uint64)
+    cut_places.stream_places(_read_only(delta.gaps), small)
+    cut_places.stream_places(_read_only(delta.far_gaps), far)
+    return _streams(box, small, delta.signs, far, delta.far_planes)
+
+
+@_cut.register
+def _plain(delta: PlainDelta, box: SliceRecord, width: int) -> Delta:
+    return _sparse(delta.opened(width), box, width)
+
+
+@_cut.register
+def _grouped(delta: GroupedDelta, box: SliceRecord, width: int) -> Delta:
+    found = delta.opened(width)
+    small, far, ends = (
+        np.empty(part.changes, np.uint64) for part in (found.small, found.far, found.codes)
+    )
+    for part, places in ((found.small, small), (found.far, far), (found.codes, ends)):
+        cut_places.group_places(part, found.low_bits, places)
+    # Codes are stored as gaps are; wide ones beside them.
+    codes = np.diff(ends, prepend=np.uint64(0)) + np.uint64(NEAREST_FAR - 1)
+    codes[:1] += np.uint64(1)
+    planes = codes.astype("<u8").view(np.uint8).reshape(-1, 8).T[:width].copy()
+    planes[:, found.wide_numbers] = found.wide_differences.T
+    return _streams(box, small, found.signs, far, planes)
+
+
+def _streams(
+    box: SliceRecord, small: Places, signs: Bytes, far: Places, far_planes: Bytes
+) -> SparseDelta:
+    kept, inside = _within(small, box)
+    far_kept, far_inside = _within(far, box)
+    picked = np.zeros((kept.size + 7) // 8, np.uint8)
+    cut_places.pick_signs(_read_only(signs), kept, picked)
+    elements = prod(box.lengths)
+    return SparseDelta(
+        elements,
+        _gaps(inside, elements),
+        picked,
+        _gaps(far_inside, elements),
+        np.ascontiguousarray(far_planes[:, far_kept]),
+    )
+
+
+def _read_only(data: Bytes) -> Bytes:
+    """Compiled loops tell arrays that may be written from others: one kind is enough."""
+    seen = data.view()
+    seen.flags.writeable = False
+    return seen
+
+
+def _gaps(places: Places, elements: int) -> Bytes:
+    gaps = np.empty(places.size + elements // GAP_ESCAPE, np.uint8)
+    return gaps[: cut_places.write_gaps(places, gaps)].copy()
+
+
+def _within(places: Places, box: SliceRecord) -> tuple[cut_places.Numbers, Places]:
+    """Indices of the places that are in the box, and their places there."""
+    kept, inside = np.empty(places.size, np.int64), np.empty(places.size, np.uint64)
+    found = cut_places.places_within(places, _dims(box), kept, inside)
+    return kept[:found], inside[:found]
+
+
+def _dims(box: SliceRecord) -> Places:
+    """See `places_within`. Dimensions that the box has whole are one with the dimension before."""
+    dims: list[list[int]] = []
+    stride, held_stride, inner = 1, 1, 0
+    for size, first, count in zip(
+        reversed(box.shape), reversed(box.offsets), reversed(box.lengths), strict=True
+    ):
+        if dims and dims[0][2] == inner:
+            dims[0][1:3] = [first * inner, count * inner]
+            inner *= size
+        else:
+            dims.insert(0, [stride, first, count, held_stride])
+            inner = size
+        stride, held_stride = stride * size, held_stride * count
+    return np.array(dims, np.uint64).reshape(-1, 4)
