@@ -24,5 +24,5 @@ exec chrt --idle 0 python -m vllm.entrypoints.openai.api_server \
     --weight-transfer-config '{"backend": "rosemux"}' \
     --load-format dummy \
     --enable-scale-out \
-    --stream-interval 8 \
+    --stream-interval 1 \
     --logprobs-mode processed_logprobs

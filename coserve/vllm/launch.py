@@ -207,8 +207,8 @@ def _whole_prompts(spec: EngineSpec) -> tuple[str, ...]:
 
 
 def _rollout(vllm: Capabilities) -> tuple[str, ...]:
-    # One chunk per few tokens: a rollout client waits for whole turns, and a lost engine costs at
-    # most these tokens again.
+    # Each token is sent as it is made. An end is never held back: were others, a move would draw
+    # them again and keep the end, and moved turns would be shorter.
     routes = () if vllm.token_routes_flag is None else (vllm.token_routes_flag,)
     return (
         *routes,
@@ -217,7 +217,7 @@ def _rollout(vllm: Capabilities) -> tuple[str, ...]:
         "--weight-transfer-config",
         '{"backend": "rosemux"}',
         "--stream-interval",
-        "8",
+        "1",
         "--logprobs-mode",
         "processed_logprobs",
     )
