@@ -25,6 +25,5 @@ def needing(extra: str, *, subject: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         module = str(error.name).partition(".")[0]
-        found_in = f"'rosemux[{extra}]'" if module in _EXTRAS.get(extra, ()) else module
-        lack = f"{subject} needs {module}, which is not installed"
-        raise Unsupported(f"{lack}: pip install {found_in}") from error
+        wanted = f"'rosemux[{extra}]'" if module in _EXTRAS.get(extra, ()) else module
+        raise Unsupported(f"{subject} needs {module}: pip install {wanted}") from error

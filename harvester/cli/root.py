@@ -141,10 +141,9 @@ class LazyGroup(TyperGroup):
         return name, load(name, COMMANDS[name]), rest
 
     def invoke(self, ctx: Any) -> Any:
-        # Commands import what is heavy when they run.
         try:
             return super().invoke(ctx)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError:  # commands import what is heavy when they run
             with needing(COMMANDS[self.called].extra, subject=f"rosemux {self.called}"):
                 raise
 

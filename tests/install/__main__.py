@@ -1,0 +1,199 @@
+"""`python -m tests.install`: the commands of docs/operations.md as they stand there, on a new node.
+
+The agent is installed from the lock and started by its unit, production by the page's command
+beside it, and the guest by its unit; then rollouts must get tokens. `--agent` ends after the agent.
+
+Replaced are only a machine's own settings: two small models, the size of the guest's KV. The node
+has no network: wheels of the agent's part come from a folder, and what a guest needs beyond them is
+what `make setup` installed in .venv, where pip finds each locked version present.
+"""
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from coserve.vllm import launch
+from coserve.vllm.capabilities import capabilities, installed_vllm_version
+from coserve.vllm.launch import EngineSpec
+from examples.grpo.model import write_checkpoint
+from tests.install.node import PATH, Node, NodeError
+from tests.install.page import block
+from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE
+
+REPOSITORY = Path(__file__).parents[2]
+WHEELS = REPOSITORY / "build/agent-wheels"
+SITE = Path(sysconfig.get_path("purelib"))
+AGENT_BYTES_MAX = 150 << 20
+TOKENS = 2000
+KV_BYTES = 1 << 30
+_began = time.monotonic()  # noqa: TID251
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.install")
+    parser.add_argument("--agent", action="store_true", help="the agent alone")
+    agent_alone = parser.parse_args().agent
+    if os.geteuid() != 0:
+        sys.exit("install: needs root, for the node's namespaces")
+    fetch_wheels()
+    with Node(SITE) as node:
+        say("the node has booted")
+        copy_checkout(node)
+        try:
+            install_agent(node)
+            if not agent_alone:
+                start_production(node)
+                start_guest(node)
+                lend(node)
+            undo(node)
+        except NodeError as error:
+            print(error, file=sys.stderr)
+            units = "-u rosemux-agent -u 'rosemux-guest@*' -u vllm"
+            print(node.run(f"journalctl --no-pager --output cat -n 150 {units}", quiet=True))
+            sys.exit(1)
+    say("done")
+
+
+def say(what: str) -> None:
+    print(f"install: {time.monotonic() - _began:5.1f} s: {what}", flush=True)  # noqa: TID251
+
+
+def fetch_wheels() -> None:
+    """The agent's part of the lock as files, by its hashes."""
+    names = (REPOSITORY / "deploy/lock/agent.txt").read_text().split("\n")[1:-1]
+    entries = re.split(r"(?m)^(?=[a-z])", (REPOSITORY / "requirements.lock").read_text())
+    part = "".join(each for each in entries if each.partition("==")[0] in names)
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    kept = WHEELS / "wheels.lock"
+    if kept.exists() and kept.read_text() == part:
+        return
+    shutil.rmtree(WHEELS)
+    WHEELS.mkdir()
+    asked = WHEELS / "asked.lock"
+    asked.write_text(part)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+    command += ["--only-binary", ":all:", "--dest", str(WHEELS), "--requirement", str(asked)]
+    subprocess.run(command, check=True)
+    asked.rename(kept)
+    say(f"{len(names)} wheels are here")
+
+
+def copy_checkout(node: Node) -> None:
+    """What git knows and what it does not ignore: as a clone of this tree would be."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True).stdout
+    for name in filter(None, files.decode().split("\0")):
+        if (REPOSITORY / name).is_file():
+            there = node.root / "srv/rosemux" / name
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, there)
+    shutil.copytree(WHEELS, node.root / "srv/wheels")
+
+
+def install_agent(node: Node) -> None:
+    said = node.run(block("Install on a node"), environment=offline())
+    used = int(node.run("du -s --bytes /opt/rosemux", quiet=True).split()[0])
+    say(f"the agent is installed, in {used / 1e6:.0f} MB, and runs")
+    if used > AGENT_BYTES_MAX:
+        raise NodeError(f"the agent's environment has {used} bytes, more than {AGENT_BYTES_MAX}")
+    if "mode observe" not in said:
+        raise NodeError(f"no agent in observation:\n{said}")
+    unwelcome = "numpy numba scipy torch vllm"
+    node.run(f'for name in {unwelcome}; do ! /opt/rosemux/bin/python -c "import $name"; done')
+
+
+def offline() -> dict[str, str]:
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/srv/wheels", "PIP_ROOT_USER_ACTION": "ignore"}
+
+
+def start_production(node: Node) -> None:
+    """An engine of a service of its own, started by the page's command."""
+    node.run("python3.11 -m venv --without-pip /opt/vllm")
+    site = node.show_packages("/opt/vllm")
+    # vLLM's CPU build has a distribution name of its own, which the command `vllm` refuses.
+    node.run(
+        f"rm -r {site}/rosemux*\n"
+        "{ printf '#!/opt/vllm/bin/python\\nimport sys\\n\\ndel sys.argv[1]\\n'; "
+        "cat tests/integration/vllm_serve.py; } >/opt/vllm/bin/vllm\n"
+        "chmod +x /opt/vllm/bin/vllm\n"
+        "install -d -o vllm -g vllm /var/lib/vllm"
+    )
+    node.run(
+        "/opt/vllm/bin/python -m pip install --no-deps --no-build-isolation .",
+        environment=offline(),
+    )
+    write_checkpoint(node.root / "srv/models/production", SHAPE)
+    engine = launch.stock(
+        EngineSpec(
+            name="production",
+            model=Path("/srv/models/production"),
+            port=8000,
+            max_model_len=CONTEXT_TOKENS,
+            max_num_seqs=8,
+            vllm=capabilities(installed_vllm_version()),
+            extra_arguments=("--load-format", "dummy"),
+        )
+    )
+    flags = engine.arguments[engine.arguments.index("--served-model-name") :]
+    command = block("Production's command").rstrip()
+    (node.root / "srv/production").write_text(f"{command} {' '.join(flags)}\n")
+    own = {
+        "MODEL": "/srv/models/production",
+        "HOME": "/var/lib/vllm",
+        "PATH": f"/opt/vllm/bin:{PATH}",
+    }
+    settings = " ".join(
+        f"--setenv={name}={shlex.quote(value)}"
+        for name, value in (engine.environment | own).items()
+    )
+    node.run(f"systemd-run --unit=vllm --uid=vllm --gid=vllm {settings} bash /srv/production")
+    say("production starts")
+
+
+def start_guest(node: Node) -> None:
+    """vLLM beside the agent, and the guest by its unit."""
+    write_checkpoint(node.root / "srv/models/policy", SHAPE)
+    node.run(
+        "mkdir -p /srv/weights\n"
+        f"sed -i 's/kv_cache_bytes: .*/kv_cache_bytes: {KV_BYTES}/' /etc/rosemux/agent.yaml"
+    )
+    node.show_packages("/opt/rosemux")
+    node.run(block("Start a guest"), environment=offline(), timeout_s=600.0)
+    say("the guest's environment is installed, the guest starts")
+    for unit, port in (("vllm", 8000), ("rosemux-guest@slot0", 8001)):
+        node.run(
+            f"until curl -sf 127.0.0.1:{port}/health\n"
+            f"do systemctl --quiet is-active {unit}; sleep 0.5; done",
+            quiet=True,
+        )
+        say(f"{unit} answers")
+
+
+def lend(node: Node) -> None:
+    python = "/opt/rosemux/bin/python -m tests.install.lending"
+    said = node.run(f"{python} {TOKENS}", environment={"PYTHONPATH": "/srv/rosemux"})
+    say(said.strip().splitlines()[-1])
+    node.run("rosemux top http://127.0.0.1:9711 --once; rosemux audit /etc/rosemux/agent.yaml")
+
+
+def undo(node: Node) -> None:
+    """The page's way back, after production's restart without the flag: here its end."""
+    node.run("systemctl stop vllm || true")
+    node.run(block("Undo"))
+    left = node.run(
+        "find / -xdev -path /srv -prune -o -path /mnt -prune -o -path /usr/share/doc -prune -o "
+        "-name '*rosemux*' -print; ls /run/rosemux /etc/systemd/system | grep rosemux || true",
+        quiet=True,
+    )
+    say(f"undone; left: {' '.join(left.split()) or 'nothing'}")
+
+
+if __name__ == "__main__":
+    main()

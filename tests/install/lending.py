@@ -1,0 +1,32 @@
+"""`python -m tests.install.lending TOKENS`, on the node: a scheduler's lease and rollouts on it.
+
+The engines and the agent are there already, by their units and the agent's file.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from harvester.config import load_agent_config
+from tests.integration.engine_slot import until
+from tests.integration.test_shipped_path import Shipped, learn, leased, loaded
+
+CONFIG = Path("/etc/rosemux/agent.yaml")
+PRODUCTION = "http://127.0.0.1:8000"
+
+
+async def lend(least: int) -> None:
+    slot = Shipped(load_agent_config(CONFIG, environment={}), PRODUCTION, guest=None)  # type: ignore[arg-type]
+    await learn(slot)
+    async with leased(slot) as epoch, loaded(slot, epoch) as turns:
+
+        def tokens() -> int:
+            return sum(len(turn.tokens) for turn in turns)
+
+        await until(lambda: tokens() >= least, f"{least} tokens", seen=slot.slot)
+        ratio = slot.metric('harvester_blocking_ratio{kind="in_force",slot="slot0"}')
+    print(f"{tokens()} tokens lent at a blocking ratio of {ratio:g}")
+
+
+if __name__ == "__main__":
+    asyncio.run(lend(int(sys.argv[1])))
