@@ -33,6 +33,8 @@ SITE = Path(sysconfig.get_path("purelib"))
 AGENT_BYTES_MAX = 150 << 20
 TOKENS = 2000
 KV_BYTES = 1 << 30
+LEFT = {"/var/lib/rosemux", "/var/lib/rosemux-guest"}
+"""Audit, journals and states: the page says that they stay."""
 _began = time.monotonic()  # noqa: TID251
 
 
@@ -105,8 +107,9 @@ def install_agent(node: Node) -> None:
         raise NodeError(f"the agent's environment has {used} bytes, more than {AGENT_BYTES_MAX}")
     if "mode observe" not in said:
         raise NodeError(f"no agent in observation:\n{said}")
-    unwelcome = "numpy numba scipy torch vllm"
-    node.run(f'for name in {unwelcome}; do ! /opt/rosemux/bin/python -c "import $name"; done')
+    have = node.run("ls /opt/rosemux/lib/python3.11/site-packages", quiet=True).split()
+    if unwelcome := {"numpy", "numba", "torch", "vllm"} & {*have}:
+        raise NodeError(f"the agent's environment has {unwelcome}")
 
 
 def offline() -> dict[str, str]:
@@ -125,10 +128,7 @@ def start_production(node: Node) -> None:
         "chmod +x /opt/vllm/bin/vllm\n"
         "install -d -o vllm -g vllm /var/lib/vllm"
     )
-    node.run(
-        "/opt/vllm/bin/python -m pip install --no-deps --no-build-isolation .",
-        environment=offline(),
-    )
+    node.run(block("Production's command", 1), environment=offline())
     write_checkpoint(node.root / "srv/models/production", SHAPE)
     engine = launch.stock(
         EngineSpec(
@@ -167,32 +167,31 @@ def start_guest(node: Node) -> None:
     node.show_packages("/opt/rosemux")
     node.run(block("Start a guest"), environment=offline(), timeout_s=600.0)
     say("the guest's environment is installed, the guest starts")
-    for unit, port in (("vllm", 8000), ("rosemux-guest@slot0", 8001)):
-        node.run(
-            f"until curl -sf 127.0.0.1:{port}/health\n"
-            f"do systemctl --quiet is-active {unit}; sleep 0.5; done",
-            quiet=True,
-        )
-        say(f"{unit} answers")
 
 
 def lend(node: Node) -> None:
+    """Waits for both engines, then leases the slot and rolls out on it, as a scheduler does."""
     python = "/opt/rosemux/bin/python -m tests.install.lending"
-    said = node.run(f"{python} {TOKENS}", environment={"PYTHONPATH": "/srv/rosemux"})
+    said = node.run(f"{python} {TOKENS}", environment={"PYTHONPATH": "/srv/rosemux"}, timeout_s=900)
     say(said.strip().splitlines()[-1])
-    node.run("rosemux top http://127.0.0.1:9711 --once; rosemux audit /etc/rosemux/agent.yaml")
 
 
 def undo(node: Node) -> None:
-    """The page's way back, after production's restart without the flag: here its end."""
-    node.run("systemctl stop vllm || true")
+    """The page's way back, where production has ended its pulse: here by ending itself."""
+    node.run("if systemctl --quiet is-active vllm; then systemctl stop vllm; fi")
     node.run(block("Undo"))
+    log = node.run("journalctl -o cat -u rosemux-agent -u 'rosemux-guest@*'", quiet=True)
+    for wrong in ("Traceback", "Failed with result"):
+        if wrong in log:
+            raise NodeError(f"{wrong!r} in the units' log")
     left = node.run(
-        "find / -xdev -path /srv -prune -o -path /mnt -prune -o -path /usr/share/doc -prune -o "
-        "-name '*rosemux*' -print; ls /run/rosemux /etc/systemd/system | grep rosemux || true",
+        "systemctl list-unit-files --no-legend 'rosemux*'\n"
+        "find /etc /opt /run /usr /usr/local /var -xdev -name '*rosemux*' -prune",
         quiet=True,
     )
-    say(f"undone; left: {' '.join(left.split()) or 'nothing'}")
+    if {*left.split()} - LEFT:
+        raise NodeError(f"left after the page's undo: {left}")
+    say("undone")
 
 
 if __name__ == "__main__":

@@ -4,19 +4,30 @@ The engines and the agent are there already, by their units and the agent's file
 """
 
 import asyncio
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 from harvester.config import load_agent_config
-from tests.integration.engine_slot import until
+from tests.integration.engine_slot import answers, until
 from tests.integration.test_shipped_path import Shipped, learn, leased, loaded
 
 CONFIG = Path("/etc/rosemux/agent.yaml")
 PRODUCTION = "http://127.0.0.1:8000"
 
 
+def wait_for_engines(slot: Shipped) -> None:
+    """Raises CalledProcessError where a unit has ended instead."""
+    for unit, url in (("vllm", slot.production_url), ("rosemux-guest@slot0", slot.guest_url)):
+        while not answers(url):
+            subprocess.run(["systemctl", "is-active", "--quiet", unit], check=True)
+            time.sleep(0.5)
+
+
 async def lend(least: int) -> None:
     slot = Shipped(load_agent_config(CONFIG, environment={}), PRODUCTION, guest=None)  # type: ignore[arg-type]
+    wait_for_engines(slot)
     await learn(slot)
     async with leased(slot) as epoch, loaded(slot, epoch) as turns:
 

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 _SETUP = Path(__file__).with_name("node_setup.sh")
 _BOOT_S = 60.0
+_END_S = 30.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -103,8 +104,10 @@ class Node:
         if self._unshare is not None:
             self._unshare.kill()
             self._unshare.wait()
-        _remove_group(self._group)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        # Process 1 is gone when all others are.
+        _wait(lambda: not self._init or not Path(f"/proc/{self._init}").exists())
+        _wait(lambda: _removed(self._group))
+        shutil.rmtree(self._folder)
 
     def _boot(self) -> None:
         log = self._folder / "boot.log"
@@ -157,13 +160,19 @@ def _own_group() -> Path:
     raise NodeError("no control groups of version 2 here")
 
 
-def _remove_group(group: Path) -> None:
-    deadline = time.monotonic() + 10.0  # noqa: TID251
-    while time.monotonic() < deadline:  # noqa: TID251
-        try:
-            for folder, _, _ in os.walk(group, topdown=False):
-                Path(folder).rmdir()
-        except OSError:
-            time.sleep(0.1)  # a process of it is still ending
-        else:
-            return
+def _removed(group: Path) -> bool:
+    """Whether the group and those in it are gone; no process may be left in one."""
+    try:
+        for folder, _, _ in os.walk(group, topdown=False):
+            Path(folder).rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _END_S  # noqa: TID251
+    while not done():
+        if time.monotonic() > deadline:  # noqa: TID251
+            raise NodeError(f"the node has not ended after {_END_S:g} s")
+        time.sleep(0.1)
