@@ -13,7 +13,7 @@ from pathlib import Path
 TREE = Path(__file__).resolve().parents[2]
 OWN = ("coserve", "harvester")
 ROOTS = ("coserve.vllm.middleware", "coserve.vllm.observer", "coserve.vllm.pulse_logger")
-"""What vLLM loads in production: by the flag, and by the two entry points."""
+"""Modules that vLLM loads in production: by the flag, and by the two entry points."""
 GUEST_ONLY = (
     "coserve.guest",
     "coserve.law.work_gate",
