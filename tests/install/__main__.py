@@ -1,7 +1,9 @@
 """`python -m tests.install`: the commands of docs/operations.md as they stand there, on a new node.
 
-The agent is installed from the lock and started by its unit, production by the page's command
-beside it, and the guest by its unit; then rollouts must get tokens. `--agent` ends after the agent.
+The agent is installed from the lock and started by its unit. Production starts beside it by the
+page's command, with the observer alone, until the agent believes its pulse. With `--guest` the
+guest starts by its unit too, and rollouts must get tokens. Then the page's way back. The guest's
+part needs a machine that is idle, as an idle guest has no other core time.
 
 Replaced are only a machine's own settings: two small models, the size of the guest's KV. The node
 has no network: wheels of the agent's part come from a folder, and what a guest needs beyond them is
@@ -31,7 +33,7 @@ REPOSITORY = Path(__file__).parents[2]
 WHEELS = REPOSITORY / "build/agent-wheels"
 SITE = Path(sysconfig.get_path("purelib"))
 AGENT_BYTES_MAX = 150 << 20
-TOKENS = 2000
+TOKENS = 1000
 KV_BYTES = 1 << 30
 LEFT = {"/var/lib/rosemux", "/var/lib/rosemux-guest"}
 """Audit, journals and states: the page says that they stay."""
@@ -40,8 +42,8 @@ _began = time.monotonic()  # noqa: TID251
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.install")
-    parser.add_argument("--agent", action="store_true", help="the agent alone")
-    agent_alone = parser.parse_args().agent
+    parser.add_argument("--guest", action="store_true", help="a guest too, until it is lent tokens")
+    with_guest = parser.parse_args().guest
     if os.geteuid() != 0:
         sys.exit("install: needs root, for the node's namespaces")
     fetch_wheels()
@@ -50,10 +52,12 @@ def main() -> None:
         copy_checkout(node)
         try:
             install_agent(node)
-            if not agent_alone:
-                start_production(node)
+            start_production(node)
+            if with_guest:
                 start_guest(node)
                 lend(node)
+            else:
+                wait_for_pulse(node)
             undo(node)
         except NodeError as error:
             print(error, file=sys.stderr)
@@ -157,6 +161,17 @@ def start_production(node: Node) -> None:
     say("production starts")
 
 
+def wait_for_pulse(node: Node) -> None:
+    """Until the agent learns production's step times, which it does of a pulse that it believes."""
+    node.run(
+        'until rosemux audit --json /etc/rosemux/agent.yaml | grep \'"to":"learning"\'\n'
+        "do systemctl --quiet is-active vllm; sleep 1; done",
+        timeout_s=600.0,
+        quiet=True,
+    )
+    say("the agent believes production's pulse")
+
+
 def start_guest(node: Node) -> None:
     """vLLM beside the agent, and the guest by its unit."""
     write_checkpoint(node.root / "srv/models/policy", SHAPE)
@@ -185,8 +200,8 @@ def undo(node: Node) -> None:
         if wrong in log:
             raise NodeError(f"{wrong!r} in the units' log")
     left = node.run(
-        "systemctl list-unit-files --no-legend 'rosemux*'\n"
-        "find /etc /opt /run /usr /usr/local /var -xdev -name '*rosemux*' -prune",
+        "find /etc /opt /usr /usr/local /var -xdev -name '*rosemux*' -prune\n"
+        "if [[ -e /run/rosemux ]]; then find /run/rosemux; fi",
         quiet=True,
     )
     if {*left.split()} - LEFT:

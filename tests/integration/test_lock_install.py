@@ -100,7 +100,6 @@ def checkout(tmp_path: Path) -> Path:
     (root / "deploy/lock").mkdir(parents=True)
     shutil.copy(DEPLOY / "lock/install", root / "deploy/lock")
     (root / "deploy/lock/excluded.txt").write_text("# none is installed\ntriton\n")
-    (root / "deploy/lock/agent.txt").write_text("# without an extra\nsmall\n")
     (root / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     )
@@ -198,13 +197,6 @@ def test_an_environment_elsewhere_has_a_copy_and_the_checkout_has_none(
     assert code == 0, said
     assert imports(tmp_path, "torch", "small", venv="opt/rosemux")
     assert not (checkout / ".venv").exists()
-
-
-def test_an_agent_s_environment_has_its_part_of_the_lock(install: Install, tmp_path: Path) -> None:
-    code, said = install("", "--agent", "opt/rosemux")
-    assert code == 0, said
-    assert imports(tmp_path, "small", venv="opt/rosemux")
-    assert not imports(tmp_path, "uv", venv="opt/rosemux")
 
 
 def test_a_foreign_environment_is_left_alone(install: Install, tmp_path: Path) -> None:
