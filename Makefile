@@ -3,10 +3,10 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON ?= python3.11
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench compat clients kvcached kernels lock clean
+.PHONY: help setup demo test check bench compat clients installation kvcached kernels lock clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
 setup: ## bring .venv to what the lock says; nothing to do when it is current
 	@deploy/lock/install
@@ -36,6 +36,9 @@ compat: setup ## every upstream symbol that we touch, in each supported vLLM's w
 
 clients: setup ## unmodified clients of RL frameworks against the gateway: make clients ARGS="trl tinker" takes some
 	$(BIN)/python -m tests.clients $(ARGS)
+
+installation: setup ## the commands of docs/operations.md, as root, on a node of its own under systemd; ARGS=--guest lends tokens too
+	$(BIN)/python -m tests.install $(ARGS)
 
 kvcached: setup ## the tests of shared KV over kvcached's own code, which needs no GPU for them
 	deploy/kvcached/install

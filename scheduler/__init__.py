@@ -34,6 +34,8 @@ The whole contract: docs/phases.md.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from harvester.distribution import needing
+
 if TYPE_CHECKING:
     from scheduler.client.blocking import RolloutClient
     from scheduler.client.rollout_client import AsyncRolloutClient
@@ -65,4 +67,5 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    with needing("rollmux", subject=f"scheduler.{name}"):
+        return getattr(import_module(_MODULES[name]), name)

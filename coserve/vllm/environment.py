@@ -2,7 +2,8 @@
 
 Three are required; a fourth names the pages' other users, and a fifth a guest's isolation. Without
 them every hook of RoseMux in this process does nothing, so a vLLM that merely has RoseMux installed
-beside it behaves as stock.
+beside it behaves as stock. Imports for guests alone stay in functions: production's image may have
+the observer without them (deploy/observer).
 """
 
 import multiprocessing
@@ -11,15 +12,17 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coserve.guest.isolation import IsolationBackend
-from coserve.law.work_gate import WorkGate
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.contracts.page.directory import DIRECTORY_VARIABLE, pulse_page
 from harvester.contracts.page.owners import OWN_USER, PageOwners, environment_owners
 from harvester.contracts.stock_fallback import GUEST_ROLE, ROLE_VARIABLE
-from harvester.platform.mps import PIPE_VARIABLE
+
+if TYPE_CHECKING:
+    from coserve.guest.isolation import IsolationBackend
+    from coserve.law.work_gate import WorkGate
 
 ENGINE_VARIABLE = "ROSEMUX_ENGINE"
 ISOLATION_VARIABLE = "ROSEMUX_ISOLATION"
@@ -36,7 +39,7 @@ class SlotEnvironment:
     role: Role
     engine: str
     directory: Path
-    isolation: IsolationBackend | None = None
+    isolation: "IsolationBackend | None" = None
     owners: PageOwners = OWN_USER
 
     @property
@@ -68,18 +71,23 @@ def slot_environment() -> SlotEnvironment | None:
     return SlotEnvironment(Role(role), engine, Path(directory), _isolation(), environment_owners())
 
 
-def work_gate(*, on_host: bool = False) -> WorkGate:
+def work_gate(*, on_host: bool = False) -> "WorkGate":
     """The work gate of this process's slot; see WorkGate. Raises ConfigError outside a slot."""
+    from coserve.law.work_gate import WorkGate
+
     environment = slot_environment()
     if environment is None:
         raise ConfigError("this process belongs to no slot")
     return WorkGate(PageDirectory(environment.directory, environment.owners), on_host=on_host)
 
 
-def _isolation() -> IsolationBackend | None:
+def _isolation() -> "IsolationBackend | None":
     said = os.environ.get(ISOLATION_VARIABLE)
     if not said:
         return None
+    from coserve.guest.isolation import IsolationBackend
+    from harvester.platform.mps import PIPE_VARIABLE
+
     if said not in tuple(IsolationBackend):
         raise ConfigError(f"{ISOLATION_VARIABLE}={said!r}: use {', '.join(IsolationBackend)}")
     backend = IsolationBackend(said)

@@ -12,16 +12,19 @@ DEFAULT_VLLM = "0.26.0"
 KVCACHED = "kvcached==0.1.6"
 KVCACHED_REQUIREMENTS = ("posix-ipc>=1.0", "wrapt>=1.15")
 """kvcached travels as source, whose metadata no wheel states."""
+EXTRAS = ("rollmux", "weights")
 TEST_REQUIREMENTS = ("async-solipsism", "hypothesis", "pytest", "pytest-asyncio", "pytest-timeout")
 
 
 def rosemux_requirements(pyproject: str) -> list[Requirement]:
-    """Its dependencies, and those of its extra `dev` that the tests on a GPU import."""
+    """Its dependencies, those of its extras, and those of `dev` that the tests on a GPU import."""
     project = tomllib.loads(pyproject)["project"]
-    dev = map(Requirement, project["optional-dependencies"]["dev"])
+    extras = project["optional-dependencies"]
+    dev = map(Requirement, extras["dev"])
     wanted = {canonicalize_name(name) for name in TEST_REQUIREMENTS}
     tests = [each for each in dev if canonicalize_name(each.name) in wanted]
-    return [*map(Requirement, project["dependencies"]), *tests]
+    own = {each: None for extra in EXTRAS for each in extras[extra]}
+    return [*map(Requirement, [*project["dependencies"], *own]), *tests]
 
 
 def refuse_another_torch(vllm: Wheel, present: Present) -> None:

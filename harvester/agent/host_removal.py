@@ -4,8 +4,9 @@ It begins only where no agent and no guest of any slot runs. What is not RoseMux
 use, stays and is named. Audit, journals and states stay unless they are asked for.
 """
 
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,16 +61,34 @@ def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> N
     pages = PageDirectory(path, config.owners_of(slot))
     grant = pages.grant_page()
     try:
-        grant.reserve()
+        with _as_owner(path / f".{PageName.GRANT}.lock"):
+            grant.reserve()
     except PageHeld as error:
         raise ConfigError(f"slot {slot.name}: stop the agent first: {error}") from error
     held.callback(grant.close)
-    place = GuestPlace(pages)
+    with _as_owner(path / _GUEST_LOCK):
+        place = GuestPlace(pages)
     held.callback(place.close)
     try:
         place.take(timeout_s=0.0)
     except Exhausted as error:
         raise ConfigError(f"slot {slot.name}: {error}") from error
+
+
+@contextmanager
+def _as_owner(lock: Path) -> Iterator[None]:
+    """Root opens another user's lock as that user, without root's rights."""
+    if os.geteuid() or not os.path.lexists(lock):
+        yield
+        return
+    group = os.getegid()
+    os.setegid(lock.parent.stat().st_gid)
+    os.seteuid(lock.lstat().st_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
 
 
 def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: Undone) -> None:

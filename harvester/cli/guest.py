@@ -4,6 +4,7 @@ import asyncio
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -99,7 +100,8 @@ def guest(
         isolation.apply_to_process(planned.isolation)
         raise typer.Exit(asyncio.run(engine.run()))
     finally:
-        isolation.lift_from_process()
+        with suppress(PermissionError):  # a unit without LimitNICE=+0 stays idle to its end
+            isolation.lift_from_process()
         isolation.clear()
 
 

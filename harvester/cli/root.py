@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from harvester.contracts.errors import ConfigError, NotYet, RoseMuxError, Unsupported
-from harvester.distribution import rosemux_version
+from harvester.distribution import needing, rosemux_version
 
 EXIT_FAILED = 1
 EXIT_SETTINGS = 2
@@ -34,6 +34,8 @@ class LazyCommand:
     summary: str
     in_checkout: bool = False
     """Part of the repository only: no wheel has it."""
+    extra: str = ""
+    """Extra of the distribution that has what the command imports beside the dependencies."""
 
 
 COMMANDS: dict[str, LazyCommand] = {
@@ -81,6 +83,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "phases": LazyCommand(
         target="scheduler.rollmux.control.command:phases",
         summary="Run the phase control of jobs that share nodes, and show its state.",
+        extra="rollmux",
     ),
     "status": LazyCommand(
         target="harvester.cli.status:status",
@@ -101,6 +104,7 @@ COMMANDS: dict[str, LazyCommand] = {
     "weights": LazyCommand(
         target="weightsync.command:weights",
         summary="Pull, serve, relay and list published weights.",
+        extra="weights",
     ),
     "replay": LazyCommand(
         target="scheduler.sim.simulate_commands:replay",
@@ -109,10 +113,12 @@ COMMANDS: dict[str, LazyCommand] = {
     "plan": LazyCommand(
         target="scheduler.rollmux.plan.plan_command:plan",
         summary="Place RL jobs on shared nodes: groups, prices, reasons and timelines.",
+        extra="rollmux",
     ),
     "simulate": LazyCommand(
         target="scheduler.sim.simulate_commands:simulate",
         summary="Simulate many RL jobs on shared nodes: dollars and kept SLOs, arm by arm.",
+        extra="rollmux",
     ),
 }
 
@@ -131,21 +137,23 @@ class LazyGroup(TyperGroup):
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name is None or placeholder is None:
             return name, placeholder, rest
+        self.called = name
         return name, load(name, COMMANDS[name]), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError:  # commands import what is heavy when they run
+            with needing(COMMANDS[self.called].extra, subject=f"rosemux {self.called}"):
+                raise
 
 
 def load(name: str, command: LazyCommand) -> Any:
-    """Import a command. Raises Unsupported when something that it needs is not installed."""
+    """Import a command. Raises Unsupported outside a checkout for a command of the checkout."""
     module_name, _, function_name = command.target.partition(":")
     if command.in_checkout:
         _find_in_checkout(name, module_name)
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except ModuleNotFoundError as error:
-        raise Unsupported(
-            f"rosemux {name} needs the module {error.name!r}, which is not installed; "
-            "install the project with its extras (make setup)"
-        ) from error
+    function = getattr(importlib.import_module(module_name), function_name)
     if isinstance(function, typer.Typer):
         return get_command(function)
     app = typer.Typer(add_completion=False)

@@ -164,7 +164,11 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shipped]:
 
 @pytest.fixture
 async def learned(shipped: Shipped) -> None:
-    """Production has had requests of some lengths, so that its step times are known."""
+    await learn(shipped)
+
+
+async def learn(shipped: Shipped) -> None:
+    """Sends production requests of some lengths, until its step times are known."""
     lengths = cycle((PROMPT_TOKENS, PROMPT_TOKENS // 2, PROMPT_TOKENS // 4))
     async with asyncio.timeout(120.0):
         for number, tokens in enumerate(lengths):

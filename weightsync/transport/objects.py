@@ -186,7 +186,7 @@ def _opened(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise ConfigError(f"{url} needs fsspec: pip install fsspec") from error
+        raise ConfigError(f"{url} needs fsspec: pip install 'rosemux[weights]'") from error
     try:
         fs, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:

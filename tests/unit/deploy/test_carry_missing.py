@@ -171,7 +171,7 @@ def test_another_file_of_a_locked_version_is_refused(shelf: Shelf) -> None:
 def test_rosemux_asks_for_its_dependencies_and_what_its_tests_import() -> None:
     pyproject = (GPU.parents[1] / "pyproject.toml").read_text()
     found = {each.name for each in selection.rosemux_requirements(pyproject)}
-    assert {"msgspec", "zstandard", "pytest-asyncio"} <= found
+    assert {"msgspec", "zstandard", "pytest-asyncio", "fsspec", "numba", "numpy"} <= found
     assert not {"ruff", "torch", "vllm"} & found
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,11 @@ def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> AgentConfig:
-    run, state = tmp_path / "run", tmp_path / "lib"
+    return config_below(tmp_path)
+
+
+def config_below(folder: Path) -> AgentConfig:
+    run, state = folder / "run", folder / "lib"
     run.mkdir()
     state.mkdir()
     return AgentConfig.model_validate(
@@ -196,6 +201,28 @@ def test_a_guest_that_lives_is_named_and_nothing_changes(
     locks = {name for name in files_under(tmp_path) if name.endswith(("lock",))}
     assert files_under(tmp_path).keys() - before <= locks
     assert before <= files_under(tmp_path).keys()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="users are changed by root")
+def test_root_takes_back_what_three_users_left(sleepers: list[subprocess.Popen[bytes]]) -> None:
+    agent, guest, pages_group = 64101, 64103, 64100
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        config = config_below(root)
+        leave_marks(config, sleepers[1].pid)
+        sleepers[1].kill()
+        sleepers[1].communicate()
+        for slot in SLOTS:
+            there = config.page_root / slot
+            for entry in there.iterdir():
+                os.chown(entry, agent, pages_group)
+            os.chown(there, agent, pages_group)
+            there.chmod(0o1770)
+        os.chown(config.page_root / "slot0/guest.lock", guest, pages_group)
+        assert undo(config, records=True).left == {}
+        assert not config.page_root.exists()
+    assert (os.geteuid(), os.getegid()) == (0, 0)
 
 
 def test_an_agent_that_runs_is_named_and_keeps_its_pages(

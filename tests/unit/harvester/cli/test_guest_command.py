@@ -13,9 +13,11 @@ from typing import get_args
 
 import pytest
 
+from coserve.guest import isolation
 from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.capabilities import installed_vllm_version
 from harvester.agent.exposition import BACKENDS
+from harvester.agent.guest_engine import GuestEngine
 from harvester.cli import main
 from harvester.config import GuestConfig
 from harvester.contracts.clock import monotonic_ns
@@ -313,6 +315,25 @@ def test_starts_the_engine_and_leaves_nothing(
     assert started["policy"] == os.SCHED_BATCH, "a GPU guest ranks below production on the host"
     assert f"terminate_client 70 {started['pid']}" in daemon.commands()
     assert not Path(f"/proc/{started['pid']}").exists()
+
+
+def test_a_guest_that_may_not_leave_the_idle_class_ends_as_asked(
+    write: Write,
+    programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def run(_: GuestEngine) -> int:
+        return 0
+
+    def refuse() -> None:
+        raise PermissionError("no LimitNICE in the unit")
+
+    monkeypatch.setattr(GuestEngine, "run", run)
+    monkeypatch.setattr(isolation, "apply_to_process", lambda _: None)
+    monkeypatch.setattr(isolation, "lift_from_process", refuse)
+    code, shown = said(write(), capsys, dry_run=False)
+    assert code == 0, shown
 
 
 def test_the_file_s_words_are_the_backends() -> None:
