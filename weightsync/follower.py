@@ -129,6 +129,7 @@ class Follower(AbstractContextManager["Follower"]):
         plan = coming.staged.plan
         written = self._advance(coming)
         held = self._kept.end(plan.target, coming.state_hash, coming.digests)
+        self._receiver.wrote_steps(coming.staged)
         return Pulled(
             version=held.version,
             state_hash=held.state_hash,

@@ -92,7 +92,7 @@ class Receiver:
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
         self._stamps: dict[WeightVersion, str] = {}
-        """Stamp of every version of another trainer's store that was staged here."""
+        """Stamp of every version of another trainer's store that was written here."""
         self.reapplied = 0
         """Applies that failed or ended in another state than the published one."""
 
@@ -223,9 +223,7 @@ class Receiver:
                 known=known.table if known else {},
                 cut=known.cut if known else {},
             )
-            staged = staging.staged()
-            self._stamps |= {step.ref.version: step.stamp for step in plan.steps if step.stamp}
-            return staged
+            return staging.staged()
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Write a staged state in place and verify the result.
@@ -245,9 +243,15 @@ class Receiver:
 
         `digests`: of the holder's tensors, at least of those that are a part of the checkpoint's.
         """
+        self.wrote_steps(staged)
         if staged.plan.manifest.block is not None:
             # A foreign store publishes no digests of whole entries to build on.
             self._written = _Written(staged.plan.target, staged.table, digests)
+
+    def wrote_steps(self, staged: Staged) -> None:
+        """Remember which run of a trainer the written versions are of. A staged one that is never
+        written says nothing of what is held."""
+        self._stamps |= {step.ref.version: step.stamp for step in staged.plan.steps if step.stamp}
 
     def prepare(
         self,

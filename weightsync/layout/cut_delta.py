@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 
+from harvester.contracts.errors import Corrupt
 from weightsync.elements import cut_places
 from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.elements.group_applying import NEAREST_FAR
@@ -102,6 +103,8 @@ def _grouped(delta: GroupedDelta, box: SliceRecord, width: int) -> Delta:
     # Codes are stored as gaps are; wide ones beside them.
     codes = np.diff(ends, prepend=np.uint64(0)) + np.uint64(NEAREST_FAR - 1)
     codes[:1] += np.uint64(1)
+    if codes.size and int(codes.max()) >> (8 * width):
+        raise Corrupt("a difference is wider than an element")
     planes = codes.astype("<u8").view(np.uint8).reshape(-1, 8).T[:width].copy()
     planes[:, found.wide_numbers] = found.wide_differences.T
     return _streams(box, small, found.signs, far, planes)

@@ -121,8 +121,11 @@ class HeldParts:
 
     @property
     def cut(self) -> frozenset[str]:
-        """The holder's tensors that are a part of the checkpoint's only."""
-        return frozenset(name for name, box in self.boxes.items() if not box.is_whole)
+        """The holder's tensors that are a part of the checkpoint's only, or one of several places
+        of a tensor: no digest is published under their names."""
+        return frozenset(
+            name for name, box in self.boxes.items() if not box.is_whole or name != box.tensor
+        )
 
     def layout(self) -> dict[str, TensorSpec]:
         """Names and specs of the holder's tensors."""

@@ -173,7 +173,8 @@ def tried_foreign(staged: Staged, read: Callable[[str], Bits], pool: Executor) -
         check_foreign(name, *staged.expected.checksums[name], bits)
 
     if staged.full is None and not staged.tried:
-        names = list(staged.expected.checksums)
+        # A follower that finishes an interrupted apply leaves out what is there already.
+        names = [name for name in staged.expected.checksums if name in staged.deltas]
         list(staged.room.spread(pool, attempt, names, staged.lent_bytes))
     return replace(staged, tried=True)
 

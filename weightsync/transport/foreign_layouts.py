@@ -22,7 +22,7 @@ from weightsync.layout.names import INDEX_FILE, LATEST_FILE, named_ref
 UPDATES = "updates"
 POINTER = "latest"
 """stitch's name of the version in force, `RUN/weight_v000007`."""
-_OURS = re.compile(rf"{LATEST_FILE}\Z|anchor_v\d|\.publisher|\.tmp-", re.ASCII)
+_OURS = re.compile(rf"{LATEST_FILE}\Z|anchor_v\d|\.publisher", re.ASCII)
 _WEIGHT = re.compile(r"weight_v(\d{6,15})\Z", re.ASCII)
 _DELTA = re.compile(r"delta-(\d{8,15})\Z", re.ASCII)
 _POINTED = re.compile(r"(?:[^\s/]+/)*weight_v(\d{6,15})\s*\Z", re.ASCII)

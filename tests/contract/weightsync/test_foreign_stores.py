@@ -6,7 +6,8 @@ foreign_stores/golden was written by their code (foreign_stores/trainers.py says
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import fsspec
@@ -20,7 +21,9 @@ from tests.contract.weightsync.foreign_stores.trainers import BASE, GOLDEN, stat
 from tests.integration.slime_writer import DeltaTrainer, raw
 from tests.weight_servers import served
 from weightsync import Follower, Publisher, Receiver, TensorTarget
+from weightsync.encoding.delta import Delta
 from weightsync.reading.store import Store
+from weightsync.receive.checkpoint import Checkpoint
 
 STORES = (
     "slime-xor",
@@ -200,6 +203,64 @@ def test_a_trainer_that_begins_anew_in_its_directory_is_taken_from_its_checkpoin
     assert applied.from_full
     assert same(current, third)
     receiver.close()
+
+
+def test_a_staged_version_that_is_never_written_says_nothing_of_the_held_one_s_run(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "store"
+    first = DeltaTrainer(store, BASE, encoding="xor", checksum="xxh3-128")
+    for new in (held(1), held(2)):
+        first.update(new)
+    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
+        current = held(0)
+        receiver.sync(None, WeightVersion(2), TensorTarget(current))
+        again = DeltaTrainer(store, BASE, encoding="xor", checksum="xxh3-128")
+        other = {name: tensor.clone() for name, tensor in held(1).items()}
+        other["layer.scale"] *= 3.0
+        third = {name: tensor.clone() for name, tensor in other.items()}
+        third["norm"][0] = 5.0
+        for new in (other, other, third):
+            again.update(new)
+        assert receiver.prepare(WeightVersion(2), WeightVersion(3)).full is not None
+        fourth = {name: tensor.clone() for name, tensor in third.items()}
+        fourth["norm"][1] = 6.0
+        again.update(fourth)
+        assert receiver.sync(WeightVersion(2), WeightVersion(4), TensorTarget(current)).from_full
+        assert same(current, fourth)
+
+
+def test_a_follower_that_ended_amid_an_update_finishes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Served over HTTP, where nothing tells runs apart."""
+    with served(GOLDEN, base_checkpoint=BASE) as url:
+        at, policy = f"{url}/stores/slime-xor", tmp_path / "policy"
+        with closing(Receiver(at)) as receiver, Follower(receiver, policy) as follower:
+            follower.pull(WeightVersion(2))
+            change, changed = Checkpoint.change, 0
+
+            def ended(self: Checkpoint, name: str, deltas: Sequence[Delta]) -> None:
+                nonlocal changed
+                changed += 1
+                if changed == 2:
+                    raise SystemExit
+                change(self, name, deltas)
+
+            monkeypatch.setattr(Checkpoint, "change", ended)
+            with pytest.raises(SystemExit):
+                follower.pull(WeightVersion(3))
+            monkeypatch.setattr(Checkpoint, "change", change)
+        with closing(Receiver(at)) as receiver, Follower(receiver, policy) as follower:
+            assert follower.pull(WeightVersion(3)).version == 3
+        assert same(loaded(policy), state(3))
+
+
+def test_an_upload_s_stray_file_hides_no_store(tmp_path: Path) -> None:
+    store = copied("slime-xor", tmp_path)
+    (store / ".tmp-upload").mkdir()
+    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
+        assert receiver.latest() == 3
 
 
 def test_deltas_without_the_checkpoint_that_they_build_on_ask_for_it() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from harvester.contracts.errors import Corrupt
 from weightsync.elements import cut_places
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, TensorSpec
 from weightsync.elements.state_hash import digest_of
@@ -150,3 +151,21 @@ def test_a_warm_process_compiles_nothing_for_a_version() -> None:
                 decoded = cut_delta(delta, SliceRecord("w", (64, 64), (16, 0), (8, 64)), width)
                 assert decoded.elements == 8 * 64
     assert [len(loop.signatures) for loop in loops] == before
+
+
+def unary(gap: int) -> bytes:
+    """A number's high part in a group without low bits: `gap` zeros, then a one."""
+    bits = np.zeros((gap // 64 + 1) * 64, np.uint8)
+    bits[gap] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def test_a_difference_wider_than_an_element_is_refused_for_a_box() -> None:
+    """It would be cut to the element before its sign is read, and behind it for a whole tensor."""
+    places, codes = unary(10), unary(506)
+    sizes = (0, 0, 0, len(places) // 8, 0, len(codes) // 8)
+    head = bytes((FORMAT, GROUPS, 1)) + varint(64)
+    body = b"".join(map(varint, (0, 1, 0, *sizes))) + bytes(1) + places + codes
+    delta = decode_rosemux(memoryview(head + body), TensorSpec("U8", (64,)))
+    with pytest.raises(Corrupt, match="wider than an element"):
+        cut_delta(delta, SliceRecord("w", (64,), (0,), (32,)), 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
+from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import TensorSpec, spec_of
 from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Published, Publisher
@@ -294,3 +295,32 @@ def test_a_matrix_without_a_place_must_equal_another_one(
             with pytest.raises(ConfigError, match=r"no place for head\.weight"):
                 weights.load(wanted)
             assert not weights.is_loaded
+
+
+class Tied(torch.nn.Module):
+    """All of an embedding, and this rank's rows of the head that is loaded from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Parameter(torch.zeros(8, 4).bfloat16(), False)
+        self.head = torch.nn.Parameter(torch.zeros(4, 4).bfloat16(), False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.embed.data.copy_(tensor)
+            self.head.data.copy_(tensor[:4])
+
+
+def test_a_tensor_that_is_whole_in_one_place_and_a_part_in_another(tmp_path: Path) -> None:
+    first = torch.randn(8, 4).bfloat16()
+    with Publisher(tmp_path / "job") as publisher:
+        publisher.publish({"embed": first})
+        publisher.publish({"embed": first + 1})
+    model = Tied()
+    with closing(
+        EngineWeights(model, None, StoreRoot(tmp_path), packed_ahead_bytes=0, sliced=True)
+    ) as weights:
+        for version, wanted in ((1, first), (2, first + 1)):
+            weights.load(RequestedVersion(store="job", version=WeightVersion(version)))
+            assert torch.equal(model.embed, wanted)
+            assert torch.equal(model.head, wanted[:4])
