@@ -34,8 +34,6 @@ The whole contract: docs/phases.md.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from harvester.distribution import needing
-
 if TYPE_CHECKING:
     from scheduler.client.blocking import RolloutClient
     from scheduler.client.rollout_client import AsyncRolloutClient
@@ -67,5 +65,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from harvester.distribution import needing
+
     with needing("rollmux", subject=f"scheduler.{name}"):
         return getattr(import_module(_MODULES[name]), name)

@@ -22,8 +22,6 @@ True
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from harvester.distribution import needing
-
 if TYPE_CHECKING:
     from weightsync.follower import Follower
     from weightsync.publish.intake import ShardSlice
@@ -45,5 +43,7 @@ def __getattr__(name: str) -> Any:
     """Imports on first use: servers, relays and vLLM's front ends need no framework."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from harvester.distribution import needing
+
     with needing("weights", subject=f"weightsync.{name}"):
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -344,7 +344,7 @@ def test_without_fsspec_an_object_store_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ConfigError, match="pip install fsspec"):
+    with pytest.raises(ConfigError, match=r"pip install 'rosemux\[weights\]'"):
         source_at("memory://bucket/job-a")
 
 
