@@ -194,6 +194,9 @@ def lend(node: Node) -> None:
 def undo(node: Node) -> None:
     """The page's way back, where production has ended its pulse: here by ending itself."""
     node.run("if systemctl --quiet is-active vllm; then systemctl stop vllm; fi")
+    # The page removes the environment; only here is something mounted in it.
+    site = "/opt/rosemux/lib/python3.11/site-packages"
+    node.run(f"if mountpoint --quiet {site}; then umount --lazy {site}; fi", quiet=True)
     node.run(block("Undo"))
     log = node.run("journalctl -o cat -u rosemux-agent -u 'rosemux-guest@*'", quiet=True)
     for wrong in ("Traceback", "Failed with result"):
