@@ -54,12 +54,15 @@ from benchmarks.testbed.slot import AGENT, PRODUCTION, STOCK, ServingSlot, SlotP
 from benchmarks.testbed.trace import Trace, read_trace
 from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse, pulse_page
+from harvester.policy.settings import SlotSettings
 from scheduler.gateway.agent_client import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 _FIRST_RATE = 3.0
 _PULSE_S = 1.5
+_LEARNING_REPLAYS_MAX = 8
 
 
 def main() -> None:
@@ -389,7 +392,7 @@ class Bench:
         plan = self.log.plan
         if plan is not None:
             self.load = replace(self.load, sizes=plan.sizes, rate=plan.rate)
-        await self._replayed(self.load.windows(preparation_s, count=1)[0].evenly(), runner)
+        await self._learned(self.load.windows(preparation_s, count=1)[0].evenly(), runner)
         if plan is None:
             self._aim(())
         await runner.instruct(SETTINGS[Arm.ROSEMUX])
@@ -409,6 +412,18 @@ class Bench:
         if self.slot.ports.stock is not None:
             await self._warm_up_stock(runner, windows[0])
         return windows
+
+    async def _learned(self, window: Window, runner: Runner) -> None:
+        """Replays the window until production's step times are known: a slow engine's first
+        requests wait for each other, and show few of them. Raises ConfigError."""
+        least = SlotSettings().model_samples_min
+        for _ in range(_LEARNING_REPLAYS_MAX):
+            await self._replayed(window, runner)
+            if self.pulse().model_samples >= least:
+                return
+        raise ConfigError(
+            f"{_LEARNING_REPLAYS_MAX} replays taught {self.pulse().model_samples} of {least} steps"
+        )
 
     async def _warm_up_stock(self, runner: Runner, window: Window) -> None:
         """An engine's first requests are no measurement."""
