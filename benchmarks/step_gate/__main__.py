@@ -1,8 +1,9 @@
 """Cost of a guest step beside vLLM's own work: `python -m benchmarks.step_gate --json PATH`.
 
-Real pages in shared memory, a real `GuestSlot`; no engine. Two cases in turn, block by block: no
-page changed since the last step, and every pulse written anew before it. A step is one decision,
-the account at its launch and at its end, and the guest page written after it.
+Real pages in shared memory, a real `GuestSlot`; no engine. Three cases in turn, block by block: no
+page changed since the last step, every pulse written anew before it, and the same with caches that
+were emptied before each part, as an engine's step does by reading its weights. A step is one
+decision, the account at its launch and at its end, and the guest page written after it.
 """
 
 import argparse
@@ -10,7 +11,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from benchmarks.testbed.reporting import report
 from coserve.guest.guest_slot import GuestSlot
@@ -27,10 +31,21 @@ from harvester.contracts.page import (
 
 BLOCKS = 30
 STEPS = 500
+COLD_STEPS = 20
+EVICTING_BYTES = 256 << 20
+"""More than the last cache of any host processor that is shared between few cores."""
 DECODES = 16
 HOUR_NS = 3_600_000_000_000
 SAMPLES_S = tuple(0.01 + 1e-4 * index for index in range(32))
 MODEL = ProductionModel(prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_base_s=0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    steps: int
+    """Of a block."""
+    before_step: Callable[[int], None]
+    before_part: Callable[[], object]
 
 
 def main() -> None:
@@ -61,17 +76,20 @@ def measured(pulses: int) -> dict[str, dict[str, dict[str, float]]]:
         )
         grant_page = pages.grant_writer()
         slot = GuestSlot(pages.path, token_limit=2048)
-        cases: dict[str, Callable[[int], None]] = {
-            "unchanged": lambda _: None,
-            "changed": lambda step: write_all(writers, step),
+        memory = np.zeros(EVICTING_BYTES // 8)
+        nothing, evict = lambda: None, memory.sum
+        cases: dict[str, Case] = {
+            "unchanged": Case(STEPS, lambda _: None, nothing),
+            "changed": Case(STEPS, lambda step: write_all(writers, step), nothing),
+            "cold": Case(COLD_STEPS, lambda step: write_all(writers, step), evict),
         }
         write_all(writers, 0)
         taken: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
         for _ in range(BLOCKS):
-            for name, before in cases.items():
+            for name, case in cases.items():
                 # One block is over well before a grant is too old.
                 grant_page.write(grant, now_ns=time.monotonic_ns(), ttl_ns=HOUR_NS)  # noqa: TID251
-                taken[name].append(block_us(slot, before))
+                taken[name].append(block_us(slot, case))
         slot.close()
     return {
         name: {part: summary([block[part] for block in blocks]) for part in blocks[0]}
@@ -79,8 +97,8 @@ def measured(pulses: int) -> dict[str, dict[str, dict[str, float]]]:
     }
 
 
-def block_us(slot: GuestSlot, before: Callable[[int], None]) -> dict[str, float]:
-    """Means of one block, in the thread's own time; what happens before a step is not counted."""
+def block_us(slot: GuestSlot, case: Case) -> dict[str, float]:
+    """Means of one block, in the thread's own time; what happens between parts is not counted."""
     parts: dict[str, Callable[[], object]] = {
         "decide": lambda: slot.decide(for_step=True),
         "launched": lambda: slot.launched(decodes=DECODES, prefill_tokens=0),
@@ -88,13 +106,14 @@ def block_us(slot: GuestSlot, before: Callable[[int], None]) -> dict[str, float]
         "publish": slot.publish,
     }
     total_ns = dict.fromkeys(parts, 0)
-    for step in range(STEPS):
-        before(step)
+    for step in range(case.steps):
+        case.before_step(step)
         for part, act in parts.items():
+            case.before_part()
             start_ns = time.thread_time_ns()
             act()
             total_ns[part] += time.thread_time_ns() - start_ns
-    means = {part: taken_ns / STEPS / 1e3 for part, taken_ns in total_ns.items()}
+    means = {part: taken_ns / case.steps / 1e3 for part, taken_ns in total_ns.items()}
     return means | {"step": sum(means.values())}
 
 
