@@ -11,7 +11,8 @@ P99 of one round's is nearly its longest latency, and a mean of these hides a ta
                    over rounds, so that it leaves out what they explain
 
 The covariate in use is the speed of the machine in one arm's slice over that in the other's
-(machine_speed.py). Coverage on a simulated machine of two speeds is in coserve's README. Pure.
+(machine_speed.py). Coverage on a simulated machine of two speeds is in coserve's README, for the
+demo's few rounds in decision 13. Pure.
 """
 
 import math
@@ -23,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
-from benchmarks.testbed.bootstrap import LEVEL, Latencies
+from benchmarks.testbed.latencies import Latencies
 
 Values = NDArray[np.float64]
 Interval = tuple[float, float]
 
+LEVEL = 0.95
 ADJUSTED_ROUNDS_MIN = 10
 """Below this a slope over rounds is a guess, and covariates are left out."""
 _CANDIDATES = 4000
@@ -66,7 +68,7 @@ class RoundRatio:
 def round_ratio(
     above: Latencies, below: Latencies, statistic: Statistic, covariates: Sequence[float] = ()
 ) -> RoundRatio:
-    """`above`'s statistic over `below`'s; a round is the first part of a unit.
+    """`above`'s statistic over `below`'s, of the rounds that both have.
 
     `covariates` has one number for each round that both have, in their order, or none.
     """
@@ -134,7 +136,8 @@ def _quantile_ratio(
     place = int(np.argmin(np.abs(excess)))
     first, last = (accepted[0], accepted[-1]) if len(accepted) else (place, place)
     ratio = float(candidates[place] / edge)
-    if first == 0 or last == len(candidates) - 1:
+    # The last candidate is beyond every number: an interval that ends there is not bounded.
+    if first == 0 or last >= len(candidates) - 2:
         return RoundRatio(ratio)
     low, high = candidates[first - 1], candidates[last + 1]
     return RoundRatio(ratio, (float(low / edge), float(high / edge)))
@@ -183,9 +186,7 @@ def _log(ratio: float | None) -> float:
 
 
 def _by_round(latencies: Latencies) -> dict[int, Values]:
-    count = len(latencies.units)
-    rounds = np.fromiter((number for number, _ in latencies.units), dtype=np.int64, count=count)
-    order = np.argsort(rounds, kind="stable")
-    numbers, starts = np.unique(rounds[order], return_index=True)
+    order = np.argsort(latencies.rounds, kind="stable")
+    numbers, starts = np.unique(latencies.rounds[order], return_index=True)
     parts = np.split(latencies.values_s[order], starts[1:])
     return dict(zip(numbers.tolist(), parts, strict=False))
