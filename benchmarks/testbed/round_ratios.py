@@ -111,7 +111,7 @@ def jackknife_ratio(
 
 
 def mean_interval(
-    values: Sequence[float], covariates: Values | Sequence[float] | None = None
+    values: Sequence[float] | Values, covariates: Values | Sequence[float] | None = None
 ) -> Interval | None:
     """95 % interval of the mean of one value per round; None with fewer than two."""
     if len(values) < 2:
