@@ -33,8 +33,8 @@ LEVEL = 0.95
 ADJUSTED_ROUNDS_MIN = 10
 """Below this a slope over rounds is a guess, and covariates are left out."""
 _CANDIDATES = 4000
-_CANDIDATE_RANKS = 0.25
-"""Ratios are searched among the quantiles this near to the asked one."""
+_NEAR_RANKS = 0.25
+"""Ratios are searched among all quantiles, more closely among those this near to the asked one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +144,16 @@ def _quantile_ratio(
 
 
 def _candidates(values: Values, quantile: float) -> Values:
-    """Distinct values around the quantile, with one below and one beyond all."""
+    """Distinct values, with one below and one beyond all."""
     ordered = np.sort(values)
     least, most = (
         round(np.clip(quantile + by, 0.0, 1.0) * (len(ordered) - 1))
-        for by in (-_CANDIDATE_RANKS, _CANDIDATE_RANKS)
+        for by in (-_NEAR_RANKS, _NEAR_RANKS)
     )
     exact = math.ceil(quantile * len(ordered)) - 1
-    ranks = np.append(np.linspace(least, most, _CANDIDATES).astype(int), exact)
-    found = np.unique(ordered[ranks])
+    every = np.linspace(0, len(ordered) - 1, _CANDIDATES)
+    near = np.linspace(least, most, _CANDIDATES)
+    found = np.unique(ordered[np.concatenate([every, near, [exact]]).astype(int)])
     return np.concatenate([[np.nextafter(found[0], 0.0)], found, [np.inf]])
 
 
