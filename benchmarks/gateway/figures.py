@@ -51,7 +51,7 @@ class Interval:
 
     @classmethod
     def over(cls, values: Sequence[float] | NDArray[np.float64]) -> "Interval":
-        """By Student's t. Raises ValueError with fewer than two rounds."""
+        """The interval is Student's t's. Raises ValueError with fewer than two rounds."""
         found = mean_interval(values)
         if found is None:
             raise ValueError(f"an interval needs two rounds, not {len(values)}")
