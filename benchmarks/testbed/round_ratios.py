@@ -151,7 +151,7 @@ def _candidates(values: Values, quantile: float) -> Values:
         for by in (-_NEAR_RANKS, _NEAR_RANKS)
     )
     exact = math.ceil(quantile * len(ordered)) - 1
-    every = np.linspace(0, len(ordered) - 1, _CANDIDATES)
+    every = np.linspace(0, len(ordered) - 1, _CANDIDATES // 4)
     near = np.linspace(least, most, _CANDIDATES)
     found = np.unique(ordered[np.concatenate([every, near, [exact]]).astype(int)])
     return np.concatenate([[np.nextafter(found[0], 0.0)], found, [np.inf]])
