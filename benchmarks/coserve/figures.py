@@ -12,8 +12,8 @@ from benchmarks.coserve.blocking import percentile_of
 from benchmarks.coserve.goals import STEPS_MET_MAX, verdicts
 from benchmarks.coserve.residual import residual_figures
 from benchmarks.coserve.rounds import Slice, slower_by_round
-from benchmarks.testbed.bootstrap import Latencies, itl_of, ttft_of
 from benchmarks.testbed.interleaving import cycle_rounds
+from benchmarks.testbed.latencies import Latencies, itl_of, ttft_of
 from benchmarks.testbed.latency_ratios import latency_ratios
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.round_ratios import STATISTICS, mean_interval

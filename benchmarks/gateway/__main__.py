@@ -112,7 +112,7 @@ async def measured(size: Size, seed: int) -> dict[str, Any]:
             with _pinned(cores[-1]):
                 rounds = await bench.rounds(size)
                 streams = [await bench.streams(router, size) for router in bench.children]
-    return compared(rounds, streams, seed=seed) | {
+    return compared(rounds, streams) | {
         "rate_per_s": RATE_PER_S,
         "tokens": TOKENS,
         "rounds": size.latency_rounds,

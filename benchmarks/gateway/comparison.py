@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gateway.figures import Outside, added, mean_interval, mean_ratio
+from benchmarks.gateway.figures import Interval, Outside, added, mean_ratio
 from benchmarks.gateway.load import Exchange
 from benchmarks.gateway.routers import ARMS, Arm
 
@@ -69,15 +69,15 @@ def _is_faulty(exchange: Exchange, check: Callable[[Exchange], None]) -> bool:
     return False
 
 
-def compared(rounds: Rounds, streams: Sequence[Streams], *, seed: int) -> dict[str, Any]:
+def compared(rounds: Rounds, streams: Sequence[Streams]) -> dict[str, Any]:
     """The result. Latencies are in ms, intervals 95 % over rounds."""
     return {
-        "arms": {arm.name: _arm(rounds, arm, seed) for arm in ARMS},
+        "arms": {arm.name: _arm(rounds, arm) for arm in ARMS},
         "direct": {
             arm.name: {kind: _req_s(rounds.served[arm, kind]) for kind in _kinds(rounds)}
             for arm in dict.fromkeys(arm.direct for arm in ARMS)
         },
-        "per_core_ratio": _ratios(rounds, seed),
+        "per_core_ratio": _ratios(rounds),
         "streams": {
             each.router: {
                 name: round(getattr(each, name), 3)
@@ -95,12 +95,12 @@ def _kinds(rounds: Rounds) -> list[str]:
     return list(dict.fromkeys(kind for _, kind in rounds.served))
 
 
-def _arm(rounds: Rounds, arm: Arm, seed: int) -> dict[str, Any]:
+def _arm(rounds: Rounds, arm: Arm) -> dict[str, Any]:
     def over_direct(part: str, *, stream: bool) -> dict[str, dict[str, float]]:
         own = [getattr(each, part) for each in rounds.outside[arm, stream]]
         direct = [getattr(each, part) for each in rounds.outside[arm.direct, stream]]
         return {
-            name: added(own, direct, percent=percent, seed=seed).rounded()
+            name: added(own, direct, percent=percent).rounded()
             for name, percent in PERCENTS.items()
         }
 
@@ -109,7 +109,7 @@ def _arm(rounds: Rounds, arm: Arm, seed: int) -> dict[str, Any]:
         "first_token_added_ms": over_direct("first_ms", stream=True),
         "stream_end_added_ms": over_direct("whole_ms", stream=True),
         "req_s_per_core": {
-            kind: mean_interval([each.per_core_s for each in windows], seed=seed).rounded()
+            kind: Interval.over([each.per_core_s for each in windows]).rounded()
             | {
                 "core_share": round(
                     sum(w.core_s for w in windows) / sum(w.wall_s for w in windows), 3
@@ -125,7 +125,7 @@ def _req_s(windows: Sequence[Served]) -> float:
     return round(sum(each.requests for each in windows) / sum(each.wall_s for each in windows))
 
 
-def _ratios(rounds: Rounds, seed: int) -> dict[str, Any]:
+def _ratios(rounds: Rounds) -> dict[str, Any]:
     """Requests per core of ours over each other router's, on the routes that it is compared on."""
     ours = {arm.route: arm for arm in ARMS if arm.router == "rosemux"}
     first = next(iter(ours.values()))
@@ -134,7 +134,6 @@ def _ratios(rounds: Rounds, seed: int) -> dict[str, Any]:
             kind: mean_ratio(
                 [each.per_core_s for each in rounds.served[ours.get(arm.route, first), kind]],
                 [each.per_core_s for each in rounds.served[arm, kind]],
-                seed=seed,
             ).rounded()
             for kind in _kinds(rounds)
         }

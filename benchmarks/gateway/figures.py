@@ -2,8 +2,8 @@
 
 A request's time outside the engine is its time from its schedule to its last byte, less the time
 that the engine had it. The load's own share of that is in the direct arm too, and comes off it:
-quantile less quantile, in one round. Rounds are the unit of resampling, as neighbours in a window
-share its queues. Pure and seeded.
+quantile less quantile, in one round. Rounds are the unit, as neighbours in a window share its
+queues. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm
-from scipy.stats import t as student_t
 
 from benchmarks.gateway.load import Exchange
+from benchmarks.testbed.round_ratios import mean_interval
 
-RESAMPLES = 4000
-LEVEL = 0.95
 _MS = 1e-6
 
 Times = Mapping[int, Sequence[int]]
@@ -46,11 +43,19 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Mean over rounds, and where it lies with 95 % confidence."""
+    """Mean over rounds, and where it lies with 95 % confidence if rounds are independent."""
 
     mean: float
     low: float
     high: float
+
+    @classmethod
+    def over(cls, values: Sequence[float] | NDArray[np.float64]) -> "Interval":
+        """The interval is Student's t's. Raises ValueError with fewer than two rounds."""
+        found = mean_interval(values)
+        if found is None:
+            raise ValueError(f"an interval needs two rounds, not {len(values)}")
+        return cls(float(np.mean(values)), *found)
 
     def rounded(self) -> dict[str, float]:
         return {name: round(value, 3) for name, value in asdict(self).items()}
@@ -61,33 +66,14 @@ def added(
     direct: Sequence[NDArray[np.float64]],
     *,
     percent: float,
-    seed: int,
 ) -> Interval:
     """The percentile of each round less the direct arm's in the same round."""
     pairs = zip(router, direct, strict=True)
     found = [float(np.percentile(a, percent) - np.percentile(b, percent)) for a, b in pairs]
-    return mean_interval(found, seed=seed)
+    return Interval.over(found)
 
 
-def mean_ratio(above: Sequence[float], below: Sequence[float], *, seed: int) -> Interval:
+def mean_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
     """Geometric mean of the rounds' ratios."""
-    logs = mean_interval(np.log(np.divide(above, below)), seed=seed)
+    logs = Interval.over(np.log(np.divide(above, below)))
     return Interval(*(float(np.exp(value)) for value in (logs.mean, logs.low, logs.high)))
-
-
-def mean_interval(values: Sequence[float] | NDArray[np.float64], *, seed: int) -> Interval:
-    """Bootstrap of the mean, widened as Student's t is over the normal distribution.
-
-    Plain percentiles of a handful of rounds are too narrow (Hesterberg 2015, section 5.3). Raises
-    ValueError with fewer than three rounds.
-    """
-    given = np.asarray(values, dtype=float)
-    count = len(given)
-    if count < 3:
-        raise ValueError(f"{count} rounds: an interval needs three")
-    drawn = given[np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))]
-    tail = (1.0 - LEVEL) / 2
-    wide = student_t.ppf(tail, count - 1) / norm.ppf(tail) * np.sqrt(count / (count - 1))
-    mean = float(given.mean())
-    low, high = mean + wide * (np.quantile(drawn.mean(axis=1), (tail, 1.0 - tail)) - mean)
-    return Interval(mean, float(low), float(high))

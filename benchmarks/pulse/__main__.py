@@ -24,6 +24,7 @@ from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.core_time import account, used
 from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
 from benchmarks.testbed.prerequisites import free_ports
@@ -61,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.pulse", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--trace", type=Path, help="else bursts of the project's own generator")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--hardware", type=Kind, choices=tuple(Kind), help="of the servers; else what is there"
@@ -122,7 +123,7 @@ class Bench:
 
     def _result(self) -> dict[str, Any]:
         settings = {"trace": self.trace.name, "hardware": self.hardware.kind.value}
-        return settings | self.figures.result(seed=self.seed)
+        return settings | self.figures.result()
 
     async def _start(self, ports: dict[str, int]) -> None:
         """Waits until all answer, pinned to their core if they have one."""
@@ -180,8 +181,7 @@ class Bench:
             for window in windows_of(self.trace, count=self.rounds, duration_s=SLICE_S, rate=rate)
         ]
         for number, window in enumerate(windows):
-            for offset in range(len(ARMS)):
-                arm = ARMS[(offset + number) % len(ARMS)]
+            for arm, _ in interleaved(ARMS, number + 1, first=number):
                 client = self.clients[_ENGINE[arm]]
                 await asyncio.sleep(_SETTLE_S)
                 engine = self.parts.running[_ENGINE[arm]].tree()

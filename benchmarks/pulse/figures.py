@@ -5,9 +5,9 @@ from enum import StrEnum
 from statistics import median
 from typing import Any
 
-from benchmarks.testbed.bootstrap import itl_of, ratio_interval, ttft_of
+from benchmarks.testbed.latency_ratios import latency_ratios
 from benchmarks.testbed.production_request import ProductionRequest
-from benchmarks.testbed.serving_figures import arms_of, ratio
+from benchmarks.testbed.serving_figures import arms_of
 
 
 class Arm(StrEnum):
@@ -32,23 +32,19 @@ class Figures:
     )
     """Core seconds for the replayed requests of each round, by process and thread."""
 
-    def result(self, *, seed: int) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """The two levels and, as the noise floor, `twin`: each over `stock`."""
         given = arms_of(self.requests, ARMS)
         result: dict[str, Any] = {
             "requests": {arm: len(given[arm].shared) for arm in ARMS},
             "failed": sum(request.failed for request in self.requests),
         }
-        below = given[Arm.STOCK].shared
         for arm in COMPARED:
-            ratios: dict[str, Any] = {}
-            for name, of in (("ttft", ttft_of), ("itl", itl_of)):
-                above, under = of(given[arm].shared), of(below)
-                for percent in (50, 99):
-                    ratios[f"{name}_p{percent}"] = {
-                        "ratio": ratio(above.percentile_s(percent), under.percentile_s(percent)),
-                        "interval": ratio_interval(above, under, percent=percent, seed=seed),
-                    }
+            found = latency_ratios(given[arm], given[Arm.STOCK])
+            ratios: dict[str, Any] = {
+                name: {"ratio": ratio, "interval": found["intervals"][name]}
+                for name, ratio in found["ratios"].items()
+            }
             ratios["throughput"] = _by_round(self.closed[arm], self.closed[Arm.STOCK])
             ratios["core_time"] = _by_round(self._core_s(arm), self._core_s(Arm.STOCK))
             result[arm] = ratios

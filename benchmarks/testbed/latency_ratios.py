@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from benchmarks.testbed.bootstrap import itl_of, ttft_of
+from benchmarks.testbed.latencies import itl_of, ttft_of
 from benchmarks.testbed.round_ratios import STATISTICS, RoundRatio, round_ratio
 from benchmarks.testbed.serving_figures import ArmRequests
 

@@ -11,7 +11,8 @@ P99 of one round's is nearly its longest latency, and a mean of these hides a ta
                    over rounds, so that it leaves out what they explain
 
 The covariate in use is the speed of the machine in one arm's slice over that in the other's
-(machine_speed.py). Coverage on a simulated machine of two speeds is in coserve's README. Pure.
+(machine_speed.py). Coverage on a simulated machine of two speeds is in coserve's README, for the
+demo's few rounds in decision 13. Pure.
 """
 
 import math
@@ -23,16 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
-from benchmarks.testbed.bootstrap import LEVEL, Latencies
+from benchmarks.testbed.latencies import Latencies
 
 Values = NDArray[np.float64]
 Interval = tuple[float, float]
 
+LEVEL = 0.95
 ADJUSTED_ROUNDS_MIN = 10
 """Below this a slope over rounds is a guess, and covariates are left out."""
 _CANDIDATES = 4000
-_CANDIDATE_RANKS = 0.25
-"""Ratios are searched among the quantiles this near to the asked one."""
+_NEAR_RANKS = 0.25
+"""Ratios are searched among all quantiles, more closely among those this near to the asked one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class RoundRatio:
 def round_ratio(
     above: Latencies, below: Latencies, statistic: Statistic, covariates: Sequence[float] = ()
 ) -> RoundRatio:
-    """`above`'s statistic over `below`'s; a round is the first part of a unit.
+    """`above`'s statistic over `below`'s, of the rounds that both have.
 
     `covariates` has one number for each round that both have, in their order, or none.
     """
@@ -109,7 +111,7 @@ def jackknife_ratio(
 
 
 def mean_interval(
-    values: Sequence[float], covariates: Values | Sequence[float] | None = None
+    values: Sequence[float] | Values, covariates: Values | Sequence[float] | None = None
 ) -> Interval | None:
     """95 % interval of the mean of one value per round; None with fewer than two."""
     if len(values) < 2:
@@ -134,22 +136,24 @@ def _quantile_ratio(
     place = int(np.argmin(np.abs(excess)))
     first, last = (accepted[0], accepted[-1]) if len(accepted) else (place, place)
     ratio = float(candidates[place] / edge)
-    if first == 0 or last == len(candidates) - 1:
+    # The last candidate is beyond every number: an interval that ends there is not bounded.
+    if first == 0 or last >= len(candidates) - 2:
         return RoundRatio(ratio)
     low, high = candidates[first - 1], candidates[last + 1]
     return RoundRatio(ratio, (float(low / edge), float(high / edge)))
 
 
 def _candidates(values: Values, quantile: float) -> Values:
-    """Distinct values around the quantile, with one below and one beyond all."""
+    """Distinct values, with one below and one beyond all."""
     ordered = np.sort(values)
     least, most = (
         round(np.clip(quantile + by, 0.0, 1.0) * (len(ordered) - 1))
-        for by in (-_CANDIDATE_RANKS, _CANDIDATE_RANKS)
+        for by in (-_NEAR_RANKS, _NEAR_RANKS)
     )
     exact = math.ceil(quantile * len(ordered)) - 1
-    ranks = np.append(np.linspace(least, most, _CANDIDATES).astype(int), exact)
-    found = np.unique(ordered[ranks])
+    every = np.linspace(0, len(ordered) - 1, _CANDIDATES // 4)
+    near = np.linspace(least, most, _CANDIDATES)
+    found = np.unique(ordered[np.concatenate([every, near, [exact]]).astype(int)])
     return np.concatenate([[np.nextafter(found[0], 0.0)], found, [np.inf]])
 
 
@@ -183,9 +187,7 @@ def _log(ratio: float | None) -> float:
 
 
 def _by_round(latencies: Latencies) -> dict[int, Values]:
-    count = len(latencies.units)
-    rounds = np.fromiter((number for number, _ in latencies.units), dtype=np.int64, count=count)
-    order = np.argsort(rounds, kind="stable")
-    numbers, starts = np.unique(rounds[order], return_index=True)
+    order = np.argsort(latencies.rounds, kind="stable")
+    numbers, starts = np.unique(latencies.rounds[order], return_index=True)
     parts = np.split(latencies.values_s[order], starts[1:])
     return dict(zip(numbers.tolist(), parts, strict=False))

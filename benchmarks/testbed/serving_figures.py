@@ -1,4 +1,4 @@
-"""Production's figures in each arm, and each arm's ratios to production alone.
+"""Production's figures in each arm.
 
 Every figure rests on the requests that all arms replayed: a block with a job ends with its last
 step and so replays more or less of the window than its neighbours, and what only one arm saw would
@@ -11,12 +11,11 @@ from typing import TypeVar
 
 import msgspec
 
-from benchmarks.testbed.bootstrap import Latencies, itl_of, ratio_interval, ttft_of
+from benchmarks.testbed.latencies import itl_of, ttft_of
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import attainment
 
 A = TypeVar("A", bound=str)
-Interval = tuple[float, float] | None
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,25 +32,6 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """Failed ones among all requests sent."""
     slo_attainment: float | None
     requests_sent: int = 0
-
-
-class LatencyRatios(msgspec.Struct, frozen=True, kw_only=True):
-    """One arm's production over production alone."""
-
-    ttft_p50: float | None
-    itl_p50: float | None
-    ttft_p99: float | None
-    itl_p99: float | None
-    slo_attainment: float | None
-
-
-class Intervals(msgspec.Struct, frozen=True, kw_only=True):
-    """95 % intervals of the latency ratios."""
-
-    ttft_p50: Interval
-    itl_p50: Interval
-    ttft_p99: Interval
-    itl_p99: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +67,6 @@ def serving_of(arm: ArmRequests, *, ttft_slo_s: float, itl_slo_s: float) -> Serv
     )
 
 
-def ratios_of(above: Serving, below: Serving) -> LatencyRatios:
-    return LatencyRatios(
-        ttft_p50=ratio(above.ttft_p50_ms, below.ttft_p50_ms),
-        itl_p50=ratio(above.itl_p50_ms, below.itl_p50_ms),
-        ttft_p99=ratio(above.ttft_p99_ms, below.ttft_p99_ms),
-        itl_p99=ratio(above.itl_p99_ms, below.itl_p99_ms),
-        slo_attainment=ratio(above.slo_attainment, below.slo_attainment),
-    )
-
-
-def intervals_of(above: ArmRequests, below: ArmRequests, *, seed: int) -> Intervals:
-    ttft = (ttft_of(above.shared), ttft_of(below.shared))
-    itl = (itl_of(above.shared), itl_of(below.shared))
-    return Intervals(
-        ttft_p50=_interval(ttft, 50, seed),
-        itl_p50=_interval(itl, 50, seed),
-        ttft_p99=_interval(ttft, 99, seed),
-        itl_p99=_interval(itl, 99, seed),
-    )
-
-
 def ratio(above: float | None, below: float | None) -> float | None:
     """Ratio of two figures; None if either was not measured or `below` is 0."""
     return None if above is None or not below else above / below
@@ -125,10 +84,6 @@ def idle_s(requests: Iterable[ProductionRequest], *, start_s: float, end_s: floa
 def _over_s(request: ProductionRequest) -> float:
     """Time of the last token."""
     return request.due_s + (request.ttft_s or 0.0) + sum(request.itl_s)
-
-
-def _interval(pair: tuple[Latencies, Latencies], percent: float, seed: int) -> Interval:
-    return ratio_interval(*pair, percent=percent, seed=seed)
 
 
 def _identity(request: ProductionRequest) -> tuple[int, int]:

@@ -27,7 +27,7 @@ _LEASE_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """Length of each block, and order of the arms in each round."""
+    """Number of rounds, and length of each block."""
 
     rounds: int
     serving_s: float
@@ -42,12 +42,6 @@ class BlockPlan:
             return replace(self, rounds=rounds)
         steps = int((seconds - self.serving_s) / (len(JOBS) * step_s))
         return replace(self, rounds=1, steps=min(self.steps, max(2, steps)))
-
-    def order(self, index: int) -> tuple[Arm, ...]:
-        """Rotated from round to round, so that drift of the machine falls on every arm alike."""
-        arms = tuple(Arm)
-        first = index % len(arms)
-        return arms[first:] + arms[:first]
 
 
 def another_fits(rounds_s: Sequence[float], *, left_s: float) -> bool:

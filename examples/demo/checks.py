@@ -1,9 +1,9 @@
 """The demo's pass criteria, one line each. An unmeasured figure fails. Pure."""
 
-from benchmarks.testbed.serving_figures import Interval, ratio
+from benchmarks.testbed.serving_figures import ratio
 from benchmarks.testbed.slo import ATTAINMENT_MAX, ATTAINMENT_MIN
 from examples.demo.job_figures import Comparison, JobRun
-from examples.demo.schema import Check, Result
+from examples.demo.schema import Check, Interval, Result
 
 STEP_SPEEDUP_MIN = 1.2
 IDEAL_SHARE_MIN = 0.85
@@ -117,7 +117,7 @@ def _within(name: str, value: float | None, least: float, most: float) -> Check:
 
 
 def _reported(name: str, value: float | None, interval: Interval) -> Check:
-    limit = "with its interval"
+    limit = "reported: too few rounds for an interval"
     if interval is not None:
         limit = f"reported: {interval[0]:.2f} to {interval[1]:.2f}"
-    return Check(name=name, ok=value is not None and interval is not None, value=value, limit=limit)
+    return Check(name=name, ok=value is not None, value=value, limit=limit)

@@ -1,7 +1,8 @@
 """`result.json`: its keys, and what makes one whole.
 
-Every figure is a number with its unit in its name, and null where it was not measured. `problems`
-judges no speed: a short run on a busy machine may be slow, but it may lose nothing.
+Every figure is a number with its unit in its name, and null where it was not measured; an interval
+is null where the rounds are too few for one. `problems` judges no speed: a short run on a busy
+machine may be slow, but it may lose nothing.
 """
 
 import math
@@ -10,7 +11,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.testbed.serving_figures import Intervals, LatencyRatios, Serving
+from benchmarks.testbed.serving_figures import Serving
+
+Interval = tuple[float, float] | None
 
 
 class SloMs(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,28 @@ class ServingAndJob(Serving, frozen=True, kw_only=True):
     reward_last: float | None
     reward_se: float | None
     """Standard error of `reward_last - reward_first`."""
+
+
+class LatencyRatios(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm's production over production alone."""
+
+    ttft_p50: float | None
+    itl_p50: float | None
+    ttft_p99: float | None
+    itl_p99: float | None
+    slo_attainment: float | None
+
+
+class Intervals(msgspec.Struct, frozen=True, kw_only=True):
+    """95 % intervals of the latency ratios, with the round as the unit.
+
+    Null where the rounds do not bound one: always with a single round.
+    """
+
+    ttft_p50: Interval
+    itl_p50: Interval
+    ttft_p99: Interval
+    itl_p99: Interval
 
 
 class Ratios(LatencyRatios, frozen=True, kw_only=True):
@@ -166,9 +191,9 @@ def problems(result: dict[str, Any]) -> list[str]:
 
 
 def _figures(result: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The contract's leaves under their dotted names."""
+    """The contract's leaves under their dotted names, but intervals, which may be null."""
     for part in msgspec.structs.fields(Result):
-        if not part.required:
+        if not part.required or part.type is Intervals:
             continue
         value = result[part.encode_name]
         if isinstance(value, dict):

@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.gateway_admin import GatewayAdmin
+from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.parts import run_with_watchdog
 from benchmarks.testbed.production import ProductionClient, Prompts, production_session
 from benchmarks.testbed.production_model import PROMPT_IDS
@@ -170,7 +171,7 @@ class Session:
             if not another_fits(rounds_s, left_s=self.started_s + self.plan.within_s - began_s):
                 self.on_progress(f"round {index + 1} is left out: one takes {max(rounds_s):.0f} s")
                 return
-            for arm in blocks.order(index):
+            for arm, _ in interleaved(tuple(Arm), index + 1, first=index):
                 self.on_progress(f"round {index + 1}: {arm}")
                 await runner.run(arm, index, window, blocks)
                 await audit.run()

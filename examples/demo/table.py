@@ -58,7 +58,7 @@ def _figures(result: Result) -> Table:
 
 def _ratios(result: Result) -> Table:
     table = Table(title="Production beside a job, over production alone", title_justify="left")
-    table.add_column("95 % interval in brackets")
+    table.add_column(f"95 % interval over rounds ({wording.MISSING}: too few rounds)")
     for arm in (Arm.FIXED, Arm.HARVEST):
         table.add_column(wording.ARM_TITLES[arm], justify="right")
     for row in wording.ratio_rows(result):

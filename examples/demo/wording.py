@@ -1,8 +1,8 @@
 """Formats of figures for people, the same in the report, the table and the progress lines."""
 
-from benchmarks.testbed.serving_figures import Interval, Serving
+from benchmarks.testbed.serving_figures import Serving
 from examples.demo.records import Arm
-from examples.demo.schema import Result, ServingAndJob
+from examples.demo.schema import Interval, Result, ServingAndJob
 
 MISSING = "–"
 ARM_TITLES = {

@@ -136,6 +136,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
     # 18 s of phases on two cores; production has a fifth of one of them.
     assert lease["over_bound"] == pytest.approx(16.0 / (18.0 / 1.8))
     assert lease["production"]["ratios"]["ttft_p50"] == pytest.approx(1.05)
+    assert set(lease["production"]["intervals"].values()) == {None}, "of one round"
     assert lease["production"]["arms"]["leased"]["guest_tokens_per_s"] == 15.0
     assert lease["production"]["arms"]["leased"]["busy_ratio"] == 0.2
 

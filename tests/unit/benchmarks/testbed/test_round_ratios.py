@@ -1,17 +1,18 @@
-"""Intervals over rounds: what they cover on a machine of two speeds."""
+"""Intervals over rounds: what they cover on a machine of two speeds, in coserve and in the demo."""
 
 import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.testbed.bootstrap import Latencies, ratio_interval
 from benchmarks.testbed.interleaving import interleaved
+from benchmarks.testbed.latencies import Latencies
 from benchmarks.testbed.round_ratios import (
     STATISTICS,
     Statistic,
@@ -24,8 +25,7 @@ Values = NDArray[np.float64]
 Trial = tuple[Values, Values, Values]
 """Latencies of both arms by round, and how much slower the machine was in the first one's slice."""
 TRIALS = 150
-REQUESTS, ARMS = 80, 5
-SLICE_S, BETWEEN_S = 10.0, 4.0
+BETWEEN_S = 4.0
 LOOP_S = 1.2
 """From a look at the machine's speed to the slice, and from the slice to the next look."""
 LOOP_NOISE = 0.02
@@ -34,6 +34,19 @@ SLOW = 30 / 17
 COVERED_MIN = 0.9
 """Trials of a true 95 % show less than that by chance: 150 of them once in 270 times, 60 once in
 30."""
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    arms: int
+    requests: int
+    """Of an arm in a round."""
+    slice_s: float
+
+
+COSERVE = Design(arms=5, requests=80, slice_s=10.0)
+DEMO = Design(arms=3, requests=40, slice_s=35.0)
+"""Five rounds at most; blocks with a job last two steps, and 28 s of them are compared."""
 
 Effect = Callable[[Values, np.random.Generator], Values]
 
@@ -60,25 +73,33 @@ EFFECTS: Mapping[str, Effect] = MappingProxyType(
 )
 
 
-def made_trial(rng: np.random.Generator, *, rounds: int, dwell_s: float, effect: str) -> Trial:
+def made_trial(
+    rng: np.random.Generator,
+    *,
+    rounds: int,
+    dwell_s: float,
+    effect: str,
+    design: Design = COSERVE,
+) -> Trial:
     """Two arms of an interleaved run with the same requests, on a machine that changes its speed
     after `dwell_s` in the mean."""
-    changes = round(2 * rounds * ARMS * (SLICE_S + BETWEEN_S) / dwell_s) + 60
+    each_s = design.slice_s + BETWEEN_S
+    changes = round(2 * rounds * design.arms * each_s / dwell_s) + 60
     changes_s, begins_slow = np.cumsum(rng.exponential(dwell_s, size=changes)), rng.integers(2)
 
     def speed_at(moments_s: Values) -> Values:
         slow = (np.searchsorted(changes_s, moments_s) + begins_slow) % 2
         return np.where(slow, SLOW, 1.0)
 
-    alone = rng.lognormal(-3.0, 0.5, size=(rounds, REQUESTS))
-    found, slower = np.zeros((2, rounds, REQUESTS)), np.zeros((2, rounds))
-    for place, (arm, turn) in enumerate(interleaved(range(ARMS), rounds)):
+    alone = rng.lognormal(-3.0, 0.5, size=(rounds, design.requests))
+    found, slower = np.zeros((2, rounds, design.requests)), np.zeros((2, rounds))
+    for place, (arm, turn) in enumerate(interleaved(range(design.arms), rounds)):
         if arm < 2:
-            start_s = BETWEEN_S + place * (SLICE_S + BETWEEN_S)
-            due_s = start_s + rng.random(REQUESTS) * SLICE_S
-            noise = rng.lognormal(0.0, 0.1, REQUESTS)
+            start_s = BETWEEN_S + place * each_s
+            due_s = start_s + rng.random(design.requests) * design.slice_s
+            noise = rng.lognormal(0.0, 0.1, design.requests)
             found[arm, turn] = alone[turn] * speed_at(due_s) * noise
-            looks = speed_at(np.array([start_s - LOOP_S, start_s + SLICE_S + LOOP_S]))
+            looks = speed_at(np.array([start_s - LOOP_S, start_s + design.slice_s + LOOP_S]))
             slower[arm, turn] = np.mean(np.log(looks) + rng.normal(0.0, LOOP_NOISE, 2))
     return EFFECTS[effect](found[1], rng), found[0], slower[1] - slower[0]
 
@@ -94,8 +115,7 @@ def true_ratio(effect: str, statistic: Statistic) -> float:
 
 def latencies_of(by_round: Values) -> Latencies:
     rounds, requests = by_round.shape
-    units = tuple((turn, place // 10) for turn in range(rounds) for place in range(requests))
-    return Latencies(by_round.ravel(), units)
+    return Latencies(by_round.ravel(), np.repeat(np.arange(rounds), requests))
 
 
 def coverage(
@@ -135,12 +155,44 @@ def test_a_95_percent_interval_holds_the_truth_nine_times_in_ten(
         assert min(held[name] for name in STATISTICS) >= COVERED_MIN * trials, held
 
 
-def test_requests_as_the_unit_of_resampling_would_not() -> None:
+@pytest.mark.parametrize(
+    ("rounds", "dwell_s", "effect", "bounded_min"),
+    [
+        (5, 10.0, "none", 1.0),
+        (5, 60.0, "all 1.1 times", 1.0),
+        (5, 200.0, "one in 100 1 s later", 1.0),
+        (4, 60.0, "one in 20 thrice", 0.98),
+        (3, 200.0, "none", 0.5),
+        (2, 60.0, "none", 0.0),
+    ],
+)
+def test_so_does_one_of_the_demo_or_its_rounds_do_not_bound_it(
+    rounds: int, dwell_s: float, effect: str, bounded_min: float
+) -> None:
+    held, bounded = 0, 0
+    truth = true_ratio(effect, STATISTICS["p50"])
+    for seed in range(TRIALS):
+        above, below, _ = made_trial(
+            np.random.default_rng(seed), rounds=rounds, dwell_s=dwell_s, effect=effect, design=DEMO
+        )
+        pair = latencies_of(above), latencies_of(below)
+        found = round_ratio(*pair, STATISTICS["p50"]).interval
+        bounded += found is not None
+        held += found is not None and found[0] <= truth <= found[1]
+        assert found is None or math.isfinite(found[1])
+        assert round_ratio(*pair, STATISTICS["p99"]).interval is None, "too few are so late"
+    assert held >= COVERED_MIN * bounded
+    assert bounded >= bounded_min * TRIALS
+
+
+@pytest.mark.parametrize(("design", "rounds"), [(COSERVE, 10), (DEMO, 5)])
+def test_neighbouring_requests_as_observations_would_not(design: Design, rounds: int) -> None:
     held, trials = 0, 40
     for seed in range(trials):
         rng = np.random.default_rng(seed)
-        above, below, _ = made_trial(rng, rounds=10, dwell_s=60.0, effect="none")
-        found = ratio_interval(latencies_of(above), latencies_of(below), percent=50, seed=1)
+        above, below, _ = made_trial(rng, rounds=rounds, dwell_s=60.0, effect="none", design=design)
+        tens = latencies_of(above.reshape(-1, 10)), latencies_of(below.reshape(-1, 10))
+        found = round_ratio(*tens, STATISTICS["p50"]).interval
         held += found is not None and found[0] <= 1.0 <= found[1]
     assert held < 0.75 * trials
 
@@ -245,6 +297,6 @@ def test_an_interval_is_wider_with_fewer_rounds() -> None:
 
 
 def test_a_round_without_a_partner_says_nothing() -> None:
-    three = Latencies(np.array([1.0, 2.0, 9.0]), ((0, 0), (1, 0), (2, 0)))
-    two = Latencies(np.array([1.0, 1.0]), ((0, 0), (1, 0)))
+    three = Latencies(np.array([1.0, 2.0, 9.0]), np.array([0, 1, 2]))
+    two = Latencies(np.array([1.0, 1.0]), np.array([0, 1]))
     assert round_ratio(three, two, STATISTICS["mean"]).ratio == pytest.approx(1.5)

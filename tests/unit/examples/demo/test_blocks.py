@@ -1,15 +1,12 @@
 """Blocks over a stack of stand-ins, in virtual time."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.testbed.trace import Arrival
 from benchmarks.testbed.window import Window
@@ -117,15 +114,6 @@ class Scene:
             record=self.records.append,
             on_progress=lambda _: None,
         )
-
-
-@given(st.integers(1, 9))
-def test_every_arm_comes_once_a_round_and_in_every_place_alike(rounds: int) -> None:
-    orders = [PLAN.order(index) for index in range(rounds)]
-    assert all(Counter(order) == Counter(Arm) for order in orders)
-    for place in range(3):
-        held = Counter(order[place] for order in orders)
-        assert max(held.values()) - min(held[arm] for arm in Arm) <= 1
 
 
 @pytest.mark.parametrize(

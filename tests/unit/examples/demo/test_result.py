@@ -53,6 +53,25 @@ def test_compares_only_requests_that_every_arm_replayed(request_of: Requests, fa
     assert (failed.ok, failed.value) == (False, 1)
 
 
+def test_the_round_and_not_the_request_is_the_unit_of_an_interval(
+    request_of: Requests, facts: Facts
+) -> None:
+    """Beside the guest all requests of a round were as much slower or faster, by the machine."""
+    records: list[Record] = [
+        request_of(arm, block=block, trace_index=i, ttft_s=slower * 0.01 * 1.05**i)
+        for block, slower_beside in enumerate((0.7, 1.3, 1.0, 1.2, 0.8))
+        for arm, slower in ((Arm.SERVING_ONLY, 1.0), (Arm.FIXED, 1.0), (Arm.HARVEST, slower_beside))
+        for i in range(40)
+    ]
+    result = result_of(records, facts)
+    assert result.intervals.ttft_p50 is not None
+    low, high = result.intervals.ttft_p50
+    assert low < 0.8 < 1.25 < high
+    assert result.fixed_intervals is not None
+    assert result.fixed_intervals.ttft_p50 == pytest.approx((1.0, 1.0), abs=0.06)
+    assert result.intervals.ttft_p99 is None, "so few requests do not bound it"
+
+
 def test_the_slo_is_chosen_from_the_requests_that_are_compared(request_of: Requests) -> None:
     """A miss that no other arm replayed must not make room for an SLO that all then attain."""
     shared = [(0.02, i) for i in range(98)] + [(0.3, 98), (0.3, 99)]

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo.result import as_json
+from examples.demo.records import Block, Record
+from examples.demo.result import Facts, as_json, result_of
 from examples.demo.schema import Result, problems
 
 
@@ -22,6 +23,25 @@ def test_a_whole_run_has_no_problems_even_with_keys_of_later_versions(
     assert problems(plain) == []
 
 
+def test_one_round_bounds_no_interval_which_is_no_problem(
+    whole_run: tuple[Record, ...], facts: Facts
+) -> None:
+    """As with `--quick`."""
+    first = [
+        record
+        for record in whole_run
+        if (record.index if isinstance(record, Block) else record.block) == 0
+    ]
+    result = result_of(first, facts)
+    plain = json.loads(json.dumps(as_json(result)))
+    assert problems(plain) == []
+    assert set(plain["intervals"].values()) == {None}
+    reported = [check for check in result.checks if "P99" in check.name]
+    assert [(check.ok, check.limit) for check in reported] == [
+        (True, "reported: too few rounds for an interval")
+    ] * 2
+
+
 def test_every_missing_key_is_named(plain: dict[str, Any]) -> None:
     del plain["ratios"]
     del plain["harvest"]["reward_se"]
@@ -34,7 +54,7 @@ def test_every_missing_key_is_named(plain: dict[str, Any]) -> None:
     ("part", "key", "value", "said"),
     [
         ("fixed", "ttft_p50_ms", None, "fixed.ttft_p50_ms is null"),
-        ("intervals", "itl_p99", None, "intervals.itl_p99 is null"),
+        ("intervals", "itl_p99", [0.9], "intervals: Expected `array` of length 2, got 1"),
         ("harvest", "failed", 2, "harvest.failed is 2, must be 0"),
         ("onpolicy", "stale_tokens", 1, "onpolicy.stale_tokens is 1, must be 0"),
         ("trajectories", "lost", 1, "trajectories.lost is 1, must be 0"),
