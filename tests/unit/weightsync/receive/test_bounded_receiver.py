@@ -4,18 +4,22 @@ import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.encoding.codec import Encoding
+from weightsync.elements.bits import TensorSpec
+from weightsync.encoding.codec import Encoding, encode_as
 from weightsync.follower import Follower
 from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
+from weightsync.reading.spool import MemoryPlace
 from weightsync.receive.stored_delta import StoredDelta
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.ranges import ByteSpan
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -170,3 +174,31 @@ def test_a_checkpoint_directory_follows_with_little_memory(
             assert pulled.version == version
             assert same(load_file(tmp_path / "held" / SHARD), STATES[version - 1])
     receiver.close()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.05])
+def test_an_overwriting_delta_lends_what_its_positions_take(share: float) -> None:
+    """A changed byte comes with four of its position."""
+    random = np.random.default_rng(0)
+    spec = TensorSpec("BF16", (1 << 20,))
+    old = np.zeros(spec.elements, np.uint16)
+    new = np.where(random.random(spec.elements) < share, ~old, old)
+    encoded = encode_as(Encoding.OVERWRITE, old, new)
+    assert encoded is not None
+    place = MemoryPlace(len(encoded.payload))
+    place.write(0, np.frombuffer(encoded.payload, np.uint8))
+    delta = StoredDelta(
+        place=place,
+        span=ByteSpan(0, place.kept_bytes),
+        encoding=Encoding.OVERWRITE,
+        spec=spec,
+        what="w",
+    )
+    tracemalloc.start()
+    try:
+        delta.apply(old)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(old, new)
+    assert delta.lent_bytes - place.kept_bytes <= peak < delta.lent_bytes + MIB
