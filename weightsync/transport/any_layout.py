@@ -65,7 +65,7 @@ class AnyLayoutSource(StoreSource):
     def directories(self) -> frozenset[str]:
         layout = self._layout(again=True)
         if layout is None:
-            return self._source.directories()
+            return self._names or self._source.directories()
         found = {*self._versions(layout), *([0] if self._base else [])}
         return frozenset(VersionRef(Kind.WEIGHT, WeightVersion(n)).directory for n in found)
 
@@ -130,6 +130,7 @@ class AnyLayoutSource(StoreSource):
             names = self._source.directories()
         except FileNotFoundError:
             # A trainer that begins anew clears its directory first.
+            self._names = frozenset()
             return self._found
         if not is_found or kinds(names) != kinds(self._names):
             self._is_ours, self._found = is_ours(names), None
@@ -186,7 +187,7 @@ class AnyLayoutSource(StoreSource):
         # Before the bytes: a stamp that is too old only makes a reader begin anew.
         stamp = source.stamp(there)
         if layout.pointer is not None:
-            stamp = f"{self._pointed(layout.pointer)[0]} {stamp}"
+            stamp = f"{self._pointed(layout.pointer)[0]} {stamp}".strip()
         raw = source.read_small(there, MAX_INDEX_BYTES)
         return stamped(layout.shared(raw, f"{self}/{there}") if layout.shared else raw, stamp)
 
