@@ -157,6 +157,7 @@ class Receiver:
             current = None
         latest = self._store.latest()
         self._present = self._store.refs()
+        self._look_ahead(current, target)
         if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
             # The trainer began anew, or nobody here saw which run the held version is of.
             self._steps.clear()
@@ -168,6 +169,7 @@ class Receiver:
         ):
             self._steps.clear()
             self._copy = None
+        # Again for what a run that began anew has in its place; the rest is remembered.
         self._look_ahead(current, target)
         for plan in plans(
             self.step,

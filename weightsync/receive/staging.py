@@ -197,8 +197,8 @@ class Staging:
         has_plain = bool(kept)
         kept |= self._decoded({name: delta for name, delta in stored.items() if name not in kept})
         for entry, deltas in kept.items():
-            for part, delta in zip(self._read.parts[entry], deltas, strict=True):
-                self._changes.setdefault(part.of.tensor, []).append(delta)
+            for part, change in zip(self._read.parts[entry], deltas, strict=True):
+                self._changes.setdefault(part.of.tensor, []).append(change)
         waits = any(isinstance(delta, StoredDelta) for deltas in kept.values() for delta in deltas)
         if not has_plain and not waits:
             self._room.give_back(copy.place.kept_bytes)
