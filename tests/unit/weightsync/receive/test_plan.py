@@ -209,7 +209,7 @@ def theirs() -> FakeStore:
     return store
 
 
-def test_of_another_trainer_s_store_only_what_is_new_is_looked_at(theirs: FakeStore) -> None:
+def test_a_holder_of_another_trainer_s_store_looks_at_new_versions_alone(theirs: FakeStore) -> None:
     newest = MAX_CHAIN + 76
     plan = next(_plans(theirs, newest - 2, newest, newest, known=True))
     assert (plan.current, plan.root, len(plan.steps)) == (newest - 2, None, 2)
@@ -222,7 +222,7 @@ def test_a_broken_chain_of_another_trainer_leads_to_its_base(theirs: FakeStore) 
     assert (None, 9) in ways
 
 
-def test_a_reader_too_far_from_a_full_checkpoint_is_told_so(theirs: FakeStore) -> None:
+def test_a_reader_too_far_from_a_full_checkpoint_is_refused(theirs: FakeStore) -> None:
     newest = MAX_CHAIN + 76
     with pytest.raises(Stale, match=f"version {newest} is over {MAX_CHAIN} deltas away"):
         _plan(theirs, None, newest, newest)
