@@ -168,11 +168,12 @@ class Follower(AbstractContextManager["Follower"]):
         size_bytes = 0
         try:
             if behind:
-                plan = self._receiver.plan(record.base_version, record.version)
-                staged = self._receiver.stage(plan)
-                size_bytes = staged.bytes_read
-                if staged.full is not None:
+                layout = checkpoint.layout()
+                plan = self._receiver.plan(record.base_version, record.version, held=layout)
+                if plan.current is None:
                     return 0, 0
+                staged = self._receiver.stage(plan, layout)
+                size_bytes = staged.bytes_read
                 self._receiver.apply(_only(staged, behind), checkpoint)
             checkpoint.finish(record.after)
         except RoseMuxError:

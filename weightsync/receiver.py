@@ -11,7 +11,7 @@ a full checkpoint has been applied: `settle` does that by itself.
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harvester.contracts.clock import Clock, MonotonicClock
@@ -21,9 +21,9 @@ from weightsync.elements.bits import Layout
 from weightsync.layout.adapter import Base, check_base
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.layout.slices import Slicing
-from weightsync.reading.memory_room import STAGING_BYTES, MemoryRoom
+from weightsync.reading.memory_room import MIN_STAGING_BYTES, STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
-from weightsync.reading.store import GONE, Store
+from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
 from weightsync.receive.plan import PullPlan, Step, plans
 from weightsync.receive.staged import Applied, Staged, write_state
@@ -47,6 +47,16 @@ class _Written:
     """Digest of the held part of every tensor that is held in part."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The last state of another trainer's store that was staged for a holder of parts, who cannot
+    check a delta by them: the next deltas are applied to it, in its file, and checked there."""
+
+    step: Step
+    """As if it were a full checkpoint in the store, of no bytes to read."""
+    staged: Staged
+
+
 class Receiver:
     """Reads one store for one holder of weights. Not thread-safe.
 
@@ -56,7 +66,7 @@ class Receiver:
     `selection`: the holder's part of each tensor; None is all of it. Its target's tensors are those
     parts. `staging_bytes`: memory for a version beside the target, until it is applied; the excess
     waits in a file under `spool_dir` (/var/tmp). The largest tensors, one per thread, may take
-    more.
+    more. `will_select`: the holder's part is only known after the first version; see `select`.
 
     `base_checkpoint`: for the store of another trainer (slime, miles, stitch, SkyRL), the directory
     of the Hugging Face checkpoint that it started from.
@@ -70,6 +80,7 @@ class Receiver:
         base: Base | None = None,
         base_checkpoint: Path | str | None = None,
         selection: Selection | None = None,
+        will_select: bool = False,
         staging_bytes: int = STAGING_BYTES,
         spool_dir: Path | None = None,
         work_pool: Executor | None = None,
@@ -87,6 +98,8 @@ class Receiver:
         self._present: frozenset[VersionRef] = frozenset()
         self._steps: dict[VersionRef, Step] = {}
         self._selection = selection
+        self._copies = will_select or selection is not None
+        self._copy: _Copy | None = None
         self._staging_bytes = staging_bytes
         self._spool_dir = spool_dir
         self._parts: tuple[VersionRef, HeldParts] | None = None
@@ -94,7 +107,7 @@ class Receiver:
         self._stamps: dict[WeightVersion, str] = {}
         """Stamp of every version of another trainer's store that was written here."""
         self.reapplied = 0
-        """Applies that failed or ended in another state than the published one."""
+        """Versions that were applied from a full checkpoint after their chain had failed."""
 
     def select(self, selection: Selection | None) -> None:
         """Change the held part; knowledge of the last written state is kept."""
@@ -123,25 +136,40 @@ class Receiver:
         """The newest version once it differs from `than`; None after `wait_s`."""
         return self._store.newer(than, wait_s=wait_s)
 
-    def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
-        """The first of `plans`; raises ConfigError, Stale or Corrupt.
+    def plan(
+        self,
+        current: WeightVersion | None,
+        target: WeightVersion,
+        *,
+        held: Layout | None = None,
+    ) -> PullPlan:
+        """The first of `plans`; raises ConfigError, Stale or Corrupt. `held` as in `prepare`.
 
         A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
         """
         with self._forgetting():
-            return next(self._plans(current, target, layout_is_known=False))
+            return next(self._plans(current, target, layout_is_known=held is not None))
 
     def _plans(
         self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool
     ) -> Iterator[PullPlan]:
         if self.is_partial and current != self._known_version:
             current = None
-        if current is not None and self._was_replaced(current, target):
+        latest = self._store.latest()
+        self._present = self._store.refs()
+        self._look_ahead(current, target)
+        if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
             # The trainer began anew, or nobody here saw which run the held version is of.
             self._steps.clear()
             current = None
-        latest = self._store.latest()
-        self._present = self._store.refs()
+        copy = self._copy and self._copy.step
+        if copy and (
+            copy.ref.version > target
+            or self._was_replaced(copy.ref.version, target, copy.manifest.stamp)
+        ):
+            self._steps.clear()
+            self._copy = None
+        # Again for what a run that began anew has in its place; the rest is remembered.
         self._look_ahead(current, target)
         for plan in plans(
             self.step,
@@ -153,37 +181,48 @@ class Receiver:
             check_base(plan.manifest, self.base)
             yield plan
 
-    def _was_replaced(self, version: WeightVersion, target: WeightVersion) -> bool:
-        """Whether the version may not be what the store has under its number: another trainer's
-        index has no hash that would tell its runs apart."""
-        stamp = self._store.stamp(VersionRef(Kind.WEIGHT, version))
-        known = self._stamps.get(version)
-        if stamp == GONE and known and target > version:
+    def _was_replaced(
+        self, version: WeightVersion, target: WeightVersion, known: str | None
+    ) -> bool:
+        """Whether the version, of the stamp `known`, may not be what the store has under its
+        number. Versions of ours have a hash of the whole state; nothing else would tell the runs of
+        another trainer apart."""
+        with suppress(*_BROKEN):
+            step = self.step(VersionRef(Kind.WEIGHT, target))
+            if step is not None and step.manifest.block is not None:
+                return False
+        try:
+            stamp = self._store.manifest(VersionRef(Kind.WEIGHT, version)).stamp
+        except Stale:
             # An operator took it away: another run would have written its own.
-            return False
+            return not known or target <= version
+        except (Corrupt, Unsupported):
+            return True
         return stamp not in {"", known}
 
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""
+        if self._copy is not None and ref == self._copy.step.ref:
+            return self._copy.step
         if ref not in self._present:
             return None
         if ref not in self._steps:
             if len(self._steps) >= MAX_REMEMBERED_STEPS:
                 self._steps.clear()
             try:
-                stamp = self._store.stamp(ref)
                 manifest = self._store.manifest(ref)
             except Stale:
                 # An object store lists an anchor that is still being written.
                 if ref.kind is Kind.ANCHOR:
                     return None
                 raise
-            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest), stamp)
+            self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
         return self._steps[ref]
 
     def _look_ahead(self, current: WeightVersion | None, target: WeightVersion) -> None:
         """Read a long chain's indexes in parallel: over a network each is a few round trips."""
-        anchors = (ref.version for ref in self._present if ref.kind is Kind.ANCHOR)
+        anchors = [ref.version for ref in self._present if ref.kind is Kind.ANCHOR]
+        anchors += [self._copy.step.ref.version] if self._copy else []
         start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
         chain = [ref for ref in self._present if start < ref.version <= target]
         if self._store.is_remote and 1 < len(chain) < MAX_REMEMBERED_STEPS:
@@ -202,28 +241,44 @@ class Receiver:
             return everything(held, Slicing())
         if self._parts is None or self._parts[0] != plan.root.ref:
             slicing = plan.root.manifest.slicing
-            whole = slicing.whole(self._store.layout(plan.root.ref, plan.root.manifest))
+            if self._copy is not None and plan.root is self._copy.step:
+                whole = self._copy.staged.parts.whole
+            else:
+                whole = slicing.whole(self._store.layout(plan.root.ref, plan.root.manifest))
             self._parts = (plan.root.ref, held_parts(whole, slicing, self._selection))
         return self._parts[1]
 
     def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
-        room, known = MemoryRoom(self._staging_bytes), self._written
+        room, known, copy = MemoryRoom(self._staging_bytes), self._written, self._copy
         with self._forgetting():
+            is_theirs = any(step.manifest.block is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
-            if builds_on and (known is None or known.version != plan.current):
+            if builds_on and (is_theirs or known is None or known.version != plan.current):
                 raise Stale(f"version {plan.current} is not what was written here: plan again")
+            uses = copy is not None and plan.steps[:1] == (copy.step,)
+            keeps = self._copies and is_theirs and plan.current is None
+            # Memory of a copy would be taken between versions too.
+            in_memory = MemoryRoom(MIN_STAGING_BYTES) if keeps else room
+            table = known.table if known else {}
+            parts = self.parts(plan, held)
+            self._copy = None
             staging = Staging(
                 self._store,
                 plan,
-                self.parts(plan, held),
+                parts,
                 self._work_pool,
                 room=room,
-                spool=Spool(room, self._spool_dir),
-                known=known.table if known else {},
+                spool=Spool(in_memory, self._spool_dir),
+                known=copy.staged.table if copy and uses else table,
                 cut=known.cut if known else {},
+                copy=copy.staged.full if copy and uses else None,
             )
-            return staging.staged()
+            staged = staging.staged()
+        if keeps:
+            full = replace(plan.manifest, base_version=None, delta_encoding=None)
+            self._copy = _Copy(Step(VersionRef(Kind.ANCHOR, plan.target), full, 0), staged)
+        return staged
 
     def apply(self, staged: Staged, target: ApplyTarget) -> Applied:
         """Write a staged state in place and verify the result.
@@ -251,7 +306,11 @@ class Receiver:
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which run of a trainer the written versions are of. A staged one that is never
         written says nothing of what is held."""
-        self._stamps |= {step.ref.version: step.stamp for step in staged.plan.steps if step.stamp}
+        self._stamps |= {
+            step.ref.version: step.manifest.stamp
+            for step in staged.plan.steps
+            if step.manifest.stamp
+        }
 
     def prepare(
         self,
@@ -298,10 +357,11 @@ class Receiver:
         except ConfigError:
             raise
         except Exception:
-            self.reapplied += 1
             if staged.full is not None:
                 raise
-        return self.apply(self.prepare(None, staged.plan.target), target)
+        applied = self.apply(self.prepare(None, staged.plan.target), target)
+        self.reapplied += 1
+        return applied
 
     def sync(
         self, current: WeightVersion | None, target: WeightVersion, buffers: ApplyTarget

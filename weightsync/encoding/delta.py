@@ -134,8 +134,13 @@ def decode_xor(payload: memoryview, spec: TensorSpec) -> XorDelta:
     return XorDelta(bits_from_bytes(unpack_frame(payload, spec.size_bytes), spec))
 
 
+def max_overwrite_bytes(spec: TensorSpec) -> int:
+    """Content of a frame that changes every byte."""
+    return 4 + 5 * spec.size_bytes
+
+
 def decode_overwrite(payload: memoryview, spec: TensorSpec) -> OverwriteDelta:
-    raw = unpack_frame(payload, 4 + 5 * spec.size_bytes)
+    raw = unpack_frame(payload, max_overwrite_bytes(spec))
     if raw.size < 4:
         raise Corrupt(f"overwrite: {raw.size} bytes hold no count")
     count = int(raw[:4].view("<u4")[0])

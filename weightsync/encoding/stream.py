@@ -20,6 +20,7 @@ from weightsync.elements.bits import Bytes
 _FRONT_BYTES = 64
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
 LEVEL = 1
+FRAME_HEAD_BYTES = 18
 RAW_BELOW_BYTES = 24
 """Shorter streams are stored uncompressed."""
 _ANNOUNCES = 0xE0
@@ -159,6 +160,15 @@ def unpack_stream(packed: memoryview, raw_length: int) -> Bytes:
 def pack_frame(raw: Bytes) -> bytes:
     """A standard zstd frame."""
     return _codecs.framer.compress(raw.data)
+
+
+def frame_bytes(head: memoryview) -> int:
+    """Size of a frame's content as its first FRAME_HEAD_BYTES announce it: a large number if they
+    do not, 0 if they are no frame's."""
+    try:
+        return int(zstandard.get_frame_parameters(head).content_size)
+    except zstandard.ZstdError:
+        return 0
 
 
 def unpack_frame(packed: memoryview, max_length: int) -> Bytes:

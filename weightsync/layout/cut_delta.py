@@ -1,9 +1,11 @@
 """The part of a tensor's delta that lies in a box of it, as a delta of the box.
 
 A holder of the box then changes it as a holder of everything changes the tensor, and neither needs
-memory for the rest. Takes the time of one pass over the changes.
+memory for the rest. Takes the time of one pass over the changes, however many experts' boxes there
+are: the changes of a box are looked for between its first and its last element.
 """
 
+from collections.abc import Sequence
 from functools import singledispatch
 from math import prod
 
@@ -34,7 +36,12 @@ from weightsync.layout.slices import SliceRecord
 
 def cut_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
     """The delta of `box` alone, in memory of its own. `width_bytes`: of an element."""
-    return _cut(delta, box, width_bytes)
+    return cut_deltas(delta, [box], width_bytes)[0]
+
+
+def cut_deltas(delta: Delta, boxes: Sequence[SliceRecord], width_bytes: int) -> list[Delta]:
+    """`cut_delta` for each of several boxes."""
+    return _cut(delta, boxes, width_bytes) if boxes else []
 
 
 def warm_up() -> None:
@@ -52,48 +59,56 @@ def warm_up() -> None:
 
 
 @singledispatch
-def _cut(delta: Delta, box: SliceRecord, width: int) -> Delta:
+def _cut(delta: Delta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
     raise NotImplementedError(type(delta).__name__)
 
 
 @_cut.register
-def _dense(delta: DenseDelta, box: SliceRecord, _width: int) -> Delta:
-    return DenseDelta(box.box(delta.new).flatten())
+def _dense(delta: DenseDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
+    return [DenseDelta(box.box(delta.new).flatten()) for box in boxes]
 
 
 @_cut.register
-def _xor(delta: XorDelta, box: SliceRecord, _width: int) -> Delta:
-    return XorDelta(box.box(delta.difference).flatten())
+def _xor(delta: XorDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
+    return [XorDelta(box.box(delta.difference).flatten()) for box in boxes]
 
 
 @_cut.register
-def _planes(delta: PlanesDelta, box: SliceRecord, _width: int) -> Delta:
-    return PlanesDelta(np.stack([box.box(plane).flatten() for plane in delta.planes]))
+def _planes(delta: PlanesDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
+    return [
+        PlanesDelta(np.stack([box.box(plane).flatten() for plane in delta.planes])) for box in boxes
+    ]
 
 
 @_cut.register
-def _overwrite(delta: OverwriteDelta, box: SliceRecord, width: int) -> Delta:
-    kept, inside = _within((delta.positions // width).astype(np.uint64), box)
-    positions = inside.astype(np.uint32) * width + delta.positions[kept] % width
-    return OverwriteDelta(prod(box.lengths), positions.astype(np.uint32), delta.values[kept])
+def _overwrite(delta: OverwriteDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
+    places = (delta.positions // width).astype(np.uint64)
+    deltas: list[Delta] = []
+    for box in boxes:
+        kept, inside = _within(places, box)
+        positions = inside.astype(np.uint32) * width + delta.positions[kept] % width
+        deltas.append(
+            OverwriteDelta(prod(box.lengths), positions.astype(np.uint32), delta.values[kept])
+        )
+    return deltas
 
 
 @_cut.register
-def _sparse(delta: SparseDelta, box: SliceRecord, _width: int) -> Delta:
+def _sparse(delta: SparseDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     small = np.empty(np.count_nonzero(delta.gaps != GAP_ESCAPE), np.uint64)
     far = np.empty(delta.far_planes.shape[1], np.uint64)
     cut_places.stream_places(_read_only(delta.gaps), small)
     cut_places.stream_places(_read_only(delta.far_gaps), far)
-    return _streams(box, small, delta.signs, far, delta.far_planes)
+    return [_streams(box, small, delta.signs, far, delta.far_planes) for box in boxes]
 
 
 @_cut.register
-def _plain(delta: PlainDelta, box: SliceRecord, width: int) -> Delta:
-    return _sparse(delta.opened(width), box, width)
+def _plain(delta: PlainDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
+    return _sparse(delta.opened(width), boxes, width)
 
 
 @_cut.register
-def _grouped(delta: GroupedDelta, box: SliceRecord, width: int) -> Delta:
+def _grouped(delta: GroupedDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
     found = delta.opened(width)
     small, far, ends = (
         np.empty(part.changes, np.uint64) for part in (found.small, found.far, found.codes)
@@ -107,14 +122,14 @@ def _grouped(delta: GroupedDelta, box: SliceRecord, width: int) -> Delta:
         raise Corrupt("a difference is wider than an element")
     planes = codes.astype("<u8").view(np.uint8).reshape(-1, 8).T[:width].copy()
     planes[:, found.wide_numbers] = found.wide_differences.T
-    return _streams(box, small, found.signs, far, planes)
+    return [_streams(box, small, found.signs, far, planes) for box in boxes]
 
 
 def _streams(
     box: SliceRecord, small: Places, signs: Bytes, far: Places, far_planes: Bytes
 ) -> SparseDelta:
-    kept, inside = _within(small, box)
-    far_kept, far_inside = _within(far, box)
+    kept, inside = _between(small, box)
+    far_kept, far_inside = _between(far, box)
     picked = np.zeros((kept.size + 7) // 8, np.uint8)
     cut_places.pick_signs(_read_only(signs), kept, picked)
     elements = prod(box.lengths)
@@ -137,6 +152,17 @@ def _read_only(data: Bytes) -> Bytes:
 def _gaps(places: Places, elements: int) -> Bytes:
     gaps = np.empty(places.size + elements // GAP_ESCAPE, np.uint8)
     return gaps[: cut_places.write_gaps(places, gaps)].copy()
+
+
+def _between(places: Places, box: SliceRecord) -> tuple[cut_places.Numbers, Places]:
+    """`_within` of ascending places, of which only those from the box's first to its last element
+    are looked at."""
+    dims = _dims(box).astype(np.int64)
+    first = int(dims[:, 0] @ dims[:, 1])
+    last = first + int(dims[:, 0] @ (dims[:, 2] - 1))
+    start, stop = np.searchsorted(places, np.array([first, last + 1], np.uint64))
+    kept, inside = _within(places[start:stop], box)
+    return kept + start, inside
 
 
 def _within(places: Places, box: SliceRecord) -> tuple[cut_places.Numbers, Places]:

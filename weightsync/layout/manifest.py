@@ -74,6 +74,7 @@ class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
     rosemux: Block | None = None
     checksums: dict[str, str] = {}
     """Tensor checksums of a foreign version whose writer keeps them in its index."""
+    stamp: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,8 @@ class Manifest:
     block: Block | None
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Checksums of a foreign version's tensors that are not in its shards."""
+    stamp: str = ""
+    """Differs if another run wrote a foreign version of the same number; empty if unseen."""
 
     @property
     def is_full(self) -> bool:
@@ -163,6 +166,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
             weight_map=index.weight_map,
             block=index.rosemux,
             checksums=index.checksums,
+            stamp=index.stamp,
         )
         for shard in manifest.shards:
             checked_name(shard, what="shard")

@@ -5,6 +5,8 @@ handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then
 opens a file: it takes and returns bytes.
 """
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +124,24 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
             raise Corrupt(f"tensor {name!r}: bytes {begin} to {end} of a file of {file_bytes}")
         layout[name] = spec
         offsets[name] = (begin, end)
+    _check_filled(raw, offsets, file_bytes)
     return ShardHeader(layout, offsets, metadata)
+
+
+def _check_filled(raw: bytes, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
+    """Raises Corrupt unless the tensors fill the file, as safetensors' own reader demands. Of a
+    tensor that is named twice the last name counts here, and the bytes of the first are left."""
+    at = _LENGTH_BYTES + len(raw)
+    for begin, end in sorted(offsets.values()):
+        if begin != at:
+            break
+        at = end
+    else:
+        if at == file_bytes:
+            return
+    names = Counter(name for name, _ in json.loads(raw, object_pairs_hook=list))
+    twice = next((f": {name!r} is named twice" for name in names if names[name] > 1), "")
+    raise Corrupt(f"safetensors header: tensors leave a gap or overlap at byte {at}{twice}")
 
 
 def shard_header(data: Bytes) -> ShardHeader:

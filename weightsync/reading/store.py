@@ -34,8 +34,6 @@ from weightsync.transport.source import StoreSource
 
 MAX_SHARD_BYTES = 1 << 38
 """Bound on one shard: no publisher writes 256 GiB into one file."""
-GONE = "gone"
-"""Stamp of a version that is not in the store any more."""
 _AT_ONCE = 8
 _PIECE_BYTES = 256 << 10
 """Size of the smallest read."""
@@ -69,15 +67,6 @@ class Store:
     def writer(self) -> str | None:
         """The other systems whose trainer writes this store; None for RoseMux."""
         return self._source.writer()
-
-    def stamp(self, ref: VersionRef) -> str:
-        """Changes if another trainer's version is replaced under its name; empty for ours."""
-        if self._source.writer() is None:
-            return ""
-        try:
-            return self._source.stamp(f"{ref.directory}/{INDEX_FILE}")
-        except FileNotFoundError:
-            return GONE
 
     def close(self) -> None:
         self._source.close()

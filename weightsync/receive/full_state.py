@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from harvester.contracts.errors import Stale
 from weightsync.elements.bits import (
     UNSIGNED_NUMPY,
     Bits,
@@ -64,7 +65,7 @@ class FullState(Mapping[str, Bits]):
         self,
         layout: Layout,
         parts: Mapping[str, Collection[EntryPart]],
-        entries: Mapping[str, StoredEntry],
+        entries: dict[str, StoredEntry],
     ) -> None:
         self._layout = layout
         self._parts = parts
@@ -105,6 +106,13 @@ class FullState(Mapping[str, Bits]):
             else:
                 box[...] = entry.view(entry.place.read(around), part.within)
 
+    def handed_over(self) -> dict[str, StoredEntry]:
+        """The entries, for a later version to be made in their place: neither this state nor one
+        made from it can be read any more."""
+        entries = dict(self._entries)
+        self._entries.clear()
+        return entries
+
     def only(self, names: Collection[str]) -> "FullState":
         """The same state with fewer tensors."""
         layout = {name: self._layout[name] for name in names}
@@ -116,6 +124,8 @@ class FullState(Mapping[str, Bits]):
 
     def _whole_entry(self, name: str) -> StoredEntry | None:
         """The one entry that is all of a tensor as it is held."""
+        if not self._entries:
+            raise Stale("a later version took the place of this one in its copy: prepare it again")
         parts = self._parts[name]
         first = next(iter(parts))
         return self._entries[first.entry] if len(parts) == 1 and first.is_all else None

@@ -17,7 +17,7 @@ from typing import Protocol
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Layout, TensorSpec, shared_spec
 from weightsync.encoding.delta import Delta
-from weightsync.layout.cut_delta import cut_delta
+from weightsync.layout.cut_delta import cut_deltas
 from weightsync.layout.slices import SlicedDelta, SliceRecord, Slicing
 from weightsync.transport.ranges import ByteSpan
 
@@ -94,11 +94,16 @@ class EntryPart:
         """Whether the entry is the holder's tensor."""
         return self.within.is_whole and self.of.is_whole
 
-    def placed(self, delta: Delta, width_bytes: int) -> Delta:
-        """The entry's delta, applied to the holder's tensor. `width_bytes`: of an element."""
-        if not self.within.is_whole:
-            delta = cut_delta(delta, self.within, width_bytes)
-        return delta if self.of.is_whole else SlicedDelta(self.of, delta)
+
+def placed(parts: Sequence[EntryPart], delta: Delta, spec: TensorSpec) -> list[Delta]:
+    """The delta of an entry of `spec`, for the holder's tensor of each of these parts of it."""
+    boxes = [part.within for part in parts if not part.within.is_whole]
+    cut = iter(cut_deltas(delta, boxes, spec.width_bytes))
+    found = [delta if part.within.is_whole else next(cut) for part in parts]
+    return [
+        change if part.of.is_whole else SlicedDelta(part.of, change)
+        for part, change in zip(parts, found, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

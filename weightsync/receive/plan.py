@@ -2,7 +2,8 @@
 
 Reads manifests only. The first way is the cheaper by bytes of the delta chain from the current
 version and a full checkpoint with the chain after it; the others lead further back, for a store
-that is broken in part.
+that is broken in part. Another trainer's store is walked to its base only if the chain from the
+current version is broken: it has no other full checkpoint, and no slices that one would tell.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,6 @@ class Step:
     ref: VersionRef
     manifest: Manifest
     size_bytes: int
-    stamp: str = ""
-    """Stamp of the index that was read: see `Store.stamp`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +90,10 @@ def plans(
             goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
         if link.version == current:
             held = chain
+            theirs = all(step.manifest.block is None for step in chain)
+            if goal and goal.block is None and theirs and layout_is_known and not fulls:
+                found = True
+                yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
         fulls += [(full, *chain) for full in link.fulls]
         if goal is not None and fulls and (current is None or link.version <= current):
             found = True
@@ -154,3 +157,4 @@ def _walk(step_of: StepOf, target: WeightVersion, faults: list[RoseMuxError]) ->
         if base is None:
             return
         at = base
+    faults.append(Stale(f"version {target} is over {MAX_CHAIN} deltas away from a full checkpoint"))

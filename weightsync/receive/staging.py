@@ -6,7 +6,7 @@ verified bits. Neither takes more memory than its room gives.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from weightsync.reading.shard_copy import ShardCopy
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.full_state import FullState, StoredEntry, advance, entry_digests
-from weightsync.receive.held_parts import EntryPart, HeldParts, everything, runs
+from weightsync.receive.held_parts import EntryPart, HeldParts, everything, placed, runs
 from weightsync.receive.plan import PullPlan, Step
 from weightsync.receive.staged import Expected, Staged, check_foreign, expected_of_parts
 from weightsync.receive.stored_delta import StoredDelta, decoded_bytes
@@ -39,7 +39,8 @@ class Staging:
     """The staging of one plan. A foreign store is read whole: it has no digests for parts.
 
     For a holder of parts, at the version that the plan builds on: `known`, digests of all entries;
-    `cut`, those of the holder's tensors that are parts.
+    `cut`, those of the holder's tensors that are parts. `copy`: the state of the plan's first step,
+    which is changed in its place.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Staging:
         spool: Spool,
         known: Mapping[str, str],
         cut: Mapping[str, str],
+        copy: FullState | None = None,
     ) -> None:
         self._store = store
         self._plan = plan
@@ -63,9 +65,11 @@ class Staging:
         self._room = room
         self._spool = spool
         self._table = dict(known)
+        self._copied = known if copy else {}
         self._cut = cut
         self._checksums: dict[str, tuple[str, str]] = {}
-        self._stored: dict[str, StoredEntry] = {}
+        self._stored: dict[str, StoredEntry] = copy.handed_over() if copy else {}
+        self._steps = plan.steps[1:] if copy else plan.steps
         self._deltas: dict[str, list[StoredDelta]] = {}
         """Changes on top of a full checkpoint, by entry."""
         self._changes: dict[str, list[Delta]] = {}
@@ -110,7 +114,7 @@ class Staging:
 
     def staged(self) -> Staged:
         """Read the plan and check a full checkpoint's final state; raises Corrupt or Stale."""
-        for step in self._plan.steps:
+        for step in self._steps:
             self._take(step)
         if self._is_ours and not self._held.is_everything:
             self._check_table()
@@ -189,67 +193,65 @@ class Staging:
             for entry, delta in stored.items():
                 self._deltas.setdefault(entry, []).append(delta)
             return
-        parts = self._parts_in(header)
-        waiting = [
-            replace(stored[part.entry], part=None if part.is_all else part) for part in parts
-        ]
-        plain = self._plain(step, copy, header, parts)
-        rest = [number for number in range(len(parts)) if number not in plain]
-        kept = plain | self._decoded(waiting, rest)
-        for number, part in enumerate(parts):
-            self._changes.setdefault(part.of.tensor, []).append(kept.get(number, waiting[number]))
-        if len(kept) == len(parts) and not plain:
+        kept = self._plain(copy, header, stored)
+        has_plain = bool(kept)
+        kept |= self._decoded({name: delta for name, delta in stored.items() if name not in kept})
+        for entry, deltas in kept.items():
+            for part, change in zip(self._read.parts[entry], deltas, strict=True):
+                self._changes.setdefault(part.of.tensor, []).append(change)
+        waits = any(isinstance(delta, StoredDelta) for deltas in kept.values() for delta in deltas)
+        if not has_plain and not waits:
             self._room.give_back(copy.place.kept_bytes)
 
     def _plain(
-        self, step: Step, copy: ShardCopy, header: ShardHeader, parts: Sequence[EntryPart]
-    ) -> dict[int, Delta]:
-        """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by the
-        number of the part."""
-        ours = [
-            number
-            for number, part in enumerate(parts)
-            if step.manifest.encoding_of(part.entry) is Encoding.ROSEMUX
-        ]
+        self, copy: ShardCopy, header: ShardHeader, stored: Mapping[str, StoredDelta]
+    ) -> dict[str, list[Delta]]:
+        """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by
+        entry, one for each held part of it."""
+        ours = [entry for entry in stored if stored[entry].encoding is Encoding.ROSEMUX]
         if not ours or not copy.place.kept_bytes:
             return {}
         found = plain_deltas(
             copy.place.read(ByteSpan(0, copy.place.kept_bytes)),
-            [header.offsets[parts[number].entry] for number in ours],
-            [self._read.entries[parts[number].entry] for number in ours],
+            [header.offsets[entry] for entry in ours],
+            [stored[entry].spec for entry in ours],
         )
-        plain: dict[int, Delta] = {
-            number: parts[number].placed(delta, self._read.entries[parts[number].entry].width_bytes)
-            for number, delta in zip(ours, found, strict=True)
+        plain = {
+            entry: placed(self._read.parts[entry], delta, stored[entry].spec)
+            for entry, delta in zip(ours, found, strict=True)
             if delta
         }
-        plain_bytes = sum(header.size_bytes(entry) for entry in {parts[n].entry for n in plain})
+        plain_bytes = sum(header.size_bytes(entry) for entry in plain)
         all_bytes = sum(header.size_bytes(entry) for entry in header.layout)
         return plain if 2 * plain_bytes >= all_bytes else {}
 
-    def _decoded(self, waiting: Sequence[StoredDelta], rest: Sequence[int]) -> dict[int, Delta]:
-        """Decoded deltas that fit into memory, of the `rest`."""
+    def _decoded(self, stored: Mapping[str, StoredDelta]) -> dict[str, list[Delta]]:
+        """As `_plain`: decoded deltas as far as they fit into memory, the others as stored."""
 
-        def decoded(number: int) -> Delta:
-            return waiting[number].decoded(alone=True)
+        def decoded(entry: str) -> list[Delta]:
+            delta = stored[entry]
+            return placed(self._read.parts[entry], delta.decoded(alone=True), delta.spec)
 
-        kept: dict[int, Delta] = {}
         found = self._room.spread(
-            self._pool, decoded, rest, lambda number: waiting[number].lent_bytes
+            self._pool, decoded, list(stored), lambda entry: stored[entry].lent_bytes
         )
-        for number, delta in zip(rest, found, strict=True):
-            size = decoded_bytes(delta)
-            if waiting[number].part is None:
-                # Parts of the delta may be the payload's own bytes.
-                size += waiting[number].span.size_bytes
-            if self._room.keep(size):
-                kept[number] = delta
+        kept: dict[str, list[Delta]] = {entry: [] for entry in stored}
+        for entry, deltas in zip(stored, found, strict=True):
+            for part, delta in zip(self._read.parts[entry], deltas, strict=True):
+                size = decoded_bytes(delta)
+                if part.is_all:
+                    # Parts of the delta may be the payload's own bytes.
+                    size += stored[entry].span.size_bytes
+                again = replace(stored[entry], part=None if part.is_all else part)
+                kept[entry].append(delta if self._room.keep(size) else again)
         return kept
 
     def _verified(self) -> FullState:
         """Bring every entry to its final state, and check it."""
         advance(self._stored, self._deltas, self._read.parts, self._pool, self._room)
-        digests = entry_digests(self._stored, self._read.parts, self._pool, self._room)
+        digests = {name: d for name, d in self._copied.items() if name not in self._deltas}
+        made = {name: entry for name, entry in self._stored.items() if name not in digests}
+        digests |= entry_digests(made, self._read.parts, self._pool, self._room)
         if self._read.is_everything:
             self._check_everything(digests)
             self._table = digests

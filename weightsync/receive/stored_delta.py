@@ -12,10 +12,11 @@ import numpy as np
 from harvester.contracts.errors import Corrupt
 from weightsync.elements.bits import Bits, TensorSpec
 from weightsync.encoding.codec import Encoding, decode
-from weightsync.encoding.delta import Delta, checked_apply
+from weightsync.encoding.delta import Delta, checked_apply, max_overwrite_bytes
+from weightsync.encoding.stream import FRAME_HEAD_BYTES, frame_bytes
 from weightsync.layout.slices import SlicedDelta
 from weightsync.reading.spool import StagedFile
-from weightsync.receive.held_parts import EntryPart
+from weightsync.receive.held_parts import EntryPart, placed
 from weightsync.transport.ranges import ByteSpan
 
 
@@ -37,7 +38,13 @@ class StoredDelta:
     @property
     def lent_bytes(self) -> int:
         """Approximate memory for decoding and applying it, beside the tensor, in bytes."""
-        return self.span.size_bytes + self.spec.size_bytes
+        raw_bytes = self.spec.size_bytes
+        if self.encoding is Encoding.OVERWRITE:
+            # A changed byte comes with four of its position.
+            start = self.span.start
+            head = ByteSpan(start, min(start + FRAME_HEAD_BYTES, self.span.stop))
+            raw_bytes = min(frame_bytes(self.place.read(head).data), max_overwrite_bytes(self.spec))
+        return self.span.size_bytes + raw_bytes
 
     def decoded(self, *, alone: bool = False) -> Delta:
         """The checked delta; with `alone` it shares no memory with the place. Raises Corrupt."""
@@ -48,7 +55,7 @@ class StoredDelta:
             delta = decode(self.encoding, payload.data, self.spec)
         except Corrupt as error:
             raise Corrupt(f"{self.what}: {error}") from error
-        return delta if self.part is None else self.part.placed(delta, self.spec.width_bytes)
+        return delta if self.part is None else placed([self.part], delta, self.spec)[0]
 
     def apply(self, bits: Bits, *, hashed: bool = False) -> str:
         return checked_apply(self.decoded(), bits, hashed=hashed)

@@ -1,8 +1,10 @@
 """A store in any known layout, presented in RoseMux's: its own stores are passed through untouched.
 
 Of another trainer's store it makes LATEST, the name of the newest complete version, the directory
-of version 0 from the base checkpoint, and every index. The store is only read. Which layout it is
-shows once the first version is complete; until then there is no version.
+of version 0 from the base checkpoint, and every index, with the stamp of its file: the run that
+wrote it is then known through servers and relays too. The store is only read. Which layout it is
+shows once the first version is complete; until then there is no version. Names of another layout
+are noticed when the newest version or the directories are asked for.
 """
 
 from harvester.contracts.errors import Corrupt
@@ -16,7 +18,14 @@ from weightsync.layout.names import (
     named_ref,
 )
 from weightsync.transport.base_checkpoint import BaseCheckpoint
-from weightsync.transport.foreign_layouts import ForeignLayout, is_ours, layout_of, pointed_version
+from weightsync.transport.foreign_layouts import (
+    ForeignLayout,
+    is_ours,
+    kinds,
+    layout_of,
+    pointed,
+    stamped,
+)
 from weightsync.transport.source import StoreSource, watched
 
 _POLL_S = 0.2
@@ -35,6 +44,8 @@ class AnyLayoutSource(StoreSource):
         self._base = base
         self._is_ours = False
         self._found: ForeignLayout | None = None
+        self._names: frozenset[str] = frozenset()
+        """The store's directories and files as they were read last."""
 
     def __str__(self) -> str:
         return str(self._source)
@@ -52,20 +63,22 @@ class AnyLayoutSource(StoreSource):
         return layout.writer if layout else None
 
     def directories(self) -> frozenset[str]:
-        layout = self._layout()
+        layout = self._layout(again=True)
         if layout is None:
-            return self._source.directories()
+            return self._names or self._source.directories()
         found = {*self._versions(layout), *([0] if self._base else [])}
         return frozenset(VersionRef(Kind.WEIGHT, WeightVersion(n)).directory for n in found)
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
         if self._layout() is None and self._is_ours:
-            return self._source.latest(known, wait_s=wait_s)
+            found = self._source.latest(known, wait_s=wait_s)
+            if found is not None or self._layout(again=True) is None:
+                return found
         poll_s = _POLL_S if self.streams == 1 else _REMOTE_POLL_S
         return watched(self, known, wait_s=wait_s, poll_s=poll_s)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
-        layout = self._layout()
+        layout = self._layout(again=path == LATEST_FILE)
         if layout is None:
             return self._source.read_small(path, limit_bytes)
         if path == LATEST_FILE:
@@ -104,28 +117,26 @@ class AnyLayoutSource(StoreSource):
         if self._found is None:
             self._source.doubt(path)
 
-    def stamp(self, path: str) -> str:
-        layout = self._layout()
-        if layout is None or path.startswith(f"{_BASE}/"):
-            return ""
-        source, there = self._at(layout, path)
-        return source.stamp(there)
-
     def close(self) -> None:
         self._source.close()
 
-    def _layout(self) -> ForeignLayout | None:
-        """None for ours, and as long as no version is complete."""
-        if self._is_ours or self._found is not None:
+    def _layout(self, *, again: bool = False) -> ForeignLayout | None:
+        """None for ours, and as long as no version is complete. With `again` the names are read
+        again: another system's versions may have come, or taken the place of those that were."""
+        is_found = self._is_ours or self._found is not None
+        if is_found and not again:
             return self._found
         try:
             names = self._source.directories()
         except FileNotFoundError:
             # A trainer that begins anew clears its directory first.
-            return None
-        self._is_ours = is_ours(names)
-        if not self._is_ours:
-            self._found = layout_of(names, self._index_of, store=str(self))
+            self._names = frozenset()
+            return self._found
+        if not is_found or kinds(names) != kinds(self._names):
+            self._is_ours, self._found = is_ours(names), None
+            if not self._is_ours:
+                self._found = layout_of(names, self._index_of, store=str(self))
+        self._names = names
         return self._found
 
     def _index_of(self, directory: str) -> bytes | None:
@@ -135,23 +146,28 @@ class AnyLayoutSource(StoreSource):
             return None
 
     def _versions(self, layout: ForeignLayout) -> list[int]:
+        """As of the last look at the names."""
+        if not layout.below:
+            return layout.versions(self._names)
         try:
-            below = layout.below
-            names = self._source.names_in(below) if below else self._source.directories()
+            return layout.versions(self._source.names_in(layout.below))
         except FileNotFoundError:
             return []
-        return layout.versions(names)
 
     def _latest(self, layout: ForeignLayout) -> bytes:
         """Content of LATEST: the newest version with an index. Raises FileNotFoundError."""
         newest = _MAX_VERSION
         if layout.pointer is not None:
-            raw = self._source.read_small(self._inside(layout.pointer), _MAX_POINTER_BYTES)
-            newest = pointed_version(raw, path=f"{self}/{layout.pointer}")
+            newest = self._pointed(layout.pointer)[1]
         for version in self._versions(layout):
             if 0 < version <= newest and self._is_complete(layout, version):
                 return VersionRef(Kind.WEIGHT, WeightVersion(version)).directory.encode()
         raise FileNotFoundError(LATEST_FILE)
+
+    def _pointed(self, pointer: str) -> tuple[str, int]:
+        """Run and version in force."""
+        raw = self._source.read_small(self._inside(pointer), _MAX_POINTER_BYTES)
+        return pointed(raw, path=f"{self}/{pointer}")
 
     def _is_complete(self, layout: ForeignLayout, version: int) -> bool:
         try:
@@ -167,10 +183,13 @@ class AnyLayoutSource(StoreSource):
             return None
         if directory == _BASE and self._base is not None:
             return self._base.index
-        if layout.shared is None:
-            return None
         source, there = self._at(layout, path)
-        return layout.shared(source.read_small(there, MAX_INDEX_BYTES), f"{self}/{there}")
+        # Before the bytes: a stamp that is too old only makes a reader begin anew.
+        stamp = source.stamp(there)
+        if layout.pointer is not None:
+            stamp = f"{self._pointed(layout.pointer)[0]} {stamp}".strip()
+        raw = source.read_small(there, MAX_INDEX_BYTES)
+        return stamped(layout.shared(raw, f"{self}/{there}") if layout.shared else raw, stamp)
 
     def _at(self, layout: ForeignLayout, path: str) -> tuple[StoreSource, str]:
         """Where a file is. Raises FileNotFoundError, and Corrupt for a link out of the store."""

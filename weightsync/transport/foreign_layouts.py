@@ -25,7 +25,7 @@ POINTER = "latest"
 _OURS = re.compile(rf"{LATEST_FILE}\Z|anchor_v\d|\.publisher", re.ASCII)
 _WEIGHT = re.compile(r"weight_v(\d{6,15})\Z", re.ASCII)
 _DELTA = re.compile(r"delta-(\d{8,15})\Z", re.ASCII)
-_POINTED = re.compile(r"(?:[^\s/]+/)*weight_v(\d{6,15})\s*\Z", re.ASCII)
+_POINTED = re.compile(r"((?:[^\s/]+/)*)weight_v(\d{6,15})\s*\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +159,24 @@ def _is_foreign(directory: str, raw: bytes, *, store: str) -> bool:
     return True
 
 
-def pointed_version(raw: bytes, *, path: str) -> int:
-    """The version that stitch's pointer names; raises Corrupt."""
+def kinds(names: frozenset[str]) -> tuple[bool, ...]:
+    """Which systems' names are among these: another layout than before has others."""
+    named = (any(p.match(name) for name in names) for p in (_OURS, _DELTA, _WEIGHT))
+    return (*named, {UPDATES, POINTER} <= names)
+
+
+def stamped(index: bytes, stamp: str) -> bytes:
+    """An index with the stamp of its file; as it is if it cannot be read, which readers report."""
+    try:
+        fields = msgspec.json.decode(index, type=dict[str, msgspec.Raw])
+    except UNDECODABLE:
+        return index
+    return msgspec.json.encode({**fields, "stamp": stamp})
+
+
+def pointed(raw: bytes, *, path: str) -> tuple[str, int]:
+    """Run and version that stitch's pointer names; raises Corrupt."""
     match = _POINTED.match(raw.decode("utf-8", errors="replace"))
     if match is None:
         raise Corrupt(f"{path} holds {raw[:80]!r}: expected RUN/weight_v000007")
-    return int(match[1])
+    return match[1], int(match[2])

@@ -9,7 +9,7 @@ and whether a state is the published one. Independent of vLLM's wire format.
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from harvester.contracts.clock import MonotonicClock
@@ -74,6 +74,8 @@ class _Prepared:
     base: _Base
     staged: Staged
     trial: Trial = field(default_factory=lambda: Trial({}, {}))
+    mends: bool = False
+    """Whether a full checkpoint takes the place of deltas that did not lead to the version."""
 
 
 class EngineWeights:
@@ -148,6 +150,7 @@ class EngineWeights:
         self._forms = prepared.trial.forms
         self._retired.append(prepared)
         applied = self._settled(self._receiver(wanted.store), staged, prepared.trial, target)
+        self._mended += prepared.mends
         self._base = _Base(target, applied.version)
         self._loaded = (wanted.store, applied)
         return applied
@@ -207,16 +210,15 @@ class EngineWeights:
             return self._on_trial(base, target, staged)
         except Corrupt as error:
             _logger.warning("taking a full checkpoint: %s", error)
-            self._mended += 1
             staged = self._staged(receiver, None, wanted, target, None)
-            return self._on_trial(base, target, staged)
+            return replace(self._on_trial(base, target, staged), mends=True)
 
     def _on_trial(self, base: _Base, target: Target, staged: Staged) -> _Prepared:
         """Raises Corrupt if the version does not lead to the published state."""
-        staged = tried_foreign(staged, target.bits, self._pool)
         if not isinstance(target, LoaderMap):
-            return _Prepared(base=base, staged=staged)
-        return _Prepared(base=base, staged=staged, trial=self._tried(target, staged))
+            return _Prepared(base=base, staged=tried_foreign(staged, target.bits, self._pool))
+        trial = self._tried(target, staged)
+        return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial)
 
     def _staged(
         self,
@@ -236,6 +238,7 @@ class EngineWeights:
 
     def _settled(self, receiver: Receiver, staged: Staged, trial: Trial, target: Target) -> Applied:
         """Raises what the attempt from a full checkpoint raises; the state is then in doubt."""
+        mends = False
         if isinstance(target, LoaderMap) and is_provable(staged):
             try:
                 applied = applied_in_place(staged, trial, target, self._pool, self._clock)
@@ -245,12 +248,14 @@ class EngineWeights:
                 _logger.warning(
                     "the update failed half-applied, taking a full checkpoint: %r", error
                 )
-                self._mended += 1
+                mends = True
                 staged = receiver.prepare(None, staged.plan.target)
             else:
                 receiver.wrote(staged, trial.digests)
                 return applied
-        return receiver.settle(staged, target)
+        applied = receiver.settle(staged, target)
+        self._mended += mends
+        return applied
 
     def _tried(self, target: LoaderMap, staged: Staged) -> Trial:
         return tried_on_copies(
@@ -292,6 +297,9 @@ class EngineWeights:
         if store not in self._receivers:
             source = self._root.store(store)
             self._receivers[store] = Receiver(
-                source, staging_bytes=self._staging_bytes, work_pool=self._receive_pool
+                source,
+                will_select=self._sliced,
+                staging_bytes=self._staging_bytes,
+                work_pool=self._receive_pool,
             )
         return self._receivers[store]

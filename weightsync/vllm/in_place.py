@@ -2,8 +2,9 @@
 
 On trial every tensor is copied, changed and hashed, so that a base or a delta that does not
 lead to the published state is found before anything is touched; packed forms of linear layers are
-made from the very copies that were hashed. A rank's box of a tensor has no published digest: before
-the change it must have that of the last update. In the pause each block is hashed as soon as it is
+made from the very copies that were hashed. Of a foreign store only changed tensors can be tried, by
+its checksums. A rank's box of a tensor has no published digest: before the change it must have that
+of the last update. In the pause each block is hashed as soon as it is
 written, while the processor's cache holds it, so that all weights are read once instead of twice;
 the digests must be those of the trial.
 """
@@ -22,7 +23,13 @@ from weightsync.elements.bits import Bits, bits_of
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.delta import apply_all
 from weightsync.layout.slices import SliceRecord, digests_in
-from weightsync.receive.staged import PARTS_CHANGED, Applied, Staged, check_digests
+from weightsync.receive.staged import (
+    PARTS_CHANGED,
+    Applied,
+    Staged,
+    check_digests,
+    check_foreign,
+)
 from weightsync.vllm.cpu_linear import PackedForm
 from weightsync.vllm.loader_map import LoaderMap
 
@@ -111,7 +118,8 @@ def tried_on_copies(
     slices = staged.expected.slicing.by_tensor() if is_provable(staged) else None
     parts = _parts(target, staged, packed, budget_bytes)
     if slices is None:
-        parts = [part for part in parts if part.layers]
+        theirs = staged.expected.checksums if staged.full is None else {}
+        parts = [part for part in parts if part.layers or theirs.keys() & set(part.names)]
     done = each(
         pool,
         lambda part: _try_part(target, staged, part, pack, cut, slices),
@@ -200,6 +208,8 @@ def _try_part(
             staged.full.copy_into(name, bits)
         if slices is None:
             apply_all(staged.deltas.get(name, ()), bits)
+            if name in staged.expected.checksums:
+                check_foreign(name, *staged.expected.checksums[name], bits)
             continue
         if name in cut and digest_of(bits) != staged.cut_digests.get(name):
             raise Corrupt(PARTS_CHANGED)

@@ -18,7 +18,7 @@ from weightsync.encoding.plain import plain_deltas, plain_payload
 from weightsync.encoding.planes import PLANES, planes_payload
 from weightsync.encoding.sparse import FORMAT, compared
 from weightsync.encoding.varint import varint
-from weightsync.layout.cut_delta import cut_delta, warm_up
+from weightsync.layout.cut_delta import cut_delta, cut_deltas, warm_up
 from weightsync.layout.slices import SliceRecord
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "F64"}
@@ -169,3 +169,33 @@ def test_a_difference_wider_than_an_element_is_refused_for_a_box() -> None:
     delta = decode_rosemux(memoryview(head + body), TensorSpec("U8", (64,)))
     with pytest.raises(Corrupt, match="wider than an element"):
         cut_delta(delta, SliceRecord("w", (64,), (0,), (32,)), 1)
+
+
+@pytest.mark.parametrize("form", ["sparse", "groups"])
+def test_the_boxes_of_many_experts_take_one_pass_over_the_changes(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts, rows, columns = 32, 8, 64
+    spec = TensorSpec("BF16", (experts, rows, columns))
+    old, new = _states(spec.elements, 2, 0.3, seed=1)
+    delta = _delta(form, old, new, spec)
+    assert delta is not None
+    looked_at = 0
+    places_within = cut_places.places_within
+
+    def counted(places: Bits, *rest: Bits) -> int:
+        nonlocal looked_at
+        looked_at += places.size
+        return places_within(places, *rest)
+
+    monkeypatch.setattr(cut_places, "places_within", counted)
+    boxes = [
+        SliceRecord("w", spec.shape, (expert, at, 0), (1, rows // 2, columns))
+        for expert in range(experts)
+        for at in (0, rows // 2)
+    ]
+    for box, cut in zip(boxes, cut_deltas(delta, boxes, 2), strict=True):
+        held = box.read(old).copy()
+        apply_all([cut], held)
+        assert np.array_equal(held, box.read(new))
+    assert looked_at == np.count_nonzero(old != new)

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from harvester.contracts.errors import Corrupt, RoseMuxError, Unsupported
 from weightsync.elements.bits import Bytes, TensorSpec
@@ -66,6 +68,24 @@ def test_tensors_and_metadata_come_back() -> None:
 def test_headers_that_do_not_add_up_are_corrupt(header: object) -> None:
     with pytest.raises(Corrupt):
         shard_header(_file(header, b"\0\0\0\0"))
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ('"a": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}', "'a' is named twice"),
+        ('"b": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}', "overlap at byte"),
+        ('"b": {"dtype": "U8", "shape": [1], "data_offsets": [3, 4]}', "gap .* at byte"),
+    ],
+)
+def test_a_tensor_that_is_named_twice_or_leaves_a_gap_is_refused(second: str, words: str) -> None:
+    """As safetensors' own reader does: JSON lets the last of two names win."""
+    first = '"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}'
+    data = _file(f"{{{first}, {second}}}".encode(), b"\0\0\0\0")
+    with pytest.raises(Corrupt, match=words):
+        shard_header(data)
+    with pytest.raises(SafetensorError):
+        safetensors.deserialize(data.tobytes())
 
 
 def test_an_unknown_dtype_is_unsupported() -> None:

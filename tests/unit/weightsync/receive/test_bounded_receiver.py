@@ -2,20 +2,27 @@
 
 import tracemalloc
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.ids import WeightVersion
-from weightsync.encoding.codec import Encoding
+from weightsync.elements.bits import TensorSpec
+from weightsync.encoding.codec import Encoding, decode, encode_as
+from weightsync.encoding.delta import Delta
 from weightsync.follower import Follower
+from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
+from weightsync.reading.spool import MemoryPlace
 from weightsync.receive.stored_delta import StoredDelta
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
+from weightsync.transport.ranges import ByteSpan
 
 State = dict[str, torch.Tensor]
 Same = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], bool]
@@ -170,3 +177,68 @@ def test_a_checkpoint_directory_follows_with_little_memory(
             assert pulled.version == version
             assert same(load_file(tmp_path / "held" / SHARD), STATES[version - 1])
     receiver.close()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.05])
+def test_an_overwriting_delta_lends_what_its_positions_take(share: float) -> None:
+    """A changed byte comes with four of its position."""
+    random = np.random.default_rng(0)
+    spec = TensorSpec("BF16", (1 << 20,))
+    old = np.zeros(spec.elements, np.uint16)
+    new = np.where(random.random(spec.elements) < share, ~old, old)
+    encoded = encode_as(Encoding.OVERWRITE, old, new)
+    assert encoded is not None
+    place = MemoryPlace(len(encoded.payload))
+    place.write(0, np.frombuffer(encoded.payload, np.uint8))
+    delta = StoredDelta(
+        place=place,
+        span=ByteSpan(0, place.kept_bytes),
+        encoding=Encoding.OVERWRITE,
+        spec=spec,
+        what="w",
+    )
+    tracemalloc.start()
+    try:
+        delta.apply(old)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(old, new)
+    assert delta.lent_bytes - place.kept_bytes <= peak < delta.lent_bytes + MIB
+
+
+class Experts:
+    """Both halves of every expert's rows, as loaders of fused experts copy them."""
+
+    def boxes(self, name: str, spec: TensorSpec) -> list[SliceRecord]:
+        experts, rows, columns = spec.shape
+        return [
+            SliceRecord(name, spec.shape, (expert, at, 0), (1, rows // 4, columns))
+            for expert in range(experts)
+            for at in (0, rows // 2)
+        ]
+
+
+def test_a_delta_is_decoded_once_for_all_boxes_of_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"w": torch.randn(8, 64, 256).bfloat16()}
+    second = {"w": first["w"] + torch.rand(8, 64, 256).bfloat16()}
+    with Publisher(tmp_path / "store") as publisher:
+        publisher.publish(first)
+        publisher.publish(second)
+    boxes = Experts().boxes("w", TensorSpec("BF16", (8, 64, 256)))
+    held = {box.entry: first["w"][box.index].clone() for box in boxes}
+    decoded: list[TensorSpec] = []
+
+    def counted(encoding: Encoding, payload: memoryview, spec: TensorSpec) -> Delta:
+        decoded.append(spec)
+        return decode(encoding, payload, spec)
+
+    monkeypatch.setattr("weightsync.receive.stored_delta.decode", counted)
+    with closing(Receiver(tmp_path / "store", selection=Experts())) as receiver:
+        receiver.sync(None, ONE, TensorTarget(held))
+        assert not receiver.sync(ONE, WeightVersion(2), TensorTarget(held)).from_full
+    assert len(decoded) == 1
+    for box in boxes:
+        assert torch.equal(held[box.entry], second["w"][box.index])

@@ -15,7 +15,15 @@ from weightsync.reading.memory_room import MIN_STAGING_BYTES, MemoryRoom
 from weightsync.reading.spool import Spool
 from weightsync.receive import held_parts as subject
 from weightsync.receive.full_state import FullState, StoredEntry
-from weightsync.receive.held_parts import Names, TensorParallel, bounds, held_parts, runs, whole_box
+from weightsync.receive.held_parts import (
+    Names,
+    TensorParallel,
+    bounds,
+    held_parts,
+    placed,
+    runs,
+    whole_box,
+)
 
 Cuts = list[list[int]]
 
@@ -93,8 +101,9 @@ def test_a_delta_changes_a_part_as_it_changes_the_whole(
         stored = slicing.records.get(entry) or whole_box("w", layout["w"])
         changed = random.integers(0, 1 << 16, spec.elements, dtype=np.uint16)
         delta = XorDelta(changed) if seed % 2 else DenseDelta(changed)
-        for part in parts.parts.get(entry, ()):
-            checked_apply(part.placed(delta, 2), held[part.of.tensor])
+        here = parts.parts.get(entry, ())
+        for part, change in zip(here, placed(here, delta, spec), strict=True):
+            checked_apply(change, held[part.of.tensor])
         piece = stored.read(new).copy()
         checked_apply(delta, piece)
         stored.box(new)[...] = piece.reshape(stored.lengths)

@@ -8,9 +8,9 @@ import pytest
 from harvester.contracts.errors import ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.manifest import Manifest
+from weightsync.layout.manifest import Block, Manifest
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.receive.plan import PullPlan, Step, plans
+from weightsync.receive.plan import MAX_CHAIN, PullPlan, Step, plans
 
 
 @dataclass
@@ -21,7 +21,9 @@ class FakeStore:
     broken: set[VersionRef] = field(default_factory=set)
     asked: list[VersionRef] = field(default_factory=list)
 
-    def add(self, kind: Kind, version: int, size_bytes: int, *, full: bool) -> None:
+    def add(
+        self, kind: Kind, version: int, size_bytes: int, *, full: bool, is_ours: bool = True
+    ) -> None:
         ref = VersionRef(kind, WeightVersion(version))
         manifest = Manifest(
             version=ref.version,
@@ -29,7 +31,7 @@ class FakeStore:
             delta_encoding=None if full else Encoding.ROSEMUX,
             checksum_format="xxh3-128",
             weight_map={},
-            block=None,
+            block=Block(1, "", 0, {}) if is_ours else None,
         )
         self.steps[ref] = Step(ref, manifest, size_bytes)
 
@@ -195,3 +197,32 @@ def test_without_an_intact_way_the_first_fault_is_raised(store: FakeStore) -> No
     store.strike(Kind.WEIGHT, 8)
     with pytest.raises(Corrupt, match="weight_v000008 is broken"):
         _plan(store, 6, 8)
+
+
+@pytest.fixture
+def theirs() -> FakeStore:
+    """Another trainer's store: its base and more deltas than a chain may have."""
+    store = FakeStore()
+    store.add(Kind.WEIGHT, 0, 100, full=True, is_ours=False)
+    for version in range(1, MAX_CHAIN + 77):
+        store.add(Kind.WEIGHT, version, 10, full=False, is_ours=False)
+    return store
+
+
+def test_a_holder_of_another_trainer_s_store_looks_at_new_versions_alone(theirs: FakeStore) -> None:
+    newest = MAX_CHAIN + 76
+    plan = next(_plans(theirs, newest - 2, newest, newest, known=True))
+    assert (plan.current, plan.root, len(plan.steps)) == (newest - 2, None, 2)
+    assert min(ref.version for ref in theirs.asked) == newest - 2
+
+
+def test_a_broken_chain_of_another_trainer_leads_to_its_base(theirs: FakeStore) -> None:
+    ways = [(way.current, len(way.steps)) for way in _plans(theirs, 6, 8, 1000, known=True)]
+    assert ways[:2] == [(6, 2), (6, 2)]
+    assert (None, 9) in ways
+
+
+def test_a_reader_too_far_from_a_full_checkpoint_is_refused(theirs: FakeStore) -> None:
+    newest = MAX_CHAIN + 76
+    with pytest.raises(Stale, match=f"version {newest} is over {MAX_CHAIN} deltas away"):
+        _plan(theirs, None, newest, newest)
