@@ -368,8 +368,9 @@ class EngineClient:
         self.identity, self._stamped = "", False
 
     async def became(self) -> Change:
-        """What the engine is now. Only a refused connection, its own report of failure or another
-        identity shows that it died: silence and broken connections do not."""
+        """The engine's change since the version was applied to it. Only a refused connection, its
+        own report of failure or another identity shows that it died: silence and broken connections
+        do not."""
         try:
             status, _ = await self._identity_client.get("/health")
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
@@ -468,7 +469,7 @@ def _salt(attempt: Attempt, model: str | None) -> str:
 
 
 def _left_by(error: Exception) -> Change:
-    """What a failed call shows of the engine's process."""
+    """Change that a failed call shows of the engine's process."""
     refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
     return Change.PROCESS if refused else Change.UNKNOWN
 

@@ -211,9 +211,9 @@ class EngineFleet:
         self.down(member, fault, cut=Cut.WEIGHTS)
 
     async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
-        """What became of the engine under an attempt that broke; it is down unless it is well.
+        """The engine's change, as seen under an attempt that broke; it is down unless it is well.
 
-        UNKNOWN as well if another attempt has told of its loss: it may be back by now. One that
+        UNKNOWN as well if another attempt has seen its loss: it may be back by now. One that
         breaks stream upon stream is down for a moment, and well.
         """
         losses = member.losses

@@ -114,7 +114,7 @@ async def test_another_tenants_answer_is_no_answer(tmp_path: Path) -> None:
     ("answers", "name"),
     [({"keep_s": 0}, "r"), ({}, ""), ({"size_bytes": 2000}, "r")],
 )
-async def test_what_is_not_kept_is_sampled_anew(answers: dict[str, Any], name: str) -> None:
+async def test_an_answer_not_kept_is_sampled_anew(answers: dict[str, Any], name: str) -> None:
     """Nothing is kept of requests that their clients did not name, and of those beyond a bound."""
     engine = fake()
     async with gateway_on(engine, answers=answers) as gateway:

@@ -204,7 +204,7 @@ class BlamePolicy:
         self._fail(_Strike(engine, reason, proven), believed, now)
 
     def proved(self, engine: EngineId, *, dead: bool, now: float) -> None:
-        """What became of a silent engine is known. One that lives was no death at all."""
+        """A silent engine has died, or it lives and its silence was no death."""
         death = self._doubted.pop(engine, None)
         if death is None:
             return
