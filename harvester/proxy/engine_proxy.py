@@ -4,6 +4,7 @@ Passes bytes on as they come, in both directions. When a caller goes, the engine
 closed at once, so that vLLM aborts the request; when the engine breaks a reply, so does the proxy.
 """
 
+import errno
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -156,7 +157,9 @@ class EngineProxy:
                 return reply
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             if reply is None or not reply.prepared:
-                return error_reply(502, f"the engine does not answer: {error!r}")
+                # The gateway takes only a refused connection for the end of the engine's process.
+                gone = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+                return error_reply(502 if gone else 504, f"the engine does not answer: {error!r}")
             # An end of the stream would make what has come look whole.
             if request.transport is not None:
                 request.transport.abort()

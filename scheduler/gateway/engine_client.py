@@ -46,6 +46,10 @@ _RETRY_AFTER_S = 1.0
 _RETRY_AFTER_MAX_S = 30.0
 _WRONG_REQUEST = frozenset({400, 413, 422})
 _ADVICE = dict.fromkeys((401, 403), ", it refuses this gateway: see token_file and cert_file")
+_BETWEEN = frozenset({502, 504})
+"""Answers of a proxy for an engine that does not answer."""
+_TELLS_NOTHING = frozenset({401, 403, 408, 429, 504})
+"""Answers to a health check that leave open whether the engine lives."""
 
 
 class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
@@ -54,6 +58,11 @@ class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
 
 class EngineUnreachable(EngineLost):
     """No connection was made: the engine never saw the request."""
+
+    def __init__(self, message: str, change: Change = Change.UNKNOWN) -> None:
+        """`change`: PROCESS where the connection was refused, since no process listens."""
+        super().__init__(message)
+        self.change = change
 
 
 class EngineChanged(EngineLost):
@@ -204,7 +213,7 @@ class EngineClient:
             if error.errno == errno.EMFILE:
                 # The gateway's own want.
                 raise EngineBusy("the gateway has no descriptor left (ulimit -n)") from error
-            raise EngineUnreachable(f"{type(error).__name__}: {error}") from error
+            raise EngineUnreachable(f"{type(error).__name__}: {error}", _left_by(error)) from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLost(f"{type(error).__name__}: {error}") from error
         except PeerProtocolError as error:
@@ -221,15 +230,15 @@ class EngineClient:
     async def changed(self, *, frugal: bool = False) -> Change:
         """Whether the engine differs from the one that the version was applied to.
 
-        Silence is no change. `frugal` skips engines that reveal it only in their whole metrics.
+        `frugal` skips engines that reveal it only in their whole metrics.
         """
         given = self.identity
         if not given or (frugal and not self._stamped):
             return Change.NONE
         try:
             report, _ = await self._identity_client.report()
-        except _BROKEN:
-            return Change.NONE
+        except _BROKEN as error:
+            return _left_by(error)
         return change_between(given, report.identity) if self.identity == given else Change.NONE
 
     async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
@@ -358,16 +367,21 @@ class EngineClient:
         self._transfer_ready = False
         self.identity, self._stamped = "", False
 
-    async def healthy(self) -> bool:
+    async def became(self) -> Change:
+        """The engine's change since the version was applied to it. Only a refused connection, its
+        own report of failure or another identity shows that it died: silence and broken connections
+        do not."""
         try:
             status, _ = await self._identity_client.get("/health")
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             self.health_fault = f"/health: {error or type(error).__name__}"
-            return False
+            return _left_by(error)
         self.health_fault = (
             "" if status == 200 else f"/health: HTTP {status}{_ADVICE.get(status, '')}"
         )
-        return status == 200
+        if status == 200:
+            return await self.changed()
+        return Change.UNKNOWN if status in _TELLS_NOTHING else Change.PROCESS
 
     async def vllm_version(self) -> str:
         """The vLLM version that the engine reports; empty without one."""
@@ -454,6 +468,12 @@ def _salt(attempt: Attempt, model: str | None) -> str:
     return xxhash.xxh3_128_hexdigest(named.encode())
 
 
+def _left_by(error: Exception) -> Change:
+    """Change that a failed call shows of the engine's process."""
+    refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+    return Change.PROCESS if refused else Change.UNKNOWN
+
+
 async def _message(response: aiohttp.ClientResponse) -> str:
     # For people: as much of it as has come.
     raw = await response.content.read(4 * _MESSAGE_CHARS)
@@ -463,8 +483,8 @@ async def _message(response: aiohttp.ClientResponse) -> str:
 def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
     if status == 409:
         return Stale(message)
-    if status in _ADVICE:
-        return EngineLost(f"HTTP {status}{_ADVICE[status]}: {message}")
+    if status in _ADVICE or status in _BETWEEN:
+        return EngineLost(f"HTTP {status}{_ADVICE.get(status, '')}: {message}")
     if status in (429, 503):
         return EngineBusy(message, retry_after_s=_retry_after_s(retry_after))
     if status in _WRONG_REQUEST:

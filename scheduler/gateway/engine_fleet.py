@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineChanged, EngineClient, EngineLost
+from scheduler.gateway.engine_client import EngineClient, EngineLost
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.engine_health import FaultStreak, ForeignUpdates
 from scheduler.gateway.policy.routing_events import (
@@ -79,6 +80,8 @@ class Member:
     held: bool = False
     """It gets no new turn, because of an order to stop."""
     meddling: ForeignUpdates = field(default_factory=ForeignUpdates)
+    doubted: tuple[RunningAttempt, ...] | None = None
+    """Attempts that it had when it went silent, until it is known whether it died; else None."""
 
     @property
     def vocabulary_tokens(self) -> int | None:
@@ -94,6 +97,10 @@ class Member:
     def model(self) -> str:
         """Name of its model; empty if unknown."""
         return self.description.model if self.description else ""
+
+    def lost(self) -> tuple[RunningAttempt, ...]:
+        """Attempts that go down with it, and that it may have died of."""
+        return tuple(each for each in self.running if each.reached and not each.turn.ended)
 
     @property
     def context_tokens(self) -> int:
@@ -134,7 +141,11 @@ class EngineFleet:
         dispatcher.on_forgotten = self._forgotten
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
-        """Called while its turns still are on it."""
+        """Called while its turns still are on it, also if it is in doubt."""
+        self.on_proved: Callable[[Member, Iterable[RunningAttempt], bool], None] = (
+            lambda _member, _attempts, _dead: None
+        )
+        """Called once it is known whether a silent engine died, with the attempts that it had."""
 
     def add(self, engine: Engine, client: EngineClient, *, lease: Lease | None = None) -> Member:
         """Known, and not up before its first good health check. A lease counts as one."""
@@ -155,7 +166,9 @@ class EngineFleet:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
         if not member.up:
             return
-        if cut is Cut.ENGINE:
+        if cut is Cut.DOUBT:
+            member.doubted = member.lost()
+        if cut in (Cut.ENGINE, Cut.DOUBT):
             self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         member.losses += 1
@@ -165,7 +178,8 @@ class EngineFleet:
         if member.updating is not None:
             member.updating.cancel()
             member.updating = None
-        member.client.forget()
+        if member.doubted is None:
+            member.client.forget()
         self.observe(EngineLeft(engine=member.engine.engine))
         for running in tuple(member.running):
             running.cut(cut)
@@ -196,27 +210,45 @@ class EngineFleet:
             _log.warning("engine %s: %s", member.engine.engine, fault)
         self.down(member, fault, cut=Cut.WEIGHTS)
 
-    async def attempt_broke(self, member: Member, error: EngineLost, *, began_s: float) -> bool:
-        """The engine has died (True) if another process is there, none answers, or it breaks all.
+    async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
+        """The engine's change, as seen under an attempt that broke; it is down unless it is well.
 
-        It is down as well if its weights are others now.
+        UNKNOWN as well if another attempt has seen its loss: it may be back by now. One that
+        breaks stream upon stream is down for a moment, and well.
         """
         losses = member.losses
-        gone = member.streak.fail(began_s=began_s, now=self._clock.now())
-        change = error.change if isinstance(error, EngineChanged) else Change.NONE
+        streams = isinstance(error, EngineLost) and member.streak.fail(
+            began_s=began_s, now=self._clock.now()
+        )
+        change = getattr(error, "change", Change.NONE)
         if change is Change.NONE and member.up:
             if member.probing is None or member.probing.done():
-                member.probing = self._spawn(_what_became(member.client))
+                member.probing = self._spawn(member.client.became())
             change = await asyncio.shield(member.probing)
-            if member.losses != losses:
-                # Another attempt has told of this death; the engine may be back by now.
-                return True
-        if change is Change.WEIGHTS:
-            self.meddled(member)
-            return False
-        if gone := gone or change is not Change.NONE:
-            self.down(member, str(error))
-        return gone
+        if member.losses != losses or not member.up:
+            return Change.UNKNOWN
+        match change:
+            case Change.WEIGHTS:
+                self.meddled(member)
+            case Change.PROCESS:
+                self.down(member, str(error))
+            case Change.UNKNOWN:
+                self.down(member, str(error), cut=Cut.DOUBT)
+            case Change.NONE if streams:
+                self.down(member, f"it breaks stream upon stream: {error}", cut=Cut.STREAMS)
+        return change
+
+    def answered(self, member: Member, change: Change) -> None:
+        """A member that is down was asked what became of it."""
+        if change is Change.UNKNOWN or self.members.get(member.engine.engine) is not member:
+            return
+        dead = change is Change.PROCESS
+        if (lost := member.doubted) is not None:
+            member.doubted = None
+            member.client.forget()
+            self.on_proved(member, lost, dead)
+        if not dead:
+            self.up(member)
 
     def may_use_dedicated(self, job: JobId) -> bool:
         return job not in self._parked
@@ -490,11 +522,6 @@ class EngineFleet:
         return task
 
 
-async def _what_became(client: EngineClient) -> Change:
-    """One that does not answer is gone; one that does may have died and come back meanwhile."""
-    return await client.changed() if await client.healthy() else Change.PROCESS
-
-
 def numerics_of(engine: EngineId, release: str, described: EngineDescription | None) -> str:
     known = [f"vllm {release}" if release else ""]
     known += [described.dtype, described.logprobs_mode] if described is not None else []
@@ -512,14 +539,13 @@ async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> 
         for member, change in zip(quiet, changed, strict=True):
             if change is Change.WEIGHTS and not member.updating:
                 fleet.meddled(member)
-            elif change and not member.updating:
-                fleet.down(member, "another engine answers in its place")
-        answers = await asyncio.gather(*(member.client.healthy() for member in waiting))
-        for member, healthy in zip(waiting, answers, strict=True):
-            if healthy and fleet.members.get(member.engine.engine) is member:
-                fleet.up(member)
-            elif not healthy and not member.losses:
+            elif change is Change.PROCESS and not member.updating:
+                fleet.down(member, "no engine or another one answers in its place")
+        became = await asyncio.gather(*(member.client.became() for member in waiting))
+        for member, change in zip(waiting, became, strict=True):
+            if not member.losses:
                 member.fault = member.client.health_fault
+            fleet.answered(member, change)
         fleet.observe(TimePassed())
         await asyncio.sleep(period_s)
 

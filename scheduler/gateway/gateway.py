@@ -203,10 +203,13 @@ class Gateway:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         job = self._job(request)
-        asked = self._admitted(job, await whole_body(request))
+        checked = self._checked(job, await whole_body(request))
+        asked, can_ask_again = _with_id(checked), bool(checked.request_id)
         trajectory = trajectory_of(request, asked.request_id)
         parts, name = samples_of(asked), asked.request_id
-        async with follow(self._scheduler, job, trajectory, parts, name=name) as samples:
+        async with follow(
+            self._scheduler, job, trajectory, parts, name=name, named=can_ask_again
+        ) as samples:
             if asked.stream:
                 return await _streamed(request, asked, samples)
             turns = await samples.results()
@@ -225,6 +228,9 @@ class Gateway:
             )
 
     def _admitted(self, job: JobId, body: bytes) -> GenerateRequest:
+        return _with_id(self._checked(job, body))
+
+    def _checked(self, job: JobId, body: bytes) -> GenerateRequest:
         """Raises Exhausted at the end of the gateway, PeerProtocolError."""
         if self._closing:
             raise Exhausted("the gateway is shutting down")
@@ -234,8 +240,6 @@ class Gateway:
             vocabulary_tokens=fleet.vocabulary_tokens(),
             context_tokens=fleet.context_tokens(),
         )
-        if not turn_request.request_id:
-            turn_request = msgspec.structs.replace(turn_request, request_id=secrets.token_hex(16))
         names = self._scheduler.model_names(job)
         if turn_request.model is not None and turn_request.model not in names:
             raise PeerProtocolError(
@@ -335,6 +339,12 @@ class Gateway:
         if tenant == OBSERVER and not observes:
             raise web.HTTPForbidden(reason=f"the token of {OBSERVER} reads status and metrics")
         return None if tenant in (OPERATOR, OBSERVER) else tenant
+
+
+def _with_id(asked: GenerateRequest) -> GenerateRequest:
+    if asked.request_id:
+        return asked
+    return msgspec.structs.replace(asked, request_id=secrets.token_hex(16))
 
 
 async def _streamed(

@@ -29,9 +29,11 @@ class Change(IntEnum):
 
     NONE = 0
     PROCESS = 1
-    """Another process: the one before has died."""
+    """Another process, or none: the one before has died."""
     WEIGHTS = 2
     """The same process, with weights that another caller has set."""
+    UNKNOWN = 3
+    """No answer tells: it may have died, hang, or be cut off."""
 
 
 def change_between(given: str, reported: str) -> Change:

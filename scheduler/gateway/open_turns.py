@@ -3,30 +3,35 @@
 A client that asks again, with the same body under the same id, joins the turn that it began: its
 first connection may have timed out or broken. A turn outlives its last client by `rejoin_s`, and so
 does an undelivered end; after that it is cancelled on its engine and forgotten.
-An id whose turn has been answered is free. An aborted turn ends with its tokens so far, and its
-clients get them.
+Whole answers of requests that their clients named are given again for a while (answered_turns.py);
+any other id whose turn has been answered is free. An aborted turn ends with its tokens so far, and
+its clients get them.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
-from harvester.contracts.ids import TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import GenerateRequest
+from harvester.contracts.ids import TenantId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest
+from scheduler.gateway.policy.answered_turns import AnsweredTurns
 from scheduler.gateway.policy.routing_events import RefuseTurn
-from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.model import BASE_VERSION
 
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
 Listen = Callable[[Turn], Callable[[], None]]
 
 
 class IdInUse(RoseMuxError):  # noqa: N818 - an answer, not a fault
-    """Another request is being served under this id."""
+    """Another request is being served, or was answered a moment ago, under this id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class ClientRequest:
 
     request: str
     session: TrajectoryId
+    named: bool = False
+    """Whether the client can send it again under this id."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,23 +66,33 @@ class _Open:
             self.part_of.session,
         )
 
-    def is_for(self, request: GenerateRequest, trajectory: TrajectoryId) -> bool:
-        again = msgspec.structs.replace(request, stream=self.turn.request.stream)
-        return again == self.turn.request and trajectory == self.turn.trajectory
-
 
 class OpenTurns:
     def __init__(
-        self, ledger: TurnLedger, run: Run, *, on_end: Callable[[Turn], None], rejoin_s: float
+        self,
+        ledger: TurnLedger,
+        run: Run,
+        clock: Clock,
+        *,
+        on_end: Callable[[Turn], None],
+        rejoin_s: float,
+        answered: AnsweredTurns,
+        tenant: TenantId,
     ) -> None:
+        """`answered`: shared by all jobs; those of this one are `tenant`'s."""
         self._ledger = ledger
+        self._clock = clock
+        self._answered = answered
+        self._tenant = tenant
+        self._clients: Counter[str] = Counter()
+        """Those that wait, by request."""
         self._run = run
         self._on_end = on_end
         self._rejoin_s = rejoin_s
         self._open: dict[str, _Open] = {}
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._open
+        return request_id in self._open or turn_key(self._ledger.job, request_id) in self._answered
 
     async def serve(
         self,
@@ -93,7 +110,7 @@ class OpenTurns:
         pin is resolved against `newest`.
         """
         while (held := self._open.get(request.request_id)) is not None:
-            if not held.abandoned and held.is_for(request, trajectory):
+            if not held.abandoned and _is_for(held.turn, request, trajectory):
                 break
             if held.clients:
                 raise IdInUse(
@@ -101,6 +118,16 @@ class OpenTurns:
                     "use a new id"
                 )
             await self._cancel(held)
+        key = turn_key(self._ledger.job, request.request_id)
+        if held is None and (turn := self._answered.find(key, now=self._clock.now())) is not None:
+            if not _is_for(turn, request, trajectory):
+                raise IdInUse(
+                    f"request_id {request.request_id!r} was answered with another body; use a new "
+                    "id"
+                )
+            if on_turn is not None:
+                on_turn(turn)
+            return turn, None
         if held is None:
             on_begin()
             part_of = part_of or ClientRequest(request.request_id, trajectory)
@@ -149,10 +176,22 @@ class OpenTurns:
         # Retrieves the error: a waiting client gets it, and asyncio logs none without one.
         if task.cancelled() or task.exception() is not None:
             self._forget(held)
+        elif held.part_of.named and held.turn.finish_reason in _WHOLE:
+            request = self._request_of(held)
+            self._answered.keep(held.turn, tenant=self._tenant, request=request)
+            if not self._clients[request]:
+                self._answered.left(self._tenant, request, now=self._clock.now())
+            if held.turn.key in self._answered:
+                self._forget(held)
+
+    def _request_of(self, held: _Open) -> str:
+        return turn_key(self._ledger.job, held.part_of.request)
 
     async def _follow(self, held: _Open, on_turn: Listen | None) -> tuple[Turn, RefuseTurn | None]:
         assert held.task is not None
+        request = self._request_of(held)
         held.clients += 1
+        self._clients[request] += 1
         if held.forget is not None:
             held.forget.cancel()
             held.forget = None
@@ -170,6 +209,10 @@ class OpenTurns:
             return held.turn, held.task.result()
         finally:
             held.clients -= 1
+            self._clients[request] -= 1
+            if not self._clients[request]:
+                del self._clients[request]
+                self._answered.left(self._tenant, request, now=self._clock.now())
             if listener is not None:
                 held.listeners.remove(listener)
             if heard:
@@ -195,3 +238,9 @@ class OpenTurns:
         held.task.cancel()
         await asyncio.gather(held.task, return_exceptions=True)
         self._forget(held)
+
+
+def _is_for(turn: Turn, request: GenerateRequest, trajectory: TrajectoryId) -> bool:
+    """Whether the request asks for this turn, in any form of reply."""
+    again = msgspec.structs.replace(request, stream=turn.request.stream)
+    return again == turn.request and trajectory == turn.trajectory

@@ -22,6 +22,10 @@ class Cut(StrEnum):
     """The job is paused; the turn goes on once it is resumed."""
     STALL = "stall"
     ENGINE = "engine"
+    DOUBT = "doubt"
+    """Its engine does not answer; it may be alive."""
+    STREAMS = "streams"
+    """Its engine breaks stream upon stream and is alive; no turn is to blame."""
     WEIGHTS = "weights"
     """Another caller changed the engine's weights; it lives, and no turn is to blame."""
 

@@ -181,16 +181,18 @@ async def follow(
     requests: Sequence[GenerateRequest],
     *,
     name: str = "",
+    named: bool = False,
 ) -> AsyncIterator[Samples]:
     """Serves the turns while the context is open; leaving it leaves all of them.
 
-    `name`: the id of the client's request that all of them are parts of.
+    `name`: the id of the client's request that all of them are parts of. `named`: by the client, so
+    that it can ask for the same answer again.
     """
     with server.admitting(job, requests):
         samples = Samples(len(requests))
         for index, request in enumerate(requests):
             part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
-            part_of = ClientRequest(name or request.request_id, trajectory)
+            part_of = ClientRequest(name or request.request_id, trajectory, named)
             work = server.generate(
                 job, part, request, on_turn=partial(samples._follow, index), part_of=part_of
             )

@@ -27,6 +27,7 @@ from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
+from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
@@ -46,8 +47,8 @@ from scheduler.model import BASE_VERSION, Engine, EngineKind
 _log = logging.getLogger(__name__)
 
 FOR_MAX_S = 3600.0
-_SWITCHES_S = 0.25
-"""Period of checks for expired switches, in s."""
+_EXPIRED_S = 0.25
+"""Period of checks for expired switches and answers, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
 
@@ -130,12 +131,16 @@ class Scheduler:
         self.runner.on_left = self._count_tokens
         self.runner.returns_partial = self._returns_partial
         self.runner.on_interrupted = self._count_interruption
+        self._answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
             job: OpenTurns(
                 ledger,
                 self.runner.run,
+                clock,
                 on_end=self._count_end,
                 rejoin_s=times.rejoin_s,
+                answered=self._answered,
+                tenant=TenantId(self.jobs[job].tenant),
             )
             for job, ledger in self.ledgers.items()
         }
@@ -210,7 +215,7 @@ class Scheduler:
         loops: list[Coroutine[Any, Any, None]] = [
             watch_health(self.fleet, self._clock, period_s=times.health_s),
             self.runner.watch_stalls(),
-            self._watch_switches(),
+            self._watch_expired(),
         ]
         if self.settings.agents:
             loops.append(self.harvest.run(period_s=self.settings.capacity_period_s))
@@ -410,10 +415,11 @@ class Scheduler:
         outcome = "returned" if self._returns_partial(turn) else "continued"
         self.metrics.interruptions.labels(turn.job, cause, outcome).inc()
 
-    async def _watch_switches(self) -> None:
+    async def _watch_expired(self) -> None:
         while True:
-            await asyncio.sleep(_SWITCHES_S)
+            await asyncio.sleep(_EXPIRED_S)
             now = self._clock.now()
+            self._answered.expire(now=now)
             for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
                 _log.warning("job %s: %s goes off, it was not renewed", job, switch)
                 self.switch(job, switch, enabled=False)

@@ -133,6 +133,18 @@ class Timeouts(_Settings):
         return self.guest_tail_stall_s if tail else self.guest_stall_s
 
 
+class AnswerSettings(_Settings):
+    """Whole answers that are kept, for clients that ask again because a connection broke."""
+
+    keep_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """For how long after their clients have left; 0 keeps none."""
+    turns: int = Field(default=4096, ge=1, le=1 << 20)
+    """At most so many turns. Beyond this bound, or the next one, the tenant that holds most loses
+    its oldest answer."""
+    size_bytes: int = Field(default=128 << 20, ge=1 << 10)
+    """Memory of the kept turns, about."""
+
+
 class GatewaySettings(_Settings):
     host: str = "127.0.0.1"
     port: int = Field(default=8300, ge=0, le=65535)
@@ -165,6 +177,7 @@ class GatewaySettings(_Settings):
     """Engines that may die under one turn before it ends as lost."""
     capacity_period_s: Seconds = 1.0
     timeouts: Timeouts = Timeouts()
+    answers: AnswerSettings = AnswerSettings()
     routing: dict[str, Any] = {}
     """Fields of RoutingConfig."""
     capacity: dict[str, Any] = {}

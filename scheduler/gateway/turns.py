@@ -7,7 +7,7 @@ slack or of a lease has none.
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 
 from harvester.contracts.clock import Clock
@@ -81,6 +81,7 @@ class TurnRunner:
         """Called with the cause for each turn that has tokens and loses its engine."""
         self.on_lease_refused: Callable[[Member], None] = lambda _member: None
         fleet.on_lost = self._engine_lost
+        fleet.on_proved = self._engine_proved
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
@@ -209,10 +210,11 @@ class TurnRunner:
         return failed or self.deaths.blamed(turn.prompt_mark, now=now)
 
     def _engine_lost(self, member: Member, fault: str) -> None:
-        engine, now = member.engine.engine, self._clock.now()
-        lost = [each for each in member.running if each.reached and not each.turn.ended]
+        engine, now, proven = member.engine.engine, self._clock.now(), member.doubted is None
+        lost = member.lost()
         broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
         for running in lost:
+            running.course.deaths += 1
             if running.trial not in ("", running.request):
                 # Its prompt, from which this engine has made tokens.
                 self.blame.served(running.trial, engine)
@@ -221,9 +223,17 @@ class TurnRunner:
             Ran(one.request, broke_s - one.began_s, one.tokens, usual_first_token_s=usual_s)
             for one in lost
         ]
-        self.blame.died(engine, ran, reason=fault, now=now)
-        if lost:
+        self.blame.died(engine, ran, reason=fault, now=now, proven=proven)
+        if lost and proven:
             self.deaths.died((one.turn.prompt_mark for one in lost), now=now)
+
+    def _engine_proved(self, member: Member, lost: Iterable[RunningAttempt], dead: bool) -> None:
+        now, marks = self._clock.now(), {one.turn.prompt_mark for one in lost}
+        self.blame.proved(member.engine.engine, dead=dead, now=now)
+        if dead and marks:
+            self.deaths.died(marks, now=now)
+        for running in lost:
+            running.course.deaths -= not dead
 
     def close(self) -> None:
         """End every turn with its tokens so far."""
@@ -372,7 +382,6 @@ class TurnRunner:
             turn.lose(attempt)
             if running.why_cut is Cut.END and not turn.ended:
                 turn.end(FinishReason.ABORT)
-            course.deaths += running.why_cut is Cut.ENGINE
             course.why = f"{engine}: {running.why_cut}"
             course.interruption = "" if running.why_cut is Cut.PAUSE else running.why_cut
             return
@@ -388,11 +397,9 @@ class TurnRunner:
         except RequestFailed as error:
             why, pause_s = str(error), _FAILED_PAUSE_S
             running.broke_s = self._clock.now()
-            if not await member.client.healthy():
+            if await self._fleet.attempt_broke(member, error, began_s=running.began_s):
                 turn.lose(attempt)
-                course.deaths += 1
                 course.why = f"{engine}: {why}"
-                self._fleet.down(member, why)
                 return
             running.refused_s = pause_s
             self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
@@ -400,7 +407,7 @@ class TurnRunner:
             running.reached = False
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
-            self._fleet.down(member, str(error))
+            await self._fleet.attempt_broke(member, error, began_s=running.began_s)
             return
         except EngineLost as error:
             running.broke_s = self._clock.now()
@@ -410,8 +417,10 @@ class TurnRunner:
                 course.interruption = Cut.WEIGHTS
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
-            if await self._fleet.attempt_broke(member, error, began_s=running.began_s):
-                course.deaths += running.reached
+            change = await self._fleet.attempt_broke(member, error, began_s=running.began_s)
+            if change is Change.NONE and not running.tokens:
+                # Of a request that breaks each of its streams nothing else bounds the rate.
+                course.avoid(engine, _ABORTED_PAUSE_S, course.why, now=self._clock.now())
             return
         if turn.ended:
             member.streak.succeed()

@@ -60,6 +60,8 @@ class FakeEngine:
         """Tokens after which the next stream ends whole and without a finish reason, once."""
         self.breaks_after, self.breaks = 0, 1
         """The token before which the next `breaks` streams are reset; 0 resets none."""
+        self.silent = self.silent_once_broken = False
+        """Whether it answers nothing, as a stopped process; and whether it is so after a reset."""
         self.replaced_after = ""
         """The control route after which another process is here, once."""
         self.eos: list[int] = []
@@ -131,6 +133,8 @@ class FakeEngine:
     ) -> web.StreamResponse:
         """Acts like coserve's IdentityMiddleware: identity on every reply, 412 for another
         engine's."""
+        while self.silent:  # noqa: ASYNC110 - set by the test
+            await asyncio.sleep(0.01)
         if not self.stock:
             wanted = request.headers.get("X-RoseMux-Engine", self.identity)
             if wanted != self.identity:
@@ -317,13 +321,14 @@ class FakeEngine:
         await asyncio.sleep(self.prefill_s)
         for made in range(1, sampling["max_tokens"] + 1):
             await asyncio.sleep(self.step_s)
-            while self.stalled or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP
+            while self.stalled or self.silent or not self.running.is_set():  # noqa: ASYNC110 - set over HTTP
                 await asyncio.sleep(0.01)
             if meant not in ("", self.identity):
                 return
             if self.breaks_after == made:
                 self.breaks -= 1
                 self.breaks_after = self.breaks_after if self.breaks else 0
+                self.silent = self.silent_once_broken
                 raise ConnectionResetError
             token = next_token(token_ids, self.version)
             token_ids.append(token)

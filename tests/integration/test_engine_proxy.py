@@ -225,6 +225,22 @@ async def test_an_engine_that_is_gone_is_a_bad_gateway() -> None:
             assert "does not answer" in json.loads(await reply.text())["error"]
 
 
+async def test_an_engine_that_breaks_the_connection_is_not_taken_for_gone() -> None:
+    async def breaks(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", breaks)
+    async with (
+        proxied(app) as (url, _),
+        aiohttp.ClientSession() as session,
+        session.get(url + "/health") as reply,
+    ):
+        assert reply.status == 504
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -1,9 +1,17 @@
 """A broken stream is a fault of its attempt; a broken engine is down."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import pytest
+
+from harvester.contracts.ids import EngineId
+from scheduler.gateway.policy import repeated_deaths
+from scheduler.gateway.policy.blame import BlamePolicy
 from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway_in_process import PROMPT, continued, gateway_on
+from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
 
 
 def fake(*, step_s: float = 0.001) -> FakeEngine:
@@ -44,8 +52,8 @@ async def test_an_engine_that_breaks_every_stream_is_down_and_the_turn_goes_on_e
         await gateway.publish(1)
         broken.calls.clear()
         broken.breaks_after, broken.breaks = 1, 1 << 30
-        turns = [gateway.generate(f"t{each}", 20) for each in range(4)]
-        for status, choice in await asyncio.gather(*turns):
+        for each in range(8):
+            status, choice = await gateway.generate(f"t{each}", 20)
             assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
         # A downed engine is updated before it serves again.
         assert "/update_weights" in broken.calls
@@ -64,3 +72,56 @@ async def test_an_engine_that_is_gone_is_down_at_the_first_broken_stream() -> No
         for status, choice in await asyncio.gather(*turns):
             assert (status, choice["token_ids"]) == (200, continued(PROMPT, 60, version=1))
         assert not (await gateway.status())["engines"]["e0"]["up"]
+
+
+@asynccontextmanager
+async def a_turn_whose_trial_is_silent(
+    held_s: float,
+) -> AsyncIterator[tuple[GatewayInProcess, FakeEngine, "asyncio.Task[tuple[int, Any]]"]]:
+    """One engine has died under it, and the other broke its stream and answers nothing."""
+    engines = [fake(step_s=0.01), fake(step_s=0.01)]
+    async with gateway_on(*engines, timeouts={"connect_s": 0.1}) as gateway:
+        await gateway.publish(1)
+        gateway.scheduler.runner.blame = BlamePolicy(quiet_s=0, held_s=held_s)
+        turn = asyncio.create_task(gateway.generate("t", 60))
+        await gateway.until_tokens(5)
+        first, second = sorted(engines, key=lambda engine: not engine.open)
+        second.breaks_after, second.silent_once_broken = 1, True
+        await gateway.sites[engines.index(first)].close()
+        on_trial = gateway.scheduler.fleet.members[EngineId(f"e{engines.index(second)}")]
+        await gateway.until(lambda: second.silent and not on_trial.up)
+        yield gateway, second, turn
+
+
+@pytest.mark.parametrize("held_s", [0.05, 30.0])
+async def test_a_turn_on_trial_is_not_refused_for_an_engine_that_was_silent(held_s: float) -> None:
+    """Its engine proves alive after the verdict would have fallen, or before."""
+    async with a_turn_whose_trial_is_silent(held_s) as (gateway, engine, turn):
+        await asyncio.sleep(0.1)
+        engine.silent = False
+        status, choice = await turn
+        assert (status, choice["finish_reason"], choice["fault"]) == (200, "length", "")
+        assert choice["token_ids"] == continued(PROMPT, 60, version=1)
+        assert gateway.scheduler.runner.blame.idle
+
+
+async def test_a_turn_on_trial_is_refused_once_its_silent_engine_proves_dead() -> None:
+    async with a_turn_whose_trial_is_silent(1.0) as (_, engine, turn):
+        engine.instance, engine.silent = "another", False
+        status, choice = await turn
+        assert (status, choice["finish_reason"]) == (200, "abort")
+        assert "failed twice under this request" in choice["fault"]
+
+
+async def test_a_turn_is_not_blamed_for_an_engine_whose_streams_break_and_that_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repeated_deaths, "HELD_S", 0.0)
+    engine = fake()
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        gateway.scheduler.runner.blame = BlamePolicy(quiet_s=0, held_s=0)
+        engine.breaks_after, engine.breaks = 2, 20
+        status, choice = await gateway.generate("t", 40)
+        assert (status, choice["finish_reason"], choice["fault"]) == (200, "length", "")
+        assert choice["token_ids"] == continued(PROMPT, 40, version=1)

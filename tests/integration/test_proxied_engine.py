@@ -10,6 +10,7 @@ from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.page import GrantMode
 from harvester.platform.tls import Credentials
 from scheduler.gateway.engine_client import EngineClient, EngineLost
+from scheduler.gateway.identity import Change
 from tests.certificates import Authority, token_file
 from tests.contract.scheduler.test_engine_contract import attempt
 from tests.integration.conftest import Served
@@ -46,7 +47,7 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
             stranger = EngineClient(
                 session, proxy.url, connect_s=10.0, credentials=Credentials(ca_file=authority.file)
             )
-            assert await client.healthy()
+            assert await client.became() is Change.NONE
             state, made_tokens = first_state(), []
             with Publisher(Path(slot.weights) / STORE) as publisher:
                 for number in (1, 2):

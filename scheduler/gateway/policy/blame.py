@@ -7,6 +7,9 @@
     the engine of its trial dies in its first step,         quarantined: two engines failed under it
     before a token of it, or answers it with a failure
     that engine dies later                                  a suspect as before
+    an engine goes silent                                   its requests are suspects as well; it
+                                                            counts once its death is proven, and
+                                                            never if it proves alive
 
 A request that kills at one position of its content fails in the first step of its trial, because
 the trial continues from the tokens already generated; it costs two engines. A later death counts as
@@ -19,7 +22,7 @@ Opens no connection and reads no clock.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from harvester.contracts.ids import EngineId
@@ -38,7 +41,8 @@ QUIET_S = 1.0
 """Engines that are stopped together die within this time, and no trial is among them."""
 
 HELD_S = 5.0
-"""A request waits this long for its verdict: another engine may die without it."""
+"""A request waits this long for its verdict: another engine may die without it, and a silent one
+may prove dead or alive. It is tried again if that is not known by then."""
 
 WAVE_S = 60.0
 """Deaths this close together may have one cause."""
@@ -53,14 +57,32 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
-class _Suspect:
+class _Strike:
     engine: EngineId
     reason: str
+    proven: bool = True
+    """Whether that engine is known to have failed; a silent one may yet prove alive."""
+
+
+@dataclass(slots=True)
+class _Suspect:
+    strikes: list[_Strike]
+    """Engines that failed under it: one, or two until its verdict."""
     since_s: float
     trial: EngineId | None = None
     excused: bool = False
-    verdict: str = ""
-    verdict_s: float = 0.0
+    verdict_s: float | None = None
+
+    def spare(self, *, excused: bool = False) -> None:
+        """Tries it again. The strike that stays is a proven one, if there is any."""
+        self.verdict_s, self.excused = None, self.excused or excused
+        self.strikes = sorted(self.strikes, key=lambda strike: not strike.proven)[:1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    at_s: float
+    requests: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +114,11 @@ class BlamePolicy:
     def __init__(self, *, quiet_s: float = QUIET_S, held_s: float = HELD_S) -> None:
         self._quiet_s = quiet_s
         self._held_s = held_s
-        self._deaths: deque[tuple[float, frozenset[str]]] = deque(maxlen=_DEATHS)
+        self._lost_s = float("-inf")
+        """Time of the latest death, proven or not."""
+        self._deaths: deque[_Death] = deque(maxlen=_DEATHS)
+        self._doubted: dict[EngineId, _Death] = {}
+        """Engines that went silent: what would be a death."""
         self._suspects: OrderedDict[str, _Suspect] = OrderedDict()
         self._quarantined: OrderedDict[str, _Quarantined] = OrderedDict()
 
@@ -107,8 +133,11 @@ class BlamePolicy:
     def quarantined(self, request: str, *, now: float) -> str:
         """The reason; empty where the request may run."""
         suspect = self._suspects.get(request)
-        if suspect is not None and suspect.verdict and now >= suspect.verdict_s:
-            self._quarantine(request, suspect.verdict, now)
+        if suspect is not None and suspect.verdict_s is not None and now >= suspect.verdict_s:
+            if all(strike.proven for strike in suspect.strikes):
+                self._quarantine(request, suspect, now)
+            else:
+                suspect.spare()
         held = self._quarantined.get(request)
         if held is not None and now >= held.until_s:
             del self._quarantined[request]
@@ -120,14 +149,13 @@ class BlamePolicy:
         suspect = self._suspects.get(request)
         if suspect is None:
             return 0.0
-        quiet_s = self._deaths[-1][0] + self._quiet_s if self._deaths else now
-        return max(0.0, quiet_s - now, suspect.verdict_s - now if suspect.verdict else 0.0)
+        return max(0.0, self._lost_s + self._quiet_s - now, (suspect.verdict_s or now) - now)
 
     def shunned(self, request: str, *, now: float) -> dict[EngineId, float]:
         """The engine that failed under it, and until when: it may be that engine's own fault."""
         suspect = self._suspects.get(request)
         until_s = suspect.since_s + self._held_s if suspect else now
-        return {suspect.engine: until_s} if suspect and now < until_s else {}
+        return {suspect.strikes[0].engine: until_s} if suspect and now < until_s else {}
 
     def placed(self, request: str, engine: EngineId) -> None:
         """A suspect goes on there: its trial."""
@@ -147,18 +175,24 @@ class BlamePolicy:
         if suspect is not None and suspect.trial == engine:
             suspect.trial = None
 
-    def died(self, engine: EngineId, ran: Iterable[Ran], *, reason: str, now: float) -> None:
-        """The engine died with these on it."""
+    def died(
+        self, engine: EngineId, ran: Iterable[Ran], *, reason: str, now: float, proven: bool = True
+    ) -> None:
+        """The engine died with these on it. Not `proven`: it is silent, until `proved`."""
         ran = tuple(ran)
         if not ran:
             return
-        names, believed = frozenset(one.request for one in ran), []
-        self._excuse_all_but(names)
-        self._deaths.append((now, names))
+        believed: list[str] = []
+        self._lost_s = now
+        death = _Death(now, frozenset(one.request for one in ran))
+        if proven:
+            self._count(death)
+        else:
+            self._doubt(engine, death)
         for one in ran:
             suspect = self._suspects.get(one.request)
             if one.just_begun and suspect is not None and suspect.trial == engine:
-                self._judge_later(one.request, suspect, engine, reason, now)
+                self._strike(one.request, suspect, _Strike(engine, reason, proven), now)
             elif one.just_begun or one.request not in self._suspects:
                 # Without a token in all that time, it was not what the engine died of.
                 if one.just_begun or one.tokens:
@@ -167,44 +201,78 @@ class BlamePolicy:
                 self.left(one.request, engine)
             else:
                 self.served(one.request, engine)
-        self.failed(engine, believed, reason=reason, now=now)
+        self._fail(_Strike(engine, reason, proven), believed, now)
+
+    def proved(self, engine: EngineId, *, dead: bool, now: float) -> None:
+        """A silent engine has died, or it lives and its silence was no death."""
+        death = self._doubted.pop(engine, None)
+        if death is None:
+            return
+        if dead:
+            self._count(death)
+        for request in sorted(death.requests & self._suspects.keys()):
+            suspect = self._suspects[request]
+            struck = [each for each in suspect.strikes if each.engine == engine and not each.proven]
+            for strike in struck:
+                strike.proven = dead
+                if not dead:
+                    suspect.strikes.remove(strike)
+            if struck and not suspect.strikes:
+                del self._suspects[request]
+            elif struck and len(suspect.strikes) == 1:
+                suspect.verdict_s = None
+            elif struck:
+                self._excuse_in_wave(request, suspect, now)
 
     def failed(self, engine: EngineId, requests: Iterable[str], *, reason: str, now: float) -> None:
         """The engine failed under these for all that is known."""
+        self._fail(_Strike(engine, reason), requests, now)
+
+    def _fail(self, strike: _Strike, requests: Iterable[str], now: float) -> None:
         for request in sorted(set(requests)):
             suspect = self._suspects.get(request)
-            if suspect is not None and suspect.trial == engine:
-                self._quarantine(request, _verdict(suspect, engine, reason), now)
-            elif suspect is None:
-                _remember(self._suspects, request, _Suspect(engine, reason, now))
+            if suspect is None:
+                _remember(self._suspects, request, _Suspect([replace(strike)], now))
+            elif suspect.trial == strike.engine:
+                suspect.trial, suspect.verdict_s = None, now + self._held_s
+                suspect.strikes.append(replace(strike))
+                if all(each.proven for each in suspect.strikes):
+                    self._quarantine(request, suspect, now)
 
-    def _judge_later(
-        self, request: str, suspect: _Suspect, engine: EngineId, reason: str, now: float
-    ) -> None:
+    def _strike(self, request: str, suspect: _Suspect, strike: _Strike, now: float) -> None:
+        suspect.trial, suspect.verdict_s = None, now + self._held_s
+        suspect.strikes.append(strike)
+        if strike.proven:
+            self._excuse_in_wave(request, suspect, now)
+
+    def _excuse_in_wave(self, request: str, suspect: _Suspect, now: float) -> None:
         """Excused once if engines die without it as well: they die of something else."""
-        suspect.trial = None
-        wave = (names for at_s, names in self._deaths if now - at_s <= WAVE_S)
-        if not suspect.excused and any(request not in names for names in wave):
-            suspect.excused = True
-        else:
-            suspect.verdict = _verdict(suspect, engine, reason)
-            suspect.verdict_s = now + self._held_s
+        wave = (each.requests for each in self._deaths if now - each.at_s <= WAVE_S)
+        if not suspect.excused and any(request not in requests for requests in wave):
+            suspect.spare(excused=True)
 
-    def _excuse_all_but(self, names: frozenset[str]) -> None:
+    def _count(self, death: _Death) -> None:
         for request, suspect in self._suspects.items():
-            if suspect.verdict and not suspect.excused and request not in names:
-                suspect.excused, suspect.verdict = True, ""
+            pending = suspect.verdict_s is not None and not suspect.excused
+            if pending and request not in death.requests:
+                suspect.spare(excused=True)
+        self._deaths.append(death)
 
-    def _quarantine(self, request: str, reason: str, now: float) -> None:
+    def _doubt(self, engine: EngineId, death: _Death) -> None:
+        for other, earlier in tuple(self._doubted.items()):
+            if other == engine or death.at_s - earlier.at_s > WAVE_S:
+                # Nothing will prove it any more.
+                self.proved(other, dead=False, now=death.at_s)
+        self._doubted[engine] = death
+
+    def _quarantine(self, request: str, suspect: _Suspect, now: float) -> None:
+        first, second = suspect.strikes
+        reason = (
+            f"engines failed twice under this request: {first.engine} ({first.reason}), then "
+            f"{second.engine} ({second.reason}); it is not tried again"
+        )
         del self._suspects[request]
         _remember(self._quarantined, request, _Quarantined(reason, now + QUARANTINE_S))
-
-
-def _verdict(suspect: _Suspect, engine: EngineId, reason: str) -> str:
-    return (
-        f"engines failed twice under this request: {suspect.engine} "
-        f"({suspect.reason}), then {engine} ({reason}); it is not tried again"
-    )
 
 
 def _remember(held: OrderedDict[str, _T], request: str, what: _T) -> None:

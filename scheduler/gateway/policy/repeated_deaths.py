@@ -94,13 +94,14 @@ class RepeatedDeaths:
         self._forget(prompt)
 
     def died(self, prompts: Iterable[str], *, now: float) -> None:
-        """An engine died with these on it; their attempts end afterwards."""
+        """An engine died with these on it. Their attempts end afterwards, or have ended if it was
+        silent first."""
         self._pass(now)
         death = _Death(now, frozenset(prompts))
         self._deaths.append(death)
         self._died += 1
         for prompt in sorted(death.prompts):
-            life = self._lives[prompt]
+            life = self._lives.setdefault(prompt, _Life(self._fleet_s, self._died - 1, now))
             life.died_s = now
             self._lives.move_to_end(prompt)
             reason, alone = self._evidence(prompt, life, now)

@@ -13,6 +13,7 @@ import pytest
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.engine_client import EngineClient, RequestRefused
+from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
 from scheduler.gateway.stream import EngineChoice
 
@@ -90,7 +91,7 @@ async def leaving_a_stream_early_leaves_the_engine_ready(client: EngineClient) -
 
 
 async def says_that_it_is_healthy_and_which_vllm_it_is(client: EngineClient) -> None:
-    assert await client.healthy()
+    assert await client.became() is Change.NONE
     assert await client.vllm_version()
 
 

@@ -22,6 +22,7 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.decision_log import DecisionLog
+from scheduler.gateway import turns as turns_module
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import (
     EngineLost,
@@ -115,9 +116,10 @@ def died(
     now: float,
     age_s: float = 0.0,
     tokens: int = 0,
+    proven: bool = True,
 ) -> None:
     ran = [Ran(one, age_s=age_s, tokens=tokens) for one in requests]
-    policy.died(engine, ran, reason="gone", now=now)
+    policy.died(engine, ran, reason="gone", now=now, proven=proven)
 
 
 @pytest.mark.parametrize(("age_s", "tokens"), [(KILLS_WITHIN_S * 1.1, 0), (0.1, 1)])
@@ -195,6 +197,75 @@ def test_a_request_is_judged_when_no_other_engine_died_about_then(
     assert policy.quarantined("r", now=5 + HELD_S)
 
 
+def on_trial(policy: BlamePolicy, *, first: bool = True, second: bool = True) -> None:
+    """`r` was on A, which failed at 0 s, and on trial on B, which failed at 5 s; proven or not."""
+    died(policy, A, "r", now=0, proven=first)
+    policy.placed("r", B)
+    died(policy, B, "r", now=5, proven=second)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("second", [True, False])
+def test_a_request_is_refused_only_for_engines_that_are_known_to_have_died(
+    first: bool, second: bool
+) -> None:
+    policy = BlamePolicy()
+    on_trial(policy, first=first, second=second)
+    assert policy.trial_in_s("r", now=5) == HELD_S
+    assert bool(policy.quarantined("r", now=5 + HELD_S)) == (first and second)
+    assert policy.suspected("r") == (not (first and second))
+    assert policy.trial_in_s("r", now=5 + HELD_S) == 0, "it is tried again"
+
+
+@pytest.mark.parametrize(("engine", "first"), [(A, False), (B, True)])
+def test_an_engine_that_was_silent_and_lives_is_no_strike(engine: EngineId, first: bool) -> None:
+    policy = BlamePolicy()
+    on_trial(policy, first=first, second=not first)
+    policy.proved(engine, dead=False, now=6)
+    assert policy.suspected("r"), "one engine did die under it"
+    assert policy.trial_in_s("r", now=6) == 0
+    assert not policy.quarantined("r", now=6 + HELD_S)
+    policy.placed("r", C)
+    died(policy, C, "r", now=20)
+    assert "c (gone)" in policy.quarantined("r", now=20 + HELD_S)
+
+
+def test_a_silence_alone_that_ends_clears_the_request() -> None:
+    policy = BlamePolicy()
+    died(policy, A, "r", now=0, proven=False)
+    assert policy.suspected("r"), "it shares no engine with others meanwhile"
+    policy.proved(A, dead=False, now=2)
+    assert policy.idle
+
+
+def test_a_silent_engine_that_proves_dead_before_the_verdict_counts() -> None:
+    policy = BlamePolicy()
+    on_trial(policy, first=False, second=False)
+    policy.proved(A, dead=True, now=6)
+    policy.proved(B, dead=True, now=7)
+    assert not policy.quarantined("r", now=7)
+    assert policy.quarantined("r", now=5 + HELD_S)
+
+
+def test_only_a_death_excuses_a_request_that_was_elsewhere() -> None:
+    policy = BlamePolicy()
+    on_trial(policy)
+    died(policy, C, "other", now=6, proven=False)
+    assert policy.trial_in_s("r", now=6) == HELD_S - 1, "not excused"
+    policy.proved(C, dead=True, now=7)
+    assert not policy.quarantined("r", now=6 + HELD_S)
+
+
+def test_a_request_that_an_engine_fails_waits_for_the_fate_of_a_silent_one() -> None:
+    policy = BlamePolicy()
+    died(policy, A, "r", now=0, proven=False)
+    policy.placed("r", B)
+    failed(policy, B, "r", now=1)
+    assert not policy.quarantined("r", now=1)
+    policy.proved(A, dead=True, now=2)
+    assert policy.quarantined("r", now=1 + HELD_S)
+
+
 @dataclass(eq=False)
 class Client:
     """An engine that dies of a request with its first token in `poison`, at that many tokens."""
@@ -211,6 +282,10 @@ class Client:
     vocabulary: int = 0
     slow: int = 0
     """Steps before its first token."""
+    silences: list[Change] = field(default_factory=list)
+    """What its next death or broken stream looks like at first."""
+    breaks: int = 0
+    """Streams to come that break before a token."""
 
     async def generate(
         self,
@@ -234,17 +309,19 @@ class Client:
             await asyncio.sleep(0)
             if not self.dead and len(attempt.token_ids) + made > self.poison.get(told, 1 << 30):
                 self.dead, self.deaths, self.life = True, self.deaths + 1, self.life + 1
+            if self.breaks:
+                self.breaks -= 1
+                raise EngineLost("reset")
             if self.dead or life != self.life:
                 raise EngineLost("the stream ended early")
             token = len(attempt.token_ids) + made
             finish = "length" if made == attempt.sampling_params.max_tokens else None
             yield EngineChoice([token], _Logprobs([TokenLogprob(token, -1.0)]), finish)
 
-    async def healthy(self) -> bool:
-        return not self.dead
-
-    async def changed(self, *, frugal: bool = False) -> Change:
-        return Change.PROCESS if self.served_life != self.life else Change.NONE
+    async def became(self) -> Change:
+        if self.silences:
+            return self.silences.pop()
+        return Change.PROCESS if self.dead or self.served_life != self.life else Change.NONE
 
     async def describe(self) -> EngineDescription:
         return EngineDescription(vocabulary=self.vocabulary)
@@ -304,8 +381,8 @@ class Cluster:
         while True:
             for member, client in zip(self.members, self.clients, strict=True):
                 if not member.up and not client.gone:
-                    client.dead = False
-                    self.fleet.up(member)
+                    self.fleet.answered(member, await client.became())
+                    client.dead, client.served_life = False, client.life
             for _ in range(5):
                 await asyncio.sleep(0)
 
@@ -348,6 +425,44 @@ def test_one_poisoned_request_costs_two_engines_and_its_neighbours_all_end(
                 start = len(turn.request.token_ids)
                 wanted = turn.request.sampling_params.max_tokens
                 assert turn.token_ids == list(range(start + 1, start + 1 + wanted))
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("unanswered", [1, 3])
+def test_a_poisoned_request_costs_two_engines_also_if_they_are_silent_first(
+    unanswered: int,
+) -> None:
+    async def case() -> None:
+        cluster = Cluster(4, poison={99: 5}, blame=BlamePolicy(quiet_s=0, held_s=0.1))
+        for client in cluster.clients:
+            client.silences = [Change.UNKNOWN] * unanswered
+        turns = [cluster.serve(f"good{n}", (n,), 20) for n in range(6)]
+        (bad, _), *served = await cluster.run(cluster.serve("bad", (99, 1), 40), *turns)
+        assert bad.outcome == "failed"
+        assert sum(client.deaths for client in cluster.clients) == 2
+        assert {turn.finish_reason for turn, _ in served} == {FinishReason.LENGTH}
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize(("engines", "others"), [(1, 0), (1, 6), (3, 0), (3, 9)])
+@pytest.mark.parametrize("unanswered", [0, 2])
+def test_streams_that_break_and_engines_that_are_silent_cost_no_turn(
+    engines: int, others: int, unanswered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: none of the engines dies."""
+    monkeypatch.setattr(turns_module, "_ABORTED_PAUSE_S", 0.0)
+    monkeypatch.setattr(repeated_deaths, "HELD_S", 0.0)
+
+    async def case() -> None:
+        cluster = Cluster(engines, poison={})
+        for client in cluster.clients:
+            client.breaks, client.silences = 12, [Change.UNKNOWN] * unanswered
+        ended = await cluster.run(*(cluster.serve(f"t{n}", (n,), 12) for n in range(others + 1)))
+        assert {turn.finish_reason for turn, _ in ended} == {FinishReason.LENGTH}
+        assert cluster.runner.blame.idle
+        assert cluster.ledger.counters.lost == 0
 
     asyncio.run(case())
 

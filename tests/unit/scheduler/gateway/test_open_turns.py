@@ -4,10 +4,12 @@ import asyncio
 
 import pytest
 
-from harvester.contracts.ids import JobId, TrajectoryId
+from harvester.contracts.clock import VirtualClock
+from harvester.contracts.ids import JobId, TenantId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
 from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTurns
+from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
 
 
@@ -20,6 +22,7 @@ class Work:
         self.ended: list[Turn] = []
         self.fault: Exception | None = None
         self.ledger = TurnLedger(JobId("job"))
+        self.clock = VirtualClock()
 
     async def run(self, turn: Turn, on_tokens) -> None:
         self.begun.append(turn)
@@ -29,7 +32,16 @@ class Work:
         turn.end(FinishReason.LENGTH)
 
     def open_turns(self, *, rejoin_s: float) -> OpenTurns:
-        return OpenTurns(self.ledger, self.run, on_end=self.ended.append, rejoin_s=rejoin_s)
+        bounds = AnswerBounds(keep_s=60, turns=8, size_bytes=1 << 20)
+        return OpenTurns(
+            self.ledger,
+            self.run,
+            self.clock,
+            on_end=self.ended.append,
+            rejoin_s=rejoin_s,
+            answered=AnsweredTurns(bounds),
+            tenant=TenantId("alice"),
+        )
 
 
 def serve(
@@ -39,14 +51,20 @@ def serve(
     prompt: int = 1,
     trajectory: str = "t",
     on_turn: Listen | None = None,
+    named: bool = False,
+    name: str = "r",
 ):
+    """`named`: as the part `name` of the request `r`, whose client can send it again."""
     request = GenerateRequest(
-        request_id="r",
+        request_id=name,
         token_ids=(prompt,),
         stream=stream,
         sampling_params=SamplingParams(max_tokens=4),
     )
-    work = turns.serve(request, trajectory=TrajectoryId(trajectory), on_turn=on_turn)
+    part_of = ClientRequest("r", TrajectoryId(trajectory), named) if named else None
+    work = turns.serve(
+        request, trajectory=TrajectoryId(trajectory), on_turn=on_turn, part_of=part_of
+    )
     return asyncio.create_task(work)
 
 
@@ -202,3 +220,74 @@ async def test_an_abort_names_the_request_that_a_turn_is_part_of_or_its_session(
         assert await turns.abort(session=TrajectoryId("s.3")) == 0
         assert await turns.abort(ids=ids, session=session) == 1
         assert (await client)[0].finish_reason is FinishReason.ABORT
+
+
+async def test_an_answered_request_that_is_sent_again_gets_the_same_turn() -> None:
+    """Its client may have broken off a moment before it would have received it."""
+    work = Work()
+    turns = work.open_turns(rejoin_s=0)
+    work.goes_on.set()
+    first, _ = await serve(turns, named=True)
+    told: list[Turn] = []
+    again, refused = await serve(
+        turns, named=True, stream=True, on_turn=lambda turn: lambda: told.append(turn)
+    )
+    assert (again is first, refused, work.begun) == (True, None, [first])
+    assert work.ledger.counters.completed == 1
+    assert "r" in turns
+    work.clock.advance_to(60)
+    assert (await serve(turns, named=True))[0] is not first, "it is not kept for ever"
+
+
+async def test_a_turn_that_ends_after_its_client_left_is_kept_as_well() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    client = serve(turns, named=True)
+    await settle()
+    await gone(client)
+    work.goes_on.set()
+    await settle()
+    (turn,) = work.ended
+    assert (await serve(turns, named=True))[0] is turn
+    work.clock.advance_to(60)
+    assert (await serve(turns, named=True))[0] is not turn
+
+
+@pytest.mark.parametrize("changes", [{"prompt": 2}, {"trajectory": "u"}])
+async def test_another_request_under_an_answered_id_is_refused_by_name(changes) -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    work.goes_on.set()
+    await serve(turns, named=True)
+    with pytest.raises(IdInUse, match="'r' was answered with another body"):
+        await serve(turns, named=True, **changes)
+    assert len(work.begun) == 1
+
+
+async def test_an_aborted_turn_is_no_whole_answer() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    client = serve(turns, named=True)
+    await settle()
+    await turns.abort()
+    turn, _ = await client
+    work.goes_on.set()
+    assert (await serve(turns, named=True))[0] is not turn
+
+
+async def test_samples_of_a_request_are_kept_until_the_last_of_them_was_answered() -> None:
+    work = Work()
+    turns = work.open_turns(rejoin_s=60)
+    slow = serve(turns, named=True, name="r.1")
+    await settle()
+    work.goes_on = asyncio.Event()
+    fast = serve(turns, named=True, name="r.0")
+    await settle()
+    work.goes_on.set()
+    first, _ = await fast
+    work.clock.advance_to(1000)
+    assert (await serve(turns, named=True, name="r.0"))[0] is first, "the request is open"
+    assert len(work.begun) == 2
+    await gone(slow)
+    work.clock.advance_to(1060)
+    assert (await serve(turns, named=True, name="r.0"))[0] is not first

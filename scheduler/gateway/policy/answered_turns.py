@@ -1,0 +1,139 @@
+"""Keeps whole answers for a while: a client whose connection broke gets the same one again.
+
+    kept       turns that ended with stop or length, by request
+    for        keep_s after the request's last client left, or after it was given again
+    evicted    beyond a bound: the oldest request of the tenant that holds most
+
+Holds the turns themselves, so that an answer is given again in any form. Reads no clock.
+"""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from harvester.contracts.ids import TenantId
+from scheduler.gateway.policy.trajectories import Turn
+
+_PROMPT_TOKEN_BYTES = 40
+_TOKEN_BYTES = 200
+"""A generated token with its log-probability, as objects; each of its candidates again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerBounds:
+    keep_s: float
+    turns: int
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request's turns by key."""
+
+    turns: dict[str, Turn] = field(default_factory=dict)
+    size_bytes: int = 0
+    until_s: float = math.inf
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One tenant's answers by request, the oldest first."""
+
+    answers: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
+    turns: int = 0
+    size_bytes: int = 0
+
+
+class AnsweredTurns:
+    def __init__(self, bounds: AnswerBounds) -> None:
+        self._bounds = bounds
+        self._shelves: dict[TenantId, _Shelf] = {}
+        self._requests: dict[str, tuple[TenantId, str]] = {}
+        """Request of each turn, by the turn's key."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of what is kept, about."""
+        return sum(shelf.size_bytes for shelf in self._shelves.values())
+
+    def __contains__(self, turn: str) -> bool:
+        return turn in self._requests
+
+    def keep(self, turn: Turn, *, tenant: TenantId, request: str) -> None:
+        """A turn of the request has ended whole. `request`: unique over all jobs."""
+        if not self._bounds.keep_s:
+            return
+        shelf = self._shelves.setdefault(tenant, _Shelf())
+        answer = shelf.answers.setdefault(request, _Answer())
+        # Samples of one request share its prompt.
+        size_bytes = size_of(turn) + (0 if answer.turns else _prompt_size_of(turn))
+        answer.turns[turn.key], answer.until_s = turn, math.inf
+        answer.size_bytes += size_bytes
+        shelf.answers.move_to_end(request)
+        shelf.turns += 1
+        shelf.size_bytes += size_bytes
+        self._requests[turn.key] = tenant, request
+        while len(self._requests) > self._bounds.turns:
+            self._evict(max(self._shelves, key=lambda each: self._shelves[each].turns))
+        while self.size_bytes > self._bounds.size_bytes:
+            self._evict(max(self._shelves, key=lambda each: self._shelves[each].size_bytes))
+
+    def left(self, tenant: TenantId, request: str, *, now: float) -> None:
+        """No client waits for a turn of the request any more."""
+        shelf = self._shelves.get(tenant)
+        if shelf is not None and request in shelf.answers:
+            shelf.answers[request].until_s = now + self._bounds.keep_s
+            shelf.answers.move_to_end(request)
+
+    def find(self, turn: str, *, now: float) -> Turn | None:
+        """The answered turn of this key, which is kept for longer."""
+        self.expire(now=now)
+        if turn not in self._requests:
+            return None
+        tenant, request = self._requests[turn]
+        answer = self._shelves[tenant].answers[request]
+        if answer.until_s < math.inf:
+            self.left(tenant, request, now=now)
+        return answer.turns[turn]
+
+    def expire(self, *, now: float) -> None:
+        for tenant, shelf in tuple(self._shelves.items()):
+            due = []
+            for request, answer in shelf.answers.items():
+                if now < answer.until_s < math.inf:
+                    # Those with a time are in its order.
+                    break
+                if answer.until_s <= now:
+                    due.append(request)
+            for request in due:
+                self._drop(tenant, request)
+
+    def _evict(self, tenant: TenantId) -> None:
+        self._drop(tenant, next(iter(self._shelves[tenant].answers)))
+
+    def _drop(self, tenant: TenantId, request: str) -> None:
+        shelf = self._shelves[tenant]
+        answer = shelf.answers.pop(request)
+        shelf.turns -= len(answer.turns)
+        shelf.size_bytes -= answer.size_bytes
+        for turn in answer.turns:
+            del self._requests[turn]
+        if not shelf.answers:
+            del self._shelves[tenant]
+
+
+def _prompt_size_of(turn: Turn) -> int:
+    return len(turn.request.token_ids) * _PROMPT_TOKEN_BYTES
+
+
+def size_of(turn: Turn) -> int:
+    """Memory of an ended turn without its prompt, about, in bytes."""
+    sampling, scores = turn.request.sampling_params, turn.scores
+    candidates = (sampling.logprobs or 0) + len(sampling.logprob_token_ids or ())
+    scored = len(bytes(scores.prompt_logprobs or b"")) if scores else 0
+    return (
+        len(turn.token_ids) * _TOKEN_BYTES * (1 + candidates)
+        + len(turn.routed_experts or "")
+        + scored
+        + _TOKEN_BYTES
+    )
