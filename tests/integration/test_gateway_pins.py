@@ -222,7 +222,10 @@ async def test_a_label_of_numerics_chooses_the_engine_on_every_route(route) -> N
         }
         assert labels["e0"] != labels["e1"]
         for engine, label in labels.items():
-            status, reply = await gateway.post(route, body_for(route, equal_numerics=label))
+            body = body_for(route, equal_numerics=label)
+            if "request_id" in body:
+                body["request_id"] = engine
+            status, reply = await gateway.post(route, body)
             of_choice = reply["meta_info"] if route == "/generate" else reply["choices"][0]
             assert (status, of_choice["spans"][0]["engine"]) == (200, engine)
         unknown = body_for(route, equal_numerics="vllm 9", weight_version={"wait_s": 0})
