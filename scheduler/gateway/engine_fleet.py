@@ -332,10 +332,14 @@ class EngineFleet:
                 self._offer(member)
         return not member.running
 
-    def began(self, engine: EngineId, running: RunningAttempt) -> Member | None:
-        """The member that the attempt runs on, unless it went away since the turn was placed."""
+    def began(
+        self, engine: EngineId, running: RunningAttempt, version: WeightVersion
+    ) -> Member | None:
+        """The member that the attempt runs on, unless it went away or left the version since the
+        turn was placed: its tokens would be labelled with the version before."""
         member = self.members.get(engine)
-        if member is None or not member.up:
+        serves = self.policy.serves(engine, running.turn.job, version)
+        if member is None or not (member.up and serves):
             return None
         member.running.add(running)
         return member

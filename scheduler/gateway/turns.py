@@ -315,7 +315,7 @@ class TurnRunner:
             # It has joined or changed since the turn began to wait, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
-        member = self._fleet.began(engine, running)
+        member = self._fleet.began(engine, running, placed.version)
         if member is None:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return

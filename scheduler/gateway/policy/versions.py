@@ -135,6 +135,10 @@ class VersionPolicy:
         at = self._engines.get(engine)
         return at.version if at else None
 
+    def serves(self, engine: EngineId, job: JobId, version: WeightVersion) -> bool:
+        at = self._engines.get(engine)
+        return at is not None and at.serves(job, version)
+
     def switch_states(self, job: JobId, version: WeightVersion) -> dict[EngineId, SwitchState]:
         return {
             engine: SwitchState.SWITCHED if at.serves(job, version) else SwitchState.CATCHING_UP

@@ -50,6 +50,10 @@ from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
 from scheduler.rollmux.permits.terms import JobTerms, leased_tail
 
+_OLD_RATIO = 1 / 3
+"""Share of the lease after which the answer to a request is too old: it is asked again, which gives
+the permit a whole lease."""
+
 Resume = Callable[[bool], None]
 """Called with whether the start is cold: the first of this kind in this process."""
 Release = Callable[[], None]
@@ -153,9 +157,9 @@ class PhaseControl:
         """
         if self._open is not None:
             raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
-        asked_s = self._clock.now()
+        waits_s = self._clock.now()
         try:
-            granted = self._awaited(kind, cancelled or threading.Event())
+            granted, asked_s = self._awaited(kind, cancelled or threading.Event())
         except BaseException:
             self._withdraw()
             raise
@@ -167,6 +171,7 @@ class PhaseControl:
             job=self.job,
             kind=kind,
             granted=granted,
+            asked_s=asked_s,
         )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
@@ -190,7 +195,7 @@ class PhaseControl:
             Start(
                 kind=kind,
                 cold=cold,
-                waited_s=granted_s - asked_s,
+                waited_s=granted_s - waits_s,
                 resume_s=resumed_s - granted_s,
             )
         )
@@ -252,19 +257,24 @@ class PhaseControl:
             return self._transport.call(Submit(submission=self._terms))
         return self._transport.call(Register(terms=self._terms))
 
-    def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> Granted:
+    def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> tuple[Granted, float]:
+        """The permit, and the time of the request that it answers."""
         pauses = self._backoff(self._timeout_s)
         wait_s = 1.0
         while not cancelled.is_set():
             entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
+            asked_s = self._clock.now()
             try:
                 reply = self._transport.call(entry)
             except Exhausted as error:
                 pauses.pause(error)
                 continue
             match reply:
+                case Granted() if self._clock.now() - asked_s > _OLD_RATIO * reply.lease_s:
+                    wait_s = 0.0
+                    pauses.check("the control answers too slowly")
                 case Granted():
-                    return reply
+                    return reply, asked_s
                 case Waiting():
                     pauses.check(f"{reply.ahead} jobs are before it")
                 case CallRefused(unknown=True):

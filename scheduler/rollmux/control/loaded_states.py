@@ -109,12 +109,15 @@ class LoadedStates:
                 if not self._states:
                     self._asking = None
                     return
+            asked_s = self._clock.now()
             reply = self._say(())
+            # The next call may take as long as this one before it fails.
+            fails_s = 2 * self._clock.now() - asked_s
             if isinstance(reply, Accepted) and reply.unload:
                 self.release(reply.unload)
             elif isinstance(reply, Ended):
                 self.release()
-            elif self._clock.now() - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
+            elif fails_s - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
                 _log.warning("job %s: the control is silent; its states are released", self._job)
                 self.release()
 

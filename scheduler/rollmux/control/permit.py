@@ -35,7 +35,10 @@ class Permit:
         job: JobId,
         kind: PhaseKind,
         granted: Granted,
+        asked_s: float,
     ) -> None:
+        """`asked_s`: time of the request that the grant answers. The control counts the lease from
+        a later moment, so that it ends for the holder first."""
         self.job, self.kind = job, kind
         self.epoch = granted.epoch
         self._transport = transport
@@ -47,8 +50,8 @@ class Permit:
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
         self._recall: Recall | None = None
         self._said_ratio = 0.0
-        self._lost = ""
-        self._answered_s = clock.now()
+        self._lost = self._fault = ""
+        self._answered_s = asked_s
         self._asked_to_narrow_s: float | None = None
         self.narrowing_s = 0.0
         """Time spent on bringing the tail together, in s."""
@@ -96,11 +99,15 @@ class Permit:
     @property
     def lost(self) -> str:
         """Why the permit has ended; empty while it is held."""
+        # A call that is not answered may fail only after the lease.
+        silent_s = self._clock.now() - self._answered_s
+        if not (self._lost or self._ended) and silent_s > self.lease_s * (1 - _MARGIN_RATIO):
+            self._lost = f"the phase control is silent: {self._fault or 'no answer'}"
         return self._lost
 
     def check(self) -> None:
         """Raises Stale when the permit has ended: stop, and go back to the last checkpoint."""
-        if self._lost:
+        if self.lost:
             raise Stale(f"{self.kind} phase of job {self.job}: {self._lost}")
 
     @property
@@ -134,7 +141,7 @@ class Permit:
         self._beating.join()
 
     def _beats(self) -> None:
-        while not self._ended and not self._lost:
+        while not self._ended and not self.lost:
             self._wake.wait(min(self.lease_s / _BEATS_PER_LEASE, _BEAT_MAX_S))
             self._wake.clear()
             if not self._ended:
@@ -157,8 +164,7 @@ class Permit:
             self._answered_s = asked_s
             return
         except (Exhausted, PeerProtocolError) as error:
-            if self._clock.now() - self._answered_s > self.lease_s * (1 - _MARGIN_RATIO):
-                self._lost = f"the phase control is silent: {error}"
+            self._fault = str(error)
             return
         self._answered_s = asked_s
         if isinstance(reply, Orders):

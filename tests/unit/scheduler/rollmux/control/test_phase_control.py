@@ -15,6 +15,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
 from scheduler.rollmux.control.control import PhaseControl, install, phase
+from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
     Absent,
@@ -26,6 +27,7 @@ from scheduler.rollmux.control.wire import (
 )
 from scheduler.rollmux.permits.events import (
     Beat,
+    Enter,
     Leave,
     Register,
 )
@@ -301,7 +303,7 @@ class Scripted(Transport):
 
 def _permit(transport: Transport, clock: VirtualClock) -> Permit:
     granted = Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=0.03)
-    return Permit(transport, clock, job=JobId("a"), kind=ROLLOUT, granted=granted)
+    return Permit(transport, clock, job=JobId("a"), kind=ROLLOUT, granted=granted, asked_s=0.0)
 
 
 def test_a_permit_that_was_taken_away_is_seen_while_the_phase_runs() -> None:
@@ -333,6 +335,103 @@ def test_a_disconnected_holder_stops_before_its_lease_ends() -> None:
     permit.end()
     with pytest.raises(Stale, match="silent"):
         permit.check()
+
+
+class Hanging(Scripted):
+    """A control that takes a beat and answers it only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.answers = threading.Event(), threading.Event()
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Beat):
+            self.taken.set()
+            self.answers.wait(LONG_S)
+            raise Exhausted("no answer in time")
+        return super().call(message)
+
+
+def test_a_holder_stops_before_its_lease_ends_although_its_beat_has_not_failed_yet() -> None:
+    clock, transport = VirtualClock(), Hanging()
+    permit = _permit(transport, clock)
+    assert transport.taken.wait(LONG_S)
+    clock.now_s = 0.026
+    permit.check()
+    clock.now_s = 0.028
+    with pytest.raises(Stale, match="silent"):
+        permit.check()
+    transport.answers.set()
+    permit.end()
+
+
+def test_a_holder_counts_its_lease_from_the_request_and_not_from_a_late_answer() -> None:
+    clock, transport = VirtualClock(now_s=0.028), Hanging()
+    permit = _permit(transport, clock)
+    with pytest.raises(Stale, match="silent"):
+        permit.check()
+    transport.answers.set()
+    permit.end()
+
+
+def test_a_permit_that_ended_in_time_stays_so_however_long_its_leave_takes() -> None:
+    clock, transport = VirtualClock(), Hanging()
+    transport.answers.set()
+    permit = _permit(transport, clock)
+    permit.end()
+    clock.now_s = 1000.0
+    permit.check()
+
+
+class Slow(Scripted):
+    """A control whose first grant comes when half of its lease is over."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.entered: list[Enter] = []
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Enter):
+            self.entered.append(message)
+            if len(self.entered) == 1:
+                self.clock.now_s += QUICK.lease_s / 2
+        return super().call(message)
+
+
+def test_a_grant_that_comes_late_is_asked_for_again_for_a_whole_lease() -> None:
+    clock = VirtualClock()
+    transport = Slow(clock)
+    phases = PhaseControl(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    permit = phases.begin(ROLLOUT)
+    clock.now_s += 0.8 * QUICK.lease_s
+    permit.check()
+    permit.end()
+    assert [entry.wait_s for entry in transport.entered] == [1.0, 0.0]
+
+
+class Lagging(Transport):
+    """A control whose calls fail after half of a lease."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def call(self, message: Call) -> Reply:
+        self.clock.now_s += 0.5 * QUICK.lease_s
+        raise Exhausted("no answer in time")
+
+
+def test_a_loaded_state_is_gone_before_its_lease_ends_although_calls_take_long_to_fail() -> None:
+    clock, gone_s, gone = VirtualClock(), list[float](), threading.Event()
+
+    def release() -> None:
+        gone_s.append(clock.now_s)
+        gone.set()
+
+    states = LoadedStates(Lagging(clock), clock, JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("r0"), release, lease_s=QUICK.lease_s)
+    assert gone.wait(LONG_S)
+    assert gone_s[0] <= 0.9 * QUICK.lease_s
 
 
 class Gone(Scripted):
