@@ -24,6 +24,7 @@ MARKER = "ROSEMUX_BENCHMARK_SCENARIO"
 """Environment variable by which a scenario's processes are found."""
 _START_S = 20.0
 _CALL_S = 5.0
+_TAIL_CHARS = 1000
 clock = MonotonicClock()
 
 
@@ -55,6 +56,8 @@ class AgentChild:
         self.config = {
             "node": "node",
             "mode": "harvest",
+            # No withheld slice: it would close a grant without a cause of ours.
+            "unsafe_experiments": True,
             "page_root": str(root / "pages"),
             "state_dir": str(root / "state"),
             **config,
@@ -89,7 +92,10 @@ class AgentChild:
             )
         self.started_s = clock.now()
         if not wait_for(self.answers, seconds=_START_S, every_s=0.05):
-            raise ConfigError(f"the agent does not answer; its log: {self.root / 'agent.log'}")
+            raise ConfigError(f"the agent does not answer: {self.last_words()}")
+
+    def last_words(self) -> str:
+        return (self.root / "agent.log").read_text(errors="replace")[-_TAIL_CHARS:].strip()
 
     def answers(self) -> bool:
         with suppress(OSError, http.client.HTTPException):
@@ -139,7 +145,7 @@ class AgentChild:
                 every_s=0.1,
             )
             if not taken:
-                raise ConfigError(f"no lease on {slot}; the log: {self.root / 'agent.log'}")
+                raise ConfigError(f"no lease on {slot}: {self.last_words()}")
 
     def _granted(self, slot: str, duration_s: float) -> bool:
         return bool(self.take(f"all-{slot}", slot, duration_s=duration_s)["type"] == "granted")

@@ -1,134 +1,157 @@
-"""CPU cost of the node agent, in cores: `python -m benchmarks.agent_cost --json PATH`.
+"""What an agent takes of a core, of memory and of production's metrics page; one beat of 16 slots.
 
-A real agent process that harvests on slots with pages written by this program, as if by live,
-idle engines. One slot and eight, in turn.
+Real agents with open grants; their engines are pages that this program writes, alive and idle.
 """
 
-import argparse
+import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-import yaml
 
+from benchmarks.agent.agent_child import AgentChild, StandInChild, clock, wait_for
+from benchmarks.agent.evidence import GrantLog, GrantSeen
+from benchmarks.testbed.core_time import account, used
+from benchmarks.testbed.page_beats import PageBeats
 from benchmarks.testbed.prerequisites import free_ports
-from benchmarks.testbed.reporting import report
-from harvester.contracts.clock import MonotonicClock, monotonic_ns
-from harvester.contracts.page import Guest, PageDirectory, Pulse
+from harvester.contracts.page import PageDirectory
 
-WINDOWS = 10
-WINDOW_S = 3.0
-SETTLE_S = 3.0
 SLOTS = (1, 8)
-_BEAT_S = 0.1
-_TTL_NS = 500_000_000
+WINDOWS, WINDOW_S = 10, 3.0
+_SETTLE_S = 3.0
+_LEASE_S = 300.0
+_POLICY = {"proof": {"share_ratio": 0}}
 
 
-class Engines:
-    """The pages of idle engines, written at the pace of real ones."""
-
-    def __init__(self, root: Path, slots: int) -> None:
-        pages = [PageDirectory.create(root / f"slot{slot}") for slot in range(slots)]
-        self._pulses = [page.pulse_writer("prod", 0) for page in pages]
-        self._guests = [page.guest_writer() for page in pages]
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_BEAT_S):
-            now_ns = monotonic_ns()
-            for pulse, guest in zip(self._pulses, self._guests, strict=True):
-                pulse.write(Pulse(model_samples=1000), now_ns=now_ns, ttl_ns=_TTL_NS)
-                guest.write(Guest(), now_ns=now_ns, ttl_ns=_TTL_NS)
-
-
-class Agent:
-    def __init__(self, root: Path, slots: int) -> None:
-        config = root / "agent.yaml"
-        config.write_text(yaml.safe_dump(_config(root, slots)))
-        self._engines = Engines(root / "pages", slots)
-        self._log = (root / "agent.log").open("wb")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "harvester.cli", "agent", "--config", str(config)],
-            stderr=self._log,
-        )
-        self._times = psutil.Process(self._process.pid)
-
-    def cpu_s(self) -> float:
-        times = self._times.cpu_times()
-        return float(times.user + times.system)
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-        self._engines.end()
-        self._log.close()
+@contextmanager
+def harvesting(root: Path, slots: int) -> Iterator[AgentChild]:
+    """An agent that has lent all of its slots."""
+    names = [f"slot{number}" for number in range(slots)]
+    config = {
+        "lease_ttl_s": _LEASE_S,
+        "slots": [{"name": name, "policy": _POLICY} for name in names],
+    }
+    pages = [PageDirectory.create(root / "pages" / name) for name in names]
+    beats, agent = PageBeats(pages), AgentChild(root, config)
+    try:
+        agent.start()
+        agent.lease_all(duration_s=_LEASE_S)
+        yield agent
+        statuses = {name: agent.call("GET", "/v1/slots")[1]["slots"] for name in names[:1]}
+        if any(slot["state"] != "leased" for one in statuses.values() for slot in one):
+            raise RuntimeError("a lease ended in the middle of the measurement")
+    finally:
+        beats.stop()
+        agent.end()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.agent_cost", description=__doc__)
-    parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args()
-    report(
-        "agent_cost",
-        lambda: {"beat_s": _BEAT_S, "core_share": measured()},
-        given.json,
-        engines=False,
-    )
-
-
-def measured() -> dict[str, dict[str, float]]:
-    """Share of a core, by the number of slots."""
-    clock, wait = MonotonicClock(), threading.Event()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        agents = {}
-        for slots in SLOTS:
-            root = Path(directory) / str(slots)
-            (root / "pages").mkdir(parents=True)
-            agents[slots] = Agent(root, slots)
-        shares: dict[int, list[float]] = {slots: [] for slots in SLOTS}
-        try:
-            wait.wait(SETTLE_S)
-            for _ in range(WINDOWS):
-                for slots, agent in agents.items():
-                    start_s, used_s = clock.now(), agent.cpu_s()
-                    wait.wait(WINDOW_S)
-                    shares[slots].append((agent.cpu_s() - used_s) / (clock.now() - start_s))
-        finally:
-            for agent in agents.values():
-                agent.end()
-    return {
-        str(slots): {
-            "median": statistics.median(values),
-            "least": min(values),
-            "most": max(values),
+def cost(*, windows: int = WINDOWS) -> dict[str, Any]:
+    with ExitStack() as stack:
+        directory = stack.enter_context(TemporaryDirectory(dir="/dev/shm"))
+        agents = {
+            str(slots): stack.enter_context(harvesting(_folder(directory, slots), slots))
+            for slots in SLOTS
         }
-        for slots, values in shares.items()
-    }
+        _rest(_SETTLE_S)
+        shares: dict[str, list[float]] = {name: [] for name in agents}
+        for _ in range(windows):
+            for name, agent in agents.items():
+                shares[name].append(core_share(agent.pid))
+        return {
+            "core_share": {name: _spread(values) for name, values in shares.items()},
+            "rss_mb": {
+                name: round(psutil.Process(agent.pid).memory_info().rss / 2**20, 1)
+                for name, agent in agents.items()
+            },
+            "scrape_bytes_s": scrape_bytes_s(),
+            "load_average": os.getloadavg()[0],
+        }
 
 
-def _config(root: Path, slots: int) -> dict[str, Any]:
+def core_share(pid: int) -> float:
+    """Core seconds a second, over one window."""
+    process = [psutil.Process(pid)]
+    before, begin_s = account(process), clock.now()
+    _rest(WINDOW_S)
+    spent_s = sum(used(before, account(process)).values())
+    return spent_s / (clock.now() - begin_s)
+
+
+def scrape_bytes_s() -> float:
+    """Bytes that a metrics server sends the agent, at consent level `metrics`."""
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        root, (port,) = Path(directory), free_ports(1)
+        pages = PageDirectory.create(root / "pages" / "slot0")
+        log = root / "production.log"
+        production = StandInChild("production", pages.path, log, metrics=port)
+        url = f"http://127.0.0.1:{port}/metrics"
+        agent = AgentChild(root, {"slots": [{"name": "slot0", "metrics_url": url}]})
+        try:
+            agent.start()
+            _rest(10.0)
+        finally:
+            agent.end()
+            production.end()
+        answers = [fact for fact in production.facts() if "answer" in fact]
+        lasted_s = answers[-1]["answer"] - answers[0]["answer"]
+        return round(sum(fact["bytes"] for fact in answers[1:]) / lasted_s, 1)
+
+
+def scale(slots: int = 16, *, windows: int = WINDOWS) -> dict[str, Any]:
+    """`loop_p99_ms`: from the first slot's sample to the last slot's, and its part of it more."""
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        root = _folder(directory, slots)
+        with harvesting(root, slots) as agent:
+            _rest(_SETTLE_S)
+            log = GrantLog([root / "pages" / name for name in agent.slots])
+            shares = [core_share(agent.pid) for _ in range(windows)]
+            log.stop()
+    loops_ms = sorted(loop_times_ms(log.grants, slots))
     return {
-        "node": "node",
-        "mode": "harvest",
-        "page_root": str(root / "pages"),
-        "state_dir": str(root / "state"),
-        "http": {"port": free_ports(1)[0]},
-        "slots": [
-            {"name": f"slot{slot}", "engine_url": "http://127.0.0.1:1"} for slot in range(slots)
-        ],
+        "core_share": _spread(shares),
+        "loop_p50_ms": round(statistics.median(loops_ms), 2),
+        "loop_p99_ms": round(loops_ms[int(0.99 * len(loops_ms))], 2),
+        "beats": len(loops_ms),
+        "load_average": os.getloadavg()[0],
     }
 
 
-if __name__ == "__main__":
-    main()
+def loop_times_ms(grants: list[GrantSeen], slots: int) -> list[float]:
+    """Time of each whole beat: the slots' grants in the order of their stamps."""
+    order = [f"slot{number}" for number in range(slots)]
+    stamps: dict[str, list[float]] = defaultdict(list)
+    for seen in grants:
+        stamps[seen.slot].append(seen.stamp_s)
+    found = []
+    for first_s in stamps[order[0]]:
+        following = [
+            next((at_s for at_s in stamps[name] if at_s >= first_s), None) for name in order
+        ]
+        whole = [at_s for at_s in following if at_s is not None]
+        # A grant that the log missed would be one of the next beat.
+        if len(whole) == slots and whole == sorted(whole) and whole[-1] - first_s < 0.09:
+            found.append((whole[-1] - first_s) * 1e3 * slots / (slots - 1))
+    return found
+
+
+def _folder(directory: str, slots: int) -> Path:
+    root = Path(directory) / str(slots)
+    (root / "pages").mkdir(parents=True)
+    return root
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 4),
+        "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }
+
+
+def _rest(seconds: float) -> None:
+    wait_for(lambda: False, seconds=seconds, every_s=seconds)

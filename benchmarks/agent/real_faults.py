@@ -89,7 +89,7 @@ class RealNode:
         slot = {"name": SLOT, "policy": _POLICY}
         if self.metrics:
             slot["metrics_url"] = f"http://127.0.0.1:{self._port}/metrics"
-        config = {"slots": [slot], "unsafe_experiments": True, "http": self.http}
+        config = {"slots": [slot], "http": self.http}
         # Shared memory of its own: what is left there is the agent's.
         before = f"mount -t tmpfs tmpfs /dev/shm && {self.before or 'true'}"
         self.agent = AgentChild(
@@ -443,8 +443,10 @@ def _disk_full(node: RealNode) -> None:
         with fill.open("wb", buffering=0) as file, suppress(OSError):
             while file.write(bytes(4096)):
                 pass
-        with node.dark("nothing can be recorded"):
-            node.rest(0.6, 2.5)
+        # Lines go on until the journal's last block is full too.
+        if not wait_for(lambda: "No space left" in node.reason(), seconds=20.0):
+            raise ConfigError(f"{node.evidence.name}: everything could be recorded")
+        node.rest(0.3, 1.5)
         fill.unlink()
         node.until_open()
 

@@ -27,6 +27,8 @@ GUEST_KV_TOKENS = 4096
 _MOODS = ("good", "frozen", "nan", "negative", "empty", "truncated", "huge", "half_open")
 _SIGNALS = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
 _PART_BYTES = 1 << 20
+_RESTART_TOKENS = 10_000
+"""A restarted engine has counted fewer."""
 
 
 class StandIn:
@@ -36,7 +38,7 @@ class StandIn:
         self.words: dict[str, str] = {}
         self.ended = threading.Event()
         self.mood = "good"
-        self.tokens = 1000
+        self.tokens = 10_000_000
 
     def note(self, **facts: Any) -> None:
         with self._noting:
@@ -55,6 +57,9 @@ class StandIn:
                 self.mood = word
             elif word == "back":
                 self.words.clear()
+            elif word == "restarted":
+                self.tokens -= _RESTART_TOKENS
+                self.words[word] = ""
             elif word == "end":
                 break
             else:
@@ -67,7 +72,7 @@ class StandIn:
         while not self.ended.wait(BEAT_S):
             if "restarted" in self.words:
                 del self.words["restarted"]
-                step = samples = self.tokens = 0
+                step = samples = 0
             if "torn" in self.words:
                 page.path.write_bytes(os.urandom(600))
                 self.words["silent"] = self.words.pop("torn")

@@ -11,6 +11,7 @@ import gc
 import logging
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -216,12 +217,16 @@ class VirtualNode:
     def kill(self) -> None:
         """SIGKILL: nothing is written any more."""
         self.agent = None
-        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
 
-    def run(self, faults: list[tuple[float, str]], runner: asyncio.Runner) -> None:
+    def run(
+        self, faults: list[tuple[float, str]], runner: asyncio.Runner, *, lasts_s: float
+    ) -> None:
         begin_s, ticks = self.time.now_s, 0
         self.start()
-        while self.time.now_s < begin_s + LASTS_S:
+        while self.time.now_s < begin_s + lasts_s:
             ticks += 1
             self.time.now_s = round(self.time.now_s + TICK_S, 6)
             for due in [each for each in self._lift if each[0] <= self.time.now_s]:
@@ -654,18 +659,18 @@ def hostile_calls(node: VirtualNode) -> None:
         ]
 
 
-def run_scenario(seed: int, root: Path) -> tuple[Evidence, list[str]]:
+def run_scenario(seed: int, root: Path, *, lasts_s: float = LASTS_S) -> tuple[Evidence, list[str]]:
     """The evidence, and the faults that struck while a grant was open or had been."""
     node = VirtualNode(seed, root)
     rng = random.Random(f"faults {seed}")
     names = sorted(FAULTS)
     drawn = [names[seed % len(names)], *rng.choices(names, k=rng.randrange(1, 5))]
-    faults = sorted((rng.uniform(_EARLIEST_S, LASTS_S - 3.0), name) for name in drawn)
+    faults = sorted((rng.uniform(_EARLIEST_S, lasts_s - 3.0), name) for name in drawn)
     with ExitStack() as stack:
         stack.enter_context(node.time.governing())
         stack.enter_context(_refusing(node))
         runner = stack.enter_context(asyncio.Runner())
-        node.run(list(faults), runner)
+        node.run(list(faults), runner, lasts_s=lasts_s)
     evidence = node.evidence
     for slot in node.slots:
         slot.pulse_page.close()
@@ -704,12 +709,12 @@ def _refusing(node: VirtualNode) -> Iterator[None]:
         yield
 
 
-def run_in(root: Path, seed: int) -> tuple[Evidence, list[str]]:
+def run_in(root: Path, seed: int, *, lasts_s: float = LASTS_S) -> tuple[Evidence, list[str]]:
     """`run_scenario` in a folder that is removed behind it, without its log."""
     folder = root / f"v{seed}"
     logging.disable(logging.CRITICAL)
     try:
-        return run_scenario(seed, folder)
+        return run_scenario(seed, folder, lasts_s=lasts_s)
     finally:
         logging.disable(logging.NOTSET)
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,8 @@ class PageBeats:
         self._beat_s, self._ttl_ns = beat_s, ttl_ns
         self._silent, self._stopped = threading.Event(), threading.Event()
         self._writing = threading.Lock()
-        self._step = 0
+        self.step = 0
+        """Beats so far."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -40,13 +41,13 @@ class PageBeats:
     def write(self) -> None:
         """A beat out of turn."""
         with self._writing:
-            self._step += 1
-            now_ns, pulse = monotonic_ns(), self.pulse(self._step)
+            self.step += 1
+            now_ns, pulse = monotonic_ns(), self.pulse(self.step)
             if not self._silent.is_set():
                 for production in self._pulses:
                     production.write(pulse, now_ns=now_ns, ttl_ns=self._ttl_ns)
             for guest in self._guests:
-                record = Guest(steps_finished=self._step)
+                record = Guest(steps_finished=self.step)
                 guest.write(record, now_ns=now_ns, ttl_ns=self._ttl_ns)
 
     def stop(self) -> None:
