@@ -23,12 +23,16 @@ def faults(*, virtual: int, real: int, seed: int, keep: Path | None = None) -> d
     """`violations` counts each invariant's over all scenarios; `unstruck` names those in which the
     fault could not strike, which prove nothing. `keep` is a folder for the files of convicted real
     ones."""
-    violations, notes, unstruck = Counter[str](dict.fromkeys(INVARIANTS, 0)), [], []
+    violations = Counter[str](dict.fromkeys(INVARIANTS, 0))
+    notes: list[str] = []
+    unstruck: list[str] = []
     struck = {"virtual": Counter[str](), "real": Counter[str]()}
 
     def add(verdict: Verdict) -> None:
         violations.update(verdict.violations)
         notes.extend(verdict.notes)
+        for note in verdict.notes:
+            print(note, file=sys.stderr, flush=True)
 
     with TemporaryDirectory(dir="/dev/shm", prefix="rosemux-") as folder:
         for verdict, names, opened in _virtual(Path(folder), range(seed, seed + virtual)):
@@ -37,7 +41,7 @@ def faults(*, virtual: int, real: int, seed: int, keep: Path | None = None) -> d
     for number in range(real):
         name = tuple(STRIKES)[number % len(STRIKES)]
         with TemporaryDirectory(prefix="rosemux-") as folder:
-            root = Path(folder) / "node"
+            root, before = Path(folder) / "node", len(notes) + len(unstruck)
             try:
                 verdict = judged(run_real(name, seed + number, root))
             except ConfigError as error:
@@ -45,7 +49,7 @@ def faults(*, virtual: int, real: int, seed: int, keep: Path | None = None) -> d
             else:
                 add(verdict)
                 struck["real"][name] += 1
-            if keep is not None and (unstruck or notes):
+            if keep is not None and len(notes) + len(unstruck) > before:
                 shutil.copytree(root, keep / f"{number}", dirs_exist_ok=True)
         print(f"real {number + 1} of {real}: {name}", file=sys.stderr, flush=True)
     return {

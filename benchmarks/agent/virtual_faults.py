@@ -1,7 +1,7 @@
 """Faults in virtual time: the agent's own `NodeAgent`, with its pages, files and scrapes, under a
 seeded script. Only the clock, the scraped server and the disk's refusals are simulated.
 
-A scenario lasts some twenty virtual seconds: production and guest write every 50 ms, the agent
+A scenario lasts twelve virtual seconds: production and guest write every 50 ms, the agent
 beats every 100 ms, a lease holder calls, and two to five faults strike at drawn times.
 """
 
@@ -52,7 +52,7 @@ from harvester.policy.sample import SCRAPED_PULSE
 from scheduler.sim.replay import replay_journal
 
 TICK_S = 0.05
-LASTS_S = 20.0
+LASTS_S = 12.0
 STEP_TOKENS, KV_TOKENS = 512, 4096
 _BEAT_S, _TTL_S, _LEASE_S = 0.1, 0.5, 10.0
 _PULSE_S = 0.3

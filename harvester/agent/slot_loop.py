@@ -295,6 +295,8 @@ class Slot:
         if lease is None or lease.name != effect.lease:
             return
         self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
+        # At once: an agent that is killed before its next beat has ended the lease all the same.
+        self.lease_file.follow(self._leases.live(self.name))
 
     def _first_line(self) -> Opened:
         config = msgspec.to_builtins(self.policy.settings)

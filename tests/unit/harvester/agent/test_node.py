@@ -331,6 +331,22 @@ def test_an_offer_has_mode_decision_latencies_and_the_guest_s_tokens(stage: Stag
     assert offer.headroom_age_s is not None
 
 
+def test_a_lease_that_a_beat_has_ended_is_over_for_a_successor_of_the_same_moment(
+    tmp_path: Path,
+) -> None:
+    stage = Stage(tmp_path)
+    lease = stage.harvest()
+    stage.switch.write_text("drain")
+    stage.beats()
+    kill(stage)
+    stage.switch.unlink()
+    stage.start()
+    assert stage.node.leases.live(SLOT) is None
+    stage.beats(2)
+    assert stage.take("r2").epoch > lease.epoch
+    stage.node.close()
+
+
 def test_a_successor_gives_every_lease_back_to_its_own_slot_and_job(tmp_path: Path) -> None:
     stage, leases = many_slots(tmp_path)
     kill(stage)
