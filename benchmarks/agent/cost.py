@@ -98,8 +98,8 @@ def scrape_bytes_s() -> float:
             agent.end()
             production.end()
         answers = [fact for fact in production.facts() if "answer" in fact]
-        lasted_s = answers[-1]["answer"] - answers[0]["answer"]
-        return round(sum(fact["bytes"] for fact in answers[1:]) / lasted_s, 1)
+        lasted_s = float(answers[-1]["answer"] - answers[0]["answer"])
+        return round(sum(int(fact["bytes"]) for fact in answers[1:]) / lasted_s, 1)
 
 
 def scale(slots: int = 16, *, windows: int = WINDOWS) -> dict[str, Any]:

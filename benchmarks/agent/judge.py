@@ -118,9 +118,9 @@ def _leases(evidence: Evidence, verdict: Verdict) -> None:
         slack_s = evidence.tolerance_s
         if not since_s - slack_s <= seen.stamp_s < until_s + slack_s:
             verdict.note("unleased_grants", f"{_named(evidence, seen)}: no lease in force")
-    for call in evidence.refused:
-        if call.granted or 200 <= call.status < 300 or call.status >= 500:
-            verdict.note("rights_exceeded", f"{evidence.name}: {call.name}: {call.status}")
+    for refused in evidence.refused:
+        if refused.granted or 200 <= refused.status < 300 or refused.status >= 500:
+            verdict.note("rights_exceeded", f"{evidence.name}: {refused.name}: {refused.status}")
 
 
 def _term(evidence: Evidence, slot: str, epoch: int) -> tuple[float, float]:

@@ -135,7 +135,7 @@ TAMPERED: dict[str, tuple[str, Callable[[Evidence], None]]] = {
     ),
     "one epoch for two": ("unleased_grants", _add("calls", _call(request_id="r2"))),
     "an epoch that falls": ("unleased_grants", lambda e: e.grants.reverse()),
-    "a grant without its line": ("unrecorded", lambda e: e.decisions[SLOT].pop(2)),
+    "a grant without its line": ("unrecorded", lambda e: e.decisions[SLOT].__delitem__(2)),
     "a line of another grant": (
         "unrecorded",
         lambda e: e.decisions[SLOT].__setitem__(2, _line(11.99, _write(_OPEN))),
