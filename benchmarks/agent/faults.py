@@ -40,10 +40,13 @@ def faults(*, virtual: int, real: int, seed: int, keep: Path | None = None) -> d
             struck["virtual"].update(names if opened else ())
     for number in range(real):
         name = tuple(STRIKES)[number % len(STRIKES)]
-        with TemporaryDirectory(prefix="rosemux-") as folder:
+        with (
+            TemporaryDirectory(prefix="rosemux-") as folder,
+            TemporaryDirectory(dir="/dev/shm", prefix="rosemux-") as shared,
+        ):
             root, before = Path(folder) / "node", len(notes) + len(unstruck)
             try:
-                verdict = judged(run_real(name, seed + number, root))
+                verdict = judged(run_real(name, seed + number, root, Path(shared)))
             except ConfigError as error:
                 unstruck.append(str(error))
             else:

@@ -183,7 +183,7 @@ def _disk_full(node: RealNode) -> None:
 
 
 def _kill_file(node: RealNode) -> None:
-    path = node.root / "pages" / "kill"
+    path = node.shared / "pages" / "kill"
     for word in ("hold", "drain", ""):
         path.write_text(word)
         with node.dark("kill file"):
@@ -318,8 +318,9 @@ STRIKES: dict[str, Fault] = {
 }
 
 
-def run_real(name: str, seed: int, root: Path) -> Evidence:
-    """One scenario. Raises ConfigError where its fault could not strike."""
+def run_real(name: str, seed: int, root: Path, shared: Path) -> Evidence:
+    """One scenario; `shared` is a folder in shared memory. Raises ConfigError where its fault could
+    not strike."""
     fault, rng = STRIKES[name], random.Random(f"{name} {seed}")
     root.mkdir(parents=True)
     http: dict[str, Any] = {}
@@ -334,6 +335,7 @@ def run_real(name: str, seed: int, root: Path) -> Evidence:
     evidence = Evidence(name=f"{name} {seed}", tolerance_s=0.1)
     node = RealNode(
         root,
+        shared,
         rng,
         evidence,
         metrics=fault.metrics,

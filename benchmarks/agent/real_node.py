@@ -56,6 +56,8 @@ class RealNode:
     """One scenario's processes and the records of what was done to them."""
 
     root: Path
+    shared: Path
+    """In shared memory, where pages are; the agent sees its pages below `root`."""
     rng: random.Random
     evidence: Evidence
     metrics: bool = False
@@ -69,7 +71,8 @@ class RealNode:
 
     def __post_init__(self) -> None:
         self.marker = f"{getpid()}.{self.evidence.name}"
-        self.pages = PageDirectory.create(self.root / "pages" / SLOT)
+        self.pages = PageDirectory.create(self.shared / "pages" / SLOT)
+        (self.root / "pages").mkdir()
         self._port = free_ports(1)[0]
         self._fates: list[StandInChild] = []
         self._requests = 0
@@ -80,7 +83,8 @@ class RealNode:
             slot["metrics_url"] = f"http://127.0.0.1:{self._port}/metrics"
         config = {"slots": [slot], "http": self.http}
         # Shared memory of its own: what is left there is the agent's.
-        before = f"mount -t tmpfs tmpfs /dev/shm && {self.before or 'true'}"
+        before = f"mount --bind {self.shared}/pages {self.root}/pages && "
+        before += f"mount -t tmpfs tmpfs /dev/shm && {self.before or 'true'}"
         self.agent = AgentChild(
             self.root, config, before=before, namespaces=self.namespaces, marker=self.marker
         )
@@ -103,13 +107,18 @@ class RealNode:
         return child
 
     def start_agent(self) -> None:
-        self.evidence.starts.append(clock.now())
         self.agent.start()
+        # Behind it: a recorded lease goes on from the moment at which the agent has read it.
+        self.evidence.starts.append(clock.now())
 
     @property
     def state(self) -> Path:
         """The agent's state directory, as it sees it."""
-        return Path(f"/proc/{self.agent.pid}/root{self.root}/state")
+        return self._seen(f"{self.root}/state")
+
+    def _seen(self, path: str) -> Path:
+        """A path in the agent's mount namespace."""
+        return Path(f"/proc/{self.agent.pid}/root", path.lstrip("/"))
 
     def mode(self) -> str:
         seen = self.grants.latest(SLOT)
@@ -192,7 +201,7 @@ class RealNode:
         evidence, state = self.evidence, self.root / "state"
         if self.agent.process is not None and self.agent.process.poll() is None:
             evidence.agent_peak_mb = _peak_mb(self.agent.pid)
-            shared = Path(f"/proc/{self.agent.pid}/root/dev/shm")
+            shared = self._seen("/dev/shm")
             evidence.left += [f"/dev/shm/{path.name}" for path in shared.iterdir()]
             if not state.exists() or not any(state.iterdir()):
                 # On a file system of the agent's own, which goes with it.
