@@ -88,7 +88,7 @@ class RefusedCall:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionFate:
     """What befell a production stand-in. `signals`: numbers of those that others than the scenario
-    sent; `status`: how it ended, 0 as it was told to or by the scenario's own strike."""
+    sent; `status`: how it ended, 0 as it was asked to or by the scenario's own strike."""
 
     signals: tuple[int, ...] = ()
     status: int = 0

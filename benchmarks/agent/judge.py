@@ -7,7 +7,7 @@ unleased_grants    open without a lease in force; an epoch that falls or serves 
 unrecorded         an effect without its line in the journal, a lease without its audit event, a
                    journal that does not replay
 production_touched signalled, ended, changed or blocked; or asked by more than two connections
-left_behind        processes, shared memory, an agent that did not end when it was told to
+left_behind        processes, shared memory, an agent that did not end when it was asked to
 rights_exceeded    a call that had to be refused was not
 """
 

@@ -73,7 +73,7 @@ class Scheduler:
             raise ConfigError(f"the order reached no agent: {reply['agents']}")
 
     def ask_for_a_turn(self) -> None:
-        """One that no engine can serve yet, so that the slot is leased; nobody reads its reply."""
+        """One that no engine can serve yet, so that the slot is leased; its reply is never read."""
         body = {
             "request_id": f"turn-{clock.now()}",
             "token_ids": [1, 2, 3],
