@@ -290,7 +290,7 @@ def caps_lowered(node: VirtualNode) -> None:
     node.agent.reconfigure(node.config())
     node.evidence.caps.append(
         Caps(
-            since_s=node.time.now_s + TICK_S / 2,
+            since_s=node.time.now_s,
             step_tokens=node.tokens_max,
             kv_tokens=KV_TOKENS,
             ttl_s=TTL_S,
