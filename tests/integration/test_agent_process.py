@@ -100,14 +100,15 @@ class Agent:
     def line(self, pattern: str, *, seconds: float = 8.0) -> re.Match[str]:
         """The next line on stderr that matches; bounded in time."""
         assert self.process.stderr is not None
-        end_s = _clock.now() + seconds
+        end_s, said = _clock.now() + seconds, ""
         while (left_s := end_s - _clock.now()) > 0:
             if select.select([self.process.stderr], [], [], left_s)[0]:
                 text = self.process.stderr.readline().decode()
                 if match := re.search(pattern, text):
                     return match
-                assert text, f"the agent left with {self.process.wait()}"
-        raise AssertionError(f"no line like {pattern} within {seconds} s")
+                said += text
+                assert text, f"the agent left with {self.process.wait()}: {said}"
+        raise AssertionError(f"no line like {pattern} within {seconds} s: {said}")
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
