@@ -1,4 +1,4 @@
-"""What hostile callers send the agent, with the answer that none of it may get: success or 5xx."""
+"""Requests of hostile callers; none may get success or 5xx as its answer."""
 
 import json
 from collections.abc import Iterator

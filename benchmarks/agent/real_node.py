@@ -89,7 +89,14 @@ class RealNode:
             self.root, config, before=before, namespaces=self.namespaces, marker=self.marker
         )
         self.grants = GrantLog([self.pages.path])
-        self.start_agent()
+        try:
+            self.start_agent()
+        except BaseException:
+            self.agent.kill()
+            for child in self._fates:
+                child.kill()
+            self.grants.stop()
+            raise
         caps = Caps(since_s=0.0, step_tokens=_STEP_TOKENS, kv_tokens=_KV_TOKENS, ttl_s=_TTL_S)
         self.evidence.caps.append(caps)
 
@@ -254,7 +261,7 @@ _ATTRIBUTES: dict[str, Callable[[int], Any]] = {
 
 
 def _attributes(pid: int) -> dict[str, Any]:
-    """What the kernel would show of an attempt on a process; empty values for one that is gone."""
+    """Kernel attributes by which an attempt on a process would show; None for one that is gone."""
     proc, found = Path(f"/proc/{pid}"), dict[str, Any]()
     for name, read in _ATTRIBUTES.items():
         try:
