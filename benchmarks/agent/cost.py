@@ -1,4 +1,4 @@
-"""What an agent takes of a core, of memory and of production's metrics page; one beat of 16 slots.
+"""Cost of an agent: cores, memory, bytes of production's metrics page; one beat of 16 slots.
 
 Real agents with open grants; their engines are pages that this program writes, alive and idle.
 """

@@ -1,4 +1,4 @@
-"""What a faults scenario leaves for the judge: records made outside the agent, and its files.
+"""Evidence of a faults scenario: records made outside the agent, and its files.
 
 Times are seconds of CLOCK_MONOTONIC (or of the scenario's virtual clock). Nothing here is a counter
 of the agent's: pages are read by another reader, data and calls are noted by who made them.
@@ -87,7 +87,7 @@ class RefusedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionFate:
-    """What befell a production stand-in. `signals`: numbers of those that others than the scenario
+    """The fate of a production stand-in. `signals`: numbers of those that others than the scenario
     sent; `status`: how it ended, 0 as it was asked to or by the scenario's own strike."""
 
     signals: tuple[int, ...] = ()
