@@ -16,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE
-from harvester.contracts.page import PageDirectory, Pulse
+from harvester.contracts.page import PageDirectory, Pulse, engine_of
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 from harvester.platform.http_kit import body_of
+from harvester.policy.sample import SCRAPED_PULSE
 
 ACCEPT = "text/plain;version=0.0.4"
 """Plain text: newer client libraries write vLLM's `vllm:` as `vllm_` in OpenMetrics."""
@@ -27,7 +28,6 @@ MAX_SCRAPE_BYTES = 1 << 20
 (data-parallel rank): 22 fit. The narrow one has five series of each."""
 _MAX_READ_BYTES = 64 << 10
 """Lines of it that are parsed: five series of each core."""
-ENGINE = "metrics"
 
 _SCRAPE_S = 1.0
 _DESCRIPTION_S = 2.0
@@ -74,13 +74,16 @@ def read_levels(text: str) -> VllmLevels | None:
     try:
         for name, value in _samples(lines + "\n"):
             field = _SERIES.get(name)
-            if field == "kv_usage_ratio":
-                found[field] = max(found.get(field, 0.0), value)
-            elif field is not None:
-                found[field] = found.get(field, 0.0) + value
+            if field is None:
+                continue
+            # Each by itself: the maximum of NaN and 0 is 0.
+            if not 0 <= value < math.inf:
+                return None
+            before = found.get(field, 0.0)
+            found[field] = max(before, value) if field == "kv_usage_ratio" else before + value
     except ValueError:
         return None
-    if len(found) < len(_SERIES) or not all(math.isfinite(v) and v >= 0 for v in found.values()):
+    if len(found) < len(_SERIES):
         return None
     return VllmLevels(**found)
 
@@ -109,15 +112,16 @@ class MetricsProbe:
         self._url = url
         self._narrow: str | None = narrowed(url)
         """None once the whole page yielded levels that this URL did not."""
-        self._page = PageDirectory(pages).own_pulse(ENGINE, 0)
+        self._page = PageDirectory(pages).own_pulse(engine_of(SCRAPED_PULSE), 0)
         self._busy_s = 0.0
         self._failing = False
 
     async def run(self) -> None:
         """Until cancelled."""
-        await _repeat(self._scrape_and_write, period_s=_SCRAPE_S)
+        await _repeat(self.ask, period_s=_SCRAPE_S)
 
-    async def _scrape_and_write(self, session: aiohttp.ClientSession) -> None:
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        """One scrape, and its pulse if the levels are known."""
         levels = await self.scrape(session)
         if levels is not None:
             self._write(levels)

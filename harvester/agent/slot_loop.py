@@ -129,6 +129,7 @@ class Slot:
         self._leases.expire(now=now)
         self.lease_file.follow(self._leases.live(self.name))
         self._stop = self._binding(stops)
+        sampled_ns = monotonic_ns()
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
         self._report(sample.guest.record)
@@ -136,7 +137,7 @@ class Slot:
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
-            self._apply(effect, now)
+            self._apply(effect, now, sampled_ns)
         self._record.save(self.policy, now=now)
         if sample.release and not unrecorded:
             self._release.taken()
@@ -269,12 +270,14 @@ class Slot:
         self._record.save(self.policy, now=now, last=True)
         self._record.close()
 
-    def _apply(self, effect: Effect, now: float) -> None:
+    def _apply(self, effect: Effect, now: float, sampled_ns: int) -> None:
         match effect:
             case WriteGrant():
                 ttl_ns = int(effect.ttl_s * 1e9)
                 self._grant_page.keep()
-                self._grant_page.write(effect.grant, now_ns=monotonic_ns(), ttl_ns=ttl_ns)
+                # Counted from the sample: an agent that is stopped between the two, or waits for
+                # its disk, would else open the gate for data as old as the stop.
+                self._grant_page.write(effect.grant, now_ns=sampled_ns, ttl_ns=ttl_ns)
             case EndLease():
                 self._end_lease(effect, now)
             case LiftGuest():
@@ -292,6 +295,8 @@ class Slot:
         if lease is None or lease.name != effect.lease:
             return
         self._leases.end(lease.lease, effect.reason, deadline_s=effect.deadline_s, now=now)
+        # At once: an agent that is killed before its next beat has ended the lease all the same.
+        self.lease_file.follow(self._leases.live(self.name))
 
     def _first_line(self) -> Opened:
         config = msgspec.to_builtins(self.policy.settings)

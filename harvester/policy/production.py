@@ -11,7 +11,7 @@ from functools import reduce
 import msgspec
 
 from harvester.contracts.page import EngineCore, ProductionModel, Pulse, engine_of, latest_cores
-from harvester.policy.sample import PulseReading
+from harvester.policy.sample import SCRAPED_PULSE, PulseReading
 from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
 from harvester.policy.unseen import UnseenSteps, unseen_requests
@@ -154,7 +154,9 @@ class ProductionWatch:
         learned = _learned(pulses)
         if learned < self._settings.model_samples_min and not self._has_profile(pulses):
             reason = f"model rests on {learned} of {self._settings.model_samples_min} steps"
-            if self._settings.profile.given:
+            if SCRAPED_PULSE in pulses:
+                reason = "a scrape says nothing of arrivals, so the slot is only observed"
+            elif self._settings.profile.given:
                 reason = f"the profile is of another engine; {reason}"
             return Condition.UNLEARNED, reason
         return (Condition.HUNG, hung) if hung else (None, "")
@@ -167,8 +169,11 @@ class ProductionWatch:
         return _upper(pulses.values())
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
-        """Whether a profile applies: its shapes cover all known shapes of the pulses."""
+        """Whether a profile applies: its shapes cover all known shapes of the pulses. None makes a
+        scrape enough to lend on."""
         given = self._settings.profile
+        if SCRAPED_PULSE in pulses:
+            return False
         shapes = {pulse.shape for pulse in pulses.values() if pulse.shape}
         return given.given and (not given.shapes or shapes <= set(given.shapes))
 

@@ -14,6 +14,8 @@ MAX_PULSES = 32
 """Their names fit into the grant page."""
 FOREIGN_PULSE = "pulse.foreign.0"
 """Stands for pulses that are too many to be believed."""
+SCRAPED_PULSE = "pulse.metrics.0"
+"""Written by the agent itself from production's metrics page: seconds old, without arrivals."""
 
 _GONE = frozenset((PageFault.EXPIRED, PageFault.MISSING))
 

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from benchmarks.testbed.page_beats import PageBeats
 from coserve.pulse.engine_cores import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse_reporter import PulseReporter
@@ -59,39 +60,21 @@ def wait_for(holds: Callable[[], Any], *, seconds: float = 8.0) -> Any:
     raise AssertionError(f"not within {seconds} s")
 
 
-class Beats:
+def serving(step: int) -> Pulse:
+    return Pulse(
+        model_samples=1000,
+        steps_total=step,
+        busy_s_total=step * 0.01,
+        ttft_s_recent=(0.03,) * 32,
+        itl_s_recent=(0.008,) * 32,
+    )
+
+
+class Beats(PageBeats):
     """A production engine and a guest that are alive and idle."""
 
     def __init__(self, pages: PageDirectory) -> None:
-        self._pulse = pages.pulse_writer("prod", 0)
-        self._guest = pages.guest_writer()
-        self._silent = threading.Event()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def fall_silent(self) -> None:
-        self._silent.set()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        step = 0
-        while not self._stopped.wait(0.05):
-            step += 1
-            now_ns = monotonic_ns()
-            if not self._silent.is_set():
-                pulse = Pulse(
-                    model_samples=1000,
-                    steps_total=step,
-                    busy_s_total=step * 0.01,
-                    ttft_s_recent=(0.03,) * 32,
-                    itl_s_recent=(0.008,) * 32,
-                )
-                self._pulse.write(pulse, now_ns=now_ns, ttl_ns=300_000_000)
-            self._guest.write(Guest(steps_finished=step), now_ns=now_ns, ttl_ns=300_000_000)
+        super().__init__([pages], beat_s=0.05, ttl_ns=300_000_000, pulse=serving)
 
 
 class Agent:
@@ -117,14 +100,15 @@ class Agent:
     def line(self, pattern: str, *, seconds: float = 8.0) -> re.Match[str]:
         """The next line on stderr that matches; bounded in time."""
         assert self.process.stderr is not None
-        end_s = _clock.now() + seconds
+        end_s, said = _clock.now() + seconds, ""
         while (left_s := end_s - _clock.now()) > 0:
             if select.select([self.process.stderr], [], [], left_s)[0]:
                 text = self.process.stderr.readline().decode()
                 if match := re.search(pattern, text):
                     return match
-                assert text, f"the agent left with {self.process.wait()}"
-        raise AssertionError(f"no line like {pattern} within {seconds} s")
+                said += text
+                assert text, f"the agent left with {self.process.wait()}: {said}"
+        raise AssertionError(f"no line like {pattern} within {seconds} s: {said}")
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -32,9 +32,11 @@ def test_a_missing_series_is_unknown_and_not_idle(series: str) -> None:
     assert read_levels(page) is None
 
 
+@pytest.mark.parametrize("level", ["} 2.0", "} 0.25", "} 0.5", "} 100.0"])
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1"])
-def test_an_invalid_level_is_unknown(value: str) -> None:
-    assert read_levels(PAGE.replace("} 2.0", f"}} {value}")) is None
+def test_an_invalid_level_is_unknown(level: str, value: str) -> None:
+    """Also of one engine beside a good one: the maximum of NaN and a number is the number."""
+    assert read_levels(PAGE.replace(level, f"}} {value}")) is None
 
 
 @pytest.mark.parametrize("page", ["", "<html>", PAGE[: len(PAGE) // 2]])

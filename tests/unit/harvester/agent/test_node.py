@@ -118,6 +118,28 @@ def test_grants_under_the_epoch_of_the_lease(stage: Stage) -> None:
     assert stage.metric("harvester_leases_active", slot=SLOT, tenant="other") == 1.0
 
 
+def test_a_grant_is_as_old_as_its_sample_however_long_the_agent_was_stopped_since(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP, or a disk that takes seconds for the journal's line, between sample and grant."""
+    stage.harvest()
+    (slot,) = stage.node.slots
+    observe, stopped_ns = slot.policy.observe, 3 * 10**9
+
+    def stopped_behind(*given: Any, **named: Any) -> tuple[Effect, ...]:
+        effects = observe(*given, **named)
+        monkeypatch.setattr("time.monotonic_ns", lambda: now_ns + stopped_ns)
+        return effects
+
+    now_ns = monotonic_ns()
+    monkeypatch.setattr(slot.policy, "observe", stopped_behind)
+    stage.beats()
+    assert stage.pages.grant_reader().read().fault is PageFault.EXPIRED
+    left = stage.pages.grant_reader().read_left().record
+    assert left is not None
+    assert left.mode == "open"
+
+
 @pytest.mark.parametrize("text", ["hold\n", "drain\n", "", "stop everything", "\x00"])
 def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> None:
     stage.harvest()
@@ -307,6 +329,22 @@ def test_an_offer_has_mode_decision_latencies_and_the_guest_s_tokens(stage: Stag
     assert (offer.mode, offer.slot_state, offer.guest_tokens_total) == ("harvest", "closed", 77)
     assert (offer.ttft_s, offer.itl_s) == (0.3, None)
     assert offer.headroom_age_s is not None
+
+
+def test_a_lease_that_a_beat_has_ended_is_over_for_a_successor_of_the_same_moment(
+    tmp_path: Path,
+) -> None:
+    stage = Stage(tmp_path)
+    lease = stage.harvest()
+    stage.switch.write_text("drain")
+    stage.beats()
+    kill(stage)
+    stage.switch.unlink()
+    stage.start()
+    assert stage.node.leases.live(SLOT) is None
+    stage.beats(2)
+    assert stage.take("r2").epoch > lease.epoch
+    stage.node.close()
 
 
 def test_a_successor_gives_every_lease_back_to_its_own_slot_and_job(tmp_path: Path) -> None:
@@ -513,7 +551,7 @@ def test_a_guest_that_names_production_does_not_end_it(tmp_path: Path) -> None:
         stage.pages.pulse_writer("prod", 0).write(pulse, now_ns=monotonic_ns(), ttl_ns=10**11)
         stage.guest(kv_tokens_total=1000, processes=(root,))
         stage.beats()
-        stage.node.slots[0]._apply(KillGuest(processes=(root,), reason="owes memory"), 0.0)
+        stage.node.slots[0]._apply(KillGuest(processes=(root,), reason="owes memory"), 0.0, 0)
         stage.beats()
         assert stage.metric(
             "harvester_guest_actions_total", slot=SLOT, action="kill", outcome="failed"

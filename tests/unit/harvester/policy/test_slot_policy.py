@@ -11,7 +11,14 @@ from harvester.contracts.ids import Epoch, LeaseId
 from harvester.contracts.page import Guest, PageFault, Pulse
 from harvester.contracts.wire.leases import SlotState
 from harvester.policy.effects import Quarantine
-from harvester.policy.sample import GuestReading, KillSwitch, LeaseView, PulseReading, SlotSample
+from harvester.policy.sample import (
+    SCRAPED_PULSE,
+    GuestReading,
+    KillSwitch,
+    LeaseView,
+    PulseReading,
+    SlotSample,
+)
 from harvester.policy.settings import (
     BudgetSettings,
     Mode,
@@ -569,6 +576,20 @@ def test_a_profile_of_another_model_or_machine_is_not_believed(
     assert grant_in(scene.beats_for(5.0)).mode == "open"
     scene.set_pulse(shape="")
     assert grant_in(scene.beat()).mode == "open", "what is not known is not held against it"
+
+
+@pytest.mark.parametrize("beside", [(), ("pulse.prod.0",)])
+def test_no_profile_opens_a_slot_that_is_scraped(
+    make_scene: Any, grant_in: Any, beside: tuple[str, ...]
+) -> None:
+    scene = make_scene(profile=ProfileSettings(prefill_base_s=0.5, decode_base_s=0.25))
+    pulses = (PulseReading(name=SCRAPED_PULSE, record=Pulse()),)
+    pulses += tuple(PulseReading(name=name, record=scene.pulse) for name in beside)
+    for _ in range(50):
+        scene.now += 0.1
+        sample = msgspec.structs.replace(scene.sample(), pulses=pulses)
+        assert grant_in(scene.policy.observe(sample, now=scene.now)).mode == "closed"
+    assert "a scrape" in scene.policy.reason
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])

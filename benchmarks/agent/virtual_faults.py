@@ -1,0 +1,392 @@
+"""Faults in virtual time, and scenarios of them: two to five strike at drawn times."""
+
+import asyncio
+import errno
+import logging
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.agent.evidence import Caps, Evidence, RefusedCall, audit_of, decisions_of
+from benchmarks.agent.virtual_node import (
+    BEAT_S,
+    KV_TOKENS,
+    LASTS_S,
+    TICK_S,
+    TTL_S,
+    ScrapedServer,
+    VirtualNode,
+    VirtualSlot,
+)
+from harvester.agent.audit_file import AuditFile
+from harvester.contracts.errors import Exhausted, RoseMuxError
+from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
+from harvester.contracts.journal import JournalWriter
+from harvester.contracts.page import GrantMode, PageName
+from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest
+from harvester.contracts.wire.stops import StopOrder, StopRequest
+from harvester.platform import whole_file
+from scheduler.sim.replay import replay_journal
+
+_HUNG_S = 2.0
+_EARLIEST_S = 3.0
+"""Slots are open by then."""
+
+
+Fault = Callable[[VirtualNode], None]
+FAULTS: dict[str, Fault] = {}
+
+
+def _fault(function: Fault) -> Fault:
+    FAULTS[function.__name__] = function
+    return function
+
+
+def _drawn(node: VirtualNode) -> VirtualSlot:
+    return node.rng.choice(node.slots)
+
+
+def _production_back(slot: VirtualSlot) -> None:
+    slot.silent, slot.hung_s = False, 0.0
+
+
+@_fault
+def production_stopped(node: VirtualNode) -> None:
+    """SIGSTOP: its page stays and expires."""
+    slot = _drawn(node)
+    slot.silent = True
+    node.later(node.rng.uniform(0.2, 7.0), lambda: _production_back(slot))
+
+
+@_fault
+def production_hung(node: VirtualNode) -> None:
+    """Its middleware has requests and its engine steps no more, while the page goes on."""
+    slot, lasts_s = _drawn(node), node.rng.uniform(1.0, 6.0)
+    if slot.silent or slot.hung_s:
+        return
+    slot.hung_s = struck_s = node.time.now_s
+    starts = len(node.evidence.starts)
+    until_s = node.later(lasts_s, lambda: _production_back(slot))
+
+    def judge() -> None:
+        # A restarted agent has not seen its last step.
+        if slot.hung_s == struck_s and len(node.evidence.starts) == starts and not slot.silent:
+            node.dark(slot, "hung", since_s=struck_s + _HUNG_S + 2 * BEAT_S, until_s=until_s)
+
+    node.later(lasts_s - TICK_S, judge)
+
+
+@_fault
+def production_restarted(node: VirtualNode) -> None:
+    """Its counters begin anew, and its step times are not known yet."""
+    slot = _drawn(node)
+    if slot.hung_s:
+        return
+    slot.steps = slot.samples = 0
+    if not slot.silent:
+        node.dark(slot, "restarted", until_s=node.time.now_s + 0.3)
+
+
+@_fault
+def pulse_torn(node: VirtualNode) -> None:
+    _spoil(node, lambda path, rng: path.write_bytes(rng.randbytes(rng.randrange(5000))))
+
+
+@_fault
+def pulse_cut(node: VirtualNode) -> None:
+    _spoil(node, lambda path, rng: path.write_bytes(path.read_bytes()[: rng.randrange(200)]))
+
+
+@_fault
+def pulse_bit_flipped(node: VirtualNode) -> None:
+    def flip(path: Path, rng: random.Random) -> None:
+        page = bytearray(path.read_bytes())
+        page[rng.randrange(16, 60)] ^= 1 << rng.randrange(8)
+        path.write_bytes(page)
+
+    _spoil(node, flip)
+
+
+@_fault
+def pulse_of_another_kind(node: VirtualNode) -> None:
+    slot = _drawn(node)
+    guest = slot.pages.path / PageName.GUEST
+    _spoil(node, lambda path, _: path.write_bytes(guest.read_bytes()), slot)
+
+
+@_fault
+def pulse_removed(node: VirtualNode) -> None:
+    _spoil(node, lambda path, _: path.unlink())
+
+
+def _spoil(
+    node: VirtualNode,
+    action: Callable[[Path, random.Random], Any],
+    slot: VirtualSlot | None = None,
+) -> None:
+    """Production is silent and its page is no page. A reader that has decoded the page before may
+    go on with that record until it expires, as if production were silent alone."""
+    slot = slot or _drawn(node)
+    path = slot.pages.path / "pulse.prod.0"
+    if slot.silent or not path.exists():
+        return
+    action(path, node.rng)
+    slot.silent = True
+    node.later(node.rng.uniform(0.1, 3.0), lambda: _production_back(slot))
+
+
+@_fault
+def scrape_spoilt(node: VirtualNode) -> None:
+    moods = ("nan", "truncated", "huge", "empty", "negative", "half_open", "error")
+    for slot in node.slots:
+        if (server := slot.scraped) is not None:
+            server.mood = node.rng.choice(moods)
+            node.later(node.rng.uniform(1.0, 5.0), lambda server=server: _answers(server))  # type: ignore[misc]
+
+
+@_fault
+def scrape_reset(node: VirtualNode) -> None:
+    for slot in node.slots:
+        if slot.scraped is not None:
+            slot.scraped.tokens = 0
+
+
+def _answers(server: ScrapedServer) -> None:
+    server.mood = "good"
+
+
+@_fault
+def guest_stopped(node: VirtualNode) -> None:
+    slot = _drawn(node)
+    slot.guest_silent = True
+    node.later(node.rng.uniform(0.2, 9.0), lambda: setattr(slot, "guest_silent", False))
+
+
+@_fault
+def kv_full(node: VirtualNode) -> None:
+    slot = _drawn(node)
+    slot.kv_usage_ratio = 0.97
+    node.later(node.rng.uniform(0.2, 4.0), lambda: setattr(slot, "kv_usage_ratio", 0.0))
+
+
+@_fault
+def calls_lose_requests(node: VirtualNode) -> None:
+    _lose(node, "request")
+
+
+@_fault
+def calls_lose_replies(node: VirtualNode) -> None:
+    _lose(node, "reply")
+
+
+def _lose(node: VirtualNode, what: str) -> None:
+    slot = _drawn(node)
+    slot.lose = what
+    node.later(node.rng.uniform(1.0, 12.0), lambda: setattr(slot, "lose", ""))
+
+
+@_fault
+def agent_killed(node: VirtualNode) -> None:
+    if node.agent is not None:
+        node.kill()
+        node.later(node.rng.uniform(0.0, 6.0), node.start)
+
+
+@_fault
+def agent_stopped(node: VirtualNode) -> None:
+    """SIGSTOP between two of its system calls: half of the time between sample and grant."""
+    agent = node.agent
+    if agent is None:
+        return
+    slot = node.rng.choice(agent.slots)
+    observe, leap_s = slot.policy.observe, node.rng.uniform(0.3, 20.0)
+
+    def stopped(*given: Any, **named: Any) -> Any:
+        effects = observe(*given, **named)
+        vars(slot.policy).pop("observe", None)
+        node.time.now_s = round(node.time.now_s + leap_s, 6)
+        return effects
+
+    if node.rng.random() < 0.5:
+        slot.policy.observe = stopped  # type: ignore[method-assign]
+    else:
+        node.time.now_s = round(node.time.now_s + leap_s, 6)
+
+
+@_fault
+def machine_suspended(node: VirtualNode) -> None:
+    """All clocks leap for all processes."""
+    node.time.now_s = round(node.time.now_s + node.rng.choice((1.0, 30.0, 3600.0)), 6)
+
+
+@_fault
+def wall_clock_jumped(node: VirtualNode) -> None:
+    node.time.wall_s += node.rng.choice((-86_400.0, -3600.0, 3600.0, 400 * 86_400.0))
+
+
+@_fault
+def disk_full(node: VirtualNode) -> None:
+    node.disk_full = True
+    node.evidence.recording = False
+    node.later(node.rng.uniform(0.3, 4.0), lambda: setattr(node, "disk_full", False))
+
+
+@_fault
+def kill_file(node: VirtualNode) -> None:
+    path = node.root / "pages" / "kill"
+    path.write_bytes(node.rng.choice((b"hold", b"drain", b"", b"\xff\x00")))
+    _ordered(node, "kill file", path.unlink)
+
+
+@_fault
+def stop_file(node: VirtualNode) -> None:
+    path = node.root / "pages" / "stop"
+    path.write_bytes(node.rng.choice((b"drain incident", b"HoldAndDrain", b"", b"\xff")))
+    _ordered(node, "stop file", path.unlink)
+
+
+def _ordered(node: VirtualNode, cause: str, lift: Callable[[], Any]) -> None:
+    """Grants from the next beat on are closed, until the last order of this cause is lifted."""
+    until_s = node.time.now_s + node.rng.uniform(0.2, 3.0)
+    node.ordered_s[cause] = max(until_s, node.ordered_s.get(cause, 0.0))
+
+    def lift_last() -> None:
+        if node.time.now_s >= node.ordered_s[cause]:
+            with suppress(FileNotFoundError, Exhausted):
+                lift()
+
+    node.later(until_s - node.time.now_s, lift_last)
+    for slot in node.slots:
+        node.dark(slot, cause, until_s=until_s - TICK_S, since_s=node.time.now_s + TICK_S / 2)
+
+
+@_fault
+def order_to_drain(node: VirtualNode) -> None:
+    agent = node.agent
+    if agent is None:
+        return
+    cluster = node.rng.random() < 0.5
+    placed = StopRequest(order=StopOrder.DRAIN, by="alice", reason="incident", cluster=cluster)
+    if not agent.order(placed).recorded:
+        return  # A restarted agent would not know it.
+    lifted = StopRequest(order=StopOrder.NONE, by="alice", cluster=cluster)
+
+    def lift() -> None:
+        if node.agent is not None:
+            node.agent.order(lifted)
+
+    _ordered(node, f"order to drain, cluster {cluster}", lift)
+
+
+@_fault
+def caps_lowered(node: VirtualNode) -> None:
+    if node.agent is None:
+        return
+    node.tokens_max = node.rng.choice((1, 17, 128, 300))
+    node.agent.reconfigure(node.config())
+    node.evidence.caps.append(
+        Caps(
+            since_s=node.time.now_s,
+            step_tokens=node.tokens_max,
+            kv_tokens=KV_TOKENS,
+            ttl_s=TTL_S,
+        )
+    )
+
+
+@_fault
+def hostile_calls(node: VirtualNode) -> None:
+    """Other tenants, guessed ids, absurd durations: nothing is granted while the lease is held."""
+    agent = node.agent
+    if agent is None:
+        return
+    for slot in node.slots:
+        held = agent.leases.live(SlotId(slot.name))
+        if slot.lease is None or held is None or held.ends_s <= node.time.now_s:
+            continue
+        guess = LeaseId(f"{slot.name}.{slot.lease.epoch}.{node.rng.randbytes(16).hex()}")
+        renewal = LeaseRenewal(epoch=slot.lease.epoch, duration_s=1e300)
+        agent.release(guess)
+        answers: list[Any] = [agent.renew(guess, renewal)]
+        for duration_s in (-1.0, float("nan"), float("inf"), 1e300):
+            request = LeaseRequest(
+                request_id=f"h{node.rng.random()}",
+                slot=SlotId(slot.name),
+                tenant=TenantId("other"),
+                job=JobId("other"),
+                duration_s=duration_s,
+            )
+            answers.append(agent.take(request))
+        node.evidence.refused += [
+            RefusedCall(name="guess", status=0, granted=isinstance(answer, LeaseGranted))
+            for answer in answers
+        ]
+
+
+def run_scenario(seed: int, root: Path, *, lasts_s: float = LASTS_S) -> tuple[Evidence, list[str]]:
+    """The evidence, and the faults that struck while a grant was open or had been."""
+    node = VirtualNode(seed, root)
+    rng = random.Random(f"faults {seed}")
+    names = sorted(FAULTS)
+    drawn = [names[seed % len(names)], *rng.choices(names, k=rng.randrange(1, 5))]
+    faults = sorted((rng.uniform(_EARLIEST_S, lasts_s - 3.0), name) for name in drawn)
+    with ExitStack() as stack:
+        stack.enter_context(node.time.governing())
+        stack.enter_context(_refusing(node))
+        runner = stack.enter_context(asyncio.Runner())
+        node.run([(at_s, FAULTS[name]) for at_s, name in faults], runner, lasts_s=lasts_s)
+    evidence = node.evidence
+    for slot in node.slots:
+        slot.pulse_page.close()
+        slot.guest_page.close()
+        journal = root / "state" / f"{slot.name}.journal"
+        evidence.decisions[slot.name] = decisions_of(journal)
+        try:
+            difference = replay_journal(journal).difference
+        except RoseMuxError as error:
+            evidence.replay_faults.append(str(error))
+        else:
+            if difference is not None:
+                evidence.replay_faults.append(f"{slot.name}: line {difference.line} differs")
+    evidence.audit = audit_of(root / "state" / "audit.jsonl")
+    return evidence, drawn
+
+
+@contextmanager
+def _refusing(node: VirtualNode) -> Iterator[None]:
+    """Journal, state and audit are refused while the disk is full."""
+
+    def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            if node.disk_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return original(*given, **named)
+
+        return call
+
+    with (
+        patch.object(JournalWriter, "decided", refusing(JournalWriter.decided)),
+        patch.object(JournalWriter, "opened", refusing(JournalWriter.opened)),
+        patch.object(AuditFile, "append", refusing(AuditFile.append)),
+        patch.object(whole_file, "replace", refusing(whole_file.replace)),
+    ):
+        yield
+
+
+def run_in(root: Path, seed: int, *, lasts_s: float = LASTS_S) -> tuple[Evidence, list[str]]:
+    """`run_scenario` in a folder that is removed behind it, without its log."""
+    folder = root / f"v{seed}"
+    logging.disable(logging.CRITICAL)
+    try:
+        return run_scenario(seed, folder, lasts_s=lasts_s)
+    finally:
+        logging.disable(logging.NOTSET)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def was_open(evidence: Evidence) -> bool:
+    return any(seen.grant.mode is not GrantMode.CLOSED for seen in evidence.grants)
