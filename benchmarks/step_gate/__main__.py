@@ -43,7 +43,7 @@ MODEL = ProductionModel(prefill_base_s=0.02, prefill_s_per_token=1e-4, decode_ba
 @dataclass(frozen=True, slots=True)
 class Case:
     steps: int
-    """Of a block."""
+    """Steps of one block."""
     before_step: Callable[[int], None]
     before_part: Callable[[], object]
 
