@@ -14,9 +14,11 @@ import msgspec
 
 from harvester.contracts.audit import AuditEvent, audit_files, read_audit
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.journal import Decided, read_journal
 from harvester.contracts.page import PAGE_BYTES, Grant, PageName
 from harvester.contracts.page.seal import BODY_OFFSET, Sealed, unseal
+from scheduler.sim.replay import replay_journal
 
 SCRAPE = "scrape"
 """Stands for a slot in `GoodData`: answers of a metrics page."""
@@ -190,7 +192,23 @@ class GrantLog:
                 self.grants.append(seen)
 
 
-def decisions_of(journal: Path) -> list[Decided]:
+def read_files(evidence: Evidence, state: Path, slots: Sequence[str]) -> None:
+    """Adds what the agent's journals and its audit say, and the faults of a replay."""
+    for slot in slots:
+        journal = state / f"{slot}.journal"
+        evidence.decisions[slot] = _decisions_of(journal)
+        try:
+            difference = replay_journal(journal).difference
+        except RoseMuxError as error:
+            evidence.replay_faults.append(f"{slot}: {error}")
+        else:
+            if difference is not None:
+                evidence.replay_faults.append(f"{slot}: line {difference.line} differs")
+    lines = (line for file in audit_files(state / "audit.jsonl") for line in read_audit(file))
+    evidence.audit = [line for line in lines if isinstance(line, AuditEvent)]
+
+
+def _decisions_of(journal: Path) -> list[Decided]:
     older = journal.with_name(journal.name + ".1")
     return [
         line
@@ -199,11 +217,6 @@ def decisions_of(journal: Path) -> list[Decided]:
         for line in read_journal(path)
         if isinstance(line, Decided)
     ]
-
-
-def audit_of(path: Path) -> list[AuditEvent]:
-    lines = (line for file in audit_files(path) for line in read_audit(file))
-    return [line for line in lines if isinstance(line, AuditEvent)]
 
 
 def plain(record: Any) -> Any:

@@ -25,14 +25,12 @@ from benchmarks.agent.evidence import (
     GrantLog,
     LeaseCall,
     ProductionFate,
-    audit_of,
-    decisions_of,
+    read_files,
 )
 from benchmarks.agent.stand_in import PULSE_TTL_S
 from benchmarks.testbed.prerequisites import free_ports
-from harvester.contracts.errors import ConfigError, RoseMuxError
+from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import GrantMode, PageDirectory
-from scheduler.sim.replay import replay_journal
 
 SLOT = "slot0"
 _STEP_TOKENS, _KV_TOKENS, _TTL_S = 512, 4096, 0.5
@@ -228,16 +226,7 @@ class RealNode:
         evidence.grants = self.grants.grants
         self._add_data()
         evidence.left += [f"process {pid}" for pid in _marked(self.marker)]
-        journal = state / f"{SLOT}.journal"
-        evidence.decisions[SLOT] = decisions_of(journal)
-        try:
-            difference = replay_journal(journal).difference
-        except RoseMuxError as error:
-            evidence.replay_faults.append(str(error))
-        else:
-            if difference is not None:
-                evidence.replay_faults.append(f"line {difference.line} differs")
-        evidence.audit = audit_of(state / "audit.jsonl")
+        read_files(evidence, state, [SLOT])
 
     def _add_data(self) -> None:
         evidence = self.evidence

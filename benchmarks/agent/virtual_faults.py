@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.agent.evidence import Caps, Evidence, RefusedCall, audit_of, decisions_of
+from benchmarks.agent.evidence import Caps, Evidence, RefusedCall, read_files
 from benchmarks.agent.virtual_node import (
     BEAT_S,
     KV_TOKENS,
@@ -23,14 +23,13 @@ from benchmarks.agent.virtual_node import (
     VirtualSlot,
 )
 from harvester.agent.audit_file import AuditFile
-from harvester.contracts.errors import Exhausted, RoseMuxError
+from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.journal import JournalWriter
 from harvester.contracts.page import GrantMode, PageName
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest
 from harvester.contracts.wire.stops import StopOrder, StopRequest
 from harvester.platform import whole_file
-from scheduler.sim.replay import replay_journal
 
 _HUNG_S = 2.0
 _EARLIEST_S = 3.0
@@ -343,16 +342,7 @@ def run_scenario(seed: int, root: Path, *, lasts_s: float = LASTS_S) -> tuple[Ev
     for slot in node.slots:
         slot.pulse_page.close()
         slot.guest_page.close()
-        journal = root / "state" / f"{slot.name}.journal"
-        evidence.decisions[slot.name] = decisions_of(journal)
-        try:
-            difference = replay_journal(journal).difference
-        except RoseMuxError as error:
-            evidence.replay_faults.append(str(error))
-        else:
-            if difference is not None:
-                evidence.replay_faults.append(f"{slot.name}: line {difference.line} differs")
-    evidence.audit = audit_of(root / "state" / "audit.jsonl")
+    read_files(evidence, root / "state", [slot.name for slot in node.slots])
     return evidence, drawn
 
 

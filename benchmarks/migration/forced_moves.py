@@ -25,7 +25,7 @@ from benchmarks.migration.model import (
     write_model,
 )
 from benchmarks.migration.surface import MAX_TOKENS, SURFACE, Setting
-from scheduler.gateway.engine_fleet import Member
+from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.trajectories import Turn
 
 CONTEXT_TOKENS = 512

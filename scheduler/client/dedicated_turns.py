@@ -27,7 +27,7 @@ from scheduler.gateway.engine_client import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.engine_fleet import numerics_of
+from scheduler.gateway.fleet_member import numerics_of
 from scheduler.gateway.policy.trajectories import Attempt, Turn
 from scheduler.gateway.turns import accepted
 

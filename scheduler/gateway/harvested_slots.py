@@ -26,7 +26,8 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.cluster_stops import ClusterStops
 from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_fleet import EngineFleet, Member
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import (
     CapacityEffect,

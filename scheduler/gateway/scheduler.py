@@ -22,7 +22,8 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_fleet import EngineFleet, Member, dedicated_places, watch_health
+from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places, watch_health
+from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest

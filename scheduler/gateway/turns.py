@@ -23,7 +23,8 @@ from scheduler.gateway.engine_client import (
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.engine_fleet import EngineFleet, Member
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse

@@ -1,0 +1,80 @@
+"""One engine of the fleet: what is known of it, and the turns on it."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from harvester.contracts.ids import EngineId
+from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.identity import Change
+from scheduler.gateway.policy.engine_health import FaultStreak, ForeignUpdates
+from scheduler.gateway.running_attempt import RunningAttempt
+from scheduler.model import Engine, Lease
+
+_ENDED_MAX = 256
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    engine: Engine
+    client: EngineClient
+    up: bool = False
+    losses: int = 0
+    """How often it was up and is not any more."""
+    lease: Lease | None = None
+    numerics: str = ""
+    release: str = ""
+    """Its vLLM version; empty if unknown."""
+    description: EngineDescription | None = None
+    """The engine's last description; None before the first."""
+    is_described: bool = False
+    """Whether it has been described since it joined."""
+    seen_context_tokens: int = 0
+    """Length at which it ended an unfinished turn, in tokens; 0: never."""
+    running: set[RunningAttempt] = field(default_factory=set)
+    ended_trajectories: deque[str] = field(default_factory=lambda: deque(maxlen=_ENDED_MAX))
+    """Reported with the engine's next request: it need not keep their prefixes."""
+    fault: str = ""
+    streak: FaultStreak = field(default_factory=FaultStreak)
+    probing: "asyncio.Task[Change] | None" = None
+    quiesced_at_s: float | None = None
+    updating: "asyncio.Task[None] | None" = None
+    held: bool = False
+    """It gets no new turn, because of an order to stop."""
+    meddling: ForeignUpdates = field(default_factory=ForeignUpdates)
+    doubted: tuple[RunningAttempt, ...] | None = None
+    """Attempts that it had when it went silent, until it is known whether it died; else None."""
+
+    @property
+    def vocabulary_tokens(self) -> int | None:
+        """Exclusive upper bound of its token ids; None if unknown."""
+        return (self.description.vocabulary if self.description else 0) or None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it goes on from another engine's output as from its own."""
+        return self.description is not None and CONTINUATION_FEATURE in self.description.features
+
+    @property
+    def model(self) -> str:
+        """Name of its model; empty if unknown."""
+        return self.description.model if self.description else ""
+
+    def lost(self) -> tuple[RunningAttempt, ...]:
+        """Attempts that go down with it, and that it may have died of."""
+        return tuple(each for each in self.running if each.reached and not each.turn.ended)
+
+    @property
+    def context_tokens(self) -> int:
+        """Context in tokens; 0 if unknown. Observed behaviour counts for more than the
+        description."""
+        described = self.description.context_tokens if self.description else 0
+        return min(filter(None, (described, self.seen_context_tokens)), default=0)
+
+
+def numerics_of(engine: EngineId, release: str, described: EngineDescription | None) -> str:
+    known = [f"vllm {release}" if release else ""]
+    known += [described.dtype, described.logprobs_mode] if described is not None else []
+    # One that says nothing of itself is equal to no other engine.
+    return " ".join(filter(None, known)) or f"unknown, {engine}"
