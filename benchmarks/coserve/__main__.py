@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.coserve import goals
 from benchmarks.coserve.activation import Activations
 from benchmarks.coserve.arms import ESSENTIAL, NO_VERDICT, SETTINGS, Arm, arms_on
 from benchmarks.coserve.closed_gate import closed_gate
 from benchmarks.coserve.failsafe import FailSafe, TrialLog
 from benchmarks.coserve.figures import Facts, figures
 from benchmarks.coserve.memory import Shrinks
+from benchmarks.coserve.preparation import Preparation
 from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Rollouts
@@ -33,12 +33,12 @@ from benchmarks.coserve.run_length import FULL, SHORT, RunLength
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.testbed.bursts import Bursts, generated_trace
-from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, Replayed
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
 from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.interleaving import cycle_rounds, interleaved
-from benchmarks.testbed.load import REQUESTS_MIN, Aim, Load
+from benchmarks.testbed.load import Load
 from benchmarks.testbed.origin import origin
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
@@ -49,20 +49,16 @@ from benchmarks.testbed.production_model import PROMPT_IDS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.reporting import report
 from benchmarks.testbed.run_directory import run_directory
-from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
+from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import AGENT, PRODUCTION, STOCK, ServingSlot, SlotPorts, url
 from benchmarks.testbed.trace import Trace, read_trace
 from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest, Pulse, pulse_page
-from harvester.policy.settings import SlotSettings
 from scheduler.gateway.agent_client import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 _FIRST_RATE = 3.0
-_PULSE_S = 1.5
-_LEARNING_REPLAYS_MAX = 8
 
 
 def main() -> None:
@@ -256,7 +252,9 @@ class Bench:
         )
         for name in self.slot.parts.running.keys() & {STOCK}:
             freeze(self.slot.parts.running[name])
-        windows = await self._prepared(runner)
+        preparation = Preparation(runner, self.log, self.length, self.load)
+        windows = await preparation.run()
+        self.load = preparation.load
         parts: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
             "rounds": lambda: self._rounds(runner, windows),
             "reclaim": lambda: self._reclaim(runner, windows),
@@ -382,84 +380,6 @@ class Bench:
             found[name] = await measure()
             self.on_progress(f"{found[name]}")
         return {"unseen": found}
-
-    async def _prepared(self, runner: Runner) -> tuple[Window, ...]:
-        """The windows of the rounds, once both engines have learned their steps.
-
-        Load and SLO are fixed here, and by the first of several pieces for all of them.
-        """
-        preparation_s = self.length.preparation_s
-        plan = self.log.plan
-        if plan is not None:
-            self.load = replace(self.load, sizes=plan.sizes, rate=plan.rate)
-        await self._learned(self.load.windows(preparation_s, count=1)[0].evenly(), runner)
-        if plan is None:
-            self._aim(())
-        await runner.instruct(SETTINGS[Arm.ROSEMUX])
-        async with self.lease.holding(), self.rollouts.running():
-            await asyncio.sleep(preparation_s)
-        await runner.quiet()
-        if plan is None:
-            self._aim((await self._replayed(self.load.windows(preparation_s, count=1)[0], runner),))
-            # The SLO is of the load of the rounds.
-            await self._replayed(self.load.windows(2 * preparation_s, count=1)[0], runner)
-        else:
-            runner.level = plan.level
-        if self.log.settings.slo_ms is not None:
-            ttft_ms, itl_ms = self.log.settings.slo_ms
-            runner.level = ServiceLevel(ttft_s=ttft_ms * 1e-3, itl_s=itl_ms * 1e-3)
-        windows = self.load.windows(self.length.slice_s, count=self.rounds)
-        if self.slot.ports.stock is not None:
-            await self._warm_up_stock(runner, windows[0])
-        return windows
-
-    async def _learned(self, window: Window, runner: Runner) -> None:
-        """Replays the window until production's step times are known: a slow engine's first
-        requests wait for each other, and show few of them. Raises ConfigError."""
-        least = SlotSettings().model_samples_min
-        for _ in range(_LEARNING_REPLAYS_MAX):
-            await self._replayed(window, runner)
-            if self.pulse().model_samples >= least:
-                return
-        raise ConfigError(
-            f"{_LEARNING_REPLAYS_MAX} replays taught {self.pulse().model_samples} of {least} steps"
-        )
-
-    async def _warm_up_stock(self, runner: Runner, window: Window) -> None:
-        """An engine's first requests are no measurement."""
-        client, _ = runner.served(Arm.STOCK)
-        self.slot.show_stock(alone=True)
-        start_s = self.clock.now()
-        await replace(client, record=lambda _: None).replay(
-            window.arrivals, arm=Arm.STOCK, block=-1, start_s=start_s
-        )
-        self.slot.show_stock(alone=False)
-
-    async def _replayed(self, window: Window, runner: Runner) -> Replayed:
-        seen: list[ProductionRequest] = []
-        start_s, busy_s = self.clock.now(), self.pulse().busy_s_total
-        await replace(self.client, record=seen.append).replay(
-            window.arrivals, arm=Arm.ALONE, block=-1, start_s=start_s
-        )
-        await asyncio.sleep(max(0.0, start_s + window.duration_s - self.clock.now()) + _PULSE_S)
-        seconds = self.clock.now() - start_s
-        runner.level = choose_slo(seen).level
-        busy_s = self.pulse().busy_s_total - busy_s
-        return Replayed(arrivals=window.arrivals, seconds=seconds, busy_s=busy_s)
-
-    def _aim(self, replays: tuple[Replayed, ...]) -> None:
-        aim = Aim(
-            scales=self.hardware.scales,
-            slice_s=self.length.slice_s,
-            rounds=self.rounds,
-            step_tokens=self.hardware.step_tokens,
-            # A verdict on a goal needs more of them.
-            requests_min=goals.REQUESTS_MIN
-            if set(self.log.settings.arms) <= set(ESSENTIAL)
-            else REQUESTS_MIN,
-            busy_share=self.log.settings.busy_share,
-        )
-        self.load = aim.load(self.load, self.pulse().model, replays=replays)
 
     async def _failsafe(self) -> dict[str, Any]:
         """The agent killed, and stopped; production stays idle, so that the guest always steps.
