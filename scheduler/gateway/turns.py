@@ -96,9 +96,10 @@ class TurnRunner:
             if self._closing:
                 turn.end(FinishReason.ABORT)
                 return None
-            if (refused := self._given_up(turn, course)) is not None:
+            now = self._clock.now()
+            if (refused := self._given_up(turn, course, now)) is not None:
                 return None if turn.token_ids else refused
-            placed = await self._place(turn, course)
+            placed = await self._place(turn, course, now)
             if placed is None:
                 continue
             if isinstance(placed, RefuseTurn):
@@ -118,9 +119,8 @@ class TurnRunner:
                     turn.end(FinishReason.ABORT)
         return None
 
-    def _given_up(self, turn: Turn, course: TurnCourse) -> RefuseTurn | None:
+    def _given_up(self, turn: Turn, course: TurnCourse, now: float) -> RefuseTurn | None:
         """Ends a turn that is not to be tried again."""
-        now = self._clock.now()
         if reason := self._quarantined(turn, now):
             turn.fail(reason)
             return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
@@ -143,19 +143,21 @@ class TurnRunner:
             turn.refuse()
         return RefuseTurn(turn=turn.key, refusal=Refusal.UNSERVED, reason=reason)
 
-    async def _place(self, turn: Turn, course: TurnCourse) -> DispatchTurn | RefuseTurn | None:
-        """The turn's place; None: the turn is reviewed anew."""
+    async def _place(
+        self, turn: Turn, course: TurnCourse, now: float
+    ) -> DispatchTurn | RefuseTurn | None:
+        """The turn's place; None: the turn is reviewed anew.
+
+        `now` is the time of its review: a verdict that falls due later is not taken for none.
+        """
         suspect = turn.prompt_mark if self.deaths.apart(turn.prompt_mark) else ""
         course.suspect = suspect = suspect or self._suspected(turn)
-        now = self._clock.now()
-        verdict_in_s = self.deaths.verdict_in_s(turn.prompt_mark, now=now)
-        if wait_s := max(verdict_in_s, self.blame.trial_in_s(suspect, now=now)):
+        if wait_s := self._verdict_in_s(turn, now):
             await asyncio.sleep(min(wait_s, _WATCH_S))
             return None
-        avoid = self._shunned(suspect) | course.avoids(now=self._clock.now())
+        avoid = self._shunned(suspect, now) | course.avoids(now=now)
         # Looked at again soon: an engine may be described by then, or another one be there.
-        unfit_until_s = self._clock.now() + _UNFIT_S
-        avoid |= dict.fromkeys(self._unfit(turn), unfit_until_s)
+        avoid |= dict.fromkeys(self._unfit(turn), now + _UNFIT_S)
         placed = await self._dispatcher.place(
             turn,
             resumed=course.resumed,
@@ -165,16 +167,22 @@ class TurnRunner:
             pin_until_s=course.pin_until_s,
         )
         # A request of the same content may have failed engines while this one waited.
-        accused = self._suspected(turn) or self._quarantined(turn, self._clock.now())
-        early = self.blame.trial_in_s(suspect, now=self._clock.now()) > 0
-        if isinstance(placed, DispatchTurn) and accused and (early or not suspect):
+        now = self._clock.now()
+        unforeseen = self._suspected(turn) and not suspect
+        held = self._quarantined(turn, now) or unforeseen or self._verdict_in_s(turn, now)
+        if isinstance(placed, DispatchTurn) and held:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return None
         return placed
 
-    def _shunned(self, suspect: str) -> dict[EngineId, float]:
+    def _verdict_in_s(self, turn: Turn, now: float) -> float:
+        """Time for which the turn is not placed, in s: until its verdict, or its trial."""
+        verdict_in_s = self.deaths.verdict_in_s(turn.prompt_mark, now=now)
+        return max(verdict_in_s, self.blame.trial_in_s(self._suspected(turn), now=now))
+
+    def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
         """Only while another engine is there."""
-        shunned = self.blame.shunned(suspect, now=self._clock.now())
+        shunned = self.blame.shunned(suspect, now=now)
         if not shunned:
             return shunned
         up = {engine for engine, member in self._fleet.members.items() if member.up}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.ids import EngineId, Epoch, JobId, TrajectoryId
 from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import (
@@ -345,8 +345,9 @@ class Cluster:
         poison: dict[int, int],
         places: int = 4,
         blame: BlamePolicy | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        clock = MonotonicClock()
+        clock = clock or MonotonicClock()
         versions = VersionPolicy.from_config({"min_dedicated": 1})
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
@@ -442,6 +443,32 @@ def test_a_poisoned_request_costs_two_engines_also_if_they_are_silent_first(
         assert bad.outcome == "failed"
         assert sum(client.deaths for client in cluster.clients) == 2
         assert {turn.finish_reason for turn, _ in served} == {FinishReason.LENGTH}
+
+    asyncio.run(case())
+
+
+class SlowClock:
+    """A slow machine's: time passes from one reading to the next."""
+
+    def __init__(self, reading_s: float) -> None:
+        self._reading_s, self._now_s = reading_s, 0.0
+
+    def now(self) -> float:
+        self._now_s += self._reading_s
+        return self._now_s
+
+
+@pytest.mark.parametrize("reading_s", [0.03 + 0.01 * n for n in range(12)])
+def test_a_verdict_that_falls_due_between_two_readings_of_the_clock_is_spoken(
+    reading_s: float,
+) -> None:
+    async def case() -> None:
+        blame = BlamePolicy(quiet_s=0, held_s=0.6)
+        cluster = Cluster(4, poison={99: 2}, blame=blame, clock=SlowClock(reading_s))
+        ((bad, _),) = await cluster.run(cluster.serve("bad", (99, 1), 40))
+        assert bad.outcome == "failed"
+        assert "failed twice" in bad.fault
+        assert sum(client.deaths for client in cluster.clients) == 2
 
     asyncio.run(case())
 
