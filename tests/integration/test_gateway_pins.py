@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from harvester.contracts.ids import JobId
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import (
     PROMPT,
@@ -63,7 +64,7 @@ async def until(holds: Callable[[], Any]) -> None:
 
 
 def held_turns(gateway: GatewayInProcess) -> int:
-    return gateway.scheduler.dispatcher.policy.held_turns
+    return gateway.scheduler.dispatcher.policy.held_turns_of(JobId("job"))
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -31,6 +32,7 @@ from weightsync.receiver import Receiver
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.server import ServingLimits
 from weightsync.transport.access import Access
+from weightsync.transport.connections import Connections
 from weightsync.transport.http_source import HttpSource
 
 SHARD_FILE = "model-00001-of-00001.safetensors"
@@ -253,6 +255,21 @@ def test_a_server_that_answers_something_else_is_not_believed(
     )
     with running(app) as url, pytest.raises(lie[1]):
         _read(_source(url, access))
+
+
+def test_an_answer_that_ends_with_its_connection_is_closed_unread() -> None:
+    async def last(_: web.Request) -> web.Response:
+        return web.Response(body=bytes(1 << 20), headers={"Connection": "close"})
+
+    def app() -> tuple[web.Application, None]:
+        app = web.Application()
+        app.add_routes([web.get("/", last)])
+        return app, None
+
+    with running(app) as url, closing(Connections(urlsplit(url), HASTY)) as connections:
+        with connections.answer("GET", "/", {}, timeout_s=5) as answer:
+            answer.read(1)
+        assert answer.isclosed()
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])

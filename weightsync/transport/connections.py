@@ -81,6 +81,9 @@ class Connections:
             if answer is not None and answer.isclosed() and answer.length == 0:
                 self._give_back(connection)
             else:
+                if answer is not None:
+                    # http.client lets go of an answer that ends with its connection.
+                    answer.close()
                 connection.close()
 
     def close(self) -> None:

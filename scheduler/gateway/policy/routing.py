@@ -115,10 +115,6 @@ class RoutingPolicy:
         return len(self._queued)
 
     @property
-    def held_turns(self) -> int:
-        return len(self._held)
-
-    @property
     def room(self) -> int:
         """Turns that may still wait."""
         waiting = len(self._queued) + len(self._held) + len(self._arriving)

@@ -76,7 +76,6 @@ class Packer:
         self.judge = judge
         self.limits = limits
         self.index = GroupIndex(group_jobs=limits.group_jobs)
-        self.simulated = 0
         self.now_s = 0.0
         """Time of the present question; credit depends on it."""
 
@@ -169,10 +168,8 @@ class Packer:
                 ),
                 tries,
             )
-            for opening in tried:
-                self.simulated += 1
-                if self.admits(opening):
-                    return opening
+            if (opening := next(filter(self.admits, tried), None)) is not None:
+                return opening
         return None
 
     def admits(self, opening: Opening) -> bool:
