@@ -371,7 +371,7 @@ _GATEWAY = (
         "trajectories_total",
         Kind.COUNTER,
         "rl_job outcome",
-        "Trajectories started, lost, duplicated, migrated or undelivered.",
+        "Trajectories started, lost, duplicated, migrated, undelivered, or answered again.",
     ),
     _gateway(
         "generated_tokens_total", Kind.COUNTER, "rl_job engine kind", "Tokens given to RL jobs."
@@ -393,6 +393,7 @@ _GATEWAY = (
         "Misses of 28 days that harvesting may cause a service (part: budget), that are charged to "
         "it (spent), and that are allotted or lost with a slot's history (outstanding).",
     ),
+    _gateway("answers_kept_bytes", Kind.GAUGE, "", "Memory of answers kept."),
     _gateway("leases_held", Kind.GAUGE, "rl_job", "Leases in use."),
 )
 

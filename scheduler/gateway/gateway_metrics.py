@@ -34,7 +34,7 @@ class GatewayMetrics:
         )
         self.trajectories = self._counter(
             "trajectories",
-            "Trajectories started, lost, duplicated, migrated or undelivered.",
+            "Trajectories started, lost, duplicated, migrated, undelivered, or answered again.",
             ["rl_job", "outcome"],
         )
         self.generated_tokens = self._counter(
@@ -58,6 +58,7 @@ class GatewayMetrics:
             "Misses of 28 days: budget, spent, outstanding.",
             ["service", "part"],
         )
+        self.answers_bytes = self._gauge("answers_kept_bytes", "Memory of answers kept.", [])
         self.leases_held = self._gauge("leases_held", "Leases in use.", job)
 
     def render(self) -> bytes:

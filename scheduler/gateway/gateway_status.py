@@ -119,6 +119,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.service_budget,
     ):
         gauge.clear()
+    metrics.answers_bytes.set(scheduler.answered.size_bytes)
     for each in scheduler.harvest.budgets.all():
         for part in ("budget", "spent", "outstanding"):
             metrics.service_budget.labels(each.service, part).set(getattr(each, part))
@@ -135,7 +136,7 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         held = sum(lease.job == job for lease in scheduler.harvest.leases.values())
         metrics.leases_held.labels(job).set(held)
         metrics.stale_tokens.labels(job)
-        for outcome in ("lost", "duplicated", "migrated", "undelivered"):
+        for outcome in ("lost", "duplicated", "migrated", "undelivered", "repeated"):
             child = metrics.trajectories.labels(job, outcome)
             total = getattr(ledger.counters, outcome)
             child.inc(total - scheduler.exported.get((job, outcome), 0))

@@ -125,6 +125,7 @@ class OpenTurns:
                     f"request_id {request.request_id!r} was answered with another body; use a new "
                     "id"
                 )
+            self._ledger.counters.repeated += 1
             if on_turn is not None:
                 on_turn(turn)
             return turn, None

@@ -132,7 +132,7 @@ class Scheduler:
         self.runner.on_left = self._count_tokens
         self.runner.returns_partial = self._returns_partial
         self.runner.on_interrupted = self._count_interruption
-        self._answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
+        self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
             job: OpenTurns(
                 ledger,
@@ -140,7 +140,7 @@ class Scheduler:
                 clock,
                 on_end=self._count_end,
                 rejoin_s=times.rejoin_s,
-                answered=self._answered,
+                answered=self.answered,
                 tenant=TenantId(self.jobs[job].tenant),
             )
             for job, ledger in self.ledgers.items()
@@ -420,7 +420,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(_EXPIRED_S)
             now = self._clock.now()
-            self._answered.expire(now=now)
+            self.answered.expire(now=now)
             for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
                 _log.warning("job %s: %s goes off, it was not renewed", job, switch)
                 self.switch(job, switch, enabled=False)

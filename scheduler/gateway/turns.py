@@ -146,10 +146,8 @@ class TurnRunner:
     async def _place(
         self, turn: Turn, course: TurnCourse, now: float
     ) -> DispatchTurn | RefuseTurn | None:
-        """The turn's place; None: the turn is reviewed anew.
-
-        `now` is the time of its review: a verdict that falls due later is not taken for none.
-        """
+        """The turn's place; None: it is reviewed anew. `now`: the time of its review, so that a
+        verdict that falls due later is not taken for none."""
         suspect = turn.prompt_mark if self.deaths.apart(turn.prompt_mark) else ""
         course.suspect = suspect = suspect or self._suspected(turn)
         if wait_s := self._verdict_in_s(turn, now):
@@ -183,8 +181,6 @@ class TurnRunner:
     def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
         """Only while another engine is there."""
         shunned = self.blame.shunned(suspect, now=now)
-        if not shunned:
-            return shunned
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
 

@@ -60,7 +60,7 @@ LABEL_VALUES = {
     "level": ("node",),
     "mode": ("off", "observe", "harvest"),
     "outcome": (
-        *("started", "lost", "duplicated", "migrated", "undelivered"),
+        *("started", "lost", "duplicated", "migrated", "undelivered", "repeated"),
         *("in_time", "missed", "done", "failed"),
     ),
     "part": ("weights", "context", "kv", "used"),

@@ -52,6 +52,7 @@ async def test_the_same_request_again_gets_the_same_bytes(samples: int) -> None:
         assert first[0] == 200
         assert again == first
         assert len(engine.models) == samples, "sampled once"
+        assert gateway.scheduler.ledgers["job"].counters.repeated == samples
 
 
 @pytest.mark.parametrize("first_streams", [True, False])

@@ -51,6 +51,8 @@ class TurnCounters:
     """A second end for a turn that had ended: refused, and counted."""
     undelivered: int = 0
     """Turns whose reply could not be made from their tokens: no renderer was there in time."""
+    repeated: int = 0
+    """Answers given again to a client that sent its request again."""
     migrated: int = 0
     """Attempts that went on elsewhere with tokens already accepted."""
     retried: int = 0
