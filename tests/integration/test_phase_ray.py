@@ -104,6 +104,7 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
         ]
         phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
         for control in controls:
+            ray.get(control.handle.jobs.remote(), timeout=ANSWER_S)  # it has started
             control.call(Register(terms=JobTerms(job=JobId("job"), phases=(phase,))))
             assert b'scheduler_phase_jobs{stage="apart"} 1.0' in control.metrics()
     with urllib.request.urlopen(f"http://127.0.0.1:{free}/metrics", timeout=10) as reply:

@@ -375,7 +375,7 @@ def test_a_held_turn_is_refused_when_its_patience_ends_and_not_before() -> None:
     assert policy.observe(TimePassed(), now=4.9) == ()
     (refused,) = policy.observe(TimePassed(), now=5.0)
     assert (refused.turn, refused.refusal) == ("1", Refusal.VERSION)
-    assert policy.held_turns == 0
+    assert policy.held_turns_of(JOB) == 0
 
 
 def test_a_held_turn_whose_exact_version_is_passed_over_is_refused_at_once() -> None:
@@ -664,8 +664,8 @@ class RoutingMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_turn_is_in_exactly_one_place(self) -> None:
-        assert self.policy.held_turns == len(self.fleet.held)
-        assert self.policy.queued_turns + self.policy.held_turns == len(self.fleet.waiting)
+        assert self.policy.held_turns_of(JOB) == len(self.fleet.held)
+        assert self.policy.queued_turns + self.policy.held_turns_of(JOB) == len(self.fleet.waiting)
         assert self.policy.open_turns == len(self.fleet.placed)
 
     @invariant()
