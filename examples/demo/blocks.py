@@ -44,6 +44,12 @@ class BlockPlan:
         return replace(self, rounds=1, steps=min(self.steps, max(2, steps)))
 
 
+def prompts_within(step_s: float, *, found_s: float, found: int, most: int) -> int:
+    """Prompts of a step that takes about `step_s` where one of `found` prompts took `found_s`; at
+    least as many as those."""
+    return min(most, max(found, int(found * step_s / found_s)))
+
+
 def another_fits(rounds_s: Sequence[float], *, left_s: float) -> bool:
     """Whether a further round fits, by those measured so far; the first is always run."""
     return not rounds_s or max(rounds_s) <= left_s
@@ -59,6 +65,8 @@ class BlockRunner:
     clock: Clock
     record: Callable[[Record], None]
     on_progress: Callable[[str], None]
+    prompts: int
+    """Of each training step."""
 
     async def run(self, arm: Arm, index: int, window: Window, plan: BlockPlan) -> None:
         """One measured block."""
@@ -83,7 +91,7 @@ class BlockRunner:
 
     async def step(self, arm: Arm, index: int) -> float:
         """Its seconds."""
-        done = await self.trainers[arm].step()
+        done = await self.trainers[arm].step(self.prompts)
         self.record(training_step(done, arm, index))
         return done.step_s
 

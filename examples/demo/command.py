@@ -36,12 +36,14 @@ from harvester.contracts.clock import MonotonicClock
 
 FULL = SessionPlan(
     blocks=BlockPlan(rounds=5, serving_s=28.0, steps=2),
+    step_s=20.0,
     first_replay_s=10.0,
     last_replay_s=20.0,
     within_s=590.0,
 )
 QUICK = SessionPlan(
     blocks=BlockPlan(rounds=1, serving_s=20.0, steps=3),
+    step_s=20.0,
     first_replay_s=8.0,
     last_replay_s=12.0,
     within_s=240.0,
@@ -112,7 +114,11 @@ def _facts(outcome: Outcome, records: list[Record], *, started_s: float, now: fl
     return Facts(
         trace=windows[0].trace,
         scale=windows[0].speed,
-        scaling={**asdict(outcome.sizes), "requests_per_s": mean_rate(windows)},
+        scaling={
+            **asdict(outcome.sizes),
+            "requests_per_s": mean_rate(windows),
+            "prompts_per_step": outcome.prompts,
+        },
         ttft_slo_s=level.ttft_s,
         itl_slo_s=level.itl_s,
         guests=frozenset({GUEST}),

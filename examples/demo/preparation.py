@@ -1,8 +1,9 @@
 """Unmeasured runs before the first block: they find the replay's speed and production's SLO.
 
-a short replay of production alone, while the trainers start    ->  a first speed and SLO
-a step of the harvesting job, production idle                   ->  the guest learns its own times
-a step of the fixed job beside production                       ->  how long a step takes here,
+short replays of production alone, while the trainers start     ->  a first speed and SLO, the
+                                                                    step times that lending needs
+a small step of the harvesting job, production idle             ->  the guest learns its own times
+a small step of the fixed job beside production                 ->  how long a step takes here,
                                                                     what the law must know
 a longer replay of production alone                             ->  the blocks' speed and SLO
 """
@@ -26,6 +27,7 @@ from examples.demo.records import Arm
 from examples.demo.stack import Stack
 from examples.demo.watch import SlotWatch
 from harvester.contracts.clock import Clock
+from harvester.policy.settings import SlotSettings
 
 SCALES = CpuHardware.scales
 # Slow enough for any machine that can run the demo at all; the replays raise it.
@@ -34,6 +36,9 @@ FIRST_RATE = 3.0
 # slot its step times too slowly. A CPU with AVX-512 serves more of the largest.
 _REQUESTS_MIN = 40
 _STEP_WINDOW_S = 30.0
+PROMPTS = 12
+"""Of the unmeasured steps: on a slow machine a whole one takes a minute."""
+_FIRST_REPLAYS_MAX = 4
 # The pulse renews its step times once a second.
 _PULSE_S = 1.5
 
@@ -57,9 +62,14 @@ class Preparation:
     async def first_replay(self, seconds: float) -> None:
         """Evenly, so that each request teaches how long it takes, however bursty the trace is.
 
-        Slow, because the engine makes its kernels as it meets new sizes: forgotten later.
+        Again while production's step times are not known: until then nothing is lent, and a slow
+        engine makes few steps. Slow, because the engine makes its kernels as it meets new sizes:
+        forgotten later.
         """
-        await self._replay_alone(self._window(seconds).evenly())
+        for _ in range(_FIRST_REPLAYS_MAX):
+            await self._replay_alone(self._window(seconds).evenly())
+            if self.watch.pulse().model_samples >= SlotSettings().model_samples_min:
+                break
         self._aim(seconds)
         self._replayed.clear()
 

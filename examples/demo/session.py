@@ -26,13 +26,14 @@ from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
 from benchmarks.testbed.slot import PRODUCTION
 from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import TokenScale, Window, mean_rate
-from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
-from examples.demo.preparation import Preparation
+from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
+from examples.demo.preparation import PROMPTS, Preparation
 from examples.demo.records import Arm, Record
 from examples.demo.stack import JOBS, Stack
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
 from examples.demo.weights_audit import WeightsAudit
+from examples.grpo.environment import TaskShape
 from harvester.contracts.clock import Clock
 
 
@@ -40,6 +41,9 @@ from harvester.contracts.clock import Clock
 class SessionPlan:
     blocks: BlockPlan
     """Upper bound of the rounds; a slow machine gets fewer."""
+    step_s: float
+    """A training step has so many prompts that it takes about this long, and never more than the
+    job's tasks have."""
     first_replay_s: float
     last_replay_s: float
     within_s: float
@@ -70,6 +74,8 @@ class Outcome:
     """One for each round."""
     sizes: TokenScale
     """Scale of their requests."""
+    prompts: int
+    """Of each training step."""
     gateway: dict[str, Any]
     hash_mismatches: int | None
     first_harvested_token_s: float | None
@@ -137,21 +143,28 @@ class Session:
             clock=self.clock,
             record=self._record,
             on_progress=self.on_progress,
+            prompts=PROMPTS,
         )
         await preparation.harvesting_step(runner)
-        step_s = await preparation.fixed_step(runner)
+        found_s = await preparation.fixed_step(runner)
+        runner.prompts = prompts_within(
+            self.plan.step_s, found_s=found_s, found=PROMPTS, most=TaskShape().prompts_per_step
+        )
+        step_s = found_s * runner.prompts / PROMPTS
         left_s = self.started_s + self.plan.within_s - self.clock.now()
         blocks = self.plan.blocks.within(left_s - self.plan.last_replay_s, step_s=step_s)
         windows = await preparation.last_replay(self.plan.last_replay_s, blocks=blocks)
         self.on_progress(
-            f"{blocks.rounds} rounds at {mean_rate(windows):.1f} requests/s, which should keep "
-            f"production busy {TARGET_BUSY_SHARE:.0%} of the time"
+            f"{blocks.rounds} rounds of {mean_rate(windows):.1f} requests/s, which should keep "
+            f"production busy {TARGET_BUSY_SHARE:.0%} of the time, and of steps of "
+            f"{runner.prompts} prompts"
         )
         audit = WeightsAudit(session, self.stack.rollout_urls(), self.stack.paths.weights)
         measured = [window async for window in self._rounds(blocks, windows, runner, audit)]
         return Outcome(
             windows=tuple(measured),
             sizes=preparation.load.sizes,
+            prompts=runner.prompts,
             gateway=await gateway.status(),
             hash_mismatches=audit.hash_mismatches,
             first_harvested_token_s=self.watch.first_guest_token_s,

@@ -26,9 +26,9 @@ class TrainerLink:
             raise PeerProtocolError(f"{self._child.name}: expected 'ready', got {event}")
         return event
 
-    async def step(self) -> StepDone:
-        """Do one training step."""
-        self._child.input.write(msgspec.json.encode(Step()) + b"\n")
+    async def step(self, prompts: int | None = None) -> StepDone:
+        """Do one training step of so many prompts; None: of the job's own number."""
+        self._child.input.write(msgspec.json.encode(Step(prompts)) + b"\n")
         self._child.input.flush()
         event = await self._event()
         if not isinstance(event, StepDone):

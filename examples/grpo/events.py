@@ -1,12 +1,16 @@
 """The lines between a trainer process and its driver: commands in, events out."""
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 
 class Step(msgspec.Struct, frozen=True, tag_field="cmd", tag="step", forbid_unknown_fields=True):
     """Do one GRPO step."""
+
+    prompts: Annotated[int, Meta(ge=1)] | None = None
+    """Of this step; None: as many as the job's tasks have."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag_field="cmd", tag="stop", forbid_unknown_fields=True):

@@ -166,7 +166,7 @@ async def _obey(run: TrainingRun, commands: asyncio.Queue[Command | Refused], em
         command = await commands.get()
         if isinstance(command, Stop):
             return
-        emit(command if isinstance(command, Refused) else await run.step())
+        emit(command if isinstance(command, Refused) else await run.step(command.prompts))
 
 
 async def _stdin_lines() -> AsyncGenerator[bytes, None]:

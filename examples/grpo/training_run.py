@@ -6,7 +6,7 @@ Holds no socket: gateway, store and clock are given.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -88,12 +88,13 @@ class TrainingRun:
         switched_s = self._clock.now()
         return Switched(receipt, published_s - started_s, switched_s - published_s)
 
-    async def step(self) -> StepDone:
-        """One step; `publish` must have run before the first."""
+    async def step(self, prompts: int | None = None) -> StepDone:
+        """One step; `publish` must have run before the first. `prompts`: None for the tasks' own
+        number."""
         started_s = self._clock.now()
+        shape = replace(self._tasks, prompts_per_step=prompts or self._tasks.prompts_per_step)
         tasks = [
-            Task(self._tasks, self._seed, self.steps, prompt)
-            for prompt in range(self._tasks.prompts_per_step)
+            Task(shape, self._seed, self.steps, prompt) for prompt in range(shape.prompts_per_step)
         ]
         batch = await self._collector.collect(tasks, step=self.steps, version=self._version)
         collected_s = self._clock.now()

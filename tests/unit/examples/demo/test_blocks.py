@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.testbed.trace import Arrival
 from benchmarks.testbed.window import Window
-from examples.demo.blocks import BlockPlan, BlockRunner, another_fits
+from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
 from examples.demo.records import Arm, Block, Record, TrainingStep
 from examples.grpo.events import StepDone, Trajectories
 from harvester.contracts.errors import ConfigError
@@ -26,6 +26,7 @@ WINDOW = Window(
     duration_s=10.0,
     start_s=0.0,
 )
+PROMPTS = 20
 STEP_S = 6.0
 BUSY_RATIO = 0.4
 
@@ -74,7 +75,8 @@ class Scene:
     def pulse(self) -> Pulse:
         return Pulse(busy_s_total=100.0 + BUSY_RATIO * LoopClock().now())
 
-    async def step(self) -> StepDone:
+    async def step(self, prompts: int | None) -> StepDone:
+        assert prompts == PROMPTS
         await asyncio.sleep(STEP_S)
         return StepDone(
             step=1,
@@ -113,6 +115,7 @@ class Scene:
             clock=LoopClock(),
             record=self.records.append,
             on_progress=lambda _: None,
+            prompts=PROMPTS,
         )
 
 
@@ -122,6 +125,11 @@ class Scene:
 )
 def test_a_slow_machine_gets_fewer_rounds(seconds: float, step_s: float, rounds: int) -> None:
     assert PLAN.within(seconds, step_s=step_s) == replace(PLAN, rounds=rounds)
+
+
+@pytest.mark.parametrize(("found_s", "prompts"), [(5.0, 36), (10.0, 24), (19.0, 12), (60.0, 12)])
+def test_a_slow_machine_gets_smaller_steps(found_s: float, prompts: int) -> None:
+    assert prompts_within(20.0, found_s=found_s, found=12, most=36) == prompts
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(200.0, 6), (100.0, 3), (-5.0, 2)])

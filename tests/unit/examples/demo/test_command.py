@@ -46,6 +46,7 @@ class FakeSession:
         return Outcome(
             windows=windows_of(trace, count=2, duration_s=40.0, rate=2.0),
             sizes=SCALES[0],
+            prompts=36,
             gateway={"jobs": {"harvest": {"turns": {"migrated": 3}}}},
             hash_mismatches=0,
             first_harvested_token_s=self.given.clock.now() + 5.0,

@@ -40,11 +40,14 @@ class Machine:
     longer: float
     busy_s: float = 0.0
     cold: bool = True
+    samples: int = 0
+    """Steps that its model rests on."""
+    samples_per_replay: int = 100
     promised: list[ServiceLevel] = field(default_factory=list)
     steps: list[tuple[Arm, int]] = field(default_factory=list)
 
     def pulse(self) -> Pulse:
-        return Pulse(busy_s_total=self.busy_s, model=MODEL)
+        return Pulse(busy_s_total=self.busy_s, model=MODEL, model_samples=self.samples)
 
     def promise(self, level: ServiceLevel) -> None:
         self.promised.append(level)
@@ -53,6 +56,7 @@ class Machine:
         model = MODEL.scaled(self.longer * (COLD if self.cold else 1.0))
         self.busy_s += busy_share(list(arrivals), model, window_s=seconds) * seconds
         self.cold = False
+        self.samples += self.samples_per_replay
 
     @asynccontextmanager
     async def replaying(self, arm: Arm, index: int, window: Window) -> AsyncIterator[None]:
@@ -145,3 +149,13 @@ async def test_the_slo_attained_in_each_replay_is_promised() -> None:
     await preparation.first_replay(10.0)
     await preparation.last_replay(20.0, blocks=BLOCKS)
     assert machine.promised == [ServiceLevel(ttft_s=0.0355, itl_s=0.0056)] * 2
+
+
+@pytest.mark.parametrize(("samples", "replays"), [(100, 1), (25, 3), (1, 4)])
+async def test_the_first_replay_goes_on_until_production_s_step_times_are_known(
+    samples: int, replays: int
+) -> None:
+    """Nothing is lent before; a machine that never learns goes on with what it has."""
+    machine = Machine(1.0, samples_per_replay=samples)
+    await preparation_of(machine).first_replay(10.0)
+    assert len(machine.promised) == replays

@@ -76,11 +76,11 @@ def linked(log: Path, use: Use, *events: Event) -> tuple[Any, bytes]:
 
 def test_ready_and_steps_come_in_turn(tmp_path: Path) -> None:
     async def use(link: TrainerLink) -> list[Event]:
-        return [await link.ready(), await link.step()]
+        return [await link.ready(), await link.step(20)]
 
     events, told = linked(tmp_path / "log", use, READY, STEP)
     assert events == [READY, STEP]
-    assert told == b'{"cmd":"step"}\n'
+    assert told == b'{"cmd":"step","prompts":20}\n'
 
 
 def test_an_end_is_reported_with_the_trainer_s_last_lines(tmp_path: Path) -> None:

@@ -102,6 +102,13 @@ async def test_a_step_rolls_out_on_the_version_before_and_ends_on_the_next(
     assert first.stale_tokens == second.stale_tokens == 0
 
 
+async def test_a_step_has_the_prompts_that_it_is_asked_for(tiny: PolicyShape) -> None:
+    run = World(tiny).run()
+    await run.publish()
+    done = [await run.step(prompts) for prompts in (5, None)]
+    assert [step.trajectories.started for step in done] == [5 * 2, 2 * 2]
+
+
 async def test_a_step_says_where_its_time_went(tiny: PolicyShape) -> None:
     run = World(tiny).run()
     await run.publish()
@@ -162,6 +169,9 @@ async def test_a_failing_step_ends_the_run_with_its_error(tiny: PolicyShape) -> 
         await served(Broken(tiny), lines_of(b'{"cmd":"step"}\n', ends=False))
 
 
-@pytest.mark.parametrize("line", [b"{}", b'{"cmd":"step","more":1}', b"[]", b"\xff", b'"step"'])
+@pytest.mark.parametrize(
+    "line",
+    [b"{}", b'{"cmd":"step","more":1}', b'{"cmd":"step","prompts":0}', b"[]", b"\xff", b'"step"'],
+)
 def test_only_exact_commands_are_commands(line: bytes) -> None:
     assert isinstance(decoded_command(line), Refused)
