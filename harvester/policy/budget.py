@@ -114,15 +114,17 @@ class Ring(msgspec.Struct, kw_only=True):
 
     def last(self, periods: int) -> Served:
         """Sums of the newest `periods` periods, the running one included."""
-        size = len(self.requests)
-        places = [(self.head - back) % size for back in range(min(periods, size))]
-        sums = [sum([counts[place] for place in places]) for counts in self._counts]
-        return Served(**dict(zip(COUNTS, sums, strict=True)))
+        return Served(**dict(zip(COUNTS, map(sum, self.newest(COUNTS, periods)), strict=True)))
 
     def newest(self, names: Sequence[str], periods: int) -> list[list[float]]:
         """Counts of the newest `periods` periods, for each of the names."""
-        places = [(self.head - back) % len(self.requests) for back in range(periods)]
-        return [[getattr(self, name)[place] for place in places] for name in names]
+        size = len(self.requests)
+        end = self.head % size + 1
+        begin = end - min(periods, size)
+        each = [getattr(self, name) for name in names]
+        if begin >= 0:
+            return [counts[begin:end] for counts in each]
+        return [counts[begin:] + counts[:end] for counts in each]
 
 
 def _ring(period_s: float, size: int) -> Ring:
