@@ -359,7 +359,7 @@ async def _streamed(
             if unsent and choice.index == 0:
                 more |= _of_prompt(turn_request, samples)
                 unsent = False
-            if wants_usage(options) and (options or {}).get("continuous_usage_stats"):
+            if wants_usage(options, "include_usage", "continuous_usage_stats"):
                 more["usage"] = samples.usage(choice.index)
             await send(msgspec.structs.replace(reply, choices=(named(choice),), **more))
         if wants_usage(options):

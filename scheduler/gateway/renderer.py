@@ -20,6 +20,7 @@ from harvester.platform.backoff import Interrupted
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
 from scheduler.gateway.settings import Timeouts
+from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
 
 _MOST_BYTES = 64 << 20
 _RENDERS = 64
@@ -66,6 +67,8 @@ class Dialect:
     """The `object` of a streamed chunk."""
     empty: Body
     """The least that vLLM takes for a request of the dialect."""
+    fields: frozenset[str]
+    """Fields of a request that the renderer reads."""
 
 
 CHAT = Dialect(
@@ -75,6 +78,7 @@ CHAT = Dialect(
     many=False,
     chunk_object="chat.completion.chunk",
     empty={"messages": []},
+    fields=CHAT_FIELDS,
 )
 COMPLETION = Dialect(
     "/v1/completions",
@@ -83,6 +87,7 @@ COMPLETION = Dialect(
     many=True,
     chunk_object="text_completion",
     empty={"prompt": " "},
+    fields=COMPLETION_FIELDS,
 )
 
 
@@ -110,6 +115,11 @@ class Renderer:
         """vLLM's generate requests, one for each prompt. Raises RenderRefused, Exhausted."""
         rendered = await self.post(f"{dialect.route}/render", request, places=self._renders)
         return rendered if isinstance(rendered, list) else [rendered]
+
+    async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text. Raises RenderRefused, Exhausted."""
+        calls = [self.post("/tokenize", {"prompt": text}, places=self._renders) for text in texts]
+        return [told["tokens"] for told in await asyncio.gather(*calls)]
 
     async def derender(
         self, dialect: Dialect, request: Body, prompts: list[list[int]], responses: list[Body]

@@ -5,7 +5,7 @@ with its neutral value, since clients send their defaults.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from operator import attrgetter
@@ -165,11 +165,16 @@ def _kept(
         if rule is not None and not _is_neutral(value, rule):
             raise PeerProtocolError(f"{where}{name}: {rule.instead}")
         if rule is None and name not in honoured:
-            near = get_close_matches(name[:_MAX_ID_CHARS], honoured, n=1)
-            known = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: no such field; {known}")
+            raise no_such_field(name, honoured, where)
     # Null is left out, as vLLM takes it for every field.
     return {name: v for name, v in fields.items() if name not in refused and bytes(v) != b"null"}
+
+
+def no_such_field(name: str, offered: Collection[str], where: str = "") -> PeerProtocolError:
+    """The error for a field that nothing reads, with the nearest one that is read."""
+    near = get_close_matches(name[:_MAX_ID_CHARS], offered, n=1)
+    known = f"did you mean {near[0]!r}?" if near else "leave it out"
+    return PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: no such field; {known}")
 
 
 def _is_neutral(value: msgspec.Raw, rule: RefusedField) -> bool:

@@ -9,6 +9,8 @@ Log-probabilities of prompts are not returned, and a request that asks for them 
 """
 
 import secrets
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,9 +23,9 @@ from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.requests import stop_strings
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.text_fields import PIN_FIELDS, SESSION_FIELDS
 from scheduler.gateway.text_routes import (
-    PIN_FIELDS,
-    SESSION_FIELDS,
+    CHUNK_PERIOD_S,
     Admit,
     JobOf,
     event_stream,
@@ -64,8 +66,8 @@ _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 _FIELDS = frozenset(
     (
         *("text", "input_ids", "sampling_params", "rid", "return_logprob", "top_logprobs_num"),
-        *("logprob_start_len", "stream", *SESSION_FIELDS, "return_text_in_logprobs"),
-        *("model", "priority", "on_interrupt", *PIN_FIELDS),
+        *("logprob_start_len", "stream", *SESSION_FIELDS),
+        *("model", "lora_path", "extra_key", "priority", "on_interrupt", *PIN_FIELDS),
     )
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, -1, 0, "")
@@ -142,95 +144,58 @@ class SglangRoutes:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         job = self._job_of(request)
         asked = _Asked(await json_object(request))
-        ids = asked.input_ids or [await self._tokens(text) for text in asked.texts]
+        ids = asked.input_ids or await self._scheduler.renderer.tokenize(asked.texts)
         turns = turns_of([self._admit(job, asked.generate(each, i)) for i, each in enumerate(ids)])
         trajectory = trajectory_of(request, asked.name, asked.session)
         async with follow(self._scheduler, job, trajectory, turns, name=asked.name) as samples:
             if asked.stream:
-                return await self._stream(request, asked, turns, samples)
+                return await self._stream(request, asked, samples)
             await samples.results()
             choices = [turn.choice() for turn in samples.turns if turn is not None]
             with samples.rendering():
-                replies = [
-                    await self._reply(asked, choice, turn)
-                    for choice, turn in zip(choices, turns, strict=True)
-                ]
+                texts = await self._texts(choices, turns)
+            replies = list(map(partial(_reply, asked), choices, turns, texts))
             return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
 
     async def _stream(
-        self, request: web.Request, asked: "_Asked", turns: list[GenerateRequest], samples: Samples
+        self, request: web.Request, asked: "_Asked", samples: Samples
     ) -> web.StreamResponse:
         """Each event holds the choice so far, as SGLang's do."""
         async with event_stream(request) as send:
-            async for chunk in samples.chunks():
+            async for chunk in samples.chunks(every_s=CHUNK_PERIOD_S):
                 turn = samples.turns[chunk.index]
                 assert turn is not None
+                choice = turn.choice()
                 with samples.rendering(chunk.index):
-                    told = await self._reply(asked, turn.choice(), turns[chunk.index])
-                await send(told | {"index": chunk.index})
+                    (text,) = await self._texts([choice], [turn.request])
+                await send(_reply(asked, choice, turn.request, text) | {"index": chunk.index})
         return send.response
 
-    async def _tokens(self, text: str) -> list[int]:
-        told = await self._scheduler.renderer.post("/tokenize", {"prompt": text})
-        ids: list[int] = told["tokens"]
-        return ids
-
-    async def _reply(self, asked: "_Asked", choice: Choice, turn: GenerateRequest) -> Body:
-        reason: Body | None = None
-        if choice.finish_reason is not None:
-            reason = {"type": str(choice.finish_reason)}
-            if choice.finish_reason == "length":
-                reason["length"] = turn.sampling_params.max_tokens
-            elif choice.finish_reason == "abort":
-                reason["message"] = choice.fault or "aborted"
-            elif choice.stop_reason is not None or choice.token_ids:
-                stop = choice.stop_reason
-                reason["matched"] = choice.token_ids[-1] if stop is None else stop
-        meta: Body = {
-            "id": turn.request_id,
-            "finish_reason": reason,
-            "prompt_tokens": len(turn.token_ids),
-            "completion_tokens": len(choice.token_ids),
-            "cached_tokens": 0,
-            "spans": msgspec.to_builtins(choice.spans),
-        }
-        if choice.immovable:
-            meta["immovable"] = choice.immovable
-        if choice.spans:
-            start, end = choice.spans[0].version, choice.spans[-1].version
-            # The oldest: what filters by staleness must not see less of it than there is.
-            meta["weight_version"] = str(start)
-            meta |= {"weight_version_start": start, "weight_version_end": end}
-        if choice.weight_versions is not None:
-            meta["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
-        if asked.logprobs:
-            content = choice.logprobs.content
-            meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
-            if asked.candidates:
-                meta["output_top_logprobs"] = [
-                    [[each.logprob, each.token_id, None] for each in token.top_logprobs]
-                    for token in content
-                ]
-        text = await self._text(choice, turn) if asked.texts else ""
-        return {"text": text, "output_ids": choice.token_ids, "meta_info": meta}
-
-    async def _text(self, choice: Choice, turn: GenerateRequest) -> str:
-        """The choice's text, without what ended it and without special tokens, as SGLang's."""
-        sampling = turn.sampling_params
-        ids = choice.token_ids[: text_tokens(choice, turn)]
-        if not ids:
-            return ""
-        ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
+    async def _texts(
+        self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
+    ) -> list[str]:
+        """Each choice's text, without what ended it, as SGLang's: clients that send token ids grade
+        it too. One call for the choices of a request."""
+        texts, sampling = [""] * len(choices), turns[0].sampling_params
+        prompts, responses, places = [], [], []
+        for place, (choice, turn) in enumerate(zip(choices, turns, strict=True)):
+            if ids := choice.token_ids[: text_tokens(choice, turn)]:
+                ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
+                responses.append({"request_id": turn.request_id, "choices": [ended]})
+                prompts.append(list(turn.token_ids))
+                places.append(place)
+        if not places:
+            return texts
         told = await self._scheduler.renderer.derender(
             COMPLETION,
             COMPLETION.empty | {"skip_special_tokens": sampling.skip_special_tokens},
-            [list(turn.token_ids)],
-            [{"request_id": turn.request_id, "choices": [ended]}],
+            prompts,
+            responses,
         )
-        text: str = told["choices"][0]["text"]
-        if sampling.include_stop_str_in_output:
-            return text
-        return without_stop(text, choice.stop_reason, stop_strings(sampling))
+        stops = () if sampling.include_stop_str_in_output else stop_strings(sampling)
+        for place, each in zip(places, told["choices"], strict=True):
+            texts[place] = without_stop(each["text"], choices[place].stop_reason, stops)
+        return texts
 
 
 class _Asked:
@@ -271,6 +236,9 @@ class _Asked:
         self.logprobs = bool(body.get("return_logprob"))
         self.candidates = candidates
         self._more = given(body, (*PIN_FIELDS, "priority", "model", "on_interrupt"))
+        # vLLM names an adapter as a model, and a namespace of cached prefixes a salt.
+        for name, same in (("lora_path", "model"), ("extra_key", "cache_salt")):
+            self._more |= {same: body[name]} if body.get(name) else {}
 
     def generate(self, token_ids: list[int], index: int) -> bytes:
         """The body of a generate request for a prompt."""
@@ -279,6 +247,44 @@ class _Asked:
         return msgspec.json.encode(
             {"request_id": name, "token_ids": token_ids, "sampling_params": sampling} | self._more
         )
+
+
+def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> Body:
+    reason: Body | None = None
+    if choice.finish_reason is not None:
+        reason = {"type": str(choice.finish_reason)}
+        if choice.finish_reason == "length":
+            reason["length"] = turn.sampling_params.max_tokens
+        elif choice.finish_reason == "abort":
+            reason["message"] = choice.fault or "aborted"
+        elif choice.stop_reason is not None or choice.token_ids:
+            stop = choice.stop_reason
+            reason["matched"] = choice.token_ids[-1] if stop is None else stop
+    meta: Body = {
+        "id": turn.request_id,
+        "finish_reason": reason,
+        "prompt_tokens": len(turn.token_ids),
+        "completion_tokens": len(choice.token_ids),
+        "spans": msgspec.to_builtins(choice.spans),
+    }
+    if choice.immovable:
+        meta["immovable"] = choice.immovable
+    if choice.spans:
+        start, end = choice.spans[0].version, choice.spans[-1].version
+        # The oldest: what filters by staleness must not see less of it than there is.
+        meta["weight_version"] = str(start)
+        meta |= {"weight_version_start": start, "weight_version_end": end}
+    if choice.weight_versions is not None:
+        meta["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
+    if asked.logprobs:
+        content = choice.logprobs.content
+        meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
+        if asked.candidates:
+            meta["output_top_logprobs"] = [
+                [[each.logprob, each.token_id, None] for each in token.top_logprobs]
+                for token in content
+            ]
+    return {"text": text, "output_ids": choice.token_ids, "meta_info": meta}
 
 
 def _many(ids: Any) -> bool:

@@ -35,6 +35,7 @@ from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect, Streamed
 from scheduler.gateway.requests import checked_trajectory, stop_strings
 from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.text_fields import OWN_FIELDS, PIN_FIELDS, SESSION_FIELDS, check_fields
 
 _ENCODER = msgspec.json.Encoder()
 MODEL_ROUTE = "/v1/models/{model:.+}"
@@ -53,16 +54,6 @@ SESSION_HEADERS = (
 there: SkyRL, verifiers, prime-rl and vllm-router; slime, miles and sglang-router; Fireworks (two);
 harnesses that vllm-router knows (two); Modal's stitch. Names of users, tenants and single requests
 are no trajectories."""
-SESSION_FIELDS = ("session_id", "routing_key", "program_id", "session_params.session_id")
-"""The same in bodies, after the headers: vLLM and SkyRL; SGLang; ThunderAgent; vllm-router."""
-PIN_FIELDS = ("weight_version", "equal_numerics")
-"""Fields of the generate request in every dialect."""
-_OWN_FIELDS = (
-    *(field.partition(".")[0] for field in SESSION_FIELDS),
-    *(*PIN_FIELDS, "return_weight_versions", "model", "stream", "stream_options", "cache_salt"),
-    *("request_id", "on_interrupt"),
-)
-"""Fields that the gateway answers itself; the renderer is given all others."""
 _RENDERER_FIELDS = ("skip_clone", "output_kind", "output_text_buffer_length")
 """Sampling fields of a rendered request that mean something within vLLM only."""
 _RENDERED_DEFAULTS = {"logprobs": None, "max_tokens": 16}
@@ -228,9 +219,10 @@ class TextRoutes:
         states: dict[int, Body | None] = {}
         texts = [StoppedText(turn) for turn in turns]
         streamed = StreamedText(text.dialect, text.to_render, turns[0].token_ids)
+        options = text.stream_options
         async with event_stream(request) as send:
             async for choice in samples.chunks(every_s=CHUNK_PERIOD_S):
-                turn = turns[choice.index]
+                turn, first = turns[choice.index], choice.index not in states
                 chunk = {
                     "request_id": text.name,
                     "choices": [text.engine_choice(choice, turn, choice.index)],
@@ -242,25 +234,22 @@ class TextRoutes:
                 told |= {"id": text.name, "model": text.model}
                 told |= {} if choice.finish_reason is None else samples.versions()
                 told.pop("usage", None)
+                if wants_usage(options, "include_usage", "continuous_usage_stats"):
+                    told["usage"] = msgspec.to_builtins(samples.usage())
+                if first and text.returns_ids and not text.dialect.many:
+                    told["prompt_token_ids"] = turn.token_ids
                 for each in told["choices"]:
                     if not text_tokens(choice, turn):
                         # Rendered from a token that is no text of it, since vLLM needs one.
                         text.change_text(each, lambda _text: "")
                     text.change_streamed(each, texts[choice.index], choice)
                     text.complete(each, choice, turn)
+                    if not first:
+                        each.pop("prompt_token_ids", None)
                 await send(told)
-            if wants_usage(text.stream_options):
-                usage = msgspec.to_builtins(samples.usage())
-                kind = text.dialect.chunk_object
-                await send(
-                    {
-                        "id": text.name,
-                        "object": kind,
-                        "model": text.model,
-                        "choices": [],
-                        "usage": usage,
-                    }
-                )
+            if wants_usage(options):
+                last = {"id": text.name, "object": text.dialect.chunk_object, "model": text.model}
+                await send(last | {"choices": [], "usage": msgspec.to_builtins(samples.usage())})
         return send.response
 
 
@@ -290,10 +279,11 @@ class _TextRequest:
         self._check(body)
         self._salt = body.get("cache_salt")
         self._asked_model = body.get("model")
-        self.to_render = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
+        self.to_render = {name: value for name, value in body.items() if name not in OWN_FIELDS}
 
     def _check(self, body: Body) -> None:
         """Raises PeerProtocolError for what vLLM's renderer would ignore, or fetch for nothing."""
+        check_fields(body, self.dialect.fields)
         if self.echoes and (self.stream or not self.dialect.many):
             raise PeerProtocolError("echo: of completions without stream")
         if self.stream and body.get("prompt_logprobs") is not None:
@@ -535,8 +525,10 @@ def given(body: Body, names: Collection[str]) -> Body:
     return {name: body[name] for name in names if body.get(name) is not None}
 
 
-def wants_usage(stream_options: object) -> bool:
-    return isinstance(stream_options, dict) and bool(stream_options.get("include_usage"))
+def wants_usage(stream_options: object, *names: str) -> bool:
+    """Whether a stream ends with the usage, or the options of these names are all set."""
+    names = names or ("include_usage",)
+    return isinstance(stream_options, dict) and all(map(stream_options.get, names))
 
 
 class EventSender:

@@ -254,6 +254,8 @@ def _generate_body(name: str, body: Body) -> bytes:
     given |= {"n": body.get("num_samples", 1), "logprobs": max(1, candidates)}
     pin = {"weight_version": {"exact": int(version)}} if version else {}
     generate = {"request_id": name, "token_ids": token_ids, "sampling_params": given}
+    # A partial sample has no form here, and one that is begun anew would prefer short ones.
+    generate["on_interrupt"] = "continue"
     return msgspec.json.encode(generate | pin)
 
 

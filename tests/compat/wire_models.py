@@ -1,8 +1,8 @@
 """`python -m tests.compat.wire_models WHEELS`: vLLM's own request and reply models, as goldens.
 
 Of each supported version's wheel: the request that its models dump with their defaults and with
-every sampling parameter that RoseMux carries, and the JSON schemas of its replies. Equal ones are
-written once, to tests/contract/scheduler/vllm_wire.json, which
+every sampling parameter that RoseMux carries, the JSON schemas of its replies, and the fields of
+OpenAI's requests. Equal ones are written once, to tests/contract/scheduler/vllm_wire.json, which
 tests/contract/scheduler/test_vllm_models.py holds the gateway to.
 """
 
@@ -23,6 +23,10 @@ from tests.compat.source_tree import wheel_version
 from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 GOLDENS = Path(__file__).parents[1] / "contract" / "scheduler" / "vllm_wire.json"
+_OPENAI_REQUESTS = {
+    "ChatCompletionRequest": "vllm.entrypoints.openai.chat_completion.protocol",
+    "CompletionRequest": "vllm.entrypoints.openai.completion.protocol",
+}
 _CARRIED: dict[str, Any] = {
     "n": 2,
     "temperature": 0.7,
@@ -76,7 +80,11 @@ def dumped(version: str) -> dict[str, Any]:
         ).json_schema()
         for kind in ("", "Stream")
     }
-    return {**dumps, **{name: _bare(schema) for name, schema in schemas.items()}}
+    requests = {
+        name: sorted(getattr(importlib.import_module(module), name).model_fields)
+        for name, module in _OPENAI_REQUESTS.items()
+    }
+    return {**dumps, **{name: _bare(schema) for name, schema in schemas.items()}, **requests}
 
 
 def _bare(schema: Any) -> Any:

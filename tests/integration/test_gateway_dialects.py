@@ -1,6 +1,7 @@
 """OpenAI's own client and SGLang's route at one gateway over fake engines."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,6 +68,8 @@ class FakeRenderer:
     def __init__(self, *, parses: bool = False) -> None:
         self.parses = parses
         self.chunk_bytes: list[int] = []
+        self.derendered = 0
+        """Calls for whole completions."""
 
     def app(self, app: web.Application | None = None) -> web.Application:
         """The routes alone, or beside those of an engine's `app`."""
@@ -134,6 +137,13 @@ class FakeRenderer:
 
     async def derender_completion(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if body.get("stream"):
+            (choice,) = body["generate_chunk"]["choices"]
+            text = text_of(choice["token_ids"])
+            told = {"index": 0, "text": text, "finish_reason": choice["finish_reason"]}
+            chunk = {"object": "text_completion", "created": 1, "choices": [told]}
+            return web.json_response({"chunk": chunk, "stream_state": {"prev_tokens": [text]}})
+        self.derendered += 1
         told = [each for one in body["generate_responses"] for each in one["choices"]]
         choices = [
             {
@@ -272,6 +282,130 @@ async def test_sglang_s_clients_get_ids_in_its_form() -> None:
     ]
     assert refused == 400
     assert "image_data" in why["error"]
+
+
+async def test_sglang_s_clients_that_send_ids_get_the_text_that_they_grade() -> None:
+    """slime and miles send `input_ids` and reward `text`."""
+    fake = FakeRenderer()
+    made = continued(IDS, 5, version=0)
+    many = [[*IDS, place] for place in range(64)]
+    async with served(fake=fake) as (gateway, _):
+        body = {"input_ids": IDS, "sampling_params": {"max_new_tokens": 5}, "return_logprob": True}
+        _, whole = await gateway.post("/generate", body)
+        sampling = {"max_new_tokens": 5, "stop_token_ids": [made[2]]}
+        _, cut = await gateway.post("/generate", {"input_ids": IDS, "sampling_params": sampling})
+        sampling["no_stop_trim"] = True
+        _, kept = await gateway.post("/generate", {"input_ids": IDS, "sampling_params": sampling})
+        fake.derendered = 0
+        sampling = {"max_new_tokens": 3}
+        _, listed = await gateway.post(
+            "/generate", {"input_ids": many, "sampling_params": sampling}
+        )
+        calls = fake.derendered
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{gateway.url}/generate", json=body | {"stream": True}) as response,
+        ):
+            events = (await response.text()).strip().split("\n\n")
+    assert (whole["text"], whole["output_ids"]) == (text_of(made), made)
+    assert (cut["text"], cut["output_ids"]) == (text_of(made[:2]), made[:3])
+    assert (kept["text"], kept["output_ids"]) == (text_of(made[:3]), made[:3])
+    wanted = [text_of(continued(each, 3, version=0)) for each in many]
+    assert [each["text"] for each in listed] == wanted
+    assert calls == 1, "one call for the texts of a request"
+    last = json.loads(events[-2].removeprefix("data: "))
+    assert (last["text"], last["output_ids"]) == (text_of(made), made)
+
+
+async def test_miles_gets_what_its_rollout_reads_of_a_reply() -> None:
+    """The request of miles 02aa8e78, generate_endpoint_utils.py, with a job of an adapter."""
+    body = {
+        "input_ids": IDS,
+        "sampling_params": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "stop": None,
+            "stop_token_ids": None,
+            "skip_special_tokens": True,
+            "no_stop_trim": True,
+            "spaces_between_special_tokens": False,
+            "max_new_tokens": 5,
+        },
+        "return_logprob": True,
+        "return_routed_experts": False,
+        "return_indexer_topk": False,
+        "lora_path": "job",
+        "extra_key": "tenant-a",
+    }
+    async with served() as (gateway, _):
+        status, told = await gateway.post("/generate", body)
+        refused = await gateway.post("/generate", body | {"lora_path": "another"})
+    made = continued(IDS, 5, version=0)
+    assert (status, told["text"]) == (200, text_of(made))
+    assert [entry[1] for entry in told["meta_info"]["output_token_logprobs"]] == made
+    assert told["meta_info"]["finish_reason"]["type"] == "length"
+    assert (refused[0], "another" in refused[1]["error"]) == (400, True)
+
+
+async def test_sglang_s_clients_get_no_empty_text_where_none_can_be_made() -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    async with gateway_on(engine, renderers=["http://127.0.0.1:9"]) as gateway:
+        status, told = await gateway.post("/generate", {"input_ids": IDS})
+    assert status == 503
+    assert "cannot be rendered" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ({"guided_json": {}}, "no such field"),
+        ({"max_new_tokens": 4}, "did you mean"),
+        ({"top_kk": 3}, "did you mean 'top_k'"),
+        ({"kv_transfer_params": {"a": 1}}, "the gateway routes"),
+        ({"use_beam_search": True}, "not offered"),
+    ],
+)
+async def test_openai_s_routes_refuse_what_vllm_would_silently_ignore(
+    field: dict[str, Any], hint: str
+) -> None:
+    harmless = {"store": False, "metadata": {"a": "b"}, "user": "u", "kv_transfer_params": None}
+    async with served() as (gateway, _):
+        for route, prompt in (
+            ("/v1/chat/completions", {"messages": HELLO}),
+            ("/v1/completions", {"prompt": "hello"}),
+        ):
+            status, told = await gateway.post(route, prompt | field)
+            assert status == 400
+            assert next(iter(field)) in told["error"]["message"]
+            assert hint in told["error"]["message"]
+            assert (await gateway.post(route, prompt | harmless | {"max_tokens": 2}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("route", "prompt"),
+    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "hello"})],
+)
+async def test_a_stream_has_the_prompt_s_ids_once_for_each_choice_and_usage_as_it_goes(
+    route: str, prompt: dict[str, Any]
+) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    more = {"stream": True, "stream_options": options, "return_token_ids": True, "n": 2}
+    async with served() as (gateway, _), aiohttp.ClientSession() as session:
+        body = prompt | more | {"max_tokens": 120}
+        async with session.post(f"{gateway.url}{route}", json=body) as response:
+            events = (await response.text()).strip().split("\n\n")
+    chunks = [json.loads(each.removeprefix("data: ")) for each in events[:-1]]
+    assert len(chunks) > 4
+    choices = [choice | chunk for chunk in chunks for choice in chunk["choices"]]
+    shown = [each["prompt_token_ids"] for each in choices if "prompt_token_ids" in each]
+    assert shown == [IDS, IDS]
+    for index in range(2):
+        own = [each["token_ids"] for each in choices if each["index"] == index]
+        assert [token for ids in own for token in ids] == continued(IDS, 120, version=0)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 240
 
 
 async def test_vllm_s_route_fans_samples_out_and_counts_tokens() -> None:

@@ -13,6 +13,13 @@ import jsonschema
 import pytest
 
 from coserve.vllm.capabilities import SUPPORTED
+from scheduler.gateway.text_fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    OWN_FIELDS,
+    REFUSED_FIELDS,
+    UNUSED_FIELDS,
+)
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
 
@@ -85,3 +92,16 @@ async def test_streams_what_vllms_models_read(
     first = next(reply for reply in replies if reply["choices"][0]["index"] == 0)
     assert first["prompt_token_ids"] == [1, 2]
     assert sum("prompt_token_ids" in reply for reply in replies) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "rendered"),
+    [("ChatCompletionRequest", CHAT_FIELDS), ("CompletionRequest", COMPLETION_FIELDS)],
+)
+def test_each_field_of_openais_requests_is_carried_or_refused_by_name(
+    model: str, rendered: frozenset[str]
+) -> None:
+    known = set().union(*(golden(version, model) for version in VERSIONS))
+    assert known <= rendered | OWN_FIELDS | UNUSED_FIELDS | REFUSED_FIELDS.keys()
+    # `best_of` has an error of its own.
+    assert rendered - {"best_of"} <= known, "a field that no vLLM reads would be taken"

@@ -1,0 +1,79 @@
+"""Fields of OpenAI's chat and completion requests, as vLLM 0.24 to 0.33 define them.
+
+vLLM takes any other field too and ignores it: `guided_json` has constrained nothing since it was
+renamed. The gateway refuses such a field by name.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from harvester.contracts.errors import PeerProtocolError
+from scheduler.gateway.requests import no_such_field
+
+SESSION_FIELDS = ("session_id", "routing_key", "program_id", "session_params.session_id")
+"""Names of a trajectory in bodies: vLLM and SkyRL; SGLang; ThunderAgent; vllm-router."""
+PIN_FIELDS = ("weight_version", "equal_numerics")
+"""Fields of the generate request in every dialect."""
+OWN_FIELDS = frozenset(
+    (
+        *(field.partition(".")[0] for field in SESSION_FIELDS),
+        *(*PIN_FIELDS, "return_weight_versions", "model", "stream", "stream_options", "cache_salt"),
+        *("request_id", "on_interrupt"),
+    )
+)
+"""Fields that the gateway answers itself; the renderer is given all others."""
+UNUSED_FIELDS = frozenset(
+    (
+        *("length_penalty", "media_io_kwargs", "metadata", "mm_processor_kwargs", "user"),
+        *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
+        "store",
+    )
+)
+"""Fields that OpenAI's clients send and that change no token: they are of storage and billing, of
+media or of beam search."""
+_MEDIA, _ROUTED, _NOT_OFFERED = "send text or token ids", "the gateway routes", "not offered"
+REFUSED_FIELDS: Mapping[str, str] = {
+    "ec_transfer_params": _ROUTED,
+    "kv_transfer_params": _ROUTED,
+    "mm_payload": _MEDIA,
+    "prompt_embeds": _MEDIA,
+    "return_assistant_tokens_mask": _NOT_OFFERED,
+    "return_mm_kwargs": _NOT_OFFERED,
+    "return_prompt_text": _NOT_OFFERED,
+    "return_token_offsets": _NOT_OFFERED,
+    "suffix": _NOT_OFFERED,
+    "use_beam_search": _NOT_OFFERED,
+    "watermarking": _NOT_OFFERED,
+}
+"""Fields that vLLM has and the gateway does not carry, and the reason."""
+_NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
+_SHARED_FIELDS = frozenset(
+    (
+        *("add_special_tokens", "allowed_token_ids", "bad_words", "echo", "frequency_penalty"),
+        *("ignore_eos", "include_stop_str_in_output", "logit_bias", "logprob_token_ids"),
+        *("logprobs", "max_tokens", "min_p", "min_tokens", "n", "presence_penalty", "priority"),
+        *("prompt_logprobs", "repetition_detection", "repetition_penalty", "response_format"),
+        *("return_token_ids", "return_tokens_as_token_ids", "routed_experts_prompt_start", "seed"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "stop", "stop_token_ids"),
+        *("stream_interval", "structured_outputs", "temperature", "thinking_token_budget"),
+        *("top_k", "top_p", "truncate_prompt_tokens", "truncation_side", "vllm_xargs", "best_of"),
+    )
+)
+CHAT_FIELDS = _SHARED_FIELDS | {
+    *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message"),
+    *("documents", "include_reasoning", "max_completion_tokens", "messages", "parallel_tool_calls"),
+    *("reasoning_effort", "tool_choice", "tools", "top_logprobs"),
+}
+COMPLETION_FIELDS = _SHARED_FIELDS | {"prompt"}
+
+
+def check_fields(body: Mapping[str, Any], rendered: Collection[str]) -> None:
+    """`rendered`: what the dialect's renderer reads. Raises PeerProtocolError for a field that
+    would silently be ignored; null is no value."""
+    offered = {*rendered, *OWN_FIELDS, *UNUSED_FIELDS}
+    for name, value in body.items():
+        if name in REFUSED_FIELDS:
+            if value not in _NEUTRAL:
+                raise PeerProtocolError(f"{name}: {REFUSED_FIELDS[name]}; leave it out")
+        elif name not in offered and value is not None:
+            raise no_such_field(name, offered)
