@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from harvester.contracts.errors import (
@@ -120,7 +121,8 @@ def token_required(
 
 
 async def whole_body(request: web.Request) -> bytes:
-    """Raises HTTPRequestTimeout for a body that takes longer than `BODY_S`."""
+    """Raises HTTPRequestTimeout for a body that takes longer than `BODY_S`, PeerProtocolError for
+    one that is not encoded as its headers say."""
     try:
         async with asyncio.timeout(BODY_S):
             if (count := request.get(COUNT_READ)) is None:
@@ -130,6 +132,8 @@ async def whole_body(request: web.Request) -> bytes:
                 body += part
                 count(len(body))
             return bytes(body)
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise PeerProtocolError(f"body: {error}") from error
     except TimeoutError as error:
         reason = f"the body was not whole within {BODY_S:g} s; send it at once"
         raise web.HTTPRequestTimeout(reason=reason) from error
@@ -148,8 +152,11 @@ async def decoded_body(
     """
     if most_bytes is not None and (request.content_length or 0) > most_bytes:
         raise PeerProtocolError(f"body of more than {most_bytes} bytes")
+    body = await whole_body(request)
+    if most_bytes is not None and len(body) > most_bytes:
+        raise PeerProtocolError(f"body of more than {most_bytes} bytes")
     try:
-        return msgspec.json.decode(await whole_body(request) or empty, type=kind)
+        return msgspec.json.decode(body or empty, type=kind)
     except UNDECODABLE as error:
         raise PeerProtocolError(f"{name}: {error}" if name else str(error)) from error
 

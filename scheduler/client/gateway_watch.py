@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
@@ -114,7 +115,7 @@ class GatewayWatch:
         learned_s = -_LEARN_S
         while True:
             began_s = self._clock.now()
-            with suppress(aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
+            with suppress(aiohttp.ClientError, TimeoutError, *UNDECODABLE):
                 due = began_s - learned_s >= _LEARN_S
                 if await self._probe("/v1/status" if due else "/healthz"):
                     learned_s = began_s if due else learned_s

@@ -18,7 +18,7 @@ import msgspec
 from pydantic import ValidationError
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, ConfigError, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -379,5 +379,5 @@ class AsyncRolloutClient:
 def _decoded(body: bytes, of: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=of)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"the gateway's reply is not a {of.__name__}: {error}") from error

@@ -12,7 +12,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    Exhausted,
+    PeerProtocolError,
+    RoseMuxError,
+    Stale,
+)
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
@@ -173,7 +179,7 @@ class EngineClient:
             raw = await body_of(response, most_bytes=_SCORES_MAX_BYTES)
             try:
                 scored = msgspec.json.decode(raw, type=_Scored)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable scores: {error}") from error
         values = bytes(scored.prompt_logprobs)
         if values in (b"", b"null") and scored.prompt_token_id_logprobs is None:
@@ -384,7 +390,7 @@ class EngineClient:
         try:
             _, raw = await self._identity_client.get("/version")
             return str(msgspec.json.decode(raw)["version"])[:64]
-        except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError, KeyError, TypeError):
+        except (aiohttp.ClientError, TimeoutError, *UNDECODABLE, KeyError, TypeError):
             return ""
 
     async def _post(

@@ -65,6 +65,7 @@ from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
+    RENDERER_ROUTES,
     TextRoutes,
     event_stream,
     named,
@@ -130,7 +131,10 @@ _STATUSES = {
 }
 GENERATE_ROUTE = "/inference/v1/generate"
 _ERROR_OBJECTS = OPENAI_ROUTES | {GENERATE_ROUTE}
-_TURN_ROUTES = frozenset((GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE))
+_LARGE_BODY_ROUTES = frozenset(
+    (GENERATE_ROUTE, CHAT.route, COMPLETION.route, "/generate", SAMPLE_ROUTE, *RENDERER_ROUTES)
+)
+"""Routes whose bodies are prompts: all that are open at once are counted."""
 
 
 class Gateway:
@@ -187,7 +191,7 @@ class Gateway:
 
     @web.middleware
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if route_of(request) not in _TURN_ROUTES:
+        if route_of(request) not in _LARGE_BODY_ROUTES:
             return await handler(request)
         tenant = self._scheduler.jobs[self._job(request)].tenant
         if self._connections.held >= self._room:
@@ -355,7 +359,9 @@ async def _streamed(
     options, unsent = turn_request.stream_options, True
     async with event_stream(request) as send:
         async for choice in samples.chunks():
-            more: dict[str, Any] = {} if choice.finish_reason is None else samples.versions()
+            more: dict[str, Any] = {}
+            if choice.finish_reason is not None:
+                more |= samples.versions(choice.index)
             if unsent and choice.index == 0:
                 more |= _of_prompt(turn_request, samples)
                 unsent = False

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
@@ -137,5 +137,5 @@ class IdentityClient:
 def _decoded(raw: bytes, decoder: msgspec.json.Decoder[T], route: str) -> T:
     try:
         return decoder.decode(raw)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"{route}: {error}") from error

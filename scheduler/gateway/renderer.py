@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import Exhausted, RoseMuxError
+from harvester.contracts.errors import UNDECODABLE, Exhausted, RoseMuxError
 from harvester.platform.backoff import Interrupted
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
@@ -30,7 +30,7 @@ _WRONG_REQUEST = (400, 413, 422)
 """Replies that every renderer would give; after any other the next one is asked."""
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
-_BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, msgspec.DecodeError)
+_BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, *UNDECODABLE)
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _PROBE_S = 0.1
 """Between the calls that look whether an absent renderer is back."""
@@ -219,9 +219,11 @@ class StreamedText:
     def beside(self, prompt: Sequence[int], state: Body | None) -> Body:
         """A parser reads the whole request and prompt with each chunk, and its state then holds the
         output; without one the first chunk's state is all that decoding needs."""
-        many, field = self.dialect.many, self.dialect.request_field
-        decodes = state is not None and (many or bool(state.get("prev_tokens")))
-        if state is not None and decodes and not state.get("output_token_ids"):
+        field = self.dialect.request_field
+        if self.dialect.many:
+            # No parser reads a completion's text, and its request may have thousands of prompts.
+            seed = {} if state is not None else {"prompt_token_ids": prompt[-_SEED_TOKENS:]}
+            return {field: self._least} | seed
+        if state is not None and state.get("prev_tokens") and not state.get("output_token_ids"):
             return {field: self._least}
-        seed = prompt[-_SEED_TOKENS:] if many else self._prompt
-        return {"prompt_token_ids": seed, field: self._whole}
+        return {"prompt_token_ids": self._prompt, field: self._whole}

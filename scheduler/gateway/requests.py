@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
     EMITTED_ARGUMENT,
@@ -111,7 +111,7 @@ def decode_generate(
     """
     try:
         request = _DECODER.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    except UNDECODABLE:
         request = _decode_without_neutral_fields(body)
     if request.sampling_params.max_tokens is None:
         request = _filling(request, context_tokens)
@@ -148,7 +148,7 @@ def _decode_without_neutral_fields(body: bytes) -> _Request:
             sampling = _kept(given, _Sampling, REFUSED_SAMPLING_FIELDS, "sampling_params.")
             request["sampling_params"] = msgspec.Raw(msgspec.json.encode(sampling))
         return _DECODER.decode(msgspec.json.encode(request))
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"generate request: {error}") from error
 
 

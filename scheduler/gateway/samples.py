@@ -137,10 +137,11 @@ class Samples:
         turn = self.turns[index]
         return msgspec.structs.asdict(turn.scores) if turn is not None and turn.scores else {}
 
-    def versions(self) -> dict[str, WeightVersion]:
-        """Oldest version at the start of a choice and newest at the end of one, as slime, miles and
-        stitch read them; {} before the first token."""
-        made = [spans for turn in self.turns if turn and (spans := turn.choice().spans)]
+    def versions(self, index: int | None = None) -> dict[str, WeightVersion]:
+        """Oldest version at the start of a choice and newest at the end of one, or those of one
+        choice, as slime, miles and stitch read them; {} before the first token."""
+        counted = self.turns if index is None else self.turns[index : index + 1]
+        made = [spans for turn in counted if turn and (spans := turn.spans_now())]
         if not made:
             return {}
         return {

@@ -20,7 +20,6 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest
 from harvester.platform.http_kit import json_reply
 from scheduler.gateway.renderer import COMPLETION, Body
-from scheduler.gateway.requests import stop_strings
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.text_fields import PIN_FIELDS, SESSION_FIELDS
@@ -192,9 +191,8 @@ class SglangRoutes:
             prompts,
             responses,
         )
-        stops = () if sampling.include_stop_str_in_output else stop_strings(sampling)
         for place, each in zip(places, told["choices"], strict=True):
-            texts[place] = without_stop(each["text"], choices[place].stop_reason, stops)
+            texts[place] = without_stop(each["text"], choices[place], sampling)
         return texts
 
 

@@ -5,7 +5,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.wire.rollouts import Span, TokenLogprob
 
 MAX_EVENT_BYTES = 64 << 20
@@ -54,7 +54,7 @@ class _Chunk(msgspec.Struct, Generic[L]):
         """The HTTP status that the fault would have had before the stream began."""
         try:
             return msgspec.json.decode(self.error, type=_Error).code
-        except msgspec.MsgspecError:
+        except UNDECODABLE:
             return 500
 
 
@@ -94,7 +94,7 @@ def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
 def _chunk(event: memoryview) -> EngineChunk:
     try:
         return _DECODER.decode(event)
-    except msgspec.ValidationError:
+    except UNDECODABLE:
         older = _NAMELESS_DECODER.decode(event)
         return EngineChunk([_named(choice) for choice in older.choices], older.error)
 
@@ -124,5 +124,5 @@ class EventStream:
                 return
             try:
                 yield _chunk(memoryview(event)[6:])
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error

@@ -13,7 +13,6 @@ client that leaves takes all of its turns with it.
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -27,6 +26,7 @@ from harvester.contracts.wire.rollouts import (
     FinishReason,
     GenerateRequest,
     Logprobs,
+    SamplingParams,
     TokenLogprob,
 )
 from harvester.platform.http_kit import decoded_body, json_reply
@@ -40,6 +40,11 @@ from scheduler.gateway.text_fields import OWN_FIELDS, PIN_FIELDS, SESSION_FIELDS
 _ENCODER = msgspec.json.Encoder()
 MODEL_ROUTE = "/v1/models/{model:.+}"
 OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", CHAT.route, COMPLETION.route))
+RENDERER_ROUTES = (
+    *(f"{dialect.route}/render" for dialect in (CHAT, COMPLETION)),
+    *("/tokenize", "/detokenize"),
+)
+"""vLLM's own, which the renderer answers."""
 REQUEST_ID_HEADER = "X-Request-Id"
 SESSION_HEADERS = (
     SESSION_HEADER,
@@ -101,9 +106,7 @@ class TextRoutes:
             web.get(MODEL_ROUTE, self._model),
             web.post(CHAT.route, self._chat),
             web.post(COMPLETION.route, self._completion),
-            *(web.post(f"{each.route}/render", self._passed_on) for each in (CHAT, COMPLETION)),
-            web.post("/tokenize", self._passed_on),
-            web.post("/detokenize", self._passed_on),
+            *(web.post(route, self._passed_on) for route in RENDERER_ROUTES),
         ]
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -232,10 +235,10 @@ class TextRoutes:
                         streamed, turn.token_ids, chunk, states.get(choice.index)
                     )
                 told |= {"id": text.name, "model": text.model}
-                told |= {} if choice.finish_reason is None else samples.versions()
+                told |= {} if choice.finish_reason is None else samples.versions(choice.index)
                 told.pop("usage", None)
                 if wants_usage(options, "include_usage", "continuous_usage_stats"):
-                    told["usage"] = msgspec.to_builtins(samples.usage())
+                    told["usage"] = msgspec.to_builtins(samples.usage(choice.index))
                 if first and text.returns_ids and not text.dialect.many:
                     told["prompt_token_ids"] = turn.token_ids
                 for each in told["choices"]:
@@ -262,7 +265,8 @@ class _TextRequest:
         prefix = "cmpl" if dialect.many else "chatcmpl"
         unique, named = secrets.token_hex(16), named or body.get("request_id")
         self.dialect = dialect
-        self.name = f"{prefix}-{named or unique}"
+        # Bytes of a header that are no UTF-8 cannot be told in the reply.
+        self.name = f"{prefix}-{named or unique}".encode(errors="replace").decode()
         shown = "".join(filter(str.isprintable, self.name[:_NAME_CHARS]))
         self.turn_name = f"{shown}-{unique}" if named else self.name
         self.model = body.get("model") or job
@@ -290,11 +294,16 @@ class _TextRequest:
             raise PeerProtocolError("prompt_logprobs: without stream, as in vLLM")
         if body.get("best_of") not in (None, body.get("n") or 1):
             raise PeerProtocolError("best_of: vLLM has none; send n, and choose among its choices")
-        for message in body.get("messages") or ():
+        messages = body.get("messages")
+        if not isinstance(messages, list | None):
+            raise PeerProtocolError("messages: send a list")
+        for message in messages or ():
             content = message.get("content") if isinstance(message, dict) else None
             for part in content if isinstance(content, list) else ():
                 kind = part.get("type", "text") if isinstance(part, dict) else "text"
-                if kind not in _TEXT_PARTS or (isinstance(part, dict) and _MEDIA & part.keys()):
+                if not (isinstance(kind, str) and kind in _TEXT_PARTS) or (
+                    isinstance(part, dict) and _MEDIA & part.keys()
+                ):
                     raise PeerProtocolError(f"messages: {kind}: media is not routed; send text")
 
     def generate(self, rendered: Body, index: int) -> bytes:
@@ -358,14 +367,10 @@ class _TextRequest:
 
     def end_text(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
         """Cuts the whole text of a choice at its stop string, and empties that of no tokens."""
-        sampling = turn.sampling_params
         if not text_tokens(choice, turn):
             self.change_text(told, lambda _text: "")
-        elif not sampling.include_stop_str_in_output:
-            stops = stop_strings(sampling)
-            self.change_text(
-                told, partial(without_stop, stop_reason=choice.stop_reason, stops=stops)
-            )
+        else:
+            self.change_text(told, lambda text: without_stop(text, choice, turn.sampling_params))
 
     def complete(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
         """Adds to a choice of the reply what the renderer does not know of."""
@@ -449,7 +454,7 @@ class StoppedText:
         sampling = turn.sampling_params
         stops = () if sampling.include_stop_str_in_output else stop_strings(sampling)
         self._hold_chars = max(map(len, stops), default=1) - 1
-        self._stops = stops
+        self._sampling = sampling
         self._held = ""
 
     @property
@@ -461,18 +466,27 @@ class StoppedText:
         self._held += text
         if choice.finish_reason is not None:
             text, self._held = self._held, ""
-            return without_stop(text, choice.stop_reason, self._stops)
+            return without_stop(text, choice, self._sampling)
         cut = len(self._held) - self._hold_chars
         ready, self._held = self._held[: max(0, cut)], self._held[max(0, cut) :]
         return ready
 
 
-def without_stop(text: str, stop_reason: int | str | None, stops: Collection[str]) -> str:
-    """The text before the stop string that ended it; vLLM also names other reasons as strings."""
-    if not isinstance(stop_reason, str) or stop_reason not in stops:
+def without_stop(text: str, choice: Choice, sampling: SamplingParams) -> str:
+    """The text before the stop string that ended it, unless it is asked for too; vLLM also names
+    other reasons as strings."""
+    stop = choice.stop_reason
+    if sampling.include_stop_str_in_output or not isinstance(stop, str):
         return text
-    found = text.find(stop_reason)
-    return text if found < 0 else text[:found]
+    if stop not in stop_strings(sampling) or stop not in text:
+        return text
+    found = text.find(stop)
+    if sampling.min_tokens:
+        # Earlier ones ended nothing. The token that did may hold several that touch each other.
+        found = text.rfind(stop)
+        while (before := text.rfind(stop, 0, found + len(stop) - 1)) >= max(0, found - len(stop)):
+            found = before
+    return text[:found]
 
 
 def text_tokens(choice: Choice, turn: GenerateRequest) -> int:

@@ -103,7 +103,7 @@ class TinkerRoutes:
             if found is None or found["job"] != job:
                 raise PeerProtocolError(f"model_path: tinker://{job}/VERSION pins a version")
             version = str(int(found["version"]))
-        elif body.get("base_model") not in (names := self._scheduler.model_names(job)):
+        elif str(body.get("base_model")) not in (names := self._scheduler.model_names(job)):
             raise PeerProtocolError(f"base_model: name {' or '.join(sorted(names))}")
         sampler = f"{body.get('session_id')}.{body.get('sampling_session_seq_id')}.{version}"
         _checked_sampler(sampler)

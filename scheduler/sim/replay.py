@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Protocol, cast
 
 import msgspec
 
-from harvester.contracts.errors import Corrupt, Unsupported
+from harvester.contracts.errors import UNDECODABLE, Corrupt, Unsupported
 from harvester.contracts.journal import Decided, Opened, config_hash, read_journal
 
 POLICIES: Final = {
@@ -87,7 +87,7 @@ def _open(line: Opened, path: Path, number: int) -> Policy:
         policy = build_policy(line.policy, line.config)
         if line.snapshot is not None:
             policy.restore(line.snapshot)
-    except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+    except (*UNDECODABLE, KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{path.name} line {number}: {error}") from error
     return policy
 
@@ -95,7 +95,7 @@ def _open(line: Opened, path: Path, number: int) -> Policy:
 def _decide(policy: Policy, line: Decided, path: Path, number: int) -> tuple[dict[str, Any], ...]:
     try:
         sample = msgspec.convert(line.sample, policy.SAMPLE)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"{path.name} line {number}: sample: {error}") from error
     effects = policy.observe(sample, now=line.t_s)
     # Through JSON, as the recorded ones went: NaN, tuples and enums then look the same.

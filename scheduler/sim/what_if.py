@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.errors import Corrupt, Unsupported
+from harvester.contracts.errors import UNDECODABLE, Corrupt, Unsupported
 from harvester.contracts.journal import Decided, Opened, read_journal
 from harvester.contracts.page import Guest
 from harvester.policy.sample import SlotSample
@@ -118,7 +118,7 @@ class _Run:
             changed.restore(self._changed.snapshot() if goes_on else snapshot)
             if snapshot:
                 self._recorded.restore(snapshot)
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
+        except (*UNDECODABLE, KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"{where}: {error}") from error
         self._changed, self._life = changed, life
         self.found.differing = _differences(self._recorded.settings, settings)
@@ -127,7 +127,7 @@ class _Run:
         found = self.found
         try:
             sample = msgspec.convert(line.sample, SlotSample)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise Corrupt(f"{where}: sample: {error}") from error
         if self._at_s is not None:
             self._pass(line.t_s - self._at_s)

@@ -140,6 +140,7 @@ class FakeRenderer:
         if body.get("stream"):
             (choice,) = body["generate_chunk"]["choices"]
             text = text_of(choice["token_ids"])
+            self.chunk_bytes.append(request.content_length or 0)
             told = {"index": 0, "text": text, "finish_reason": choice["finish_reason"]}
             chunk = {"object": "text_completion", "created": 1, "choices": [told]}
             return web.json_response({"chunk": chunk, "stream_state": {"prev_tokens": [text]}})
@@ -403,9 +404,11 @@ async def test_a_stream_has_the_prompt_s_ids_once_for_each_choice_and_usage_as_i
     for index in range(2):
         own = [each["token_ids"] for each in choices if each["index"] == index]
         assert [token for ids in own for token in ids] == continued(IDS, 120, version=0)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts)
-    assert counts[0] < counts[-1] == 240
+    for index in range(2):
+        counts = [c["usage"]["completion_tokens"] for c in choices if c["index"] == index]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1] == 120, "as vLLM counts them: each choice its own"
+    assert chunks[-1]["usage"]["completion_tokens"] == 240
 
 
 async def test_vllm_s_route_fans_samples_out_and_counts_tokens() -> None:
@@ -551,6 +554,16 @@ async def test_a_stream_s_chunks_cost_few_calls_and_repeat_the_prompt_for_a_pars
     assert len(rest) < 50, "tokens come each millisecond, chunks each fifty"
     assert first > 1000
     assert all(size > 1000 for size in rest) == parses
+
+
+async def test_chunks_of_a_completion_do_not_carry_its_other_prompts() -> None:
+    fake = FakeRenderer()
+    async with served(fake=fake) as (gateway, _), aiohttp.ClientSession() as session:
+        body = {"prompt": ["hello" * 40] * 64, "max_tokens": 2, "stream": True}
+        async with session.post(f"{gateway.url}/v1/completions", json=body) as response:
+            assert (await response.text()).endswith("data: [DONE]\n\n")
+    assert len(fake.chunk_bytes) >= 64
+    assert max(fake.chunk_bytes) < 1000
 
 
 async def test_an_echo_is_the_prompt_with_its_log_probabilities_before_what_was_sampled() -> None:

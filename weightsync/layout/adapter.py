@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Corrupt, Stale
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.state_hash import file_digest
 from weightsync.layout.manifest import AdapterRecord, FileRecord, Manifest
@@ -48,7 +48,7 @@ class Adapter:
             else:
                 raw = msgspec.json.format(msgspec.json.encode(dict(self.config)), indent=2)
             fields = msgspec.json.decode(raw, type=dict[str, Any])
-        except (OSError, TypeError, msgspec.MsgspecError) as error:
+        except (OSError, TypeError, *UNDECODABLE) as error:
             raise ConfigError(f"adapter config: {error}") from error
         if not isinstance(fields.get("peft_type"), str) or len(raw) > MAX_CONFIG_BYTES:
             raise ConfigError(f"adapter config: no peft_type, or over {MAX_CONFIG_BYTES} bytes")
@@ -96,7 +96,7 @@ def checked_config(raw: bytes, record: AdapterRecord, *, where: str) -> dict[str
         raise Corrupt(f"{where}/{CONFIG_FILE} is not what was published")
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"{where}/{CONFIG_FILE}: {error}") from error
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import UNDECODABLE, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.durable import replace_file
 
@@ -101,7 +101,7 @@ def decoded_record(raw: bytes) -> Record:
     """Raises Corrupt for anything that `encoded_record` did not write."""
     try:
         record: Record = msgspec.json.decode(raw, type=Record)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"{RECORD_FILE}: {error}") from error
     if record.format != FORMAT or record.seal != _sealed(record).seal:
         raise Corrupt(f"{RECORD_FILE} is not what was written")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from harvester.contracts.errors import Corrupt, PeerProtocolError, Unsupported
+from harvester.contracts.errors import UNDECODABLE, Corrupt, PeerProtocolError, Unsupported
 from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
@@ -170,7 +170,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
         )
         for shard in manifest.shards:
             checked_name(shard, what="shard")
-    except (msgspec.MsgspecError, ValueError, RecursionError, PeerProtocolError) as error:
+    except (*UNDECODABLE, ValueError, RecursionError, PeerProtocolError) as error:
         raise Corrupt(f"index of version {expected}: {error}") from error
     _check(manifest, index.metadata.compression_format, expected)
     return manifest

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.errors import Corrupt
+from harvester.contracts.errors import UNDECODABLE, Corrupt
 from weightsync.elements.bits import Bytes, Layout, TensorSpec, checked_spec
 
 MAX_HEADER_BYTES = 32 << 20
@@ -110,7 +110,7 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop(_METADATA, b"{}"), type=dict[str, str])
         entries = {name: _entry.decode(value) for name, value in fields.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"safetensors header: {error}") from error
     start = _LENGTH_BYTES + len(raw)
     layout: dict[str, TensorSpec] = {}

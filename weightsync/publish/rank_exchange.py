@@ -17,6 +17,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import (
+    UNDECODABLE,
     ConfigError,
     Corrupt,
     Exhausted,
@@ -81,7 +82,7 @@ class Mailbox:
             return msgspec.json.decode(raw, type=RankMessage)
         except FileNotFoundError:
             return None
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise PeerProtocolError(f"{self._directory / name}: {error}") from error
 
     def discard(self, name: str) -> None:
@@ -267,5 +268,5 @@ def _body(message: RankMessage, kind: type[_T], rank: int) -> _T:
         raise _raised(message, rank)
     try:
         return msgspec.json.decode(message.body, type=kind)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"rank {rank}: {error}") from error

@@ -17,7 +17,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError, RoseMuxError, Stale
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    ConfigError,
+    Corrupt,
+    PeerProtocolError,
+    RoseMuxError,
+    Stale,
+)
 from harvester.contracts.ids import checked_name
 from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bits, Layout, TensorSpec, bits_from_bytes, bytes_of
@@ -161,7 +168,7 @@ def _index(directory: Path) -> _Index:
             index = msgspec.json.decode(file.read(MAX_INDEX_BYTES), type=_Index)
         for shard in set(index.weight_map.values()):
             checked_name(shard, what="shard")
-    except (OSError, msgspec.MsgspecError, ValueError, RecursionError, PeerProtocolError) as error:
+    except (OSError, *UNDECODABLE, ValueError, RecursionError, PeerProtocolError) as error:
         raise Corrupt(f"{directory / INDEX_FILE}: {error}") from error
     return index
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from harvester.contracts.errors import ConfigError, Corrupt
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
@@ -71,7 +71,7 @@ def described(index: bytes) -> str:
 def _decoded(index: bytes) -> _Index:
     try:
         return msgspec.json.decode(index, type=_Index)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise Corrupt(f"an index that cannot be read: {error}") from error
 
 

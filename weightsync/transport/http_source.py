@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from harvester.contracts.clock import MonotonicClock
-from harvester.contracts.errors import ConfigError, Corrupt, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, PeerProtocolError
 from harvester.platform.backoff import Backoff, Interrupted, retry_after_s
 from weightsync.layout.names import LATEST_FILE, MAX_LATEST_BYTES
 from weightsync.transport.access import Access
@@ -153,7 +153,7 @@ class HttpSource(StoreSource):
         try:
             raw = self._persist(lambda _: self._small("", MAX_LISTING_BYTES))
             return msgspec.json.decode(raw, type=kind)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise PeerProtocolError(f"{self._url} is no weight server: {error}") from error
 
     def _small(self, path: str, limit_bytes: int) -> bytes:

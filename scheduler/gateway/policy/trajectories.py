@@ -202,7 +202,7 @@ class Turn:
         wanted = self.request.equal_numerics
         if isinstance(wanted, str):
             return wanted
-        return self._spans_now()[0].numerics if wanted and self.token_ids else ""
+        return self.spans_now()[0].numerics if wanted and self.token_ids else ""
 
     @property
     def outcome(self) -> str:
@@ -359,7 +359,7 @@ class Turn:
 
     def choice(self, *, start: int = 0) -> Choice:
         """Tokens from `start` on, with all spans closed so far that reach behind it."""
-        spans, masked = self._spans_now(), self._sampling_mask
+        spans, masked = self.spans_now(), self._sampling_mask
         all_masked = masked and len(masked) == len(self.token_ids)
         return Choice(
             token_ids=tuple(self.token_ids[start:]),
@@ -374,7 +374,8 @@ class Turn:
             sampling_mask=tuple(masked[start:]) if all_masked else None,
         )
 
-    def _spans_now(self) -> list[Span]:
+    def spans_now(self) -> list[Span]:
+        """Spans of all tokens so far, those of the open attempt included."""
         opened = self._open_span()
         return [*self._spans, opened] if opened else self._spans
 

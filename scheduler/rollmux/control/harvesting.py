@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 from pydantic import ValidationError
 
-from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
@@ -107,7 +107,7 @@ class JobGateway:
         body = self._answer("GET", "/v1/status", None, timeout_s=ANSWER_S)
         try:
             return msgspec.json.decode(body, type=GatewayView)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
     def rest(self) -> None:

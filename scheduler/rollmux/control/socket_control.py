@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.wire import Absent, JobStatus, Reply, call_name, decoded_reply
 from scheduler.rollmux.permits.events import Enter
@@ -49,7 +49,7 @@ class SocketControl:
         )
         try:
             return msgspec.json.decode(body, type=tuple[JobStatus, ...])
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise PeerProtocolError(f"status at {self._path}: {error}") from error
 
     def journal(self) -> Path:
@@ -62,7 +62,7 @@ class SocketControl:
         )
         try:
             where = msgspec.json.decode(body, type=dict[str, str | None]).get("directory")
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise PeerProtocolError(f"journal at {self._path}: {error}") from error
         if where is None:
             raise ConfigError(f"the control at {self._path} was started without --journal")

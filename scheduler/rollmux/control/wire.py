@@ -20,7 +20,7 @@ from typing import Final, Protocol, get_args
 
 import msgspec
 
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.job_placement import PlacementStage
@@ -176,7 +176,7 @@ def decoded_call(name: str, body: bytes) -> Call:
         raise PeerProtocolError(f"no call {name[:80]!r}; there are {', '.join(CALLS)}")
     try:
         return checked(msgspec.json.decode(body, type=kind))
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"{name}: {error}") from error
 
 
@@ -207,5 +207,5 @@ def decoded_reply(body: bytes) -> Reply:
     """Raises PeerProtocolError where it is none."""
     try:
         return _REPLY.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise PeerProtocolError(f"the phase control replied {body[:200]!r}: {error}") from error

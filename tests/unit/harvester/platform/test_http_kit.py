@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import resource
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,35 @@ async def test_a_malformed_body_is_the_peers_fault(body: bytes) -> None:
     async with TestClient(TestServer(app)) as client, client.post("/", data=body) as reply:
         assert reply.status == 400
         assert (await reply.json())["error"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_encoded_as_its_headers_say_is_the_peers_fault(
+    encoding: str,
+) -> None:
+    async def take(request: web.Request) -> web.Response:
+        return json_reply(await decoded_body(request, Value))
+
+    app = web.Application(middlewares=[errors_as_replies()])
+    app.add_routes([web.post("/", take)])
+    async with TestClient(TestServer(app)) as client:
+        headers = {"Content-Encoding": encoding}
+        async with client.post("/", data=b'{"a": 1}', headers=headers) as reply:
+            assert (reply.status, "body" in (await reply.json())["error"]) == (400, True)
+
+
+async def test_a_body_of_unknown_length_is_bounded_too() -> None:
+    async def take(request: web.Request) -> web.Response:
+        return json_reply(await decoded_body(request, Value, most_bytes=1000))
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b'{"a": 1' + b" " * 2000
+        yield b"}"
+
+    app = web.Application(middlewares=[errors_as_replies()])
+    app.add_routes([web.post("/", take)])
+    async with TestClient(TestServer(app)) as client, client.post("/", data=parts()) as reply:
+        assert (reply.status, "1000 bytes" in (await reply.json())["error"]) == (400, True)
 
 
 class Value(msgspec.Struct):

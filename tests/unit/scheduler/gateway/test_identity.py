@@ -1,8 +1,10 @@
 """An engine's identity: what changed between two answers."""
 
+import msgspec
 import pytest
 
-from scheduler.gateway.identity import Change, change_between
+from harvester.contracts.errors import PeerProtocolError
+from scheduler.gateway.identity import Change, _decoded, change_between
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,9 @@ def test_a_process_with_other_weights_differs_from_another_process(
 def test_a_start_time_with_a_fraction_is_no_count_of_weight_calls() -> None:
     given, told = "started 1700000000.25", "started 1700000000.75"
     assert change_between(given, told) is Change.PROCESS
+
+
+@pytest.mark.parametrize("raw", [b"{", b'"\xff"', b"[" * 100_000])
+def test_a_reply_that_cannot_be_read_is_the_engines_fault(raw: bytes) -> None:
+    with pytest.raises(PeerProtocolError, match="/rosemux/engine"):
+        _decoded(raw, msgspec.json.Decoder(), "/rosemux/engine")

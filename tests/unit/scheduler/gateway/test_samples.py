@@ -120,3 +120,15 @@ async def test_a_client_that_leaves_takes_all_of_its_turns_with_it() -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert len(server.cancelled) == 4
+
+
+async def test_versions_of_one_choice_are_its_own() -> None:
+    """A stream tells them at each choice's end, so that they may not cost all choices' tokens."""
+    server = Server()
+    async with follow(server, JOB, TrajectoryId("t"), samples_of(request(n=2))) as samples:
+        for _ in range(6):
+            server.step.release()
+        first, second = await samples.results()
+        assert (first.ended, second.ended) == (True, True)
+        told = {"weight_version_start": 0, "weight_version_end": 0}
+        assert samples.versions(0) == samples.versions(1) == samples.versions() == told

@@ -43,6 +43,7 @@ def test_an_error_event_is_a_chunk_with_an_error() -> None:
         (b'{"message": "boom"}', 500),
         (b'{"message": "boom", "code": "x"}', 500),
         (b'"boom"', 500),
+        (b'{"code": "\xff"}', 500),
     ],
 )
 def test_an_error_has_the_status_that_it_says_or_is_the_engines(error: bytes, status: int) -> None:
@@ -50,7 +51,15 @@ def test_an_error_has_the_status_that_it_says_or_is_the_engines(error: bytes, st
     assert chunk.fault_status == status
 
 
-@pytest.mark.parametrize("raw", [b"data: {]\n\n", b'data: {"choices": [{"token_ids": ["x"]}]}\n\n'])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"data: {]\n\n",
+        b'data: {"choices": [{"token_ids": ["x"]}]}\n\n',
+        b'data: {"choices": [{"finish_reason": "\xff"}]}\n\n',
+        b'data: {"choices": ' + b"[" * 100_000 + b"\n\n",
+    ],
+)
 def test_nonsense_is_the_peers_fault(raw: bytes) -> None:
     with pytest.raises(PeerProtocolError, match="unreadable"):
         list(EventStream().feed(raw))

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
@@ -67,10 +68,47 @@ def test_text_that_only_begins_like_a_stop_string_is_sent_whole() -> None:
 
 def test_a_stop_string_that_is_wanted_stays() -> None:
     assert sent(text("END", include=True), ["aEND"], stop=None) == "aEND"
-    assert without_stop("aEND", "END", ("END",)) == "a"
-    assert without_stop("aEND", 17, ("END",)) == "aEND"
-    assert without_stop("foo\n\n", "\n", ("\n",)) == "foo", "cut at the first, as vLLM does"
-    assert without_stop("repetition", "repetition", ()) == "repetition", "a reason, no string"
+    assert cut("aEND", "END", "END") == "a"
+    assert cut("aEND", 17, "END") == "aEND"
+    assert cut("foo\n\n", "\n", "\n") == "foo", "cut at the first, as vLLM does"
+    assert cut("repetition", "repetition") == "repetition", "a reason, no string"
+
+
+def cut(whole: str, reason: int | str, *stops: str, min_tokens: int = 0) -> str:
+    sampling = SamplingParams(max_tokens=9, min_tokens=min_tokens, stop=stops)
+    return without_stop(whole, Choice(stop_reason=reason), sampling)
+
+
+def test_a_stop_string_before_min_tokens_ends_no_text() -> None:
+    """vLLM looks for them in later tokens only; one token may hold several."""
+    assert cut("aXbcdX", "X", "X", min_tokens=4) == "aXbcd"
+    assert cut("a\nfoo\n\n", "\n", "\n", min_tokens=2) == "a\nfoo"
+    held = StoppedText(
+        GenerateRequest(
+            request_id="r",
+            token_ids=(1,),
+            sampling_params=SamplingParams(max_tokens=9, min_tokens=4, stop=("XY",)),
+        )
+    )
+    assert sent(held, ["a", "XY", "b", "cXYdXY"], stop="XY") == "aXYbcXYd"
+
+
+@pytest.mark.parametrize("given", ["\udcff", "a\r\nb", "r" * 500])
+def test_a_reply_can_be_encoded_whatever_the_request_s_id_has(given: str) -> None:
+    request = _TextRequest(CHAT, JobId("job"), {"messages": []}, given)
+    assert msgspec.json.encode([request.name, request.turn_name])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": 5},
+        {"messages": [{"role": "user", "content": [{"type": []}]}]},
+    ],
+)
+def test_messages_of_other_types_are_the_clients_fault(body: dict[str, Any]) -> None:
+    with pytest.raises(PeerProtocolError, match="messages"):
+        _TextRequest(CHAT, JobId("job"), body)
 
 
 def test_a_last_chunk_without_text_gives_what_was_held_back() -> None:
