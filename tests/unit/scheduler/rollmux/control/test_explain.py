@@ -261,7 +261,7 @@ def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapsho
     assert _told(found, EventKind.GRANTED)[-1].endswith("behind a (4.0 s)")
 
 
-def test_a_story_goes_over_rotated_files_and_says_where_the_journal_begins(
+def test_a_history_spans_rotated_files_and_names_the_beginning_of_the_journal(
     opens: Opens, tmp_path: Path
 ) -> None:
     control = opens(journal_bytes=30_000)
