@@ -49,10 +49,6 @@ def selectors(text: str) -> tuple[str, ...]:
     return tuple(one for one in found if one not in _WORDS)
 
 
-def metric_names(text: str) -> frozenset[str]:
-    return frozenset(one.split("{")[0].strip() for one in selectors(text))
-
-
 def rule_expressions(path: Path = RULES) -> tuple[Expression, ...]:
     groups = yaml.safe_load(path.read_text())["groups"]
     return tuple(

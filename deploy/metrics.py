@@ -205,8 +205,8 @@ _AGENT = (
         "guest_memory_bytes",
         Kind.GAUGE,
         "slot part",
-        "Of the accelerator, as the guest said when it had started: weights, graphs, activations, "
-        "context, kv. All but kv stay while it is closed.",
+        "Accelerator memory reported by the guest at its start, by part: weights, graphs, "
+        "activations, context, kv. All but kv stay while it is closed.",
     ),
     _agent(
         "guest_kv_tokens",

@@ -347,7 +347,7 @@ class AgentConfig(_Model):
         return self.state_dir / f"{slot.name}.{kind}"
 
     def slot_named(self, name: str | None) -> SlotConfig:
-        """The slot of a command's `--slot`; None is the only one. Raises ConfigError."""
+        """The slot of a command's `--slot`; None: the only one. Raises ConfigError."""
         names = [slot.name for slot in self.slots]
         if name is None and len(names) > 1:
             raise ConfigError(f"--slot: choose one of {', '.join(names)}")

@@ -53,7 +53,7 @@ class _Copy:
     check a delta by them: the next deltas are applied to it, in its file, and checked there."""
 
     step: Step
-    """As if it were a full checkpoint in the store, of no bytes to read."""
+    """A plan step that stands for the copy: a full checkpoint with 0 bytes to read."""
     staged: Staged
 
 
@@ -63,7 +63,7 @@ class Receiver:
     `store` is a directory, `http(s)://HOST:PORT/stores/NAME` of a server or a relay, a URL that
     fsspec knows, or a source. Over a network, reading also raises Exhausted.
 
-    `selection`: the holder's part of each tensor; None is all of it. Its target's tensors are those
+    `selection`: the holder's part of each tensor; None: all of it. Its target's tensors are those
     parts. `staging_bytes`: memory for a version beside the target, until it is applied; the excess
     waits in a file under `spool_dir` (/var/tmp). The largest tensors, one per thread, may take
     more. `will_select`: the holder's part is only known after the first version; see `select`.
@@ -169,7 +169,7 @@ class Receiver:
         ):
             self._steps.clear()
             self._copy = None
-        # Again for what a run that began anew has in its place; the rest is remembered.
+        # Again, for the indexes of a restarted run; all others are remembered.
         self._look_ahead(current, target)
         for plan in plans(
             self.step,

@@ -32,7 +32,7 @@ from benchmarks.coserve.rounds import Runner, Slice
 from benchmarks.coserve.run_length import FULL, SHORT, RunLength
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
-from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
 from benchmarks.testbed.hardware import Hardware, Kind
@@ -51,7 +51,7 @@ from benchmarks.testbed.reporting import report
 from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel
 from benchmarks.testbed.slot import AGENT, PRODUCTION, STOCK, ServingSlot, SlotPorts, url
-from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
@@ -114,9 +114,7 @@ def main() -> None:
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     hardware = find_hardware(given.hardware)
     hardware.check()
-    trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
-    if given.trace is not None:
-        trace = read_trace(given.trace)
+    trace = trace_of(given.trace, seed=given.seed)
     log = round_log(given, trace, hardware)
     if given.resume:
         log.resume()

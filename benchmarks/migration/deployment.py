@@ -166,16 +166,6 @@ class Deployment:
         async with self.session.get(f"{self.gateway_url}/v1/status") as reply:
             return await reply.json()
 
-    async def until_leased(self, *, within_s: float = 60.0) -> None:
-        """The guest serves; raises TimeoutError."""
-        async with asyncio.timeout(within_s):
-            while True:
-                engines = (await self.status())["engines"]
-                if any(name == GUEST and at["state"] == "serving"
-                       for name, at in engines.items()):  # fmt: skip
-                    return
-                await asyncio.sleep(0.1)
-
     def state_hashes(self) -> dict[int, str]:
         return {version: self._hash(version) for version in self.states}
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from benchmarks.multiplex.arms import Arm
 from benchmarks.multiplex.rounds import Bench
-from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.parts import Parts
 from benchmarks.testbed.processes import Processes
 from benchmarks.testbed.reporting import report
 from benchmarks.testbed.run_directory import run_directory
-from benchmarks.testbed.trace import read_trace
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 
@@ -48,9 +47,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         import ray
     except ImportError as error:
         raise ConfigError("benchmarks.multiplex needs Ray: install the extra 'ray'") from error
-    trace = generated_trace(Bursts(), duration_s=3600.0, seed=_SEED)
-    if given.trace is not None:
-        trace = read_trace(given.trace)
+    trace = trace_of(given.trace, seed=_SEED)
     arms = tuple(arm for arm in Arm if arm in given.arms)
     out = given.json.parent / f"{given.json.stem}.run"
     cache = given.cache or out / "cache"

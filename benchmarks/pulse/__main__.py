@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.pulse.figures import ARMS, Arm, Figures
 from benchmarks.pulse.probe import scraped
-from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.core_time import account, used
 from benchmarks.testbed.gpu_hardware import find_hardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
@@ -35,7 +35,7 @@ from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.reporting import report
 from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.slot import PRODUCTION_MAX_LEN, ROLLOUT_CORE, SERVING_CORE, url
-from benchmarks.testbed.trace import Trace, read_trace
+from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import Window, windows_of
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
@@ -76,9 +76,7 @@ def main() -> None:
 def measured(given: argparse.Namespace) -> dict[str, Any]:
     hardware = find_hardware(given.hardware)
     hardware.check()
-    trace = generated_trace(Bursts(), duration_s=3600.0, seed=given.seed)
-    if given.trace is not None:
-        trace = read_trace(given.trace)
+    trace = trace_of(given.trace, seed=given.seed)
     out = given.json.parent / f"{given.json.stem}.run"
     with (
         run_directory(out, cache=given.json.parent / "engine-cache") as paths,

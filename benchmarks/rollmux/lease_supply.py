@@ -31,8 +31,6 @@ KV_BYTES_PER_TOKEN: Final = 147_456
 LINK_BYTES_PER_S: Final = 25e9
 """ROSE's 200 Gb/s between clusters."""
 NEVER: Final[tuple[float, ...]] = ()
-ALWAYS: Final = (0.0,)
-"""Revoked before anything began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

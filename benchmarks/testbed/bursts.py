@@ -2,15 +2,16 @@
 
 Arrivals are a Markov-modulated Poisson process: a calm state and a busy one with `burst_ratio`
 times its rate, exponential stays in each. Prompt and output lengths are log-normal: most short, a
-few very long. Seeded; the same seed is the same trace. Pure.
+few very long. Seeded; the same seed is the same trace.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.testbed.trace import Trace
+from benchmarks.testbed.trace import Trace, read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,16 @@ class Bursts:
     def __post_init__(self) -> None:
         if min(self.rate, self.calm_s, self.burst_s) <= 0 or self.burst_ratio < 1:
             raise ValueError("rates and stays must be above 0, burst_ratio at least 1")
+
+
+_GENERATED_S = 3600.0
+
+
+def trace_of(path: Path | None, *, seed: int) -> Trace:
+    """The recorded trace; None: an hour of generated bursts."""
+    if path is None:
+        return generated_trace(Bursts(), duration_s=_GENERATED_S, seed=seed)
+    return read_trace(path)
 
 
 def generated_trace(bursts: Bursts, *, duration_s: float, seed: int) -> Trace:

@@ -90,7 +90,7 @@ class Hardware(ABC):
         return number
 
     def production(self) -> GpuOwner | None:
-        """None is a CPU engine; so for the two below."""
+        """None: a CPU engine; so for the two below."""
         return None
 
     def guest(self) -> GpuShare | None:

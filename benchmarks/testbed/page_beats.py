@@ -27,25 +27,20 @@ class PageBeats:
         self._pulses = [pages.pulse_writer("prod", 0) for pages in slots]
         self._guests = [pages.guest_writer() for pages in slots]
         self._beat_s, self._ttl_ns = beat_s, ttl_ns
-        self._silent, self._stopped = threading.Event(), threading.Event()
+        self._stopped = threading.Event()
         self._writing = threading.Lock()
         self.step = 0
         """Beats so far."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def fall_silent(self) -> None:
-        """Production says nothing more; the guest goes on."""
-        self._silent.set()
-
     def write(self) -> None:
         """A beat out of turn."""
         with self._writing:
             self.step += 1
             now_ns, pulse = monotonic_ns(), self.pulse(self.step)
-            if not self._silent.is_set():
-                for production in self._pulses:
-                    production.write(pulse, now_ns=now_ns, ttl_ns=self._ttl_ns)
+            for production in self._pulses:
+                production.write(pulse, now_ns=now_ns, ttl_ns=self._ttl_ns)
             for guest in self._guests:
                 record = Guest(steps_finished=self.step)
                 guest.write(record, now_ns=now_ns, ttl_ns=self._ttl_ns)

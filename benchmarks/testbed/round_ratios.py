@@ -40,7 +40,7 @@ _NEAR_RANKS = 0.25
 @dataclass(frozen=True, slots=True)
 class Statistic:
     quantile: float | None = None
-    """None is the mean."""
+    """None: the mean."""
 
     def __call__(self, values: Values) -> float:
         if self.quantile is None:

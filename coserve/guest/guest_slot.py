@@ -57,7 +57,7 @@ class GuestQueue:
     kv_tokens_total: int = 0
     kv_tokens_withheld: int = 0
     kv_budget_tokens: int | None = None
-    """The budget that was obeyed last; None is no limit."""
+    """The budget that was obeyed last; None: no limit."""
     kv_tokens_short: int = 0
     """KV tokens that requests held above the budget at that time."""
     kv_tokens_retained: int = 0
@@ -91,7 +91,7 @@ class GuestSlot:
         self.load = GuestQueue()
         self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
         self._mean_wait_s: float | None = None
-        """As of the decision on the launched step; none is launched beside one that owes a rest."""
+        """`mean_wait_s` of the launched step; beside one that owes a rest no other is launched."""
         self._grant: Reading[Grant] = self._grant_page.read()
         self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
         """The last one that could be read; without a grant nothing falls asleep or wakes up."""
@@ -164,7 +164,7 @@ class GuestSlot:
         return monotonic_ns() - self._granted_ns > self.abort_grace_s * 1e9
 
     def kv_budget_tokens(self) -> int | None:
-        """KV that the guest may keep as of the last decision; None is no limit."""
+        """KV that the guest may keep as of the last decision; None: no limit."""
         # A late grant takes nothing; a grant that is missing beyond its grace takes everything.
         if self.grace_over() or self.granted.asleep:
             return 0

@@ -34,8 +34,8 @@ _FULL_KV_RATIO = 0.8
 _SHED_FACTOR = 300.0
 _SHED_POWER = 5
 _BRIEF_STEPS = 2.0
-"""Steps of so many times the shortest one lend most tokens a second, where the rest after a step
-grows with its square."""
+"""Step length, in multiples of the shortest step, with the highest throughput when the rest grows
+with the step's square."""
 
 
 class Closed(StrEnum):

@@ -26,7 +26,7 @@ class StepGate(Protocol):
 
     @property
     def sleep_s(self) -> float | None:
-        """How long the loop may sleep unless it is woken; None is without end."""
+        """How long the loop may sleep unless it is woken; None: without end."""
         ...
 
 

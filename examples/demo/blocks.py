@@ -66,7 +66,7 @@ class BlockRunner:
     record: Callable[[Record], None]
     on_progress: Callable[[str], None]
     prompts: int
-    """Of each training step."""
+    """Prompts of each training step."""
 
     async def run(self, arm: Arm, index: int, window: Window, plan: BlockPlan) -> None:
         """One measured block."""
@@ -90,7 +90,7 @@ class BlockRunner:
             raise ConfigError("the guest still serves a job that gave its lease back")
 
     async def step(self, arm: Arm, index: int) -> float:
-        """Its seconds."""
+        """Does one training step; returns its duration in s."""
         done = await self.trainers[arm].step(self.prompts)
         self.record(training_step(done, arm, index))
         return done.step_s

@@ -11,14 +11,13 @@ from types import FrameType
 import typer
 from rich.console import Console
 
-from benchmarks.testbed.bursts import Bursts, generated_trace
+from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.prerequisites import check_machine
 from benchmarks.testbed.processes import Processes
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.run_directory import run_directory
 from benchmarks.testbed.serving_figures import arms_of
 from benchmarks.testbed.slot import GUEST
-from benchmarks.testbed.trace import Trace, read_trace
 from benchmarks.testbed.window import mean_rate
 from examples.demo.blocks import BlockPlan
 from examples.demo.records import Arm, Record, TrainingStep
@@ -48,7 +47,6 @@ QUICK = SessionPlan(
     last_replay_s=12.0,
     within_s=240.0,
 )
-_GENERATED_S = 3600.0
 
 
 def demo(
@@ -66,7 +64,7 @@ def demo(
         console.print(f"[dim]{clock.now() - started_s:5.0f} s[/dim]  {message}")
 
     check_machine()
-    production = _trace(trace, seed)
+    production = trace_of(trace, seed=seed)
     signal.signal(signal.SIGTERM, _interrupted)
     plan = QUICK if quick else FULL
     with run_directory(out, cache=out.parent / "cache") as paths:
@@ -94,12 +92,6 @@ def demo(
     write_report(out / "report.html", result, recorder.records)
     console.print(closing(result))
     console.print(f"{out / 'result.json'}  {out / 'report.html'}")
-
-
-def _trace(path: Path | None, seed: int) -> Trace:
-    if path is None:
-        return generated_trace(Bursts(), duration_s=_GENERATED_S, seed=seed)
-    return read_trace(path)
 
 
 def _progress(record: Record, on_progress: Callable[[str], None]) -> None:

@@ -37,7 +37,7 @@ FIRST_RATE = 3.0
 _REQUESTS_MIN = 40
 _STEP_WINDOW_S = 30.0
 PROMPTS = 12
-"""Of the unmeasured steps: on a slow machine a whole one takes a minute."""
+"""Prompts of each unmeasured step: a full step takes a minute on a slow machine."""
 _FIRST_REPLAYS_MAX = 4
 # The pulse renews its step times once a second.
 _PULSE_S = 1.5
@@ -80,7 +80,7 @@ class Preparation:
             await runner.step(Arm.HARVEST, WARM_UP_BLOCK)
 
     async def fixed_step(self, runner: BlockRunner) -> float:
-        """Its seconds."""
+        """Does one unmeasured step under production's load; returns its duration in s."""
         window = self._window(_STEP_WINDOW_S)
         async with runner.replaying(Arm.FIXED, WARM_UP_BLOCK, window):
             with self._learning(window):

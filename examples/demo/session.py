@@ -75,7 +75,7 @@ class Outcome:
     sizes: TokenScale
     """Scale of their requests."""
     prompts: int
-    """Of each training step."""
+    """Prompts of each training step."""
     gateway: dict[str, Any]
     hash_mismatches: int | None
     first_harvested_token_s: float | None

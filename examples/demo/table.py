@@ -1,13 +1,9 @@
 """The command's output: the closing table, and one line at a time while it runs."""
 
-from collections.abc import Sequence
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.testbed.production_request import ProductionRequest
-from benchmarks.testbed.slo import attainment
 from examples.demo import wording
 from examples.demo.records import Arm, TrainingStep
 from examples.demo.schema import Result
@@ -16,22 +12,6 @@ from examples.demo.schema import Result
 def closing(result: Result) -> RenderableType:
     """Figures by arm, ratios with intervals, checks, and the run in one sentence."""
     return Group(_figures(result), _ratios(result), _checks(result), Text(wording.summary(result)))
-
-
-def serving_line(
-    arm: Arm, requests: Sequence[ProductionRequest], *, ttft_slo_s: float, itl_slo_s: float
-) -> str:
-    """Production in one arm so far, against its SLO."""
-    ttfts = sorted(r.ttft_s for r in requests if r.ttft_s is not None)
-    itls = sorted(itl for r in requests for itl in r.itl_s)
-    met = attainment(requests, ttft_s=ttft_slo_s, itl_s=itl_slo_s)
-    failed = sum(r.failed for r in requests)
-    return (
-        f"{wording.ARM_TITLES[arm]}: {len(requests)} requests, "
-        f"TTFT {_median_ms(ttfts)} of {ttft_slo_s * 1e3:g} ms, "
-        f"ITL {_median_ms(itls)} of {itl_slo_s * 1e3:g} ms, "
-        f"SLO met by {wording.percent(met)}" + (f", {failed} failed" if failed else "")
-    )
 
 
 def step_line(step: TrainingStep, *, guests: frozenset[str]) -> str:
@@ -74,8 +54,3 @@ def _checks(result: Result) -> Table:
         verdict = Text("ok", style="green") if check.ok else Text("not ok", style="bold red")
         table.add_row(check.name, wording.number(check.value, 3), check.limit, verdict)
     return table
-
-
-def _median_ms(ordered_s: Sequence[float]) -> str:
-    middle_s = ordered_s[len(ordered_s) // 2] if ordered_s else None
-    return wording.fixed_point(None if middle_s is None else 1e3 * middle_s, 1)

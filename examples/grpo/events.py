@@ -10,7 +10,7 @@ class Step(msgspec.Struct, frozen=True, tag_field="cmd", tag="step", forbid_unkn
     """Do one GRPO step."""
 
     prompts: Annotated[int, Meta(ge=1)] | None = None
-    """Of this step; None: as many as the job's tasks have."""
+    """Prompts of this step; None: the job's own number."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag_field="cmd", tag="stop", forbid_unknown_fields=True):

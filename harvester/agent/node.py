@@ -3,9 +3,12 @@
 import logging
 import os
 import secrets
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from harvester.agent.audit_file import AuditFile
-from harvester.agent.audit_log import AGENT, AuditLog
+from harvester.agent.audit_log import AGENT, AuditLog, EventLimit
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.lease_audit import LeaseAudit
@@ -13,7 +16,6 @@ from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
-from harvester.agent.stop_audit import StopAudit
 from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
@@ -30,7 +32,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest
+from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest, StopSource
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.states import Condition
@@ -40,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
 _RELOADER = "operator, by SIGHUP"
+_CALLED = frozenset({StopSource.OPERATOR, StopSource.CLUSTER})
+"""Sources of orders that are calls: their audit events name the caller."""
 _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
@@ -298,3 +302,44 @@ def _make_root(config: AgentConfig) -> None:
             make_directory(root / LAUNCH_DIRECTORY, owners=own, group=config.page_gid)
     except OSError as error:
         raise ConfigError(f"cannot make page_root {root}: {error.strerror}") from error
+
+
+class StopAudit:
+    """Notes which orders to stop came into force, and which were lifted by whom."""
+
+    def __init__(self, log: AuditLog, stops: Sequence[Stop]) -> None:
+        """`stops` are those in force at the agent's start: its last run noted what was called."""
+        self._log = log
+        self._stops = _unnumbered(stop for stop in stops if stop.source in _CALLED)
+        self._limits = {source: EventLimit() for source in StopSource}
+        """An alert may flap, and a gateway may stop many tenants: that hides no operator's call."""
+
+    def observe(self, stops: Sequence[Stop], *, caller: str, now: float) -> None:
+        """`stops` are those in force, `caller` is who made the call that changed them, if any."""
+        before, self._stops = self._stops, _unnumbered(stops)
+        # Where one takes another's place, the last line is the one in force.
+        for kind, changed in (
+            (AuditKind.STOP_LIFTED, before - self._stops),
+            (AuditKind.STOP_PLACED, self._stops - before),
+        ):
+            for stop in sorted(changed, key=lambda stop: (stop.source, stop.slot, stop.tenant)):
+                self._note(kind, stop, caller if stop.source in _CALLED else "", now)
+
+    def _note(self, kind: AuditKind, stop: Stop, caller: str, now: float) -> None:
+        limit = self._limits[stop.source]
+        if not limit.admits(now=now):
+            return
+        ordered = stop.by if kind is AuditKind.STOP_PLACED else ""
+        self._log.note(
+            kind,
+            slot=stop.slot,
+            tenant=stop.tenant,
+            who=", ".join(filter(None, (ordered, caller))) or stop.source,
+            reason=f"{stop.order} ({stop.source}): {stop.reason or 'no reason given'}",
+            omitted=limit.taken(),
+        )
+
+
+def _unnumbered(stops: Iterable[Stop]) -> frozenset[Stop]:
+    """Without the numbers, which rise while an order stays."""
+    return frozenset(msgspec.structs.replace(stop, number=0) for stop in stops)

@@ -152,7 +152,7 @@ class Slot:
         self.exposition.recorded(self.fault, self._record.missing_total)
 
     def _report(self, guest: Guest | None) -> None:
-        """Log what the slot lends, and why nothing, each time that this begins to be so."""
+        """Log each change between lending and not lending, with the reason."""
         unfit = self.policy.reason if self.policy.condition is Condition.UNFIT else ""
         if unfit and unfit != self._unfit:
             _log.error("slot %s lends nothing: %s", self.name, unfit)

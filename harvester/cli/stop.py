@@ -134,6 +134,7 @@ def _order_cluster(request: StopRequest, gateway: str, credentials: Credentials)
     for name, fault in reply.agents.items():
         typer.echo(f"  {name}: {fault or 'obeys'}")
     if missing := [name for name, fault in reply.agents.items() if fault]:
-        raise Exhausted(f"told again each second until they obey: {', '.join(missing)}")
+        names = ", ".join(missing)
+        raise Exhausted(f"not confirmed by {names}; the gateway repeats the order every second")
     if not reply.recorded:
         raise Exhausted("in force, and a restart of the gateway would forget it: see its log")

@@ -19,7 +19,7 @@ _EVENTS_MAX = 64
 class GpuReading:
     uuid: str
     power_watts: float | None
-    """None is not reported."""
+    """None: not reported."""
     temperature_celsius: float | None
     xid: int | None
     """The last one seen, 0 none; None where the GPU reports none."""

@@ -16,7 +16,7 @@ def opened(
     lock_s: float = 5.0,
     threads: bool = False,
 ) -> sqlite3.Connection:
-    """A connection without implicit transactions; None is in memory.
+    """A connection without implicit transactions; None: in memory.
 
     `threads`: used by several threads, by one of them at a time.
 

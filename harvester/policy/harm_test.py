@@ -21,7 +21,8 @@ import msgspec
 
 HORIZON_S = 28 * 86_400.0
 _STAKE_AT_START, _STAKE_ANY_TIME, _STAKE_AT_RISES = 0.1, 0.3, 0.3
-"""Shares of the stakes: once, in a horizon, and at once and again in a horizon."""
+"""Shares of the stakes: at the first grant; spread over a horizon; kept for rises of latency, at
+the first grant and as much again spread over a horizon."""
 _STAKE_AT_RISE = 0.05
 """Share of what is left for rises."""
 _LONGEST_ODDS = 4.0

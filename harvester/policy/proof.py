@@ -26,7 +26,7 @@ from harvester.policy.settings import ProofSettings
 _P99_TIMES = 10.0
 _SLICE_MOST_S = 120.0
 _ANSWER_LEAST_S, _ANSWER_SLOS = 10.0, 4.0
-"""Times in s and in SLOs of TTFT that a slice's requests are waited for: they may be very late."""
+"""Least time that an ended slice waits for its requests: in s, and in multiples of the TTFT SLO."""
 _ENDED_KEPT = 300
 """Ended slices that are remembered: ten minutes, and more where slices are longer than 2 s."""
 _EDGE_RATIO = 0.1
@@ -185,7 +185,7 @@ class LatencyEvidence(msgspec.Struct, kw_only=True):
 
 class ProofState(msgspec.Struct, kw_only=True):
     slices: list[Slice] = []
-    """The running one, the last, and those before it whose requests may still be on their way."""
+    """Current slice, previous slice, and older slices that may have requests in flight."""
     ended: list[tuple[float, float, bool | None]] = []
     """Begin and end, in s, of arrivals that count to the slices before those, and whether each
     slice was withheld; None where it counts to neither kind."""

@@ -52,7 +52,7 @@ class Reclaim:
         outcomes: tuple[ActionOutcome, ...] = (),
     ) -> tuple[LiftGuest | SettleGuest | KillGuest, ...]:
         """Compare the guest's KV with its budget. `budget_tokens` is the KV that this beat's grant
-        leaves the guest; None is no limit.
+        leaves the guest; None: no limit.
 
         Where KV is shared page by page, mapped bytes count too: a budget that the guest obeys in
         its own accounts frees nothing while the pages stay mapped.

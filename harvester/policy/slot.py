@@ -165,7 +165,7 @@ class SlotPolicy:
 
     @property
     def idle_ratio(self) -> float | None:
-        """Share of recent time in which production had nothing to step; None is unknown."""
+        """Share of recent time in which production had nothing to step; None: unknown."""
         return self._watch.state.idle_ratio
 
     @property

@@ -95,7 +95,7 @@ _TARGET: dict[Condition, State] = {
 }
 
 _EXCEPTIONS: dict[tuple[State, Condition], State] = {
-    # Before the first pulse there is no danger to cool down from, only nothing known.
+    # Nothing is granted while learning, so a missing pulse (before the first, say) is no breach.
     (State.LEARNING, Condition.SILENT): State.LEARNING,
     # Off and learning are left through one beat of CLOSED, so that OPEN is never entered blind.
     (State.OFF, Condition.CLEAR): State.CLOSED,

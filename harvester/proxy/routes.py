@@ -79,7 +79,7 @@ class Refused:
 def route_for(
     method: str, path: str, parameters: Collection[str], *, role: CallerRole | None
 ) -> EngineRoute | Refused:
-    """The route of a request whose caller has this role; None is an unknown caller."""
+    """The route of a request whose caller has this role; None: an unknown caller."""
     if role is None:
         return Refused(401, "send the engine proxy's token as Authorization: Bearer ...")
     route = ROUTES.get((method, path))

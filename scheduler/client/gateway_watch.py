@@ -13,7 +13,6 @@ from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
-from scheduler.client.silence import GatewaySilence
 from scheduler.model import EngineKind
 
 _log = logging.getLogger(__name__)
@@ -43,6 +42,31 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.json.Decoder(_Status)
+
+
+class GatewaySilence:
+    """Silent once no probe has been answered for `limit_s`, until the next sign of life. Reads no
+    clock."""
+
+    def __init__(self, limit_s: float, *, now: float) -> None:
+        self._limit_s = limit_s
+        self._heard_s = now
+        self.silent = False
+
+    def begin(self, *, now: float) -> None:
+        """Probing begins after a rest: its time was not the gateway's."""
+        self._heard_s = now
+
+    def hear(self, *, now: float) -> None:
+        self._heard_s, self.silent = now, False
+
+    def miss(self, *, began_s: float, now: float) -> None:
+        """A probe that began at `began_s` had no answer. One that took far longer than its own
+        timeout says that this process stood still, not the gateway."""
+        if now - began_s > 2 * self._limit_s:
+            self._heard_s = now
+        elif now - self._heard_s >= self._limit_s:
+            self.silent = True
 
 
 class GatewayWatch:

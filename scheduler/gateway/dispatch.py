@@ -81,8 +81,8 @@ class Dispatcher:
     ) -> DispatchTurn | RefuseTurn | None:
         """Wait for a place, but no longer than `until_s` (None).
 
-        A turn is refused that no engine could serve for `queue_s`, while its job might use one, and
-        one whose pin no engine met until `pin_until_s`.
+        Refuses a turn that no engine could serve for `queue_s` (the job's waits for a permit do not
+        count), or whose pin no engine met by `pin_until_s`.
         """
         arrived = arrival(
             turn, resumed=resumed, suspect=suspect, avoid=avoid, pin_until_s=pin_until_s

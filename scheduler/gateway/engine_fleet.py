@@ -138,7 +138,7 @@ class EngineFleet:
         self._offer(member)
         self.review_contexts()
 
-    def meddled(self, member: Member) -> None:
+    def weights_changed(self, member: Member) -> None:
         """Another caller changed its weights: it gets the version again, each time later."""
         if not member.up:
             return
@@ -146,15 +146,15 @@ class EngineFleet:
             "another client changes its weights; let one scheduler own the "
             "engine and remove it from all other configurations"
         )
-        if member.meddling.seen(now=self._clock.now()):
+        if member.foreign_changes.seen(now=self._clock.now()):
             _log.warning("engine %s: %s", member.engine.engine, fault)
         self.down(member, fault, cut=Cut.WEIGHTS)
 
     async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
-        """The engine's change, as seen under an attempt that broke; it is down unless it is well.
+        """Probes the engine of a broken attempt for a change, and marks it down unless it is NONE.
 
-        UNKNOWN as well if another attempt has seen its loss: it may be back by now. One that
-        breaks stream upon stream is down for a moment, and well.
+        Returns UNKNOWN also if another attempt already saw the loss: the engine may be back by
+        now. An engine that only breaks stream after stream is marked down for a moment.
         """
         losses = member.losses
         streams = isinstance(error, EngineLost) and member.streak.fail(
@@ -169,7 +169,7 @@ class EngineFleet:
             return Change.UNKNOWN
         match change:
             case Change.WEIGHTS:
-                self.meddled(member)
+                self.weights_changed(member)
             case Change.PROCESS:
                 self.down(member, str(error))
             case Change.UNKNOWN:
@@ -179,7 +179,7 @@ class EngineFleet:
         return change
 
     def answered(self, member: Member, change: Change) -> None:
-        """A member that is down was asked what became of it."""
+        """Applies a probe's result to a member that is down."""
         if change is Change.UNKNOWN or self.members.get(member.engine.engine) is not member:
             return
         dead = change is Change.PROCESS
@@ -470,12 +470,13 @@ async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> 
     """Bring engines that answer into the fleet and give failed updates their next try."""
     while True:
         now = clock.now()
-        waiting = [m for m in fleet.members.values() if not m.up and now >= m.meddling.until_s]
-        quiet = [m for m in fleet.members.values() if m.up and not m.running and not m.updating]
+        members = fleet.members.values()
+        waiting = [m for m in members if not m.up and now >= m.foreign_changes.until_s]
+        quiet = [m for m in members if m.up and not m.running and not m.updating]
         changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
         for member, change in zip(quiet, changed, strict=True):
             if change is Change.WEIGHTS and not member.updating:
-                fleet.meddled(member)
+                fleet.weights_changed(member)
             elif change is Change.PROCESS and not member.updating:
                 fleet.down(member, "no engine or another one answers in its place")
         became = await asyncio.gather(*(member.client.became() for member in waiting))

@@ -42,7 +42,7 @@ class Member:
     updating: "asyncio.Task[None] | None" = None
     held: bool = False
     """It gets no new turn, because of an order to stop."""
-    meddling: ForeignUpdates = field(default_factory=ForeignUpdates)
+    foreign_changes: ForeignUpdates = field(default_factory=ForeignUpdates)
     doubted: tuple[RunningAttempt, ...] | None = None
     """Attempts that it had when it went silent, until it is known whether it died; else None."""
 

@@ -333,7 +333,7 @@ class Gateway:
         return job
 
     def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
-        """The caller; None is the operator, and everyone where there are no tokens."""
+        """The caller; None: the operator, and everyone where there are no tokens."""
         if self._tenants.open_to_all:
             return None
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.

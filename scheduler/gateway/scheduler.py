@@ -290,7 +290,8 @@ class Scheduler:
     def admitting(
         self, job: JobId, requests: Sequence[GenerateRequest]
     ) -> AbstractContextManager[None]:
-        """Holds room for a request's turns, all of them, but those that it joins. Raises Pressure.
+        """Reserves queue room for all new turns of a request (joined turns need none). Raises
+        Pressure.
 
         One turn alone is routing's own decision: it may find a free engine.
         """

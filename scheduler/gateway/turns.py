@@ -146,8 +146,8 @@ class TurnRunner:
     async def _place(
         self, turn: Turn, course: TurnCourse, now: float
     ) -> DispatchTurn | RefuseTurn | None:
-        """The turn's place; None: it is reviewed anew. `now`: the time of its review, so that a
-        verdict that falls due later is not taken for none."""
+        """The turn's placement, or None to review the turn again. `now`: the time of its review; a
+        verdict that falls due after it delays the turn until the next review."""
         suspect = turn.prompt_mark if self.deaths.apart(turn.prompt_mark) else ""
         course.suspect = suspect = suspect or self._suspected(turn)
         if wait_s := self._verdict_in_s(turn, now):
@@ -221,7 +221,7 @@ class TurnRunner:
         for running in lost:
             running.course.deaths += 1
             if running.trial not in ("", running.request):
-                # Its prompt, from which this engine has made tokens.
+                # The suspect was the prompt; tokens from this engine clear it.
                 self.blame.served(running.trial, engine)
         usual_s = self._first_tokens.usual_s
         ran = [
@@ -424,7 +424,7 @@ class TurnRunner:
             course.why = f"{engine}: {error}"
             change = await self._fleet.attempt_broke(member, error, began_s=running.began_s)
             if change is Change.NONE and not running.tokens:
-                # Of a request that breaks each of its streams nothing else bounds the rate.
+                # Nothing else limits the retry rate of a request that breaks every stream.
                 course.avoid(engine, _ABORTED_PAUSE_S, course.why, now=self._clock.now())
             return
         if turn.ended:
@@ -517,9 +517,9 @@ async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
 
 
 def _check_request(turn: Turn, member: Member) -> None:
-    """Raises RequestRefused for what the engine would take otherwise than it is meant: token ids
-    beyond its vocabulary, which a turn may be older than, and where a grammar begins beside a
-    reasoning parser, which vLLM before 0.32 ignores."""
+    """Raises RequestRefused for fields that this engine would misread: token ids beyond its
+    vocabulary (the turn may predate the engine), and, before vLLM 0.32, a grammar beside a
+    reasoning parser."""
     sampling, release = turn.request.sampling_params, re.match(r"0\.(\d+)", member.release)
     fields = ", ".join(reasoning_fields(turn.request))
     if fields and sampling.structured_outputs and release and int(release[1]) < _REASONING_MINOR:

@@ -124,7 +124,7 @@ class _Service(PhaseService):
         self._metrics: Any = _Unmeasured()
         self._policy: Any = PermitPolicy(CONFIG)
         self._ticked_s = clock.now()
-        self._loaded_heard_s, self._unsaved = {}, set()
+        self._loaded_seen_s, self._unsaved = {}, set()
         self.effects: list[Any] = []
 
     def on_change(self) -> None:  # type: ignore[override]
@@ -452,7 +452,7 @@ class PermitModel:
         }
         ignored = {
             *("clock", "_clock", "config", "wire", "_transport", "terms", "_metrics", "journal"),
-            *("_wake", "_beating", "narrowing_s", "effects", "_loaded_heard_s"),
+            *("_wake", "_beating", "narrowing_s", "effects", "_loaded_seen_s"),
             # No phase is bounded and no tail learned: what is known of their lengths moves nothing.
             *(
                 "started_s",

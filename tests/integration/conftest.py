@@ -227,3 +227,19 @@ async def fake_agent() -> AsyncIterator[FakeAgent]:
     agent.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield agent
     await runner.cleanup()
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    # Heavy, and only with an extra.
+    ray = pytest.importorskip("ray")
+    ray.init(
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()

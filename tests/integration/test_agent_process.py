@@ -76,6 +76,11 @@ class Beats(PageBeats):
     def __init__(self, pages: PageDirectory) -> None:
         super().__init__([pages], beat_s=0.05, ttl_ns=300_000_000, pulse=serving)
 
+    def fall_silent(self) -> None:
+        """Production says nothing more; the guest goes on."""
+        with self._writing:
+            self._pulses.clear()
+
 
 class Agent:
     def __init__(self, root: Path, **environment: str) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +55,12 @@ class Job:
         return os.getpid()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
-
-
 def _job(name: str) -> Any:
     return ray.remote(Job).options(num_cpus=0).remote(name)
 
 
 def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_control(
-    cluster: None, tmp_path: Path
+    ray_cluster: None, tmp_path: Path
 ) -> None:
     with pytest.raises(Absent):
         on_ray.connected()
@@ -94,7 +79,7 @@ def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_contr
 
 
 def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
-    cluster: None,
+    ray_cluster: None,
 ) -> None:
     free = _free_port()
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -114,7 +99,7 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
 
 
 def test_a_control_on_ray_plans_and_knows_its_jobs_after_it_was_killed(
-    cluster: None, tmp_path: Path
+    ray_cluster: None, tmp_path: Path
 ) -> None:
     control = on_ray.started(
         CONFIG,

@@ -24,22 +24,8 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty":
 Start = Callable[..., Served]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=80 << 20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def server(cluster: None, fake_engine: Start, gateway: Start) -> Iterator[Any]:
+def server(ray_cluster: None, fake_engine: Start, gateway: Start) -> Iterator[Any]:
     front = gateway(fake_engine(step_s=0.01), fake_engine(step_s=0.01))
     handle = verl_server.started(front.url, "job", response_length=12)
     yield handle

@@ -27,7 +27,7 @@ from scheduler.gateway.policy.routing_events import (
 )
 from scheduler.gateway.policy.versions_events import Retarget
 from scheduler.model import EngineKind
-from scheduler.sim.simulation import Scheduled, Simulation
+from tests.sim.simulation import Scheduled, Simulation
 
 Plan = list[tuple[int, float]]
 """Tokens and tool seconds of each turn of one trajectory."""

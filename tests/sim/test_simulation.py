@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from scheduler.sim.simulation import Simulation
 from tests.sim.simulated_fleet import BatchShape, FleetShape, run_steps
+from tests.sim.simulation import Simulation
 
 BATCH = BatchShape(trajectories=96)
 

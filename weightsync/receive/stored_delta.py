@@ -29,7 +29,7 @@ class StoredDelta:
     what: str
     """Version and tensor, for error messages."""
     part: EntryPart | None = None
-    """The holder's part of the entry, to which the delta is cut; None is all of it."""
+    """The holder's part of the entry, to which the delta is cut; None: all of it."""
 
     @property
     def elements(self) -> int:

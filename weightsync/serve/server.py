@@ -17,7 +17,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import checked_name
 from harvester.platform.bearer import is_sent
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply, token_required
@@ -30,11 +30,12 @@ from weightsync.layout.names import (
 )
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.shelf import Shelf, ShelfFile
-from weightsync.serve.token_bucket import TokenBucket
 from weightsync.transport.ranges import ByteSpan, content_range, requested_span
 from weightsync.transport.wire import StoreList, StoreListing, index_etag, latest_etag
 
 _PIECE_BYTES = 1 << 20
+_BURST_S = 0.25
+"""Burst after a pause, in seconds of the rate: a few socket buffers."""
 _STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503}
 
 
@@ -48,6 +49,25 @@ class ServingLimits:
     """Seconds without progress after which a receiver is disconnected."""
     wait_max_s: float = 30.0
     """Longest time for which a request for LATEST is held back."""
+
+
+class TokenBucket:
+    """Limits to `bytes_per_s` on average, in request order. Reads no clock."""
+
+    def __init__(self, bytes_per_s: float, *, burst_bytes: float | None = None) -> None:
+        if bytes_per_s <= 0:
+            raise ConfigError(f"a bandwidth cap of {bytes_per_s:g} bytes/s: use more than 0")
+        self._rate = bytes_per_s
+        self._burst_bytes = bytes_per_s * _BURST_S if burst_bytes is None else burst_bytes
+        self._level_bytes = self._burst_bytes
+        self._at_s: float | None = None
+
+    def take(self, size_bytes: int, *, now: float) -> float:
+        """Seconds to wait before these bytes may be sent. They count as sent from here on."""
+        earned = 0.0 if self._at_s is None else max(0.0, now - self._at_s) * self._rate
+        self._at_s = now if self._at_s is None else max(now, self._at_s)
+        self._level_bytes = min(self._burst_bytes, self._level_bytes + earned) - size_bytes
+        return max(0.0, -self._level_bytes / self._rate)
 
 
 class WeightServer:

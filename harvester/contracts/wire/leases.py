@@ -61,7 +61,7 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     kv_tokens: int
     idle_ratio: float | None
-    """Share of recent time in which production had nothing to step; None is unknown."""
+    """Share of recent time in which production had nothing to step; None: unknown."""
     reason: str = ""
     isolation: str = ""
     """Isolation backend that the guest reports."""

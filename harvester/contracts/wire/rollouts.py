@@ -96,7 +96,7 @@ class VersionPin(
     max_lag: int | None = None
     """Versions behind the newest published one, at the turn's arrival."""
     wait_s: float | None = None
-    """Patience for a version that is not served yet, in s; None is the gateway's."""
+    """Patience for a version that is not served yet, in s; None: the gateway's."""
     exact_version: WeightVersion | None = None
     min_version: WeightVersion | None = None
     """The names in slime's, miles' and stitch's requests for `exact` and `minimum`."""

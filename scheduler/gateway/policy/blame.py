@@ -225,7 +225,7 @@ class BlamePolicy:
                 self._excuse_in_wave(request, suspect, now)
 
     def failed(self, engine: EngineId, requests: Iterable[str], *, reason: str, now: float) -> None:
-        """The engine failed under these for all that is known."""
+        """Records that the engine failed while these requests ran; each is a suspect."""
         self._fail(_Strike(engine, reason), requests, now)
 
     def _fail(self, strike: _Strike, requests: Iterable[str], now: float) -> None:
@@ -246,7 +246,7 @@ class BlamePolicy:
             self._excuse_in_wave(request, suspect, now)
 
     def _excuse_in_wave(self, request: str, suspect: _Suspect, now: float) -> None:
-        """Excused once if engines die without it as well: they die of something else."""
+        """Excuses the suspect once if an engine without it died within WAVE_S."""
         wave = (each.requests for each in self._deaths if now - each.at_s <= WAVE_S)
         if not suspect.excused and any(request not in requests for requests in wave):
             suspect.spare(excused=True)

@@ -17,7 +17,7 @@ from harvester.contracts.ids import EngineId
 USUAL_FIRST_TOKENS = 3.0
 """Least silence that counts as a stall, in usual first-token times."""
 PAUSE_MAX_S = 8.0
-"""A pause doubles up to this with every attempt without a token; a longer one is kept as asked."""
+"""Cap of the doubling pause between attempts without a token; a longer requested pause is kept."""
 
 _FIRST_TOKENS_KEPT = 32
 

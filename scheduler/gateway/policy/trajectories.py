@@ -193,7 +193,7 @@ class Turn:
 
     @property
     def is_scored(self) -> bool:
-        """Whether nothing is left to be asked of its prompt."""
+        """Whether the prompt's scores are known or were not requested."""
         return self.scores is not None or not self.request.sampling_params.scores_prompt
 
     @property

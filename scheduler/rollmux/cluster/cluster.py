@@ -113,8 +113,8 @@ class ClusterPolicy:
         if placed.changed:
             placed.changed = False
             self.unsaved.add(given.job)
-        if placed.stage is PlacementStage.MOVING and (placed.told or self._is_apart(placed)):
-            # EventKind at its iteration's end, or a new process is told with the answer.
+        if placed.stage is PlacementStage.MOVING and (placed.notified or self._is_apart(placed)):
+            # Notified at its iteration's end; a new process learns its nodes from the reply.
             self._leave_old(placed, now)
 
     def request_phase(self, job: JobId, kind: PhaseKind, *, now: float) -> None:
@@ -129,7 +129,7 @@ class ClusterPolicy:
         permit = self._permits.permit(job)
         if permit is not None and permit.holding:
             return
-        leaves = placed is not None and placed.told and placed.stage is PlacementStage.MOVING
+        leaves = placed is not None and placed.notified and placed.stage is PlacementStage.MOVING
         if placed is not None and leaves and kind is KINDS[0]:
             self._leave_old(placed, now)
 
@@ -157,8 +157,8 @@ class ClusterPolicy:
         facts.belief()
         if end.kind is placed.submission.phases[-1].kind:
             placed.iterations += 1
-            placed.told = all(self.machines(placed.to))
-            if placed.told:
+            placed.notified = all(self.machines(placed.to))
+            if placed.notified:
                 self._effects.append(self.order_move(placed))
         self.unsaved.add(job)
 
@@ -280,7 +280,7 @@ class ClusterPolicy:
 
     def _assign(self, placed: JobPlacement, to: AssignPlace, reason: str, now: float) -> None:
         placed.reason = reason
-        placed.to, placed.to_group, placed.told = to.placement, to.group, False
+        placed.to, placed.to_group, placed.notified = to.placement, to.group, False
         self.unsaved.add(placed.job)
         if to.decision is PlacementDecision.PLACED:
             placed.placed_s = now

@@ -31,7 +31,8 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     at: Placement | None = None
     to: Placement | None = None
     to_group: GroupId | None = None
-    told: bool = False
+    # Its name in state files and journals stays.
+    notified: bool = msgspec.field(name="told", default=False)
     """The job was notified of its move: it has left when it next requests its first phase."""
     changed: bool = False
     """Its nodes differ from those its process knows: it is notified before its next phase."""
@@ -58,4 +59,4 @@ class JobPlacement(msgspec.Struct, kw_only=True):
         """Completes its move."""
         self.at, self.group = self.to, self.to_group
         self.to = self.to_group = None
-        self.told = False
+        self.notified = False

@@ -157,7 +157,7 @@ class PhaseRuntime:
 
     def _request(self, event: Enter, now: float) -> None:
         placed = self.cluster.placements.get(event.job)
-        if placed is not None and (placed.told or placed.arrived_s is not None):
+        if placed is not None and (placed.notified or placed.arrived_s is not None):
             self.cluster.request_phase(event.job, event.kind, now=now)
             self._carry_out(now)
         reason = self.held_up(event.job, event.kind)

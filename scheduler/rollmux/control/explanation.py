@@ -55,8 +55,8 @@ def explanation(directory: Path, job: str, *, since: datetime, permits: bool) ->
     history = JobHistory(JobId(job), since=since)
     entries: list[Entry] = []
     for line in journal_lines(directory):
-        told = history.read(line)
-        entries += told if permits else (one for one in told if one.told not in SUMMARISED)
+        read = history.read(line)
+        entries += read if permits else (one for one in read if one.kind not in SUMMARISED)
     if not history.was_known:
         raise ConfigError(f"nothing of a job {job} in the journal in {directory}")
     summaries = tuple(summary for _, summary in sorted(history.permits.summaries.items()))

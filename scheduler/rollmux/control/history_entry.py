@@ -17,8 +17,8 @@ class EventKind(StrEnum):
     SUBMITTED = "submitted"
     QUEUED = "queued"
     PLACED = "placed"
-    MOVE_ASKED = "move_asked"
-    MOVE_TOLD = "move_told"
+    MOVE_REQUESTED = "move_requested"
+    MOVE_ORDERED = "move_ordered"
     ARRIVED = "arrived"
     RESTARTED = "restarted"
     CLOSED = "closed"
@@ -50,7 +50,8 @@ SUMMARISED = frozenset(
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
-    told: EventKind
+    # `explain --json` is documented with this name.
+    kind: EventKind = msgspec.field(name="told")
     text: str
 
 

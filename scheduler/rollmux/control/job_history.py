@@ -58,13 +58,13 @@ class JobHistory:
         was_known, self.is_known = self.is_known, self._is_in(snapshot)
         if line.missing and was_known:
             words = f"{line.missing} decisions before this could not be written to the journal"
-            yield Entry(at=line.moment.at, told=EventKind.JOURNAL, text=words)
+            yield Entry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
         if was_known and not self.is_known:
             words = "the control began anew and does not know the job any more"
-            yield Entry(at=line.moment.at, told=EventKind.CONTROL, text=words)
+            yield Entry(at=line.moment.at, kind=EventKind.CONTROL, text=words)
         elif self.is_known and self._first:
             words = f"the journal begins; the job is there already{_where(job_permits, self._job)}"
-            yield Entry(at=line.moment.at, told=EventKind.JOURNAL, text=words)
+            yield Entry(at=line.moment.at, kind=EventKind.JOURNAL, text=words)
         self._first = False
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
@@ -96,16 +96,16 @@ class JobHistory:
         match event:
             case Submit(submission=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
-                yield Entry(at=now.at, told=EventKind.SUBMITTED, text=_submitted(given))
+                yield Entry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not self.is_known:
                 self.is_known = True
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
-                yield Entry(at=now.at, told=EventKind.PLACED, text=f"placed by hand on {nodes}")
+                yield Entry(at=now.at, kind=EventKind.PLACED, text=f"placed by hand on {nodes}")
             case ControlResumed() if self.is_known:
                 words = "the control is back" if self._new_process else "the control was paused"
                 yield Entry(
                     at=now.at,
-                    told=EventKind.CONTROL,
+                    kind=EventKind.CONTROL,
                     text=f"{words}: holders have a whole lease again",
                 )
             case Enter(job=job, kind=kind) if job == self._job:
@@ -123,14 +123,14 @@ class JobHistory:
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
                     yield Entry(
-                        at=now.at, told=EventKind.QUEUED, text=f"waits for a place: {reason}"
+                        at=now.at, kind=EventKind.QUEUED, text=f"waits for a place: {reason}"
                     )
                 case OrderMove():
-                    words = f"its iteration is over: told to go on on {_nodes(effect)}"
-                    yield Entry(at=now.at, told=EventKind.MOVE_TOLD, text=words)
+                    words = f"iteration ended: ordered to move to {_nodes(effect)}"
+                    yield Entry(at=now.at, kind=EventKind.MOVE_ORDERED, text=words)
                 case SettleJob() if asked is None or _nodes(asked) != _nodes(effect):
                     words = f"is in {effect.group} on {_nodes(effect)} now"
-                    yield Entry(at=now.at, told=EventKind.ARRIVED, text=words)
+                    yield Entry(at=now.at, kind=EventKind.ARRIVED, text=words)
                 case _:
                     pass
 
@@ -159,7 +159,7 @@ class JobHistory:
         self.is_known = False
         why = "it was forgotten" if forgotten else "it was silent for too long"
         fared = "" if close is None else f"; {_fared(close)}"
-        yield Entry(at=now.at, told=EventKind.CLOSED, text=f"closed: {why}{fared}")
+        yield Entry(at=now.at, kind=EventKind.CLOSED, text=f"closed: {why}{fared}")
 
 
 def _converted(raw: dict[str, Any], kind: Any) -> Any:
@@ -192,14 +192,14 @@ def _plan_entry(plan: PlanJob, now: Moment) -> Entry:
     beside = f" beside {', '.join(plan.beside)}" if plan.beside else " alone"
     match plan.decision:
         case PlacementDecision.PLACED:
-            told, words = EventKind.PLACED, f"placed in {where}{beside}: {plan.reason}"
+            kind, words = EventKind.PLACED, f"placed in {where}{beside}: {plan.reason}"
         case PlacementDecision.MOVED:
             words = f"asked to move to {where}{beside}, at its iteration's end: {plan.reason}"
-            told = EventKind.MOVE_ASKED
+            kind = EventKind.MOVE_REQUESTED
         case PlacementDecision.RESTARTED:
             words = f"gets other nodes, in {where}{beside}: {plan.reason}"
-            told = EventKind.RESTARTED
-    return Entry(at=now.at, told=told, text=words)
+            kind = EventKind.RESTARTED
+    return Entry(at=now.at, kind=kind, text=words)
 
 
 def _nodes(of: PlanJob | SettleJob | OrderMove) -> str:

@@ -201,7 +201,7 @@ class PermitHistory:
             case WarnHolder():
                 yield self._happened(now, EventKind.WARNED, f"warned: {effect.reason}")
             case RevokePermit():
-                words = f"told to end within {seconds(effect.grace_s)}: {effect.reason}"
+                words = f"revoked: must end within {seconds(effect.grace_s)}: {effect.reason}"
                 yield self._happened(now, EventKind.REVOKED, words)
             case EndPermit():
                 yield self._ended(effect, now, cause)
@@ -221,7 +221,7 @@ class PermitHistory:
                 summary.behind_s[job] = summary.behind_s.get(job, 0.0) + spent_s
         where = nodes_in_words(grant.nodes, grant.accelerators) or "no nodes"
         words = f"{grant.kind} begins on {where}, after {seconds(waited_s)} of waiting"
-        return Entry(at=now.at, told=EventKind.GRANTED, text=words + behind_in_words(behind))
+        return Entry(at=now.at, kind=EventKind.GRANTED, text=words + behind_in_words(behind))
 
     def _ended(self, end: EndPermit, now: Moment, cause: str) -> Entry:
         held_s = 0.0 if self._granted_s is None else now.t_s - self._granted_s
@@ -235,16 +235,16 @@ class PermitHistory:
         long = "" if began is None else f" after {seconds(held_s)}"
         if end.ended is PermitEndReason.DONE:
             words = f"{end.kind} is done{long}; alone it would have taken {seconds(end.solo_s)}"
-            return Entry(at=now.at, told=EventKind.DONE, text=words)
+            return Entry(at=now.at, kind=EventKind.DONE, text=words)
         why = cause or end.reason
         words = f"its {end.kind} permit ended{long}, {end.ended}: {why}"
-        return Entry(at=now.at, told=EventKind.LOST, text=words)
+        return Entry(at=now.at, kind=EventKind.LOST, text=words)
 
-    def _happened(self, now: Moment, told: EventKind, text: str) -> Entry:
+    def _happened(self, now: Moment, kind: EventKind, text: str) -> Entry:
         if self._counts and self._kind is not None:
             happened = self._summary(self._kind).happened
-            happened[told] = happened.get(told, 0) + 1
-        return Entry(at=now.at, told=told, text=text)
+            happened[kind] = happened.get(kind, 0) + 1
+        return Entry(at=now.at, kind=kind, text=text)
 
     def _summary(self, kind: PhaseKind) -> PermitSummary:
         return self.summaries.setdefault(kind, PermitSummary(kind=kind))

@@ -94,7 +94,7 @@ class PhaseService:
             snapshot=snapshot,
         )
         self._ticked_s = clock.now()
-        self._loaded_heard_s: dict[JobId, float] = {}
+        self._loaded_seen_s: dict[JobId, float] = {}
         """Time of the last call from a process that left its job's state loaded."""
         self._unsaved: set[JobId] = set()
         if snapshot is not None:
@@ -174,7 +174,7 @@ class PhaseService:
         return self._orders(permit)
 
     def leave(self, leave: Leave) -> Accepted | Ended:
-        self._loaded_heard_s[leave.job] = self._clock.now()
+        self._loaded_seen_s[leave.job] = self._clock.now()
         refusal = _refusal(self._observe(leave))
         permit = self._policy.permit(leave.job)
         ended = None if permit is None or permit.epoch != leave.epoch else permit.ended
@@ -183,31 +183,32 @@ class PhaseService:
             return Ended(reason=refusal)
         return Accepted(unload=() if permit is None else permit.unload)
 
-    def unloaded(self, said: Unloaded) -> Accepted | Ended:
-        permit = self._policy.permit(said.job)
+    def unloaded(self, report: Unloaded) -> Accepted | Ended:
+        permit = self._policy.permit(report.job)
         if permit is None:
-            return Ended(reason=f"job {said.job} is not placed")
-        if permit.loaded_by != said.holder:
+            return Ended(reason=f"job {report.job} is not placed")
+        if permit.loaded_by != report.holder:
             return Accepted()
-        self._loaded_heard_s[said.job] = self._clock.now()
-        if said.nodes:
-            self._observe(said)
+        self._loaded_seen_s[report.job] = self._clock.now()
+        if report.nodes:
+            self._observe(report)
         return Accepted(unload=permit.unload)
 
     def _unload_silent(self, now: float) -> None:
-        """A process that was asked and is not heard for a lease is gone, and its state with it."""
+        """Counts a process that has to unload as gone, and its state with it, after one lease
+        without a call."""
         for job in self._policy.jobs:
             permit = self._policy.permit(job)
             if permit is None or not permit.unload:
                 continue
-            if now - self._loaded_heard_s.setdefault(job, now) > self.config.lease_s:
+            if now - self._loaded_seen_s.setdefault(job, now) > self.config.lease_s:
                 self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.unload))
 
     def tick(self) -> None:
         """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""
         now = self._clock.now()
         if now - self._ticked_s > self.config.lease_s / 2:
-            self._loaded_heard_s.clear()
+            self._loaded_seen_s.clear()
             self._observe(ControlResumed())
         self._ticked_s = now
         if self._unsaved or self._plan_records() or now >= self._policy.due_s():

@@ -164,7 +164,7 @@ class PlanningService(PhaseService):
     def leave(self, leave: Leave) -> Accepted | Ended:
         reply = super().leave(leave)
         placed = self.cluster.placements.get(leave.job)
-        if isinstance(reply, Accepted) and placed is not None and placed.told and not leave.failed:
+        if isinstance(reply, Accepted) and placed and placed.notified and not leave.failed:
             return Accepted(move=self.cluster.order_move(placed), unload=reply.unload)
         return reply
 

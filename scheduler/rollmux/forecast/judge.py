@@ -38,7 +38,7 @@ class Judge:
         return facts.tail
 
     def slo(self, facts: JobFacts, *, now: float) -> float:
-        """Slow-down that the others in a group must leave the job; never more than its SLO."""
+        """Largest slow-down that co-located jobs may cause; never more than the job's SLO."""
         return min(facts.account.slo, facts.slo_ahead(now))
 
     def takes_more(self, occupants: Sequence[Occupant]) -> bool:  # noqa: ARG002 - of baselines

@@ -2,7 +2,7 @@
 
 A tail is asked to move, and a state to leave accelerators, only where that lets a job start at
 once: either costs seconds. To end a phase costs its job a step, so an overrun is ended only where
-another job waits. Changes the job_permits that it asks of, and answers what to tell their holders.
+another job waits. Updates the permits concerned and returns the effects for their holders.
 """
 
 from typing import Final, NamedTuple

@@ -16,7 +16,7 @@ class PlacementDecision(StrEnum):
     The last place asked for holds.
     """
     RESTARTED = "restarted"
-    """At once and from its last checkpoint, because a node of its was lost.
+    """Immediate restart from the last checkpoint, because one of the job's nodes failed.
 
     It stays resident where its old and new nodes are the same. Replaces a move asked for before.
     """

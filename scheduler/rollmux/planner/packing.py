@@ -105,12 +105,12 @@ class Packer:
             if job not in without
         ]
 
-    def owed_slo(self, facts: JobFacts) -> float:
-        """Slow-down that others must leave the job now."""
+    def slo_now(self, facts: JobFacts) -> float:
+        """Largest slow-down that co-located jobs may cause now; never more than the SLO."""
         return self.judge.slo(facts, now=self.now_s)
 
     def slo_ahead(self, facts: JobFacts) -> float:
-        """The SLO that others must leave the job, with its spare credit spent."""
+        """Largest slow-down that co-located jobs may cause ahead, spending the spare credit."""
         return facts.slo_ahead(self.now_s)
 
     def node_shares(self, group: GroupState) -> dict[NodeId, float]:
@@ -174,7 +174,7 @@ class Packer:
 
     def admits(self, opening: Opening) -> bool:
         """Whether every job in the group keeps its SLO with the opening taken."""
-        occupants = self.occupants(opening.widened, slo_of=self.owed_slo)
+        occupants = self.occupants(opening.widened, slo_of=self.slo_now)
         return self.judge.admits(Roster.of(occupants))
 
     def isolated(self, job: JobId) -> Opening:

@@ -22,7 +22,7 @@ from scheduler.rollmux.planner.verdicts import Hosting
 
 _SEEN_MAX = 4096
 _VERDICTS_MAX = 60_000
-_CELLS_MAX = 8
+_SEARCHED_GROUPS_MAX = 8
 """Most groups whose pairs and triples are searched."""
 
 Known = list[tuple[int, Placement]]
@@ -85,7 +85,7 @@ class Regroup:
             return []
         self._seen[key] = now + self._prices.quiet_s / 2
         # What the search keeps of versions knows nothing of credit.
-        owed = self._roster(jobs, slo_of=self._packer.owed_slo)
+        owed = self._roster(jobs, slo_of=self._packer.slo_now)
         if not all(judge.admits(owed.hosted(*one)) for one in hostings):
             return []
         if not all(self._relocation.may_spare(one.job, now=now) for _, one in movers):
@@ -134,7 +134,8 @@ class Regroup:
             ((self._spare(group), group) for group in self._table.groups.values() if group.pinned),
             key=lambda one: -one[0],
         )
-        chosen = list(islice((one for one in ranked if self._searchable(one[1])), _CELLS_MAX))
+        searchable = (one for one in ranked if self._searchable(one[1]))
+        chosen = list(islice(searchable, _SEARCHED_GROUPS_MAX))
         return [group for _, group in chosen], [spare for spare, _ in chosen]
 
     def _spare(self, group: GroupState) -> float:
@@ -168,7 +169,7 @@ class Regroup:
             facts.mature
             and not facts.moving
             and facts.rollout_nodes + facts.training_nodes <= widest
-            and self._packer.owed_slo(facts) >= 1.0
+            and self._packer.slo_now(facts) >= 1.0
             for facts in (self._packer.facts[job] for job in group.pinned)
         )
 

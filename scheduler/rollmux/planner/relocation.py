@@ -82,7 +82,7 @@ class Relocation:
             for jobs in wanted:
                 if len(jobs) == len(group.pinned):
                     continue
-                rest = self._packer.occupants(group, slo_of=self._packer.owed_slo, without=jobs)
+                rest = self._packer.occupants(group, slo_of=self._packer.slo_now, without=jobs)
                 if not self._packer.judge.admits(Roster.of(rest)):
                     continue
                 before = self._table.committed_per_hour
@@ -99,7 +99,7 @@ class Relocation:
 
     def _besides(self, group: GroupState, job: JobId) -> tuple[JobId, ...]:
         """Jobs on the job's nodes although it may share none; empty if it may share."""
-        if self._packer.owed_slo(self._facts(job)) >= 1.0:
+        if self._packer.slo_now(self._facts(job)) >= 1.0:
             return ()
         nodes = set(group.pinned[job].nodes)
         return tuple(

@@ -357,7 +357,7 @@ def test_a_place_lists_its_stores(published: Path, tmp_path: Path) -> None:
                 assert store.latest() == 4
 
 
-def test_where_no_store_is_it_says_so(published: Path, tmp_path: Path) -> None:
+def test_a_place_without_a_store_tells_the_user_to_publish(published: Path, tmp_path: Path) -> None:
     with served(published.parent) as url:
         for place in (
             f"{url}/stores/job-b",

@@ -71,7 +71,7 @@ def test_group_sizes_never_count_more_jobs_than_there_are(
     assert max(found.group_sizes[1]) >= 1
 
 
-def test_only_what_is_to_be_recorded_is_and_the_rest_is_the_same(
+def test_a_comparison_without_a_recorded_arm_has_no_events_and_equal_figures(
     jobs: list[SimulatedJob], told: tuple[ArmComparison, Ledger]
 ) -> None:
     again, ledger = compare(jobs, seed=4)

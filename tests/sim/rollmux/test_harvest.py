@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from benchmarks.rollmux.harvest import HarvestResult, run_harvest
-from benchmarks.rollmux.lease_supply import ALWAYS, LeaseSupply
+from benchmarks.rollmux.lease_supply import LeaseSupply
 from scheduler.model import PhaseSpec
 from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
 from scheduler.sim.rollmux.disruptions import Disruptions
@@ -32,10 +32,10 @@ def often_revoked(jobs: list[SimulatedJob]) -> HarvestResult:
 
 @pytest.mark.parametrize(
     "supply",
-    [LeaseSupply(given_s=UNEVEN, turns_s=ALWAYS), LeaseSupply(given_s=UNEVEN, slots_ratio=0.0)],
+    [LeaseSupply(given_s=UNEVEN, turns_s=(0.0,)), LeaseSupply(given_s=UNEVEN, slots_ratio=0.0)],
     ids=["revoked before anything began", "no slots"],
 )
-def test_without_leases_in_force_the_story_is_the_planner_s_without_leases(
+def test_without_leases_in_force_the_run_equals_the_planner_s_without_leases(
     jobs: list[SimulatedJob], supply: LeaseSupply
 ) -> None:
     without = run_arm(ARMS["ours"], jobs, seed=5, record=True)

@@ -55,13 +55,13 @@ def test_every_move_of_a_workload_names_its_saving_or_the_rescued_job(
     names = {one.job.job for one in jobs}
     stories = [explanation(directory, job, since=EVER, permits=False) for job in sorted(names)]
     entries = [entry for story in stories for entry in story.entries]
-    moves = [entry.text for entry in entries if entry.told is EventKind.MOVE_ASKED]
+    moves = [entry.text for entry in entries if entry.kind is EventKind.MOVE_REQUESTED]
     assert moves
     for text in moves:
         rescued = any(f"the promise to {job} was at risk" in text for job in names)
         assert rescued or "saves" in text or "failed" in text, text
-    assert any(entry.told is EventKind.RESTARTED for entry in entries)
+    assert any(entry.kind is EventKind.RESTARTED for entry in entries)
     for story in stories:
-        assert story.entries[0].told is EventKind.SUBMITTED
-        assert story.entries[-1].told is EventKind.CLOSED
+        assert story.entries[0].kind is EventKind.SUBMITTED
+        assert story.entries[-1].kind is EventKind.CLOSED
         assert {one.kind for one in story.permits} >= {"rollout", "training"}

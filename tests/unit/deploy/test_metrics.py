@@ -14,7 +14,6 @@ from deploy.check_expressions import (
     RULES,
     Expression,
     dashboard_expressions,
-    metric_names,
     rule_expressions,
     selectors,
 )
@@ -29,6 +28,10 @@ OF_A_NODE = {Exporter.AGENT, Exporter.VLLM}
 
 def all_expressions() -> tuple[Expression, ...]:
     return (*rule_expressions(), *dashboard_expressions(json.loads(DASHBOARD.read_text())))
+
+
+def metric_names(text: str) -> frozenset[str]:
+    return frozenset(one.split("{")[0].strip() for one in selectors(text))
 
 
 def exported_labels(name: str) -> set[str]:

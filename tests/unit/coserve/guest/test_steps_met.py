@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coserve.guest.steps_met import StepsMet
+from coserve.guest.guest_steps import StepsMet
 
 
 class Production:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from coserve.vllm.deployment import unfit_deployment
+from coserve.vllm.pulse_reporter import unfit_deployment
 
 ALONE = {
     "nnodes": 1,

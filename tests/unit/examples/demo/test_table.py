@@ -5,7 +5,6 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks.testbed.production_request import ProductionRequest
 from examples.demo import table, wording
 from examples.demo.records import Arm, TrainingStep
 from examples.demo.schema import Result
@@ -27,17 +26,6 @@ def test_the_closing_table_shows_every_check_and_its_verdict(whole_result: Resul
 def test_a_trace_name_is_no_markup(whole_result: Result) -> None:
     named = msgspec.structs.replace(whole_result, trace="[bold]x[/bold]")
     assert "[bold]x[/bold]" in printed(named)
-
-
-def test_progress_shows_production_against_its_slo(
-    request_of: Callable[..., ProductionRequest],
-) -> None:
-    seen = [request_of(ttft_s=0.02), request_of(ttft_s=0.9), request_of(failed=True)]
-    line = table.serving_line(Arm.FIXED, seen, ttft_slo_s=0.08, itl_slo_s=0.03)
-    assert "3 requests" in line
-    assert "of 80 ms" in line
-    assert "SLO met by 33.3 %, 1 failed" in line
-    assert "SLO met by –" in table.serving_line(Arm.FIXED, [], ttft_slo_s=0.08, itl_slo_s=0.03)
 
 
 def test_progress_shows_a_steps_harvested_share(step_of: Callable[..., TrainingStep]) -> None:

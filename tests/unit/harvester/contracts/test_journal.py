@@ -1,9 +1,7 @@
 """The journal on disk."""
 
-import errno
 import os
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from harvester.contracts.journal import (
     config_hash,
     read_journal,
 )
+from tests.unit.harvester.contracts.conftest import SmallDisk
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -172,26 +171,6 @@ def test_a_rotation_that_fails_leaves_a_journal_that_goes_on(
         writer.rotate(first_line())
     decide(writer, 9.0)
     assert times(list(read_journal(path))) == [9.0]
-
-
-class SmallDisk(FileIO):
-    """Takes what it has room for, as a full disk does: the beginning of a write, then nothing."""
-
-    room_bytes = 1 << 20
-
-    def write(self, data: Any) -> int:
-        if len(data) and SmallDisk.room_bytes == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = super().write(data[: SmallDisk.room_bytes])
-        SmallDisk.room_bytes -= taken
-        return taken
-
-
-@pytest.fixture
-def small_disk(monkeypatch: pytest.MonkeyPatch) -> type[SmallDisk]:
-    monkeypatch.setattr(JournalWriter, "_open", lambda self: SmallDisk(self._path, "ab"))
-    monkeypatch.setattr(SmallDisk, "room_bytes", 1 << 20)
-    return SmallDisk
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1, 7, 60, 100])

@@ -1,11 +1,8 @@
 """The compressed journal: the same lines, in fewer bytes, whole after a kill at any byte."""
 
-import errno
 import os
 import tracemalloc
 import zlib
-from collections.abc import Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from harvester.contracts.journal import (
     torn_bytes,
 )
 from harvester.contracts.journal_frames import is_packed, last_line_of
+from tests.unit.harvester.contracts.conftest import SmallDisk
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -188,27 +186,6 @@ def test_stays_bounded_in_compressed_bytes_and_each_file_reads_by_itself(path: P
     assert kept == [float(beat) for beat in range(400 - len(kept), 400)]
     assert len(kept) > 60
     assert last_line_of(older).in_frame is False
-
-
-class SmallDisk(FileIO):
-    """Takes what it has room for, as a full disk does."""
-
-    room_bytes = 1 << 20
-
-    def write(self, data: Any) -> int:
-        if len(data) and SmallDisk.room_bytes == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = super().write(data[: SmallDisk.room_bytes])
-        SmallDisk.room_bytes -= taken
-        return taken
-
-
-@pytest.fixture
-def small_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SmallDisk]]:
-    monkeypatch.setattr(JournalWriter, "_open", lambda self: SmallDisk(self._path, "ab"))
-    monkeypatch.setattr(SmallDisk, "room_bytes", 1 << 20)
-    yield SmallDisk
-    SmallDisk.room_bytes = 1 << 20
 
 
 @pytest.mark.parametrize("before", [1, 2, 3, 4])

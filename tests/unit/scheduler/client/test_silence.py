@@ -1,6 +1,6 @@
 """A gateway is silent after its limit without an answer, and no longer than until the next one."""
 
-from scheduler.client.silence import GatewaySilence
+from scheduler.client.gateway_watch import GatewaySilence
 
 
 def silence() -> GatewaySilence:

@@ -1,4 +1,4 @@
-"""Broken attempts and meddled weights of one engine."""
+"""Broken attempts and foreign changes of the weights of one engine."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,19 +36,19 @@ def test_an_attempt_that_comes_to_its_end_ends_the_row() -> None:
 
 
 def test_once_costs_no_wait_and_again_costs_ever_more() -> None:
-    meddling = ForeignUpdates()
-    assert meddling.seen(now=0)
-    assert meddling.until_s <= 0
+    changes = ForeignUpdates()
+    assert changes.seen(now=0)
+    assert changes.until_s <= 0
     waits = []
     for _ in range(9):
-        assert not meddling.seen(now=10), "told once"
-        waits.append(meddling.until_s - 10)
+        assert not changes.seen(now=10), "reported once"
+        waits.append(changes.until_s - 10)
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
 def test_a_foreign_change_after_the_memory_s_end_is_reported_again() -> None:
-    meddling = ForeignUpdates()
-    meddling.seen(now=0)
-    meddling.seen(now=1)
-    assert meddling.seen(now=2 + FORGOTTEN_S)
-    assert meddling.until_s <= 2 + FORGOTTEN_S
+    changes = ForeignUpdates()
+    changes.seen(now=0)
+    changes.seen(now=1)
+    assert changes.seen(now=2 + FORGOTTEN_S)
+    assert changes.until_s <= 2 + FORGOTTEN_S

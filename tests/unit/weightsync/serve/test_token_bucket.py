@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import ConfigError
-from weightsync.serve.token_bucket import TokenBucket
+from weightsync.serve.server import TokenBucket
 
 takes = st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 3)), min_size=1, max_size=60)
 

@@ -67,8 +67,8 @@ def _explained(control: Control, job: str, *, permits: bool = False) -> Explanat
     return explanation(directory, job, since=EVER, permits=permits)
 
 
-def _told(found: Explanation, told: EventKind) -> list[str]:
-    return [entry.text for entry in found.entries if entry.told is told]
+def _told(found: Explanation, kind: EventKind) -> list[str]:
+    return [entry.text for entry in found.entries if entry.kind is kind]
 
 
 def _owe(control: Control, job: str, *, credit_s: float) -> None:
@@ -98,19 +98,19 @@ def test_the_explanation_of_a_move_names_the_job_with_the_promise_at_risk(contro
     control.submit(control.service.cluster.placements[JobId("easy")].submission)
     assert control.runs("easy")
     found = _explained(control, "easy")
-    (asked,) = _told(found, EventKind.MOVE_ASKED)
+    (asked,) = _told(found, EventKind.MOVE_REQUESTED)
     assert asked.startswith("asked to move to group-")
     assert "at its iteration's end: the promise to tight was at risk" in asked
-    (told,), (arrived,) = _told(found, EventKind.MOVE_TOLD), _told(found, EventKind.ARRIVED)
+    (told,), (arrived,) = _told(found, EventKind.MOVE_ORDERED), _told(found, EventKind.ARRIVED)
     where = " | ".join(" ".join(side) for side in control.at("easy"))
-    assert told == f"its iteration is over: told to go on on {where}"
+    assert told == f"iteration ended: ordered to move to {where}"
     assert arrived.endswith(f"on {where} now")
-    order = [entry.told for entry in found.entries]
+    order = [entry.kind for entry in found.entries]
     assert order == [
         EventKind.SUBMITTED,
         EventKind.PLACED,
-        EventKind.MOVE_ASKED,
-        EventKind.MOVE_TOLD,
+        EventKind.MOVE_REQUESTED,
+        EventKind.MOVE_ORDERED,
         EventKind.ARRIVED,
     ]
 
@@ -130,7 +130,7 @@ def test_a_job_without_a_place_hears_what_is_missing_once(opens: Opens) -> None:
     control.submit(submission("b", slo=1.0))
     control.service.call(Forget(job=JobId("a")))
     found = _explained(control, "b")
-    assert [entry.told for entry in found.entries] == [
+    assert [entry.kind for entry in found.entries] == [
         EventKind.SUBMITTED,
         EventKind.QUEUED,
         EventKind.PLACED,
@@ -261,7 +261,7 @@ def test_a_restart_is_listed_and_the_wait_behind_a_holder_comes_from_the_snapsho
     assert _told(found, EventKind.GRANTED)[-1].endswith("behind a (4.0 s)")
 
 
-def test_a_story_goes_over_rotated_files_and_says_where_the_journal_begins(
+def test_a_history_spans_rotated_files_and_names_the_beginning_of_the_journal(
     opens: Opens, tmp_path: Path
 ) -> None:
     control = opens(journal_bytes=30_000)
@@ -269,7 +269,7 @@ def test_a_story_goes_over_rotated_files_and_says_where_the_journal_begins(
     while not (tmp_path / "scheduler.policy.cluster.jsonl.1").exists():
         control.iteration("a")
     whole = _explained(control, "a")
-    assert whole.entries[0].told is EventKind.SUBMITTED
+    assert whole.entries[0].kind is EventKind.SUBMITTED
     first = (tmp_path / "scheduler.policy.cluster.jsonl.1").stat().st_mtime_ns
     while (tmp_path / "scheduler.policy.cluster.jsonl.1").stat().st_mtime_ns == first:
         control.iteration("a")
@@ -344,7 +344,7 @@ def test_a_control_without_a_plan_explains_permits(tmp_path: Path) -> None:
     service.call(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.1"))
     service.close()
     found = explanation(tmp_path, "a", since=EVER, permits=True)
-    assert [entry.told for entry in found.entries] == [EventKind.PLACED, EventKind.GRANTED]
+    assert [entry.kind for entry in found.entries] == [EventKind.PLACED, EventKind.GRANTED]
 
 
 def test_only_later_events_are_listed_and_counted(control: Control) -> None:
@@ -353,7 +353,7 @@ def test_only_later_events_are_listed_and_counted(control: Control) -> None:
     whole = _explained(control, "a", permits=True)
     since = whole.entries[-1].at
     found = explanation(control.kept["journal"], "a", since=since, permits=True)
-    assert [entry.told for entry in found.entries] == [EventKind.DONE]
+    assert [entry.kind for entry in found.entries] == [EventKind.DONE]
     assert sum(len(one.waits_s) for one in found.permits) == 0
 
 
@@ -391,7 +391,7 @@ def test_the_command_writes_lines_or_one_document(
     assert document["job"] == "easy"
     told = [entry["told"] for entry in document["entries"]]
     assert told[:2] == ["submitted", "placed"]
-    assert {"granted", "done", "move_asked"} <= set(told)
+    assert {"granted", "done", "move_requested"} <= set(told)
     (rollout, training) = document["permits"]
     assert (rollout["kind"], training["kind"]) == ("rollout", "training")
     assert rollout["granted"] == 1

@@ -41,7 +41,7 @@ def test_a_young_job_needs_no_reserve_that_it_could_not_have_saved() -> None:
 
 
 @given(st.floats(1.0, 3.0), st.floats(-1e5, 1e5), st.floats(0.0, 1e5))
-def test_the_owed_slo_follows_the_credit_and_is_never_faster_than_alone(
+def test_the_slo_ahead_follows_the_credit_and_is_never_faster_than_alone(
     slo: float, credit_s: float, more_s: float
 ) -> None:
     less, more = (
@@ -168,7 +168,7 @@ def test_the_paper_s_planner_knows_no_credit() -> None:
     planner.place_job(TIGHT, now=0.0)
     _settle(planner, TIGHT, credit_s=-DAY_S, now=DAY_S)
     planner.packer.now_s = DAY_S
-    assert planner.packer.owed_slo(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
+    assert planner.packer.slo_now(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
 
 
 @pytest.mark.parametrize("place", range(4))
