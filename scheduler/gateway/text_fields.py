@@ -31,6 +31,7 @@ UNUSED_FIELDS = frozenset(
 )
 """Fields that OpenAI's clients send and that change no token: they are of storage and billing, of
 media or of beam search."""
+_NOT_RENDERED_FIELDS = OWN_FIELDS | UNUSED_FIELDS
 _MEDIA, _ROUTED, _NOT_OFFERED = "send text or token ids", "the gateway routes", "not offered"
 REFUSED_FIELDS: Mapping[str, str] = {
     "ec_transfer_params": _ROUTED,
@@ -70,10 +71,9 @@ COMPLETION_FIELDS = _SHARED_FIELDS | {"prompt"}
 def check_fields(body: Mapping[str, Any], rendered: Collection[str]) -> None:
     """`rendered`: what the dialect's renderer reads. Raises PeerProtocolError for a field that
     would silently be ignored; null is no value."""
-    offered = {*rendered, *OWN_FIELDS, *UNUSED_FIELDS}
     for name, value in body.items():
         if name in REFUSED_FIELDS:
             if value not in _NEUTRAL:
                 raise PeerProtocolError(f"{name}: {REFUSED_FIELDS[name]}; leave it out")
-        elif name not in offered and value is not None:
-            raise no_such_field(name, offered)
+        elif value is not None and name not in rendered and name not in _NOT_RENDERED_FIELDS:
+            raise no_such_field(name, {*rendered, *_NOT_RENDERED_FIELDS})

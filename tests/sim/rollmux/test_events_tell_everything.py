@@ -27,10 +27,10 @@ HARSH = Disruptions(seed=1, node_mtbf_s=40 * 3600.0, leaving_ratio=0.2)
 @pytest.fixture(
     scope="module",
     params=[
-        ("ours", 24, UNDISTURBED),
+        ("ours", 14, UNDISTURBED),
         ("ours", 12, SYNCED),
-        ("rollmux_paper", 24, UNDISTURBED),
-        ("greedy", 24, UNDISTURBED),
+        ("rollmux_paper", 16, UNDISTURBED),
+        ("greedy", 16, UNDISTURBED),
         ("ours", 14, HARSH),
         ("ours_resubmit", 14, HARSH),
         ("rollmux_paper", 24, HARSH),

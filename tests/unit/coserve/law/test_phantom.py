@@ -208,7 +208,7 @@ def test_a_load_beside_a_guest_keeps_the_promise_and_the_guest_steps(
     load: str, model: ProductionModel, blocking_ratio: float
 ) -> None:
     grant = open_grant(model, blocking_ratio=blocking_ratio)
-    found = served(LOADS[load], grant, requests=2_500, busy=0.3, seed=7)
+    found = served(LOADS[load], grant, requests=1_500, busy=0.3, seed=7)
     mean = fmean(found.ratios.tolist())
     error = 2.0 * float(found.ratios.std()) / math.sqrt(len(found.ratios))
     assert mean - error <= 1.0 + EPSILON
@@ -232,7 +232,7 @@ def test_the_p99_prompt_alone_would_break_the_promise(load: str) -> None:
     """The phantom fixed at the P99: without isolation the steps that it lets pass are too long."""
     tokens = LOADS[load]
     grant = open_grant(FAST, blocking_ratio=1.0, phantom_tokens=p99(tokens))
-    found = served(tokens, grant, requests=2_500, busy=0.3, seed=7)
+    found = served(tokens, grant, requests=1_500, busy=0.3, seed=7)
     assert fmean(found.ratios.tolist()) > 1.0 + 2 * EPSILON
     assert np.median(found.beside_s) > (1.0 + EPSILON) * np.median(found.alone_s)
 
@@ -240,6 +240,6 @@ def test_the_p99_prompt_alone_would_break_the_promise(load: str) -> None:
 def test_the_promise_by_rests_holds_at_other_loads_too() -> None:
     grant = open_grant(FAST, blocking_ratio=1.0)
     for busy in (0.05, 0.6):
-        found = served(LOADS["chat"], grant, requests=2_500, busy=busy, seed=11)
+        found = served(LOADS["chat"], grant, requests=1_500, busy=busy, seed=11)
         assert found.ratios.mean() <= 1.0 + EPSILON
         assert 0.02 < found.guest_share < 0.34
