@@ -8,8 +8,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import msgspec
 
@@ -159,15 +161,27 @@ def _kept(
     where: str,
 ) -> dict[str, msgspec.Raw]:
     """The honoured fields. Raises PeerProtocolError for one that would silently be ignored."""
-    honoured = struct.__struct_fields__
+    honoured, nullable = struct.__struct_fields__, _nullable(struct)
     for name, value in fields.items():
         rule = refused.get(name)
         if rule is not None and not _is_neutral(value, rule):
             raise PeerProtocolError(f"{where}{name}: {rule.instead}")
         if rule is None and name not in honoured:
             raise no_such_field(name, honoured, where)
-    # Null is left out, as vLLM takes it for every field.
-    return {name: v for name, v in fields.items() if name not in refused and bytes(v) != b"null"}
+    # Null is left out, as vLLM takes it for every field, unless it is a value of its own: without
+    # log-probabilities is not the default.
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in refused and (bytes(value) != b"null" or name in nullable)
+    }
+
+
+@cache
+def _nullable(struct: type[msgspec.Struct]) -> frozenset[str]:
+    """Names of the fields that may be null."""
+    fields = msgspec.structs.fields(struct)
+    return frozenset(each.name for each in fields if NoneType in get_args(each.type))
 
 
 def no_such_field(name: str, offered: Collection[str], where: str = "") -> PeerProtocolError:

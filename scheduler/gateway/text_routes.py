@@ -78,9 +78,14 @@ _TEXT_PARTS = frozenset(
 _MEDIA = frozenset(
     f"{kind}_{form}" for kind in ("image", "audio", "video") for form in ("url", "pil", "embeds")
 )
+_MESSAGE_TEXTS = ("reasoning_content", "reasoning", "content")
+"""Texts of a chat message, as vLLM's parsers part the output; the first is the older name."""
+_OVER = Choice(finish_reason=FinishReason.LENGTH)
 _NO_LOGPROB = -9999.0
 """vLLM's, where a number must be."""
 
+StoppedTexts: TypeAlias = "dict[str, StoppedText]"
+"""Texts of a streamed choice by their names."""
 JobOf: TypeAlias = Callable[[web.Request], JobId]
 Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
 """Decodes and checks the body of a generate request of the job."""
@@ -220,7 +225,7 @@ class TextRoutes:
         turns: list[GenerateRequest],
     ) -> web.StreamResponse:
         states: dict[int, Body | None] = {}
-        texts = [StoppedText(turn) for turn in turns]
+        texts = [text.stopped_texts(turn) for turn in turns]
         streamed = StreamedText(text.dialect, text.to_render, turns[0].token_ids)
         options = text.stream_options
         async with event_stream(request) as send:
@@ -352,18 +357,32 @@ class _TextRequest:
             for each in content
         ]
 
-    def change_streamed(self, told: Body, held: "StoppedText", choice: Choice) -> None:
-        """Passes a chunk's text through what is held back; vLLM's last chunk may have none."""
-        holder, name = (told, "text") if self.dialect.many else (_message(told), "content")
-        text = holder.get(name)
-        if isinstance(text, str) or held.holds:
-            holder[name] = held.feed(text or "", choice)
+    def _texts(self, told: Body) -> tuple[Body, tuple[str, ...]]:
+        """The object that has a choice's texts, and their names in the order of the output."""
+        return (told, ("text",)) if self.dialect.many else (_message(told), _MESSAGE_TEXTS)
+
+    def stopped_texts(self, turn: GenerateRequest) -> "StoppedTexts":
+        names = ("text",) if self.dialect.many else _MESSAGE_TEXTS
+        return {name: StoppedText(turn) for name in names}
+
+    def change_streamed(self, told: Body, held: "StoppedTexts", choice: Choice) -> None:
+        """Passes a chunk's texts through what is held back; vLLM's last chunk may have none."""
+        holder, names = self._texts(told)
+        newest = max((place for place, name in enumerate(names) if holder.get(name)), default=-1)
+        for place, name in enumerate(names):
+            text = holder.get(name)
+            if isinstance(text, str) or held[name].holds:
+                # Reasoning is over where content begins, whatever ends that.
+                end = _OVER if place < newest else choice
+                holder[name] = held[name].feed(text or "", end)
 
     def change_text(self, told: Body, change: Callable[[str], str]) -> None:
-        """Changes the text of a choice of the reply, where it has one."""
-        holder, name = (told, "text") if self.dialect.many else (_message(told), "content")
-        if isinstance(holder.get(name), str):
-            holder[name] = change(holder[name])
+        """Changes the last text of a choice of the reply, where it has one."""
+        holder, names = self._texts(told)
+        for name in reversed(names):
+            if isinstance(holder.get(name), str) and holder[name]:
+                holder[name] = change(holder[name])
+                return
 
     def end_text(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
         """Cuts the whole text of a choice at its stop string, and empties that of no tokens."""
@@ -376,6 +395,9 @@ class _TextRequest:
         """Adds to a choice of the reply what the renderer does not know of."""
         spans = msgspec.to_builtins(choice.spans)
         told |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
+        if choice.finish_reason is FinishReason.LENGTH:
+            # vLLM's derenderer takes a call that was cut off for a whole one.
+            told["finish_reason"] = choice.finish_reason
         if choice.weight_versions is not None:
             told["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
         for name in ("fault", "immovable", "routed_experts", "sampling_mask"):
@@ -445,7 +467,7 @@ def _message(choice: Body) -> Body:
 
 
 class StoppedText:
-    """The text of one streamed choice, without the stop string that ends it.
+    """One text of a streamed choice, without the stop string that ends it.
 
     A tail as long as a stop string is held back until it is known not to begin one.
     """

@@ -36,9 +36,15 @@ from scheduler.gateway.text_routes import (
 )
 
 
+def turn_with(*stops: str, include: bool = False, min_tokens: int = 0) -> GenerateRequest:
+    sampling = SamplingParams(
+        max_tokens=9, stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens
+    )
+    return GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling)
+
+
 def text(*stops: str, include: bool = False) -> StoppedText:
-    sampling = SamplingParams(max_tokens=9, stop=stops, include_stop_str_in_output=include)
-    return StoppedText(GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling))
+    return StoppedText(turn_with(*stops, include=include))
 
 
 def sent(held: StoppedText, pieces: list[str], *, stop: str | None) -> str:
@@ -83,13 +89,7 @@ def test_a_stop_string_before_min_tokens_ends_no_text() -> None:
     """vLLM looks for them in later tokens only; one token may hold several."""
     assert cut("aXbcdX", "X", "X", min_tokens=4) == "aXbcd"
     assert cut("a\nfoo\n\n", "\n", "\n", min_tokens=2) == "a\nfoo"
-    held = StoppedText(
-        GenerateRequest(
-            request_id="r",
-            token_ids=(1,),
-            sampling_params=SamplingParams(max_tokens=9, min_tokens=4, stop=("XY",)),
-        )
-    )
+    held = StoppedText(turn_with("XY", min_tokens=4))
     assert sent(held, ["a", "XY", "b", "cXYdXY"], stop="XY") == "aXYbcXYd"
 
 
@@ -112,13 +112,32 @@ def test_messages_of_other_types_are_the_clients_fault(body: dict[str, Any]) -> 
 
 
 def test_a_last_chunk_without_text_gives_what_was_held_back() -> None:
-    held = text("</answer>")
     request = _TextRequest(CHAT, JobId("job"), {"messages": []})
+    held = request.stopped_texts(turn_with("</answer>"))
     chunk = {"delta": {"content": "The answer is 42."}}
     request.change_streamed(chunk, held, Choice())
     last: dict[str, Any] = {"delta": {"content": None}}
     request.change_streamed(last, held, Choice(finish_reason=FinishReason.STOP))
     assert chunk["delta"]["content"] + last["delta"]["content"] == "The answer is 42."
+
+
+def test_reasoning_ends_before_its_stop_string_and_is_whole_where_content_begins() -> None:
+    request = _TextRequest(CHAT, JobId("job"), {"messages": []})
+    ended = Choice(finish_reason=FinishReason.STOP, stop_reason="END")
+    message = {"reasoning": "so itEND", "content": ""}
+    request.change_text({"message": message}, lambda text: text.removesuffix("END"))
+    assert message == {"reasoning": "so it", "content": ""}
+    held, made = request.stopped_texts(turn_with("END")), {"reasoning": "", "content": ""}
+    deltas: list[dict[str, Any]] = [
+        {"reasoning": "it is E"},
+        {"content": "so "},
+        {"content": "beEND"},
+    ]
+    for delta in deltas:
+        request.change_streamed({"delta": delta}, held, ended if delta is deltas[-1] else Choice())
+        for name in made:
+            made[name] += delta.get(name) or ""
+    assert made == {"reasoning": "it is E", "content": "so be"}
 
 
 @pytest.mark.parametrize(
