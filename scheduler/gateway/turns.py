@@ -408,6 +408,14 @@ class TurnRunner:
                 return
             running.refused_s = pause_s
             self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
+        except RequestRefused as error:
+            if course.ended_short != (engine, turn.length):
+                raise
+            # It took the turn while that was shorter: its `length` was its context's after all.
+            self._fleet.context_ended(member, turn.length)
+            turn.lose(attempt)
+            course.why = f"{engine}: {error}"
+            return
         except EngineUnreachable as error:
             running.reached = False
             turn.lose(attempt)
@@ -477,8 +485,15 @@ class TurnRunner:
                 # token is left to send with it.
                 if choice.finish_reason == "length" and turn.remaining_tokens > 0:
                     # The engine's length, not the client's: its context is full.
-                    length = len(turn.request.token_ids) + len(turn.token_ids)
-                    self._fleet.context_ended(member, length)
+                    if not member.may_end_at(turn.length):
+                        # One such chunk must not shrink the context for all turns. The engine is
+                        # tried again, and refuses the turn if its context is what this says.
+                        running.course.ended_short = (member.engine.engine, turn.length)
+                        raise EngineLost(
+                            f"protocol: length at {turn.length} tokens, in a context of "
+                            f"{member.context_tokens}"
+                        )
+                    self._fleet.context_ended(member, turn.length)
                     return
                 if choice.finish_reason not in (None, "abort", "error"):
                     turn.finish(

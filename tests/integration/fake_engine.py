@@ -64,6 +64,9 @@ class FakeEngine:
         """Whether it answers nothing, as a stopped process; and whether it is so after a reset."""
         self.replaced_after = ""
         """The control route after which another process is here, once."""
+        self.false_lengths = self.misnamed = 0
+        """Streams to come that end with `length` at their first token; chunks to come whose
+        log-probability is another token's."""
         self.eos: list[int] = []
         self.after_finish = ""
         """Event after the last chunk: `break` of the connection, or `wait` of a second."""
@@ -337,7 +340,12 @@ class FakeEngine:
                 finish = "length"
             if finish is None and len(token_ids) >= self.context:
                 finish = "length"
-            wanted = [token, *(sampling.get("logprob_token_ids") or [])]
+            if self.false_lengths:
+                self.false_lengths, finish = self.false_lengths - 1, "length"
+            named = token
+            if self.misnamed:
+                self.misnamed, named = self.misnamed - 1, token ^ 1
+            wanted = [named, *(sampling.get("logprob_token_ids") or [])]
             shown = list(dict.fromkeys(wanted))[: max(1, sampling["logprobs"])]
             more = {"sampling_mask": [[token, 0]]} if self.masks else {}
             if finish and self.routes_experts:

@@ -188,6 +188,11 @@ class Turn:
         return self.request.sampling_params.max_tokens - len(self.token_ids)
 
     @property
+    def length(self) -> int:
+        """Prompt and output so far, in tokens."""
+        return len(self.request.token_ids) + len(self.token_ids)
+
+    @property
     def counts_output(self) -> bool:
         return bool(output_fields(self.request.sampling_params))
 
