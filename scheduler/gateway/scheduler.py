@@ -313,7 +313,7 @@ class Scheduler:
             await self.runner.hold(job, cut=mode is PauseMode.KEEP)
 
     def resume(self, job: JobId) -> None:
-        self.dispatcher.observe(JobPaused(job=job, paused=False))
+        self.runner.resume(job)
 
     def is_paused(self, job: JobId) -> bool:
         return self.dispatcher.policy.is_paused(job)

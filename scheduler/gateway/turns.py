@@ -31,6 +31,7 @@ from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
+    JobPaused,
     Refusal,
     RefuseTurn,
     TurnCleared,
@@ -81,6 +82,7 @@ class TurnRunner:
         self.on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None
         """Called with the cause for each turn that has tokens and loses its engine."""
         self.on_lease_refused: Callable[[Member], None] = lambda _member: None
+        self._resumed = asyncio.Event()
         fleet.on_lost = self._engine_lost
         fleet.on_proved = self._engine_proved
 
@@ -263,7 +265,20 @@ class TurnRunner:
                     running.cut(Cut.PAUSE)
             if not on_engines:
                 return
-            await asyncio.gather(*(running.over.wait() for running in on_engines))
+            over = asyncio.gather(*(running.over.wait() for running in on_engines))
+            resumed = asyncio.ensure_future(self._resumed.wait())
+            try:
+                await asyncio.wait((over, resumed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                over.cancel()
+                resumed.cancel()
+
+    def resume(self, job: JobId) -> None:
+        """Ends the job's pause. Each `hold` looks once whether it was its own."""
+        self._dispatcher.observe(JobPaused(job=job, paused=False))
+        # Not cleared but replaced: a `hold` that is about to wait for it must not miss it.
+        self._resumed.set()
+        self._resumed = asyncio.Event()
 
     async def watch_stalls(self) -> None:
         """Move turns off silent engines; a turn stays if no other engine has room."""
