@@ -38,6 +38,8 @@ class FakeEngine:
         """The context it reports, if that is not its own; 0 reports none."""
         self.release = "0.32.0+fake"
         self.vocabulary = VOCABULARY
+        self.reported_identity = ""
+        """The identity in its report, if that is not its own."""
         self.logprobs_mode = "processed_logprobs"
         self.stock = stock
         """Without coserve's middleware."""
@@ -165,7 +167,8 @@ class FakeEngine:
             "logprobs_mode": self.logprobs_mode,
             "features": ["rosemux-weights"],
         }
-        return web.json_response({"identity": self.identity, "description": description})
+        identity = self.reported_identity or self.identity
+        return web.json_response({"identity": identity, "description": description})
 
     async def say_models(self, _request: web.Request) -> web.Response:
         told = self.context if self.told_context is None else self.told_context
