@@ -485,13 +485,14 @@ class TurnRunner:
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
+        bound = member.vocabulary_tokens or math.inf
         async with aclosing(choices):
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.heard_s - running.began_s)
-                    running.tokens += accepted(turn, attempt, choice)
+                    running.tokens += accepted(turn, attempt, choice, bound)
                     if running.trial and running.tokens >= CLEARED_TOKENS:
                         self._clear(running, member.engine.engine)
                     if on_tokens is not None:
@@ -524,10 +525,17 @@ class TurnRunner:
         running.trial = ""
 
 
-def accepted(turn: Turn, attempt: Attempt, choice: EngineChoice) -> int:
-    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself."""
-    token_ids = choice.token_ids or ()
+def accepted(
+    turn: Turn, attempt: Attempt, choice: EngineChoice, vocabulary_tokens: float = math.inf
+) -> int:
+    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
+    vocabulary: a wrong log-probability must not reach training."""
+    token_ids = choice.token_ids or []
     logprobs = choice.logprobs.content if choice.logprobs else None
+    if logprobs and (named := [each.token_id for each in logprobs]) != token_ids:
+        raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
+    if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
+        raise EngineLost(f"protocol: tokens {token_ids[:8]}, a vocabulary of {vocabulary_tokens}")
     if logprobs and not turn.request.sampling_params.lists_candidates:
         # vLLM lists the sampled token among its own candidates.
         logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
