@@ -13,6 +13,8 @@ from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.model import Engine, Lease
 
 _ENDED_MAX = 256
+_EARLY_TOKENS = 64
+"""An engine that decodes speculatively may end a turn this far from the end of its context."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +73,10 @@ class Member:
         description."""
         described = self.description.context_tokens if self.description else 0
         return min(filter(None, (described, self.seen_context_tokens)), default=0)
+
+    def may_end_at(self, tokens: int) -> bool:
+        """Whether its context, as far as it is known, may be full at so many tokens."""
+        return not self.context_tokens or tokens + _EARLY_TOKENS >= self.context_tokens
 
 
 def numerics_of(engine: EngineId, release: str, described: EngineDescription | None) -> str:

@@ -18,6 +18,7 @@ from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
 
 _MOST_BYTES = 8 << 20
+_MOST_IDENTITY_CHARS = 200
 _COUNTED = re.compile(r"[^.\s]+\.\d+")
 _STARTED = b"process_start_time_seconds "
 
@@ -88,7 +89,7 @@ class IdentityClient:
         ""."""
         status, raw = await self.get(ENGINE_ROUTE)
         if status == 200:
-            return _decoded(raw, _REPORT, ENGINE_ROUTE), True
+            return _checked(_decoded(raw, _REPORT, ENGINE_ROUTE)), True
         if status != 404:
             raise PeerProtocolError(f"{ENGINE_ROUTE}: HTTP {status}")
         description = await self._stock_description()
@@ -132,6 +133,17 @@ class IdentityClient:
     async def get(self, path: str) -> tuple[int, bytes]:
         async with self._peer.get(path, timeout=self._timeout) as response:
             return response.status, await body_of(response, most_bytes=_MOST_BYTES)
+
+
+def _checked(report: EngineReport) -> EngineReport:
+    """Its identity goes into a header of every request."""
+    given = report.identity
+    if len(given) > _MOST_IDENTITY_CHARS or not (given.isascii() and given.isprintable()):
+        raise PeerProtocolError(
+            f"{ENGINE_ROUTE}: identity {given[:40]!r}: use at most {_MOST_IDENTITY_CHARS} "
+            "printable ASCII characters"
+        )
+    return report
 
 
 def _decoded(raw: bytes, decoder: msgspec.json.Decoder[T], route: str) -> T:

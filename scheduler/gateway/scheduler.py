@@ -314,7 +314,7 @@ class Scheduler:
             await self.runner.hold(job, cut=mode is PauseMode.KEEP)
 
     def resume(self, job: JobId) -> None:
-        self.dispatcher.observe(JobPaused(job=job, paused=False))
+        self.runner.resume(job)
 
     def is_paused(self, job: JobId) -> bool:
         return self.dispatcher.policy.is_paused(job)
@@ -340,7 +340,10 @@ class Scheduler:
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
     ) -> dict[EngineId, SwitchState]:
-        """Raises Stale if the job is past it, Exhausted if dedicated engines took too long."""
+        """The engines, unless they serve another tenant's job.
+
+        Raises Stale if the job is past it, Exhausted if dedicated engines took too long.
+        """
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
         await self.fleet.stage(job, store=store, version=version)
         self._observe(published)
@@ -349,7 +352,7 @@ class Scheduler:
         if target is not None and target.job == job:
             self.state.activate(job)
             await self._settle(job, version)
-        return self.fleet.policy.switch_states(job, version)
+        return self.fleet.policy.switch_states(job, version) if self._sees_engines(job) else {}
 
     async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
         """Serve this job from now on. Raises Stale while it has published nothing to load."""
@@ -426,6 +429,11 @@ class Scheduler:
                 _log.warning("job %s: %s goes off, it was not renewed", job, switch)
                 self.switch(job, switch, enabled=False)
 
+    def _sees_engines(self, job: JobId) -> bool:
+        """Whether they serve a job of the same tenant, or none."""
+        target = self.fleet.policy.target
+        return target is None or self.jobs[target.job].tenant == self.jobs[job].tenant
+
     def _observe(self, event: VersionPublished | JobActivated) -> None:
         self.fleet.last_refusal = ""
         self.fleet.observe(event)
@@ -438,7 +446,7 @@ class Scheduler:
             faults = [
                 f"{member.engine.engine}: {member.fault}"
                 for member in self.fleet.members.values()
-                if member.fault
+                if member.fault and self._sees_engines(job)
             ]
             raise Exhausted(
                 f"version {version} of {job} is not served by every dedicated engine "

@@ -31,6 +31,7 @@ from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
+    JobPaused,
     Refusal,
     RefuseTurn,
     TurnCleared,
@@ -81,6 +82,7 @@ class TurnRunner:
         self.on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None
         """Called with the cause for each turn that has tokens and loses its engine."""
         self.on_lease_refused: Callable[[Member], None] = lambda _member: None
+        self._resumed = asyncio.Event()
         fleet.on_lost = self._engine_lost
         fleet.on_proved = self._engine_proved
 
@@ -263,7 +265,20 @@ class TurnRunner:
                     running.cut(Cut.PAUSE)
             if not on_engines:
                 return
-            await asyncio.gather(*(running.over.wait() for running in on_engines))
+            over = asyncio.gather(*(running.over.wait() for running in on_engines))
+            resumed = asyncio.ensure_future(self._resumed.wait())
+            try:
+                await asyncio.wait((over, resumed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                over.cancel()
+                resumed.cancel()
+
+    def resume(self, job: JobId) -> None:
+        """Ends the job's pause. Each `hold` looks once whether it was its own."""
+        self._dispatcher.observe(JobPaused(job=job, paused=False))
+        # Not cleared but replaced: a `hold` that is about to wait for it must not miss it.
+        self._resumed.set()
+        self._resumed = asyncio.Event()
 
     async def watch_stalls(self) -> None:
         """Move turns off silent engines; a turn stays if no other engine has room."""
@@ -408,6 +423,14 @@ class TurnRunner:
                 return
             running.refused_s = pause_s
             self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
+        except RequestRefused as error:
+            if course.ended_short != (engine, turn.length):
+                raise
+            # It took the turn while that was shorter: its `length` was its context's after all.
+            self._fleet.context_ended(member, turn.length)
+            turn.lose(attempt)
+            course.why = f"{engine}: {error}"
+            return
         except EngineUnreachable as error:
             running.reached = False
             turn.lose(attempt)
@@ -462,13 +485,14 @@ class TurnRunner:
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
+        bound = member.vocabulary_tokens or math.inf
         async with aclosing(choices):
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.heard_s - running.began_s)
-                    running.tokens += accepted(turn, attempt, choice)
+                    running.tokens += accepted(turn, attempt, choice, bound)
                     if running.trial and running.tokens >= CLEARED_TOKENS:
                         self._clear(running, member.engine.engine)
                     if on_tokens is not None:
@@ -477,8 +501,15 @@ class TurnRunner:
                 # token is left to send with it.
                 if choice.finish_reason == "length" and turn.remaining_tokens > 0:
                     # The engine's length, not the client's: its context is full.
-                    length = len(turn.request.token_ids) + len(turn.token_ids)
-                    self._fleet.context_ended(member, length)
+                    if not member.may_end_at(turn.length):
+                        # One such chunk must not shrink the context for all turns. The engine is
+                        # tried again, and refuses the turn if its context is what this says.
+                        running.course.ended_short = (member.engine.engine, turn.length)
+                        raise EngineLost(
+                            f"protocol: length at {turn.length} tokens, in a context of "
+                            f"{member.context_tokens}"
+                        )
+                    self._fleet.context_ended(member, turn.length)
                     return
                 if choice.finish_reason not in (None, "abort", "error"):
                     turn.finish(
@@ -494,10 +525,17 @@ class TurnRunner:
         running.trial = ""
 
 
-def accepted(turn: Turn, attempt: Attempt, choice: EngineChoice) -> int:
-    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself."""
-    token_ids = choice.token_ids or ()
+def accepted(
+    turn: Turn, attempt: Attempt, choice: EngineChoice, vocabulary_tokens: float = math.inf
+) -> int:
+    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
+    vocabulary: a wrong log-probability must not reach training."""
+    token_ids = choice.token_ids or []
     logprobs = choice.logprobs.content if choice.logprobs else None
+    if logprobs and (named := [each.token_id for each in logprobs]) != token_ids:
+        raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
+    if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
+        raise EngineLost(f"protocol: tokens {token_ids[:8]}, a vocabulary of {vocabulary_tokens}")
     if logprobs and not turn.request.sampling_params.lists_candidates:
         # vLLM lists the sampled token among its own candidates.
         logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]

@@ -38,6 +38,8 @@ class FakeEngine:
         """The context it reports, if that is not its own; 0 reports none."""
         self.release = "0.32.0+fake"
         self.vocabulary = VOCABULARY
+        self.reported_identity = ""
+        """The identity in its report, if that is not its own."""
         self.logprobs_mode = "processed_logprobs"
         self.stock = stock
         """Without coserve's middleware."""
@@ -64,6 +66,9 @@ class FakeEngine:
         """Whether it answers nothing, as a stopped process; and whether it is so after a reset."""
         self.replaced_after = ""
         """The control route after which another process is here, once."""
+        self.false_lengths = self.misnamed = 0
+        """Streams to come that end with `length` at their first token; chunks to come whose
+        log-probability is another token's."""
         self.eos: list[int] = []
         self.after_finish = ""
         """Event after the last chunk: `break` of the connection, or `wait` of a second."""
@@ -162,7 +167,8 @@ class FakeEngine:
             "logprobs_mode": self.logprobs_mode,
             "features": ["rosemux-weights"],
         }
-        return web.json_response({"identity": self.identity, "description": description})
+        identity = self.reported_identity or self.identity
+        return web.json_response({"identity": identity, "description": description})
 
     async def say_models(self, _request: web.Request) -> web.Response:
         told = self.context if self.told_context is None else self.told_context
@@ -337,7 +343,12 @@ class FakeEngine:
                 finish = "length"
             if finish is None and len(token_ids) >= self.context:
                 finish = "length"
-            wanted = [token, *(sampling.get("logprob_token_ids") or [])]
+            if self.false_lengths:
+                self.false_lengths, finish = self.false_lengths - 1, "length"
+            named = token
+            if self.misnamed:
+                self.misnamed, named = self.misnamed - 1, token ^ 1
+            wanted = [named, *(sampling.get("logprob_token_ids") or [])]
             shown = list(dict.fromkeys(wanted))[: max(1, sampling["logprobs"])]
             more = {"sampling_mask": [[token, 0]]} if self.masks else {}
             if finish and self.routes_experts:

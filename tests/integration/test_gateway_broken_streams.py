@@ -74,6 +74,18 @@ async def test_an_engine_that_is_gone_is_down_at_the_first_broken_stream() -> No
         assert not (await gateway.status())["engines"]["e0"]["up"]
 
 
+async def test_the_log_probability_of_another_token_reaches_no_reply() -> None:
+    engine = fake()
+    async with gateway_on(engine) as gateway:
+        await gateway.publish(1)
+        engine.misnamed = 1
+        status, choice = await gateway.generate("t", 20)
+        assert (status, choice["token_ids"]) == (200, continued(PROMPT, 20, version=1))
+        told = [each["token_id"] for each in choice["logprobs"]["content"]]
+        assert told == choice["token_ids"]
+        assert gateway.scheduler.ledgers["job"].counters.retried == 1
+
+
 @asynccontextmanager
 async def a_turn_whose_trial_is_silent(
     held_s: float,

@@ -83,9 +83,22 @@ async def test_a_length_that_is_the_engines_is_continued_on_a_larger_one(told) -
         assert engine["context_tokens"] == SMALL
 
 
-async def test_a_context_that_ends_a_turn_everywhere_is_no_length_of_the_clients() -> None:
+async def test_a_false_length_costs_no_turn_and_shrinks_no_context() -> None:
+    engine = fake(LARGE)
+    async with gateway_on(engine) as gateway:
+        await serving(gateway, "e0")
+        engine.false_lengths = 2
+        for each in range(3):
+            status, choice = await gateway.generate(f"t{each}", 100)
+            assert (status, choice["finish_reason"]) == (200, "length")
+            assert choice["token_ids"] == continued(PROMPT, 100, version=0)
+        assert (await gateway.status())["engines"]["e0"]["context_tokens"] == LARGE
+
+
+@pytest.mark.parametrize("told", [0, 10 * LARGE], ids=["says nothing", "says too much"])
+async def test_a_context_that_ends_a_turn_everywhere_is_no_length_of_the_clients(told) -> None:
     small = fake(SMALL)
-    small.told_context = 0
+    small.told_context = told
     async with gateway_on(small) as gateway:
         await serving(gateway, "e0")
         status, choice = await gateway.generate("t", 100)

@@ -165,6 +165,23 @@ async def test_a_pause_that_is_over_holds_and_waits_for_no_turn(mode: str) -> No
         assert (await running)[1]["token_ids"] == continued(PROMPT, 300, version=0)
 
 
+async def test_a_pause_that_waits_returns_once_the_job_is_resumed() -> None:
+    async with gateway_on(engine()) as gateway:
+        running = asyncio.create_task(gateway.generate("r", ENDLESS))
+        await gateway.until_tokens(2)
+        pause = asyncio.create_task(gateway.post("/pause?mode=wait", {}))
+        await gateway.until(lambda: gateway.scheduler.is_paused("job"))
+        gateway.scheduler.resume(JobId("another"))
+        await asyncio.sleep(0.05)
+        assert not pause.done(), "another job's pause has ended"
+        await gateway.post("/resume", {})
+        async with asyncio.timeout(2.0):
+            assert (await pause)[0] == 200
+        assert not running.done()
+        await gateway.scheduler.abort(JobId("job"), None)
+        assert (await running)[0] == 200
+
+
 async def test_an_abort_right_after_a_cut_ends_the_turn() -> None:
     async with gateway_on(engine()) as gateway:
         running = asyncio.create_task(gateway.generate("r", ENDLESS))

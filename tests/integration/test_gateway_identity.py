@@ -48,6 +48,20 @@ def assert_true_to_its_spans(choice: dict, prompt: list[int] = PROMPT) -> None:
         said += expected
 
 
+@pytest.mark.parametrize("identity", ["a1\r\nX-Other: 1.0", "\u00e9.0", "a" * 300 + ".0"])
+async def test_an_engine_whose_identity_is_no_value_of_a_header_gets_no_turn(identity) -> None:
+    odd = fake()
+    odd.reported_identity = identity
+    async with gateway_on(odd, fake()) as gateway:
+        await until(gateway, "e1", "serving")
+        await until(gateway, "e0", "failed")
+        for turn in range(6):
+            assert (await gateway.generate(f"t{turn}", 5))[0] == 200
+        fault = (await gateway.status())["engines"]["e0"]["fault"]
+        assert "printable ASCII" in fault
+        assert odd.models == []
+
+
 @pytest.mark.parametrize("stock", [False, True], ids=["with identity", "stock"])
 async def test_an_engine_replaced_while_idle_labels_no_token(only_replies_tell, stock) -> None:
     async with gateway_on(fake(stock=stock)) as gateway:

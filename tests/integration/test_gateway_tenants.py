@@ -81,6 +81,47 @@ async def test_no_tenant_takes_the_engines_from_open_turns_of_another(tmp_path: 
         assert (await answered(gateway, "operator", "/v1/jobs/job/activate", {}))[0] == 200
 
 
+async def test_a_prompt_that_failed_for_one_tenant_is_tried_for_another(tmp_path: Path) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    engine = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        version = {"version": 1, "store": "a"}
+        assert (await answered(gateway, "a", "/v1/jobs/job/versions", version))[0] == 200
+        engine.answers = {"77": 500}
+        turn = {"token_ids": [77], "sampling_params": {"max_tokens": 3}}
+        status, told = await answered(gateway, "a", "/inference/v1/generate", turn)
+        assert (status, "engines failed twice" in told) == (422, True)
+        engine.answers = {}
+        assert (await answered(gateway, "a", "/inference/v1/generate", turn))[0] == 422
+        version["store"] = "b"
+        assert (await answered(gateway, "b", "/v1/jobs/job-b/versions", version))[0] == 200
+        assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
+        status, told = await answered(gateway, "b", "/inference/v1/generate", turn)
+        assert status == 200, told
+
+
+async def test_a_refusal_and_a_publish_name_no_job_or_engine_of_another_tenant(
+    tmp_path: Path,
+) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}]
+    jobs += [{"id": f"job-{each}", "tenant": each[0]} for each in ("a2", "b")]
+    engine = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+        status, told = await answered(gateway, "b", "/inference/v1/generate", turn)
+        message = json.loads(told)["error"]["message"]
+        assert (status, message) == (
+            503,
+            "job job-b is not active (another one is); activate it first",
+        )
+        engines = {}
+        for role, job in (("a", "job-a2"), ("b", "job-b")):
+            version = {"version": 1, "store": role}
+            status, told = await answered(gateway, role, f"/v1/jobs/{job}/versions", version)
+            engines[job] = json.loads(told)["engines"]
+        assert engines == {"job-a2": {"e0": "catching_up"}, "job-b": {}}
+
+
 def test_a_role_is_no_tenant() -> None:
     given = {"engines": [{"id": "e"}], "jobs": [{"id": "j", "tenant": "observer"}]}
     with pytest.raises(ValueError, match="observer is the name of a role"):

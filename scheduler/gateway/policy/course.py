@@ -52,6 +52,8 @@ class TurnCourse:
     """Reason of the latest failure."""
     interruption: str = ""
     """Cause for which the latest attempt ended before its turn; empty if its job asked for that."""
+    ended_short: tuple[EngineId, int] | None = None
+    """The engine that ended it with a `length` that was not believed, and at how many tokens."""
     _setbacks: int = 0
     _stalls: int = 0
     """Attempts taken off silent engines since its last token."""

@@ -306,8 +306,9 @@ class RoutingPolicy:
     def _refusal(self, turn: TurnArrived, now: float) -> RefuseTurn | None:
         target = self._target
         if target is None or turn.job != target.job:
-            active = target.job if target else "none"
-            reason = f"job {turn.job} is not active (active: {active}); activate it first"
+            # The active job may be another tenant's: its name is not told.
+            active = "another one is" if target else "none is"
+            reason = f"job {turn.job} is not active ({active}); activate it first"
             return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
         limit = self._context_limit
         if limit is not None and turn.context_tokens > limit:

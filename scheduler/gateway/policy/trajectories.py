@@ -5,7 +5,6 @@ and only the newest attempt may add to them, so that a late chunk of a lost engi
 Holds no socket and reads no clock.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,9 +118,6 @@ def continued_seed(seed: int | None, offset: int) -> int | None:
     return xxhash.xxh3_64_intdigest(f"{seed}:{offset}".encode()) & _SEED_MASK
 
 
-_MARKED_TOKENS = 64
-
-
 def turn_key(job: JobId, request_id: str) -> str:
     return f"{job}/{request_id}"
 
@@ -167,25 +163,33 @@ class Turn:
 
     @property
     def prompt_mark(self) -> str:
-        """Cheap name of its prompt, for every attempt: equal for the samples of a group."""
+        """Name of its prompt in its job, equal for the samples of a group: under it the deaths of
+        engines are counted.
+
+        All ids are hashed: 3 us for 512, 0.2 ms for 32,768. The job is part of it, and of
+        `content`, so that no verdict on one tenant's prompt refuses another's or tells of it.
+        """
         if not self._prompt_mark:
             ids = self.request.token_ids
-            self._prompt_mark = f"{len(ids)}:{hash(ids[:: 1 + len(ids) // _MARKED_TOKENS])}"
+            self._prompt_mark = f"{self.job}:{len(ids)}:{hash(ids)}"
         return self._prompt_mark
 
     @property
     def content(self) -> str:
-        """Digest of prompt and sampling without the seed: equal for samples of one group."""
+        """Digest of job, prompt and sampling without the seed: equal for samples of one group."""
         if not self._content:
-            sampling = self.request.sampling_params
-            digest = xxhash.xxh3_128(array("q", self.request.token_ids).tobytes())
-            digest.update(repr(msgspec.structs.replace(sampling, seed=None)).encode())
-            self._content = digest.hexdigest()
+            sampling = msgspec.structs.replace(self.request.sampling_params, seed=None)
+            self._content = xxhash.xxh3_128_hexdigest(f"{self.prompt_mark} {sampling!r}".encode())
         return self._content
 
     @property
     def remaining_tokens(self) -> int:
         return self.request.sampling_params.max_tokens - len(self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Prompt and output so far, in tokens."""
+        return len(self.request.token_ids) + len(self.token_ids)
 
     @property
     def counts_output(self) -> bool:

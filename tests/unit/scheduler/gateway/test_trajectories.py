@@ -231,6 +231,23 @@ def test_samples_of_one_prompt_have_one_content_and_others_have_their_own() -> N
     assert content() != content(max_tokens=5)
 
 
+def test_prompts_that_differ_in_one_id_or_in_their_job_have_marks_of_their_own() -> None:
+    prompt = tuple(range(2048))
+
+    def named(job: str, token_ids: tuple[int, ...]) -> tuple[str, str]:
+        sampling = SamplingParams(max_tokens=4)
+        request = GenerateRequest(request_id="r", token_ids=token_ids, sampling_params=sampling)
+        turn = TurnLedger(JobId(job)).open(request, trajectory=TrajectoryId("t"))
+        assert turn is not None
+        return turn.prompt_mark, turn.content
+
+    others = [(*prompt[:at], 5000, *prompt[at + 1 :]) for at in range(0, 2048, 31)]
+    marks = [named("a", ids) for ids in (prompt, *others)] + [named("b", prompt)]
+    assert named("a", tuple(range(2048))) == marks[0]
+    for kind in zip(*marks, strict=True):
+        assert len(set(kind)) == len(marks)
+
+
 def test_a_failed_turn_keeps_its_tokens_and_says_why() -> None:
     ledger = TurnLedger(JOB)
     turn = _open(ledger)

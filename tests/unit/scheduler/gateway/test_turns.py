@@ -2,11 +2,16 @@
 
 import math
 
-from harvester.contracts.ids import JobId, TrajectoryId
-from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
+import pytest
+
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams, TokenLogprob
+from scheduler.gateway.engine_client import EngineLost
 from scheduler.gateway.policy.trajectories import Turn, TurnCounters
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.gateway.settings import Timeouts
+from scheduler.gateway.stream import EngineChoice, _Logprobs
+from scheduler.gateway.turns import accepted
 from scheduler.model import EngineKind
 
 
@@ -42,3 +47,20 @@ def test_a_silent_guest_loses_its_turn_sooner_when_nothing_waits_for_a_place() -
     assert timeouts.moved_after_s(EngineKind.GUEST, tail=False) == 6.0
     assert timeouts.moved_after_s(EngineKind.GUEST, tail=True) == 0.5
     assert timeouts.moved_after_s(EngineKind.DEDICATED, tail=True) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "named", "vocabulary"),
+    [([7, 8], [7, 9], 64), ([7, 8], [7], 64), ([64], [64], 64), ([-1], [-1], math.inf)],
+)
+def test_a_chunk_whose_tokens_and_log_probabilities_cannot_be_true_is_the_engines_fault(
+    token_ids, named, vocabulary
+) -> None:
+    turn = _attempt().turn
+    attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(1), numerics="")
+    logprobs = _Logprobs([TokenLogprob(token, -0.5) for token in named])
+    with pytest.raises(EngineLost, match="protocol: "):
+        accepted(turn, attempt, EngineChoice(token_ids, logprobs), vocabulary)
+    assert not turn.token_ids
+    good = EngineChoice([7, 63], _Logprobs([TokenLogprob(each, -0.5) for each in (7, 63)]))
+    assert accepted(turn, attempt, good, 64) == 2
