@@ -251,8 +251,6 @@ class Gateway:
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request)
         published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
-        if published.version < 1:
-            raise PeerProtocolError("version: versions begin at 1")
         engines = await self._scheduler.publish(
             job,
             store=checked_name(published.store, what="store"),
