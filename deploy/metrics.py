@@ -395,6 +395,8 @@ _GATEWAY = (
     ),
     _gateway("answers_kept_bytes", Kind.GAUGE, "", "Memory of answers kept."),
     _gateway("leases_held", Kind.GAUGE, "rl_job", "Leases in use."),
+    _gateway("unrecorded", Kind.GAUGE, "", "1 while a journal or the state file lacks something."),
+    _gateway("journal_missing_lines_total", Kind.COUNTER, "", "Decisions that the journals lack."),
 )
 
 _PHASES = (

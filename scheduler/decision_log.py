@@ -1,11 +1,17 @@
-"""Records what a policy decided: one journal file per policy, rotated with its snapshot."""
+"""Records what a policy decided: one journal file per policy, rotated with its snapshot.
 
+A journal that cannot be written costs decisions in the journal, never one of their effects.
+"""
+
+import logging
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from harvester.contracts.journal import JournalWriter, Opened, config_hash
+from harvester.contracts.journal import DISK_FAULTS, JournalWriter, Opened, config_hash
+
+_log = logging.getLogger(__name__)
 
 
 class JournalledPolicy(Protocol):
@@ -27,45 +33,91 @@ class DecisionLog:
         now: float,
         snapshot: dict[str, Any] | None = None,
     ) -> None:
-        """`snapshot` is the state that the policy was restored to, where it does not begin new."""
+        """`snapshot` is the state that the policy was restored to, where it does not begin new.
+
+        Raises OSError for faults that do not pass by themselves.
+        """
         self.policy = policy
         """The policy whose snapshot begins a new file."""
         self.missing = 0
         """Decisions that could not be written since the last one that was."""
+        self.missing_total = 0
+        """Decisions without a line in the journal."""
+        self.fault = ""
+        """Why the journal cannot be written; "" while it can."""
         self._config = config
+        self._path = None if directory is None else directory / f"{policy.NAME}.jsonl"
+        self._max_bytes = max_bytes
         self._writer: JournalWriter | None = None
-        if directory is not None:
-            path = directory / f"{policy.NAME}.jsonl"
-            self._writer = JournalWriter(path, max_bytes=max_bytes)
-            self._writer.opened(self._opened(snapshot, now))
+        """None before the first line, too."""
+        try:
+            self._begin(snapshot, now)
+        except OSError as error:
+            if error.errno not in DISK_FAULTS:
+                raise
+            self._failed(error)
 
     def decided(
         self, *, now: float, sample: msgspec.Struct, effects: tuple[msgspec.Struct, ...]
     ) -> dict[str, Any] | None:
         """The snapshot that what follows begins with, where this has filled the file or decisions
-        before it are missing.
-
-        Raises OSError where it cannot be written.
+        before it are missing. None where it cannot be written: the decision counts as missing.
         """
-        if self._writer is None:
+        if self._path is None:
             return None
         self.missing += 1
-        if self.missing == 1:
-            self._writer.decided(now=now, sample=sample, effects=effects)
-            self.missing = 0
-            if not self._writer.full:
-                return None
-        snapshot = self.policy.snapshot()
-        if self._writer.full:
-            self._writer.rotate(self._opened(snapshot, now))
-        else:
-            self._writer.opened(self._opened(snapshot, now))
-        self.missing = 0
+        self.missing_total += 1
+        try:
+            if self._writer is not None and self.missing == 1:
+                self._writer.decided(now=now, sample=sample, effects=effects)
+                self.missing, self.missing_total = 0, self.missing_total - 1
+                if not self._writer.full:
+                    return None
+            snapshot = self.policy.snapshot()
+            self._begin(snapshot, now)
+        except OSError as error:
+            self._failed(error)
+            return None
         return snapshot
+
+    def look(self, *, now: float) -> None:
+        """Tries to go on after a fault, also where nothing is decided."""
+        if self.fault:
+            try:
+                self._begin(self.policy.snapshot(), now)
+            except OSError as error:
+                self._failed(error)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+    def _begin(self, snapshot: dict[str, Any] | None, now: float) -> None:
+        """Writes a first line, from which the journal goes on."""
+        if self._path is None:
+            return
+        line = self._opened(snapshot, now)
+        if self._writer is None:
+            writer = JournalWriter(self._path, max_bytes=self._max_bytes)
+            try:
+                writer.opened(line)
+            except OSError:
+                writer.close()
+                raise
+            self._writer = writer
+        elif self._writer.full:
+            self._writer.rotate(line)
+        else:
+            self._writer.opened(line)
+        if self.fault:
+            told = "%s: decisions are journalled again; %d are missing in all"
+            _log.warning(told, self.policy.NAME, self.missing_total)
+        self.missing, self.fault = 0, ""
+
+    def _failed(self, error: OSError) -> None:
+        if not self.fault:
+            _log.error("%s: decisions are not journalled: %s", self.policy.NAME, error)
+        self.fault = error.strerror or str(error)
 
     def _opened(self, snapshot: dict[str, Any] | None, now: float) -> Opened:
         return Opened(

@@ -4,7 +4,6 @@ Neither ever stops the agent. Where one cannot be written `fault` says why, once
 every beat to the policy; both are tried again until there is room.
 """
 
-import errno
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 
 from harvester.agent.state_file import StateFile
 from harvester.contracts.errors import Corrupt
-from harvester.contracts.journal import JournalWriter, Opened
+from harvester.contracts.journal import DISK_FAULTS, JournalWriter, Opened
 from harvester.policy.effects import Effect
 from harvester.policy.sample import SlotSample
 from harvester.policy.slot import SlotPolicy
@@ -25,8 +24,6 @@ _SAVE_S = 60.0
 """Interval at which an unchanged state is saved ..."""
 _SAVE_SPENT_S = 5.0
 """... and one with new production misses."""
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-"""Faults that pass; any other at start is the user's to mend."""
 
 
 class SlotRecord:
@@ -77,7 +74,7 @@ class SlotRecord:
         try:
             self._begin()
         except OSError as error:
-            if error.errno not in _DISK:
+            if error.errno not in DISK_FAULTS:
                 raise
             self._journal_fault = _fault_of("journal", error)
         self._log_fault()

@@ -22,7 +22,7 @@ TrajectoryId = NewType("TrajectoryId", str)
 Epoch = NewType("Epoch", int)
 """Fencing number of a lease; higher wins, 0 is no lease."""
 WeightVersion = NewType("WeightVersion", int)
-"""Published policy version of one job; 0 is no version."""
+"""Published policy version of one job, to 2^63 - 1; 0 is no version."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 _NAME = re.compile(NAME_PATTERN)

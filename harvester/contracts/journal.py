@@ -9,6 +9,7 @@ first bytes. Size on disk is bounded: a file that reaches half the bound is rena
 and a new file begins, which opens with the policy's snapshot so that each file replays by itself.
 """
 
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from harvester.contracts.errors import UNDECODABLE, Corrupt
 from harvester.contracts.journal_frames import LinePacker, is_packed, last_line_of, packed_lines
 
 SCHEMA = 1
+DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+"""Faults that pass; any other at start is the user's to mend."""
 MAX_LINE_BYTES = 8 << 20
 """A snapshot holds 28 days of the error budget and the last slices' latencies: some 100 KB."""
 

@@ -36,7 +36,8 @@ def opened(
         if found not in (0, version):
             raise ConfigError(f"{where} has schema {found}; this version knows {version}")
         db.executescript(schema)
-        db.execute(f"PRAGMA user_version={version}")
+        if found != version:  # Writing it again takes room, which a full disk has not.
+            db.execute(f"PRAGMA user_version={version}")
     except (sqlite3.Error, OSError) as error:
         raise ConfigError(f"cannot use state file {where}: {error}") from error
     return db

@@ -35,7 +35,7 @@ class ClusterStops:
         self._agents = agents
         self._stops = {stop.tenant: stop for stop in state.stops()}
         """The last order for each tenant, "" for all; one of `none` was lifted."""
-        self._unrecorded: set[str] = set()
+        self.unrecorded: set[str] = set()
         """Tenants whose last order is not in the state file."""
         self._reported: dict[str, tuple[Stop, ...]] = {}
         self.faults: dict[str, str] = {}
@@ -86,13 +86,13 @@ class ClusterStops:
         return ClusterStopReply(
             in_force=None if lifts else in_force,
             agents={name: self.faults.get(name, "") for name in sorted(self._agents)},
-            recorded=request.tenant not in self._unrecorded,
+            recorded=request.tenant not in self.unrecorded,
         )
 
     async def agree(self, agent: str, reported: tuple[Stop, ...]) -> None:
         """Tell an agent what its report lacks, and what it still has."""
         self._reported[agent] = reported
-        for tenant in tuple(self._unrecorded & self._stops.keys()):
+        for tenant in tuple(self.unrecorded & self._stops.keys()):
             self._recorded(self._stops[tenant])
         held = {stop.tenant: stop for stop in reported if stop.source is StopSource.CLUSTER}
         wrong = [
@@ -147,11 +147,11 @@ class ClusterStops:
         try:
             self._state.keep_stop(stop)
         except sqlite3.Error as error:
-            if stop.tenant not in self._unrecorded:
+            if stop.tenant not in self.unrecorded:
                 _log.error("a restart would forget this order: %s: %s", error, stop.text)
-            self._unrecorded.add(stop.tenant)
+            self.unrecorded.add(stop.tenant)
             return False
-        self._unrecorded.discard(stop.tenant)
+        self.unrecorded.discard(stop.tenant)
         return True
 
 

@@ -255,8 +255,6 @@ class Gateway:
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request)
         published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
-        if published.version < 1:
-            raise PeerProtocolError("version: versions begin at 1")
         engines = await self._scheduler.publish(
             job,
             store=checked_name(published.store, what="store"),
@@ -288,8 +286,9 @@ class Gateway:
         wanted = await decoded_body(request, SwitchRequest, most_bytes=SMALL_BODY_BYTES)
         if wanted.for_s is not None and not wanted.enabled:
             raise PeerProtocolError("for_s: goes with enabled: true")
-        self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
-        return json_reply({"job": job, switch.value: wanted.enabled})
+        recorded = self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
+        told = {"job": job, switch.value: wanted.enabled}
+        return json_reply(told if recorded else told | {"recorded": False})
 
     async def _stop(self, request: web.Request) -> web.Response:
         if self._tenant(request) is not None:

@@ -59,6 +59,13 @@ class GatewayMetrics:
             ["service", "part"],
         )
         self.answers_bytes = self._gauge("answers_kept_bytes", "Memory of answers kept.", [])
+        self.unrecorded = self._gauge(
+            "unrecorded", "1 while a journal or the state file lacks something.", []
+        )
+        self.journal_missing = self._counter(
+            "journal_missing_lines", "Decisions that the journals lack.", []
+        )
+        self.journal_missing_before = 0
         self.leases_held = self._gauge("leases_held", "Leases in use.", job)
 
     def render(self) -> bytes:

@@ -56,7 +56,9 @@ class StoredJob:
 
 
 class SchedulerState:
-    """Raises ConfigError if the file cannot be opened or belongs to another version."""
+    """Raises ConfigError if the file cannot be opened or belongs to another version, and
+    sqlite3.Error if it cannot be written, which changes nothing. What it says already is not
+    written again, and needs no room on a full disk."""
 
     def __init__(self, path: Path | None) -> None:
         pragmas = ("journal_mode=WAL", "synchronous=NORMAL")
@@ -74,27 +76,38 @@ class SchedulerState:
             for job, store, version, active, harvesting in rows
         }
 
-    def publish(self, job: JobId, *, store: str, version: WeightVersion) -> None:
-        self._db.execute(
-            "INSERT INTO jobs (job, store, version) VALUES (?, ?, ?) ON CONFLICT (job) "
-            "DO UPDATE SET store = excluded.store, version = excluded.version",
-            (job, store, version),
-        )
+    def publish(
+        self, job: JobId, *, store: str, version: WeightVersion, activate: bool = False
+    ) -> None:
+        with self._db:
+            self._db.execute("BEGIN")
+            self._db.execute(
+                "INSERT INTO jobs (job, store, version) VALUES (?, ?, ?) ON CONFLICT (job) "
+                "DO UPDATE SET store = excluded.store, version = excluded.version "
+                "WHERE store != excluded.store OR version != excluded.version",
+                (job, store, version),
+            )
+            if activate:
+                self._activate(job)
 
     def activate(self, job: JobId) -> None:
         with self._db:
             self._db.execute("BEGIN")
-            self._db.execute("UPDATE jobs SET active = 0")
-            self._db.execute(
-                "INSERT INTO jobs (job, active) VALUES (?, 1) "
-                "ON CONFLICT (job) DO UPDATE SET active = 1",
-                (job,),
-            )
+            self._activate(job)
+
+    def _activate(self, job: JobId) -> None:
+        self._db.execute("UPDATE jobs SET active = 0 WHERE active AND job != ?", (job,))
+        self._db.execute(
+            "INSERT INTO jobs (job, active) VALUES (?, 1) "
+            "ON CONFLICT (job) DO UPDATE SET active = 1 WHERE NOT active",
+            (job,),
+        )
 
     def set_harvesting(self, job: JobId, *, enabled: bool) -> None:
         self._db.execute(
             "INSERT INTO jobs (job, harvesting) VALUES (?, ?) "
-            "ON CONFLICT (job) DO UPDATE SET harvesting = excluded.harvesting",
+            "ON CONFLICT (job) DO UPDATE SET harvesting = excluded.harvesting "
+            "WHERE harvesting IS NOT excluded.harvesting",
             (job, int(enabled)),
         )
 

@@ -98,6 +98,7 @@ def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> di
         ],
         "stop_faults": dict(scheduler.harvest.stops.faults) if tenant is None else {},
         "silent_agents": dict(scheduler.harvest.silent_agents) if tenant is None else {},
+        "unrecorded": scheduler.unrecorded() if tenant is None else [],
     }
 
 
@@ -119,6 +120,10 @@ def render_metrics(scheduler: Scheduler) -> bytes:
         metrics.service_budget,
     ):
         gauge.clear()
+    metrics.unrecorded.set(bool(scheduler.unrecorded()))
+    missing = scheduler.missing_decisions()
+    metrics.journal_missing.inc(missing - metrics.journal_missing_before)
+    metrics.journal_missing_before = missing
     metrics.answers_bytes.set(scheduler.answered.size_bytes)
     for each in scheduler.harvest.budgets.all():
         for part in ("budget", "spent", "outstanding"):

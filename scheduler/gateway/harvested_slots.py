@@ -5,6 +5,7 @@ A lease in hand becomes a guest in the fleet; a lease that ends takes its guest 
 
 import asyncio
 import logging
+import sqlite3
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -86,6 +87,8 @@ class Harvest:
         self.budgets = ServiceBudgets(state, clock)
         self.stops = ClusterStops(state, agents)
         self.leases: dict[LeaseId, Lease] = {}
+        self.unrecorded: set[LeaseId] = set()
+        """Leases whose beginning or end is not in the state file."""
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
         self.silent_agents: dict[str, str] = {}
 
@@ -116,6 +119,8 @@ class Harvest:
 
     async def look(self) -> None:
         """One sample, one decision, its effects."""
+        for name in sorted(self.unrecorded):
+            self._record(name)
         for name in sorted(self._doubted & self.leases.keys()):
             await self._renew(self.leases[name])
         self._doubted.clear()
@@ -183,7 +188,7 @@ class Harvest:
     async def _adopt(self) -> None:
         """Renew what an earlier process held; what its agent does not renew is forgotten."""
         for lease in self._state.leases():
-            self._state.end(lease.lease)
+            self._record(lease.lease)
             if lease.agent not in self._agents:
                 continue
             await self._refresh_offers(lease.agent)
@@ -288,10 +293,10 @@ class Harvest:
     def _hold(self, lease: Lease) -> None:
         known = self.leases.get(lease.lease)
         self.leases[lease.lease] = lease
-        self._state.hold(lease)
         if known is not None and known.epoch == lease.epoch:
             self._fleet.renewed(self._guest_id(lease.slot), lease)
             return
+        self._record(lease.lease)
         offer = self._offer(lease.slot, lease.agent)
         if offer is None:
             return
@@ -302,8 +307,22 @@ class Harvest:
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)
-        self._state.end(lease.lease)
         self._fleet.remove(self._guest_id(lease.slot), reason)
+        self._record(lease.lease)
+
+    def _record(self, name: LeaseId) -> None:
+        """Tried again at each look while the state file cannot take it. A restart asks the agent
+        about each lease that it finds, so one that has ended is not used; one that it does not find
+        ends by itself."""
+        lease = self.leases.get(name)
+        try:
+            self._state.end(name) if lease is None else self._state.hold(lease)
+        except sqlite3.Error as error:
+            if not self.unrecorded:
+                _log.error("leases cannot be recorded in state_file: %s", error)
+            self.unrecorded.add(name)
+        else:
+            self.unrecorded.discard(name)
 
     def _offer(self, slot: SlotId, agent: str) -> SlotOffer | None:
         """The slot's offer, if this agent's."""

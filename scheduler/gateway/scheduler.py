@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Coroutine, Sequence
+import sqlite3
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import Annotated, Any
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 FOR_MAX_S = 3600.0
 _EXPIRED_S = 0.25
-"""Period of checks for expired switches and answers, in s."""
+"""Period of checks for expired switches and answers, and of tries to record what is not, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
 _SESSIONS_REMEMBERED = 1 << 17
 
@@ -102,6 +103,8 @@ class Scheduler:
         self._off_at_s: dict[tuple[JobId, Switch], float] = {}
         """Ends of switches that were set for a limited time. A job in a phase renews them while its
         permit lasts: when its process dies, engines on another job's node are no longer used."""
+        self._unrecorded: set[tuple[JobId, Switch]] = set()
+        """Switches that are off, and on in the state file."""
         self.exported: dict[tuple[JobId, str], int] = {}
         """Ledger totals that the metrics have had."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
@@ -342,22 +345,25 @@ class Scheduler:
     ) -> dict[EngineId, SwitchState]:
         """The engines, unless they serve another tenant's job.
 
-        Raises Stale if the job is past it, Exhausted if dedicated engines took too long.
+        Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
+        cannot be recorded: then nothing has moved.
         """
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
         await self.fleet.stage(job, store=store, version=version)
-        self._observe(published)
-        self.state.publish(job, store=store, version=version)
         target = self.fleet.policy.target
-        if target is not None and target.job == job:
-            self.state.activate(job)
+        serves = target is None or target.job == job
+        self._observe(
+            published,
+            lambda: self.state.publish(job, store=store, version=version, activate=serves),
+        )
+        if serves:
             await self._settle(job, version)
         return self.fleet.policy.switch_states(job, version) if self._sees_engines(job) else {}
 
     async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
-        """Serve this job from now on. Raises Stale while it has published nothing to load."""
-        self._observe(JobActivated(job=job))
-        self.state.activate(job)
+        """Serve this job from now on. Raises Stale while it has published nothing to load, and
+        Exhausted as `publish` does."""
+        self._observe(JobActivated(job=job), lambda: self.state.activate(job))
         self.harvest.wake()
         target = self.fleet.policy.target
         assert target is not None
@@ -366,20 +372,58 @@ class Scheduler:
 
     def switch(
         self, job: JobId, switch: Switch, *, enabled: bool, for_s: float | None = None
-    ) -> None:
-        """`for_s`: off again then, and after a restart, unless it was switched on again."""
-        self._off_at_s.pop((job, switch), None)
+    ) -> bool:
+        """`for_s`: off again then, and after a restart, unless it was switched on again.
+
+        Off works in any case: False says that a restart would switch it on again. Raises Exhausted
+        if "on" cannot be recorded: then nothing has changed.
+        """
+        key = job, switch
+        fault = self._record_switch(job, switch, on=enabled and for_s is None)
+        if fault and enabled:
+            raise Exhausted(f"nothing was changed: state_file cannot be written: {fault}")
+        if not fault:
+            self._unrecorded.discard(key)
+        elif key not in self._unrecorded:
+            _log.error("job %s: a restart would switch %s on again: %s", job, switch, fault)
+            self._unrecorded.add(key)
+        self._off_at_s.pop(key, None)
         if for_s is not None:
-            self._off_at_s[job, switch] = self._clock.now() + for_s
-        survives = enabled and for_s is None
+            self._off_at_s[key] = self._clock.now() + for_s
         match switch:
             case Switch.HARVESTING:
                 self._harvesting[job] = enabled
-                self.state.set_harvesting(job, enabled=survives)
             case Switch.DEDICATED:
-                self.state.use_dedicated(job, enabled=survives)
                 self.fleet.use_dedicated(job, enabled=enabled)
         self.harvest.wake()
+        return not fault
+
+    def _record_switch(self, job: JobId, switch: Switch, *, on: bool) -> str:
+        """Why the state file cannot take it; "" if it has."""
+        try:
+            match switch:
+                case Switch.HARVESTING:
+                    self.state.set_harvesting(job, enabled=on)
+                case Switch.DEDICATED:
+                    self.state.use_dedicated(job, enabled=on)
+        except sqlite3.Error as error:
+            return str(error)
+        return ""
+
+    def unrecorded(self) -> list[str]:
+        """Nouns for the facts that journals and state file lack now."""
+        lacking = {
+            "budgets": self.harvest.budgets.fault,
+            "decisions": self._versions_log.fault or self._capacity_log.fault,
+            "leases": self.harvest.unrecorded,
+            "stops": self.harvest.stops.unrecorded,
+            "switches": self._unrecorded,
+        }
+        return [noun for noun, fault in lacking.items() if fault]
+
+    def missing_decisions(self) -> int:
+        """Decisions without a line in a journal."""
+        return self._versions_log.missing_total + self._capacity_log.missing_total
 
     def harvesting(self, job: JobId) -> bool:
         return self._harvesting[job]
@@ -428,13 +472,26 @@ class Scheduler:
             for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
                 _log.warning("job %s: %s goes off, it was not renewed", job, switch)
                 self.switch(job, switch, enabled=False)
+            self._versions_log.look(now=now)
+            self._capacity_log.look(now=now)
+            for key in sorted(self._unrecorded):
+                if not self._record_switch(*key, on=False):
+                    self._unrecorded.discard(key)
 
     def _sees_engines(self, job: JobId) -> bool:
         """Whether they serve a job of the same tenant, or none."""
         target = self.fleet.policy.target
         return target is None or self.jobs[target.job].tenant == self.jobs[job].tenant
 
-    def _observe(self, event: VersionPublished | JobActivated) -> None:
+    def _observe(self, event: VersionPublished | JobActivated, record: Callable[[], None]) -> None:
+        """Recorded before the fleet moves. Raises Stale, and Exhausted if it cannot be recorded."""
+        if not self.fleet.policy.refusal(event):
+            try:
+                record()
+            except sqlite3.Error as error:
+                raise Exhausted(
+                    f"nothing was changed: state_file cannot be written: {error}"
+                ) from error
         self.fleet.last_refusal = ""
         self.fleet.observe(event)
         if self.fleet.last_refusal:

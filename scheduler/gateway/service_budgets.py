@@ -22,7 +22,8 @@ class ServiceBudgets:
         self._state = state
         self._clock = clock
         self._ledger, kept_at_s = state.budgets()
-        self._fault = ""
+        self.fault = ""
+        """Why budgets cannot be stored; "" while they can."""
         self._from_s = clock.now() - kept_at_s
 
     def report(self, offers: Iterable[SlotOffer]) -> None:
@@ -58,11 +59,11 @@ class ServiceBudgets:
         try:
             self._state.keep_budgets(self._ledger, at_s=now)
         except sqlite3.Error as error:
-            if not self._fault:
+            if not self.fault:
                 _log.error("error budgets cannot be stored, and none is allotted: %s", error)
-            self._fault = str(error)
+            self.fault = str(error)
             return False
-        self._fault = ""
+        self.fault = ""
         return True
 
     def _now(self) -> float:

@@ -28,6 +28,7 @@ from aiohttp.typedefs import Handler
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
+from harvester.contracts.wire.rollouts import PublishedNumber
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
 from scheduler.gateway.scheduler import PauseMode, Scheduler
 
@@ -90,7 +91,7 @@ class WeightTransferInit(msgspec.Struct, frozen=True):
 
 class WeightUpdateInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: str
-    version: int
+    version: PublishedNumber
     state_hash: str | None = None
     """Accepted and ignored: each engine checks its load against the store's own record."""
 
@@ -184,9 +185,7 @@ class WeightSyncRoutes:
 
     async def _update(self, job: JobId, request: web.Request) -> ControlReply:
         info = (await _decoded(request, WeightUpdate)).update_info
-        if info.version < 1:
-            raise PeerProtocolError("version: versions begin at 1")
-        store, version = checked_name(info.store, what="store"), WeightVersion(info.version)
+        store, version = checked_name(info.store, what="store"), info.version
         await self._scheduler.publish(job, store=store, version=version, cut_exact=False)
         self._updated[job] = version
         return ControlReply(message="Weights updated")

@@ -6,7 +6,7 @@ and numerics made which tokens.
 """
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -235,8 +235,11 @@ class GenerateReply(PromptScores, frozen=True, kw_only=True, omit_defaults=True)
     weight_version_end: WeightVersion | None = None
 
 
+PublishedNumber: TypeAlias = Annotated[WeightVersion, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+
+
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    version: WeightVersion
+    version: PublishedNumber
     store: str
     cut_open_turns: bool = False
     """End turns that are pinned to exactly the version before, with partial output, instead of

@@ -145,6 +145,23 @@ class VersionPolicy:
             for engine, at in sorted(self._engines.items())
         }
 
+    def refusal(self, event: VersionPublished | JobActivated) -> str:
+        """Why the event would be refused now; "" if it would not."""
+        before = self._published.get(event.job)
+        if isinstance(event, JobActivated):
+            if (before and before.version) or not any(at.version for at in self._engines.values()):
+                return ""
+            return f"job {event.job} has published nothing; publish a version before activating it"
+        # A version of a job is of one store for good: its number alone says what an engine holds.
+        if before is None or event.version > before.version:
+            return ""
+        if (event.store, event.version) == (before.store, before.version):
+            return ""
+        return (
+            f"job {event.job} is at version {before.version} of store {before.store}; "
+            "versions only rise, whatever store they are in"
+        )
+
     def observe(self, event: VersionsEvent, *, now: float) -> tuple[VersionsEffect, ...]:
         match event:
             case EngineJoined():
@@ -173,15 +190,9 @@ class VersionPolicy:
         return [self._update(event.engine, target)]
 
     def _publish(self, event: VersionPublished) -> list[VersionsEffect]:
-        before = self._published.get(event.job)
-        now_at = JobVersion(job=event.job, store=event.store, version=event.version)
-        # A version of a job is of one store for good: its number alone says what an engine holds.
-        if before is not None and now_at != before and event.version <= before.version:
-            reason = (
-                f"job {event.job} is at version {before.version} of store {before.store}; "
-                "versions only rise, whatever store they are in"
-            )
+        if reason := self.refusal(event):
             return [RefusePublish(job=event.job, version=event.version, reason=reason)]
+        now_at = JobVersion(job=event.job, store=event.store, version=event.version)
         self._published[event.job] = now_at
         if self._target is None or self._target.job == event.job:
             return self._retarget(now_at, cut_exact=event.cut_exact)
@@ -191,8 +202,7 @@ class VersionPolicy:
         to = self._published.get(job)
         if to is None:
             to = JobVersion(job=job, store="", version=WeightVersion(0))
-        if to.version == 0 and any(at.version for at in self._engines.values()):
-            reason = f"job {job} has published nothing; publish a version before activating it"
+        if reason := self.refusal(JobActivated(job=job)):
             return [RefusePublish(job=job, version=to.version, reason=reason)]
         self._published[job] = to
         return self._retarget(to, cut_exact=False)

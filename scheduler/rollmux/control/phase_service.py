@@ -4,7 +4,6 @@ Never blocks and is used by one thread at a time; a waiting caller looks again w
 signals a change. The socket server and the Ray actor are the shells around it.
 """
 
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +57,6 @@ JOBS_MAX = 4096
 TICK_S = 0.1
 JOURNAL_BYTES = 64 << 20
 _RETRY_S = 0.5
-_LOG = logging.getLogger(__name__)
 
 
 class PhaseService:
@@ -262,20 +260,12 @@ class PhaseService:
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
         self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
-        self._journal(event, effects, now)
-        self._keep()
-        return effects
-
-    def _journal(self, event: RuntimeEvent, effects: tuple[RuntimeEffect, ...], now: float) -> None:
-        """A full disk costs the journal decisions, never a job its answer."""
-        try:
-            snapshot = self._log.decided(now=now, sample=event, effects=effects)
-        except OSError as error:
-            if self._log.missing == 1:
-                _LOG.warning("the journal cannot be written: %s", error)
-            return
+        # A full disk costs the journal decisions, never a job its answer.
+        snapshot = self._log.decided(now=now, sample=event, effects=effects)
         if snapshot is not None:
             self._begin_anew(snapshot)
+        self._keep()
+        return effects
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
         """Restarts the policy from the snapshot in the journal's new file, which then replays

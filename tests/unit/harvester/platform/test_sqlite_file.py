@@ -23,6 +23,16 @@ def test_rows_and_pragmas_survive_a_restart(tmp_path: Path) -> None:
     assert rows == (2,)
 
 
+def test_a_file_of_this_version_is_opened_without_a_write(tmp_path: Path) -> None:
+    path, pragmas = tmp_path / "state.db", ("journal_mode=WAL",)
+    first = sqlite_file.opened(path, SCHEMA, version=3, pragmas=pragmas)
+    log = path.with_name("state.db-wal")
+    before = log.stat().st_size
+    sqlite_file.opened(path, SCHEMA, version=3, pragmas=pragmas).close()
+    assert log.stat().st_size == before
+    first.close()
+
+
 def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     other = tmp_path / "other.db"
     with sqlite3.connect(other) as db:

@@ -59,3 +59,22 @@ def test_refuses_a_file_of_another_version_or_kind(tmp_path: Path) -> None:
     other.write_text("not a database, but long enough to be looked at as one" * 10)
     with pytest.raises(ConfigError, match="text"):
         SchedulerState(other)
+
+
+def test_a_fact_that_the_file_has_already_needs_no_room(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    log = path.with_name("state.db-wal")
+    state = SchedulerState(path)
+    for run in range(2):
+        before = log.stat().st_size, log.stat().st_mtime_ns
+        state.publish(A, store="sa", version=WeightVersion(1), activate=True)
+        state.activate(A)
+        state.set_harvesting(A, enabled=False)
+        state.use_dedicated(A, enabled=False)
+        state.use_dedicated(B, enabled=True)
+        state.end(LeaseId("l"))
+        again = SchedulerState(path)
+        assert again.jobs()[A].active
+        again.close()
+        assert (before == (log.stat().st_size, log.stat().st_mtime_ns)) is (run == 1)
+    state.close()

@@ -1,5 +1,6 @@
 """The holder of leases against agents that restart, answer for others, or answer nonsense."""
 
+import sqlite3
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,12 @@ class Agent:
 
 
 class Stage:
-    def __init__(self, *agents: str, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        *agents: str,
+        credentials: Credentials | None = None,
+        state: SchedulerState | None = None,
+    ) -> None:
         self.clock = Clock()
         self.agents = {name: Agent(self.clock, name) for name in agents or ("n",)}
         self.fleet = Fleet()
@@ -145,7 +151,7 @@ class Stage:
         self.harvest = Harvest(
             policy,
             self.fleet,  # type: ignore[arg-type]
-            SchedulerState(None),
+            state or SchedulerState(None),
             DecisionLog(None, policy, {}, max_bytes=1 << 20, now=0.0),
             self.clock,
             agents=self.agents,  # type: ignore[arg-type]
@@ -271,3 +277,76 @@ async def test_no_token_goes_to_a_guest_that_an_agent_offers_by_plain_http(tmp_p
     assert not stage.held
     assert "http://n-slot" in stage.harvest.silent_agents["n"]
     assert "engine-proxy" in stage.harvest.silent_agents["n"]
+
+
+class FullState(SchedulerState):
+    full = False
+
+    def hold(self, lease: Lease) -> None:
+        self._fails()
+        super().hold(lease)
+
+    def end(self, lease: LeaseId) -> None:
+        self._fails()
+        super().end(lease)
+
+    def _fails(self) -> None:
+        if self.full:
+            raise sqlite3.OperationalError("database or disk is full")
+
+
+async def test_leases_that_cannot_be_recorded_are_used_and_recorded_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = FullState(None)
+    stage = Stage(state=state)
+    state.full = True
+    await stage.looks()
+    assert set(stage.held) == set(SLOTS)
+    await stage.looks(after_s=1.0)
+    assert stage.harvest.unrecorded == set(stage.harvest.leases)
+    assert caplog.text.count("cannot be recorded") == 1
+    assert state.leases() == []
+    state.full = False
+    await stage.looks(after_s=1.0)
+    assert stage.harvest.unrecorded == set()
+    assert {lease.lease for lease in state.leases()} == set(stage.harvest.leases)
+
+
+async def test_a_lease_whose_end_cannot_be_recorded_is_not_used_and_is_forgotten_later() -> None:
+    state = FullState(None)
+    stage = Stage(state=state)
+    await stage.looks()
+    lease = stage.held[SLOTS[0]]
+    state.full = True
+    stage.agents["n"].reply = LeaseEnded(lease=lease.lease, reason=EndReason.RELEASED)
+    await stage.harvest._renew(lease)
+    assert SLOTS[0] not in stage.held
+    assert EngineId("guest.slot0") not in stage.fleet.guests
+    assert lease.lease in {each.lease for each in state.leases()}
+    state.full = False
+    stage.harvest._demands = lambda: ()
+    await stage.looks()
+    assert lease.lease not in {each.lease for each in state.leases()}
+
+
+async def test_a_restart_on_a_full_disk_renews_its_leases() -> None:
+    state = FullState(None)
+    before = Stage(state=state)
+    await before.looks()
+    after = Stage(state=state)
+    after.agents = before.agents
+    after.harvest._agents = before.agents  # type: ignore[assignment]
+    state.full = True
+    await after.harvest._adopt()
+    assert set(after.held) == set(SLOTS)
+
+
+async def test_a_renewal_is_not_recorded_again() -> None:
+    state = FullState(None)
+    stage = Stage(state=state)
+    await stage.looks()
+    state.full = True
+    await stage.looks(after_s=4.0)
+    assert all(lease.expires_s == 14.0 for lease in stage.held.values())
+    assert stage.harvest.unrecorded == set()
