@@ -281,6 +281,7 @@ class _TextRequest:
         self.returns_ids = bool(body.get("return_token_ids"))
         self._on_interrupt = body.get("on_interrupt")
         self._pins = given(body, PIN_FIELDS)
+        self._requires_tool = body.get("tool_choice") == "required"
         self.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
         self.echoes = bool(body.get("echo"))
         self.generates = body.get("max_tokens") != 0
@@ -396,8 +397,11 @@ class _TextRequest:
         spans = msgspec.to_builtins(choice.spans)
         told |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
         if choice.finish_reason is FinishReason.LENGTH:
-            # vLLM's derenderer takes a call that was cut off for a whole one.
+            # vLLM's derenderer takes a call that was cut off for a whole one,
             told["finish_reason"] = choice.finish_reason
+        elif self._requires_tool and _message(told).get("tool_calls") and choice.finish_reason:
+            # and one that had to come for text.
+            told["finish_reason"] = "tool_calls"
         if choice.weight_versions is not None:
             told["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
         for name in ("fault", "immovable", "routed_experts", "sampling_mask"):
