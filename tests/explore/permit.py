@@ -122,6 +122,7 @@ class _Service(PhaseService):
         self._clock: Any = clock
         self._state: Any = disk
         self._metrics: Any = _Unmeasured()
+        self._log: Any = _Unmeasured()
         self._policy: Any = PermitPolicy(CONFIG)
         self._ticked_s = clock.now()
         self._loaded_seen_s, self._unsaved = {}, set()
@@ -134,9 +135,6 @@ class _Service(PhaseService):
         effects = super()._observe(event)
         self.effects += effects
         return effects
-
-    def _journal(self, *_: object) -> None:
-        pass
 
 
 def _encoded(reply: Any) -> bytes:
