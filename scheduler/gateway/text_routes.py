@@ -91,11 +91,11 @@ Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
 """Decodes and checks the body of a generate request of the job."""
 
 
-class _PromptLogprob(msgspec.Struct):
+class PromptLogprob(msgspec.Struct):
     logprob: float
 
 
-_PROMPT_LOGPROBS = list[dict[int, _PromptLogprob] | None]
+_PROMPT_LOGPROBS = list[dict[int, PromptLogprob] | None]
 
 
 class TextRoutes:
@@ -200,7 +200,7 @@ class TextRoutes:
         log-probabilities, of which the first one has none."""
         sampling, content = turn.sampling_params, []
         if sampling.logprobs is not None and scores:
-            scored = msgspec.json.decode(scores["prompt_logprobs"], type=_PROMPT_LOGPROBS)
+            scored = prompt_logprobs(scores)
             content = [_of_prompt(*each) for each in zip(turn.token_ids, scored, strict=True)]
         choice = Choice(token_ids=turn.token_ids, logprobs=Logprobs(tuple(content)))
         response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
@@ -425,7 +425,13 @@ def renderer_logprob(logprob: TokenLogprob) -> Body:
     }
 
 
-def _of_prompt(token_id: int, scores: dict[int, "_PromptLogprob"] | None) -> TokenLogprob:
+def prompt_logprobs(scores: Body) -> list[dict[int, PromptLogprob] | None]:
+    """Each prompt token's log-probabilities by token id, of `Samples.prompt_scores`; the first
+    token has none."""
+    return msgspec.json.decode(scores["prompt_logprobs"], type=_PROMPT_LOGPROBS)
+
+
+def _of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
     """The log-probability of a prompt's token, as of one that was sampled."""
     if scores is None:
         return TokenLogprob(token_id, _NO_LOGPROB)

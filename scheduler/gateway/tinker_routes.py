@@ -10,6 +10,7 @@ a trainer publishes to the store.
 """
 
 import asyncio
+import math
 import re
 import secrets
 import struct
@@ -29,7 +30,13 @@ from scheduler.gateway.pressure import HELD_BODY, TenantShares
 from scheduler.gateway.renderer import Body
 from scheduler.gateway.samples import follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.text_routes import Admit, JobOf, json_object, trajectory_of
+from scheduler.gateway.text_routes import (
+    Admit,
+    JobOf,
+    json_object,
+    prompt_logprobs,
+    trajectory_of,
+)
 
 SAMPLE_ROUTE = "/api/v1/asample"
 ABANDONED_S = 60.0
@@ -48,8 +55,13 @@ ACCEPTED: dict[str, Body] = {
 }
 _NEUTRAL: tuple[Any, ...] = (None, False, 0)
 _SAMPLE_FIELDS = frozenset(
-    ("num_samples", "prompt", "sampling_params", "sampling_session_id", "seq_id", "type")
+    (
+        *("num_samples", "prompt", "sampling_params", "sampling_session_id", "seq_id", "type"),
+        *("topk_sample_logprobs", "prompt_logprobs", "topk_prompt_logprobs"),
+    )
 )
+_NO_CANDIDATE = (0, -99999.0)
+"""Token and log-probability in rows of candidates that are not full, as the client reads them."""
 _SAMPLER = re.compile(r"(?P<session>[0-9a-f]{16})\.(?P<number>\d{1,9})\.(?P<version>\d{0,18})")
 _MODEL_PATH = re.compile(r"tinker://(?P<job>[^/]+)/(?P<version>\d{1,18})")
 
@@ -128,7 +140,7 @@ class TinkerRoutes:
             held = ExitStack()
             held.enter_context(self._promise_shares.holding(tenant, 1))
             held.callback(self._promises.pop, (job, name), None)
-            work = self._served(job, request, name, generate, body.get("topk_sample_logprobs") or 0)
+            work = self._served(job, request, name, generate, body)
             keep = partial(self._open_bodies.keeping, tenant)
             self._promises[job, name] = _Promise(
                 asyncio.ensure_future(work), held, request[HELD_BODY].pop_all(), keep
@@ -137,17 +149,20 @@ class TinkerRoutes:
         return json_reply({"request_id": name, "sample_sequence_ids": sequences})
 
     async def _served(
-        self, job: JobId, request: web.Request, name: str, generate: GenerateRequest, top_k: int
+        self, job: JobId, request: web.Request, name: str, generate: GenerateRequest, body: Body
     ) -> bytes:
         """The samples' reply, as protobuf. Raises what serving a turn raises."""
         trajectory = trajectory_of(request, name)
         parts = samples_of(generate)
         async with follow(self._scheduler, job, trajectory, parts, name=name) as samples:
             choices = [turn.choice() for turn in await samples.results()]
+            scores = samples.prompt_scores(0)
         for choice in choices:
             if choice.finish_reason is FinishReason.ABORT:
                 raise Exhausted(f"the turn ended early: {choice.fault or 'it was aborted'}")
-        return b"".join(_message(1, _sequence(choice, top_k)) for choice in choices)
+        top_k = body.get("topk_sample_logprobs") or 0
+        told = b"".join(_message(1, _sequence(choice, top_k)) for choice in choices)
+        return told + (_scored(generate.token_ids, scores, body) if scores else b"")
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         job, name = self._job_of(request), str((await json_object(request)).get("request_id"))
@@ -231,7 +246,7 @@ def _generate_body(name: str, body: Body) -> bytes:
     """The body of a generate request for Tinker's. Raises PeerProtocolError, naming the field."""
     version = _checked_sampler(str(body.get("sampling_session_id")))["version"]
     for field, value in body.items():
-        if field not in _SAMPLE_FIELDS | {"topk_sample_logprobs"} and value not in _NEUTRAL:
+        if field not in _SAMPLE_FIELDS and value not in _NEUTRAL:
             raise PeerProtocolError(f"{field}: not offered; leave it out")
     try:
         chunks = body["prompt"]["chunks"]
@@ -248,15 +263,49 @@ def _generate_body(name: str, body: Body) -> bytes:
         given["stop_token_ids"] = stop
     elif stop is not None:
         given["stop"] = stop
-    candidates = body.get("topk_sample_logprobs") or 0
-    if not isinstance(candidates, int):
-        raise PeerProtocolError("topk_sample_logprobs: send a number")
+    candidates, of_prompt = (
+        _number_of(body, name) for name in ("topk_sample_logprobs", "topk_prompt_logprobs")
+    )
     given |= {"n": body.get("num_samples", 1), "logprobs": max(1, candidates)}
+    if of_prompt or body.get("prompt_logprobs"):
+        given["prompt_logprobs"] = of_prompt
     pin = {"weight_version": {"exact": int(version)}} if version else {}
     generate = {"request_id": name, "token_ids": token_ids, "sampling_params": given}
     # A partial sample has no form here, and one that is begun anew would prefer short ones.
     generate["on_interrupt"] = "continue"
     return msgspec.json.encode(generate | pin)
+
+
+def _number_of(body: Body, name: str) -> int:
+    number = body.get(name) or 0
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise PeerProtocolError(f"{name}: send a number")
+    return number
+
+
+def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
+    """The prompt's part of a `SampleResponse`. The first token has no log-probability."""
+    scored = prompt_logprobs(scores)
+    told = b""
+    if body.get("prompt_logprobs"):
+        own = zip(token_ids, scored, strict=True)
+        told += _message(2, _float32(each[one].logprob if each else math.nan for one, each in own))
+    if top_k := _number_of(body, "topk_prompt_logprobs"):
+        rows = []
+        for each in scored:
+            best = sorted((each or {}).items(), key=lambda item: -item[1].logprob)[:top_k]
+            row = [(one, candidate.logprob) for one, candidate in best]
+            rows.append(row + [_NO_CANDIDATE] * (top_k - len(row)))
+        told += _message(3, _candidates(rows))
+    return told
+
+
+def _candidates(rows: Sequence[Sequence[tuple[int, float]]]) -> bytes:
+    """Tinker's `TopkLogprobs`, of rows that are equally long."""
+    flat = [each for row in rows for each in row]
+    encoded = _message(1, _int32([token for token, _ in flat]))
+    encoded += _message(2, _float32(logprob for _, logprob in flat))
+    return encoded + _number(3, len(rows[0])) + _number(4, len(rows))
 
 
 def _sequence(choice: Choice, top_k: int) -> bytes:
@@ -271,10 +320,8 @@ def _sequence(choice: Choice, top_k: int) -> bytes:
             for each in content
         ]
         width = min(map(len, best))
-        flat = [token for row in best for token in row[:width]]
-        rows = _message(1, _int32([token.token_id for token in flat]))
-        rows += _message(2, _float32(token.logprob for token in flat))
-        encoded += _message(4, rows + _number(3, width) + _number(4, len(best)))
+        rows = [[(token.token_id, token.logprob) for token in row[:width]] for row in best]
+        encoded += _message(4, _candidates(rows))
     return encoded
 
 

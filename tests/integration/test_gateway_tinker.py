@@ -1,5 +1,6 @@
 """Tinker's sampling routes over fake engines, as its client calls them."""
 
+import math
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,7 @@ import aiohttp
 import pytest
 
 from scheduler.gateway import tinker_routes
-from tests.integration.fake_engine import FakeEngine
+from tests.integration.fake_engine import VOCABULARY, FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, continued, gateway_on
 
 PROMPT = [4, 5, 6]
@@ -78,6 +79,40 @@ async def test_a_promise_is_kept_as_the_protobuf_of_its_samples() -> None:
     assert (status, reply) == (200, wanted * 2)
 
 
+async def test_a_prompt_s_log_probabilities_come_beside_its_samples() -> None:
+    asked = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "num_samples": 2}
+    async with tinker() as client:
+        _, sampler = await client.sampler(base_model="job")
+        _, promise = await client.begin(sampler, 0, **asked)
+        _, reply = await client.post("retrieve_future", {"request_id": promise["request_id"]})
+    scores = [-each / VOCABULARY for each in PROMPT[1:]]
+    own = struct.pack("<3f", math.nan, *scores)
+    tokens = struct.pack("<6i", 0, 0, PROMPT[1], 0, PROMPT[2], 0)
+    none = -99999.0
+    logprobs = struct.pack("<6f", none, none, scores[0], none, scores[1], none)
+    inner = b"\x0a\x18" + tokens + b"\x12\x18" + logprobs + b"\x18\x02\x20\x03"
+    assert reply.endswith(b"\x12\x0c" + own + b"\x1a" + bytes([len(inner)]) + inner)
+    assert reply.count(own) == 1, "once for all samples of a prompt"
+
+
+async def test_a_sample_that_was_interrupted_goes_on_whatever_its_job_says() -> None:
+    """Tinker's reply cannot say that a sample is partial, and one begun anew prefers short ones."""
+    jobs = [{"id": "job", "on_interrupt": "return_partial"}]
+    async with tinker(step_s=0.02, jobs=jobs) as client:
+        await client.gateway.publish(1)
+        _, sampler = await client.sampler(base_model="job")
+        long = {"sampling_params": {"max_tokens": 40}}
+        _, promise = await client.begin(sampler, 0, **long)
+        await client.gateway.until_tokens(5)
+        await client.gateway.publish(2)
+        _, reply = await client.post("retrieve_future", {"request_id": promise["request_id"]})
+        counted = (await client.gateway.status())["jobs"]["job"]["turns"]
+    begun = struct.pack("<5i", *continued(PROMPT, 5, version=1))
+    assert begun in reply
+    assert b"\x08\x01" in reply[:8], "it ends at its length"
+    assert counted["started"] == 1
+
+
 async def test_a_repeated_request_joins_its_promise() -> None:
     async with tinker(step_s=0.02) as client:
         _, sampler = await client.sampler(base_model="job")
@@ -107,7 +142,8 @@ async def test_a_model_path_pins_its_version() -> None:
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("prompt_logprobs", {"prompt_logprobs": True}),
+        ("prompt_logprobs_last_n", {"prompt_logprobs": True, "prompt_logprobs_last_n": 1}),
+        ("topk_prompt_logprobs", {"topk_prompt_logprobs": "x"}),
         ("prompt", {"prompt": {"chunks": [{"type": "image", "data": ""}]}}),
         ("sampling_session_id", {"sampling_session_id": "of another gateway"}),
         ("token_ids", {"prompt": {"chunks": []}}),
