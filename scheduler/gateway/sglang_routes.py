@@ -5,7 +5,6 @@ GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get
 GET  /ping  /version    vLLM's
 
 Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
-Log-probabilities of prompts are not returned, and a request that asks for them is refused.
 """
 
 import secrets
@@ -17,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.wire.rollouts import Choice, GenerateRequest
+from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import json_reply
 from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
@@ -30,6 +29,7 @@ from scheduler.gateway.text_routes import (
     event_stream,
     given,
     json_object,
+    prompt_logprobs,
     session_of,
     text_tokens,
     trajectory_of,
@@ -150,10 +150,13 @@ class SglangRoutes:
             if asked.stream:
                 return await self._stream(request, asked, samples)
             await samples.results()
-            choices = [turn.choice() for turn in samples.turns if turn is not None]
+            choices = [asked.shown(turn.choice()) for turn in samples.turns if turn is not None]
             with samples.rendering():
                 texts = await self._texts(choices, turns)
             replies = list(map(partial(_reply, asked), choices, turns, texts))
+            for place, (reply, turn) in enumerate(zip(replies, turns, strict=True)):
+                if scores := samples.prompt_scores(place - place % (len(turns) // len(ids))):
+                    reply["meta_info"] |= asked.input_logprobs(turn.token_ids, scores)
             return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
 
     async def _stream(
@@ -203,11 +206,6 @@ class _Asked:
         for name, value in body.items():
             if name not in _FIELDS and value not in _NEUTRAL:
                 raise PeerProtocolError(f"{name}: not offered; leave it out")
-        start = body.get("logprob_start_len")
-        if body.get("return_logprob") and start not in (None, -1):
-            raise PeerProtocolError(
-                "logprob_start_len: log-probabilities of prompts are not returned; leave it out"
-            )
         text, ids = body.get("text"), body.get("input_ids")
         if (text is None) == (ids is None):
             raise PeerProtocolError("send either text or input_ids")
@@ -223,6 +221,14 @@ class _Asked:
         if not isinstance(sampling, dict):
             raise PeerProtocolError("sampling_params: send one object for all prompts")
         self._sampling = _translated(sampling)
+        start = body.get("logprob_start_len") if body.get("return_logprob") else None
+        self._scores_from = None if start == -1 else start
+        """First prompt token whose log-probability is asked for; None: of none."""
+        if start is not None and (type(start) is not int or start < -1 or body.get("stream")):
+            raise PeerProtocolError("logprob_start_len: send one number, and no stream")
+        self._scores_only = self._sampling["max_tokens"] == 0
+        if self._scores_only and self._scores_from is None:
+            raise PeerProtocolError("max_new_tokens: 0 scores prompts; send logprob_start_len too")
         rid, candidates = body.get("rid"), body.get("top_logprobs_num") or 0
         if rid is not None and not isinstance(rid, str):
             raise PeerProtocolError("rid: send one string for the request")
@@ -242,9 +248,40 @@ class _Asked:
         """The body of a generate request for a prompt."""
         name = f"{self.name}-{index}" if self.many else self.name
         sampling = self._sampling | {"logprobs": max(1, self.candidates)}
+        if self._scores_from is not None:
+            if self._scores_from >= len(token_ids):
+                raise PeerProtocolError("logprob_start_len: beyond the prompt")
+            sampling["prompt_logprobs"] = self.candidates
+            # vLLM scores a prompt where it makes a token, which `shown` takes away again.
+            sampling["max_tokens"] = max(1, sampling["max_tokens"])
         return msgspec.json.encode(
             {"request_id": name, "token_ids": token_ids, "sampling_params": sampling} | self._more
         )
+
+    def shown(self, choice: Choice) -> Choice:
+        """The part of a choice that the client asked for."""
+        if not self._scores_only or choice.finish_reason is FinishReason.ABORT:
+            return choice
+        return Choice(
+            index=choice.index,
+            finish_reason=FinishReason.LENGTH,
+            # The version that scored it.
+            spans=tuple(msgspec.structs.replace(each, end=0) for each in choice.spans[:1]),
+        )
+
+    def input_logprobs(self, token_ids: Sequence[int], scores: Body) -> Body:
+        """Log-probabilities of the prompt from the first token that is asked for, which itself has
+        none, as SGLang's."""
+        start, scored = self._scores_from or 0, prompt_logprobs(scores)
+        own: list[Any] = [[None, token_ids[start], None]]
+        top: list[Any] = [None]
+        for token_id, each in zip(token_ids[start + 1 :], scored[start + 1 :], strict=True):
+            found = each or {}
+            own.append([found[token_id].logprob, token_id, None])
+            best = sorted(found.items(), key=lambda item: -item[1].logprob)[: self.candidates]
+            top.append([[candidate.logprob, one, None] for one, candidate in best])
+        told: Body = {"input_token_logprobs": own}
+        return told | ({"input_top_logprobs": top} if self.candidates else {})
 
 
 def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> Body:
@@ -252,7 +289,7 @@ def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> B
     if choice.finish_reason is not None:
         reason = {"type": str(choice.finish_reason)}
         if choice.finish_reason == "length":
-            reason["length"] = turn.sampling_params.max_tokens
+            reason["length"] = len(choice.token_ids)
         elif choice.finish_reason == "abort":
             reason["message"] = choice.fault or "aborted"
         elif choice.stop_reason is not None or choice.token_ids:

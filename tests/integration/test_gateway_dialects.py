@@ -11,7 +11,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.integration.fake_engine import FakeEngine
+from tests.integration.fake_engine import VOCABULARY, FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, Site, continued, gateway_on
 
 
@@ -347,6 +347,50 @@ async def test_miles_gets_what_its_rollout_reads_of_a_reply() -> None:
     assert [entry[1] for entry in told["meta_info"]["output_token_logprobs"]] == made
     assert told["meta_info"]["finish_reason"]["type"] == "length"
     assert (refused[0], "another" in refused[1]["error"]) == (400, True)
+
+
+async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:
+    """The request of miles 06180588, prefill_logprobs.py."""
+    many = [IDS, [*IDS[:-1], 7]]
+    body = {
+        "input_ids": many,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": 2,
+    }
+    async with served() as (gateway, _):
+        await gateway.publish(3)
+        status, told = await gateway.post("/generate", body)
+        _, both = await gateway.post(
+            "/generate",
+            body
+            | {"input_ids": IDS, "logprob_start_len": 0, "top_logprobs_num": 2}
+            | {"sampling_params": {"max_new_tokens": 3, "n": 2}},
+        )
+        wrong = [
+            body | {"logprob_start_len": 5},
+            body | {"logprob_start_len": -1},
+            body | {"logprob_start_len": "x"},
+            body | {"logprob_start_len": 0, "stream": True},
+        ]
+        refused = [await gateway.post("/generate", each) for each in wrong]
+    assert status == 200
+    for ids, each in zip(many, told, strict=True):
+        meta = each["meta_info"]
+        assert (each["text"], each["output_ids"]) == ("", [])
+        assert (meta["completion_tokens"], meta["weight_version"]) == (0, "3")
+        assert meta["finish_reason"] == {"type": "length", "length": 0}
+        first, *scored = meta["input_token_logprobs"]
+        assert first == [None, ids[2], None]
+        assert scored == [[-token / VOCABULARY, token, None] for token in ids[3:]]
+    for each in both:
+        assert each["output_ids"] == continued(IDS, 3, version=3)
+        meta = each["meta_info"]
+        assert [entry[1] for entry in meta["input_token_logprobs"]] == IDS
+        assert meta["input_top_logprobs"][1:] == [
+            [[-token / VOCABULARY, token, None]] for token in IDS[1:]
+        ]
+    assert [status for status, _ in refused] == [400] * len(wrong)
 
 
 async def test_sglang_s_clients_get_no_empty_text_where_none_can_be_made() -> None:
