@@ -38,19 +38,25 @@ def main() -> None:
                 assert sequence.topk_logprobs is not None
                 assert len(sequence.topk_logprobs) == MAX_TOKENS
                 facts.turn(sequence.tokens, sequence.logprobs)
-        scored(sampler)
+        scored(sampler, facts)
         refused_in_words(service)
     facts.report(client=tinker.__version__)
 
 
-def scored(sampler: tinker.SamplingClient) -> None:
-    """Scores of a prompt equal those of the same tokens when they were sampled."""
+def scored(sampler: tinker.SamplingClient, facts: Facts) -> None:
+    """Scores of a prompt equal those of the same tokens when they were sampled. The client's own
+    `compute_logprobs` is this call without the token that is made."""
     start = [1, 50, 20, 30]
     greedy = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
     made = sampler.sample(types.ModelInput.from_ints(start), 1, greedy).result().sequences[0]
     assert made.logprobs is not None
+    facts.turn(made.tokens, made.logprobs)
     prompt = types.ModelInput.from_ints([*start, *made.tokens])
-    found = sampler.compute_logprobs(prompt).result(timeout=60)
+    one = types.SamplingParams(max_tokens=1, temperature=0.0, stop=[])
+    reply = sampler.sample(prompt, 1, one, include_prompt_logprobs=True).result(timeout=60)
+    facts.turn(reply.sequences[0].tokens, reply.sequences[0].logprobs)
+    found = reply.prompt_logprobs
+    assert found is not None
     assert found[0] is None
     for score, sampled in zip(found[len(start) :], made.logprobs, strict=True):
         assert score is not None
