@@ -50,6 +50,7 @@ from harvester.platform.http_kit import (
 )
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.engine_client import RequestRefused
+from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
 from scheduler.gateway.open_turns import IdInUse
@@ -63,12 +64,11 @@ from scheduler.gateway.scheduler import Scheduler, Switch, SwitchRequest
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
+from scheduler.gateway.text_logprobs import named
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     RENDERER_ROUTES,
     TextRoutes,
-    event_stream,
-    named,
     trajectory_of,
     wants_usage,
 )

@@ -18,23 +18,22 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import json_reply
+from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.stopped_text import text_tokens, without_stop
 from scheduler.gateway.text_fields import PIN_FIELDS, SESSION_FIELDS
+from scheduler.gateway.text_logprobs import prompt_logprobs
 from scheduler.gateway.text_routes import (
     CHUNK_PERIOD_S,
     Admit,
     JobOf,
-    event_stream,
     given,
     json_object,
-    prompt_logprobs,
     session_of,
-    text_tokens,
     trajectory_of,
     turns_of,
-    without_stop,
 )
 
 MAX_PROMPTS = 4096
@@ -272,7 +271,7 @@ class _Asked:
     def input_logprobs(self, token_ids: Sequence[int], scores: Body) -> Body:
         """Log-probabilities of the prompt from the first token that is asked for, which itself has
         none, as SGLang's."""
-        start, scored = self._scores_from or 0, prompt_logprobs(scores)
+        start, scored = self._scores_from or 0, prompt_logprobs(scores, token_ids)
         own: list[Any] = [[None, token_ids[start], None]]
         top: list[Any] = [None]
         for token_id, each in zip(token_ids[start + 1 :], scored[start + 1 :], strict=True):

@@ -11,14 +11,13 @@ client that leaves takes all of its turns with it.
 """
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
 
-from harvester.contracts.errors import PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.leases import SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -26,16 +25,23 @@ from harvester.contracts.wire.rollouts import (
     FinishReason,
     GenerateRequest,
     Logprobs,
-    SamplingParams,
     TokenLogprob,
 )
 from harvester.platform.http_kit import decoded_body, json_reply
+from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.job_paths import route_of
 from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
-from scheduler.gateway.requests import checked_trajectory, stop_strings
+from scheduler.gateway.requests import checked_trajectory
 from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.stopped_text import StoppedText, StoppedTexts, text_tokens, without_stop
 from scheduler.gateway.text_fields import OWN_FIELDS, PIN_FIELDS, SESSION_FIELDS, check_fields
+from scheduler.gateway.text_logprobs import (
+    name_by_id,
+    of_prompt,
+    prompt_logprobs,
+    renderer_logprob,
+)
 
 _ENCODER = msgspec.json.Encoder()
 MODEL_ROUTE = "/v1/models/{model:.+}"
@@ -81,21 +87,9 @@ _MEDIA = frozenset(
 _MESSAGE_TEXTS = ("reasoning_content", "reasoning", "content")
 """Texts of a chat message, as vLLM's parsers part the output; the first is the older name."""
 _OVER = Choice(finish_reason=FinishReason.LENGTH)
-_NO_LOGPROB = -9999.0
-"""vLLM's, where a number must be."""
-
-StoppedTexts: TypeAlias = "dict[str, StoppedText]"
-"""Texts of a streamed choice by their names."""
 JobOf: TypeAlias = Callable[[web.Request], JobId]
 Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
 """Decodes and checks the body of a generate request of the job."""
-
-
-class PromptLogprob(msgspec.Struct):
-    logprob: float
-
-
-_PROMPT_LOGPROBS = list[dict[int, PromptLogprob] | None]
 
 
 class TextRoutes:
@@ -200,8 +194,8 @@ class TextRoutes:
         log-probabilities, of which the first one has none."""
         sampling, content = turn.sampling_params, []
         if sampling.logprobs is not None and scores:
-            scored = prompt_logprobs(scores)
-            content = [_of_prompt(*each) for each in zip(turn.token_ids, scored, strict=True)]
+            scored = prompt_logprobs(scores, turn.token_ids)
+            content = [of_prompt(*each) for each in zip(turn.token_ids, scored, strict=True)]
         choice = Choice(token_ids=turn.token_ids, logprobs=Logprobs(tuple(content)))
         response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
         reply = await self._renderer.derender(text.dialect, text.to_render, [[]], [response])
@@ -415,117 +409,10 @@ class _TextRequest:
                 told["prompt_token_ids"] = turn.token_ids
 
 
-def renderer_logprob(logprob: TokenLogprob) -> Body:
-    """As renderers of vLLM 0.32 read it, by `token_id`, and as older ones do, by `token`."""
-    return {
-        "token_id": logprob.token_id,
-        "token": token_name(logprob),
-        "logprob": logprob.logprob,
-        "top_logprobs": [renderer_logprob(each) for each in logprob.top_logprobs],
-    }
-
-
-def prompt_logprobs(scores: Body) -> list[dict[int, PromptLogprob] | None]:
-    """Each prompt token's log-probabilities by token id, of `Samples.prompt_scores`; the first
-    token has none."""
-    return msgspec.json.decode(scores["prompt_logprobs"], type=_PROMPT_LOGPROBS)
-
-
-def _of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
-    """The log-probability of a prompt's token, as of one that was sampled."""
-    if scores is None:
-        return TokenLogprob(token_id, _NO_LOGPROB)
-    candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
-    return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
-
-
-def token_name(logprob: TokenLogprob) -> str:
-    """The token's text with vLLM's `return_tokens_as_token_ids`."""
-    return f"token_id:{logprob.token_id}"
-
-
-def named(choice: Choice) -> Choice:
-    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
-    content = tuple(map(_named, choice.logprobs.content))
-    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
-
-
-def _named(logprob: TokenLogprob) -> TokenLogprob:
-    candidates = tuple(map(_named, logprob.top_logprobs))
-    return TokenLogprob(logprob.token_id, logprob.logprob, candidates, token_name(logprob))
-
-
-def name_by_id(told: Body, content: Sequence[TokenLogprob]) -> None:
-    """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
-    whatever the request says."""
-    if "tokens" in told:
-        told["tokens"] = [token_name(each) for each in content]
-        told["top_logprobs"] = [
-            {token_name(one): one.logprob for one in each.top_logprobs} or None for each in content
-        ]
-        return
-    for entry, each in zip(told["content"] or (), content, strict=True):
-        entry["token"] = token_name(each)
-        for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
-            candidate["token"] = token_name(one)
-
-
 def _message(choice: Body) -> Body:
     """A chat choice's whole message, or a chunk's part of it."""
     message: Body = choice.get("message") or choice.get("delta") or {}
     return message
-
-
-class StoppedText:
-    """One text of a streamed choice, without the stop string that ends it.
-
-    A tail as long as a stop string is held back until it is known not to begin one.
-    """
-
-    def __init__(self, turn: GenerateRequest) -> None:
-        sampling = turn.sampling_params
-        stops = () if sampling.include_stop_str_in_output else stop_strings(sampling)
-        self._hold_chars = max(map(len, stops), default=1) - 1
-        self._sampling = sampling
-        self._held = ""
-
-    @property
-    def holds(self) -> bool:
-        return bool(self._held)
-
-    def feed(self, text: str, choice: Choice) -> str:
-        """The text that may be sent now."""
-        self._held += text
-        if choice.finish_reason is not None:
-            text, self._held = self._held, ""
-            return without_stop(text, choice, self._sampling)
-        cut = len(self._held) - self._hold_chars
-        ready, self._held = self._held[: max(0, cut)], self._held[max(0, cut) :]
-        return ready
-
-
-def without_stop(text: str, choice: Choice, sampling: SamplingParams) -> str:
-    """The text before the stop string that ended it, unless it is asked for too; vLLM also names
-    other reasons as strings."""
-    stop = choice.stop_reason
-    if sampling.include_stop_str_in_output or not isinstance(stop, str):
-        return text
-    if stop not in stop_strings(sampling) or stop not in text:
-        return text
-    found = text.find(stop)
-    if sampling.min_tokens:
-        # Earlier ones ended nothing. The token that did may hold several that touch each other.
-        found = text.rfind(stop)
-        while (before := text.rfind(stop, 0, found + len(stop) - 1)) >= max(0, found - len(stop)):
-            found = before
-    return text[:found]
-
-
-def text_tokens(choice: Choice, turn: GenerateRequest) -> int:
-    """How many of its tokens are text: all but the stop token or EOS that ended it."""
-    ended = choice.finish_reason is FinishReason.STOP and not isinstance(choice.stop_reason, str)
-    kept = turn.sampling_params.include_stop_str_in_output
-    return len(choice.token_ids) - (ended and not kept and bool(choice.token_ids))
 
 
 def check_count(prompts: int) -> None:
@@ -575,35 +462,6 @@ def wants_usage(stream_options: object, *names: str) -> bool:
     """Whether a stream ends with the usage, or the options of these names are all set."""
     names = names or ("include_usage",)
     return isinstance(stream_options, dict) and all(map(stream_options.get, names))
-
-
-class EventSender:
-    """Server-sent events of one reply; its status is decided by what comes before the first."""
-
-    def __init__(self, request: web.Request) -> None:
-        self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        self._request = request
-
-    async def __call__(self, event: object) -> None:
-        if not self.response.prepared:
-            await self.response.prepare(self._request)
-        await self.response.write(b"data: " + _ENCODER.encode(event) + b"\n\n")
-
-
-@asynccontextmanager
-async def event_stream(request: web.Request) -> AsyncIterator[EventSender]:
-    """Ends the stream by `[DONE]`, or by an error event where a fault comes after the start."""
-    send = EventSender(request)
-    try:
-        yield send
-    except (RoseMuxError, web.HTTPException) as error:
-        if not send.response.prepared:
-            raise
-        await send({"error": {"message": str(error), "code": getattr(error, "status", 500)}})
-    if not send.response.prepared:
-        await send.response.prepare(request)
-    await send.response.write(b"data: [DONE]\n\n")
-    await send.response.write_eof()
 
 
 async def json_object(request: web.Request) -> Body:

@@ -30,13 +30,8 @@ from scheduler.gateway.pressure import HELD_BODY, TenantShares
 from scheduler.gateway.renderer import Body
 from scheduler.gateway.samples import follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.text_routes import (
-    Admit,
-    JobOf,
-    json_object,
-    prompt_logprobs,
-    trajectory_of,
-)
+from scheduler.gateway.text_logprobs import prompt_logprobs
+from scheduler.gateway.text_routes import Admit, JobOf, json_object, trajectory_of
 
 SAMPLE_ROUTE = "/api/v1/asample"
 ABANDONED_S = 60.0
@@ -278,14 +273,14 @@ def _generate_body(name: str, body: Body) -> bytes:
 
 def _number_of(body: Body, name: str) -> int:
     number = body.get(name) or 0
-    if not isinstance(number, int) or isinstance(number, bool):
+    if type(number) is not int or number < 0:
         raise PeerProtocolError(f"{name}: send a number")
     return number
 
 
 def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
     """The prompt's part of a `SampleResponse`. The first token has no log-probability."""
-    scored = prompt_logprobs(scores)
+    scored = prompt_logprobs(scores, token_ids)
     told = b""
     if body.get("prompt_logprobs"):
         own = zip(token_ids, scored, strict=True)

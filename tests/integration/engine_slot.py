@@ -9,7 +9,7 @@ import asyncio
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from benchmarks.migration.model import write_model
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
@@ -336,6 +337,34 @@ def started_slot(
             yield EngineSlot(*urls, pages, weights, agent, children["guest"])
         finally:
             agent.stop()
+
+
+@contextmanager
+def served_model(
+    root: Path, *, name: str, context_tokens: int, arguments: Sequence[str]
+) -> Iterator[str]:
+    """URL of a dedicated engine with random weights; its model is `root`/hf, its weight root
+    `root`/weights."""
+    for folder in ("weights", "s"):
+        (root / folder).mkdir()
+    texts = [Path("README.md").read_text()]
+    write_model(root / "hf", texts=texts, context_tokens=context_tokens, seed=3)
+    spec = EngineSpec(
+        name=name,
+        model=root / "hf",
+        port=free_ports(1)[0],
+        max_model_len=context_tokens,
+        max_num_seqs=4,
+        vllm=capabilities(installed_vllm_version()),
+        extra_arguments=tuple(arguments),
+    )
+    command = launch.dedicated(spec, weights=root / "weights")
+    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
+    with Processes(root / "logs") as processes:
+        started = processes.start(name, command.arguments, environment=environment)
+        url = f"http://127.0.0.1:{spec.port}"
+        wait_for(url, started)
+        yield url
 
 
 def wait_for(url: str, child: Child, *, within_s: float = _START_S) -> None:

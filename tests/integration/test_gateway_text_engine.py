@@ -6,7 +6,6 @@ requests itself.
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -41,33 +40,13 @@ WEATHER = {
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a dedicated engine with random weights."""
     pytest.importorskip("vllm")
-    from benchmarks.migration.model import ENGINE_ARGUMENTS, write_model
-    from benchmarks.testbed.prerequisites import free_ports
-    from benchmarks.testbed.processes import Processes
-    from coserve.vllm import launch
-    from coserve.vllm.capabilities import capabilities, installed_vllm_version
-    from tests.integration.engine_slot import wait_for
+    from benchmarks.migration.model import ENGINE_ARGUMENTS
+    from tests.integration.engine_slot import served_model
 
     root = tmp_path_factory.mktemp("text")
-    for name in ("weights", "s"):
-        (root / name).mkdir()
-    write_model(root / "hf", texts=[Path("README.md").read_text()], context_tokens=512, seed=3)
     parsers = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    spec = launch.EngineSpec(
-        name="job",
-        model=root / "hf",
-        port=free_ports(1)[0],
-        max_model_len=512,
-        max_num_seqs=4,
-        vllm=capabilities(installed_vllm_version()),
-        extra_arguments=(*ENGINE_ARGUMENTS, *parsers, "--reasoning-parser", "deepseek_r1"),
-    )
-    command = launch.dedicated(spec, weights=root / "weights")
-    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
-    with Processes(root / "logs") as processes:
-        started = processes.start("job", command.arguments, environment=environment)
-        url = f"http://127.0.0.1:{spec.port}"
-        wait_for(url, started)
+    arguments = (*ENGINE_ARGUMENTS, *parsers, "--reasoning-parser", "deepseek_r1")
+    with served_model(root, name="job", context_tokens=512, arguments=arguments) as url:
         tokens = json.loads((root / "hf" / "tokenizer.json").read_text())["model"]["vocab"]
         # A model without a purpose fills its calls with the white space that JSON allows.
         CALLING["logit_bias"] |= {str(tokens[each]): -100 for each in tokens if set(each) <= BLANK}

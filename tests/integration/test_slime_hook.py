@@ -94,32 +94,11 @@ async def beside_the_trainer(store: Path, url: str) -> AsyncIterator[None]:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, Path]]:
     """URL of a real engine with random weights, its weight root, and a trainer's checkpoint."""
     pytest.importorskip("vllm")
-    from benchmarks.migration.model import write_model
-    from benchmarks.testbed.prerequisites import free_ports
-    from benchmarks.testbed.processes import Processes
-    from coserve.vllm import launch
-    from coserve.vllm.capabilities import capabilities, installed_vllm_version
-    from tests.integration.engine_slot import wait_for
+    from tests.integration.engine_slot import served_model
 
     root = tmp_path_factory.mktemp("slime")
-    for name in ("weights", "s"):
-        (root / name).mkdir()
-    write_model(root / "hf", texts=[Path("README.md").read_text()], context_tokens=256, seed=3)
-    spec = launch.EngineSpec(
-        name="policy",
-        model=root / "hf",
-        port=free_ports(1)[0],
-        max_model_len=256,
-        max_num_seqs=4,
-        vllm=capabilities(installed_vllm_version()),
-        extra_arguments=("--dtype", "float32"),
-    )
-    command = launch.dedicated(spec, weights=root / "weights")
-    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
-    with Processes(root / "logs") as processes:
-        started = processes.start("policy", command.arguments, environment=environment)
-        url = f"http://127.0.0.1:{spec.port}"
-        wait_for(url, started)
+    arguments = ("--dtype", "float32")
+    with served_model(root, name="policy", context_tokens=256, arguments=arguments) as url:
         yield url, root / "weights", root / "hf"
 
 

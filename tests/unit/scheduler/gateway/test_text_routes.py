@@ -9,7 +9,7 @@ from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import (
     Choice,
@@ -21,18 +21,16 @@ from harvester.contracts.wire.rollouts import (
 )
 from scheduler.gateway.renderer import CHAT, COMPLETION
 from scheduler.gateway.requests import decode_generate
+from scheduler.gateway.stopped_text import StoppedText, text_tokens, without_stop
+from scheduler.gateway.text_logprobs import named, prompt_logprobs
 from scheduler.gateway.text_routes import (
     MAX_TURNS,
     SESSION_HEADERS,
-    StoppedText,
     _TextRequest,
-    named,
     session_header,
     session_of,
-    text_tokens,
     trajectory_of,
     turns_of,
-    without_stop,
 )
 
 
@@ -229,3 +227,13 @@ def test_a_field_that_vllm_leaves_out_of_a_rendered_request_has_its_own_default(
 def test_each_token_has_the_name_that_older_vllm_gives_it() -> None:
     choice = Choice(token_ids=(7,), logprobs=Logprobs((TokenLogprob(7, -0.5),)))
     assert named(choice).logprobs.content == (TokenLogprob(7, -0.5, token="token_id:7"),)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[", b"[null]", b'[null, {"9": {"logprob": -1}}]', b"[null, null]", b'"\xff"']
+)
+def test_scores_of_another_prompt_are_the_engine_s_fault(raw: bytes) -> None:
+    with pytest.raises(Exhausted, match="scores"):
+        prompt_logprobs({"prompt_logprobs": msgspec.Raw(raw)}, (1, 2))
+    good = msgspec.Raw(b'[null, {"2": {"logprob": -1.5, "rank": 1}}]')
+    assert prompt_logprobs({"prompt_logprobs": good}, (1, 2))[1]

@@ -1,0 +1,83 @@
+"""Log-probabilities in the forms of text dialects: of renderers, by ids, of prompts."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from harvester.contracts.errors import UNDECODABLE, Exhausted
+from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
+from scheduler.gateway.renderer import Body
+
+_NO_LOGPROB = -9999.0
+"""vLLM's, where a number must be."""
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+
+
+_PROMPT_LOGPROBS = list[dict[int, PromptLogprob] | None]
+
+
+def renderer_logprob(logprob: TokenLogprob) -> Body:
+    """As renderers of vLLM 0.32 read it, by `token_id`, and as older ones do, by `token`."""
+    return {
+        "token_id": logprob.token_id,
+        "token": token_name(logprob),
+        "logprob": logprob.logprob,
+        "top_logprobs": [renderer_logprob(each) for each in logprob.top_logprobs],
+    }
+
+
+def prompt_logprobs(
+    scores: Body, token_ids: Sequence[int]
+) -> list[dict[int, PromptLogprob] | None]:
+    """Each prompt token's log-probabilities by token id, of `Samples.prompt_scores`; the first
+    token has none. Raises Exhausted where an engine scored another prompt."""
+    try:
+        scored = msgspec.json.decode(scores["prompt_logprobs"], type=_PROMPT_LOGPROBS)
+    except UNDECODABLE as error:
+        raise Exhausted(f"the engine's scores of the prompt: {error}") from error
+    pairs = zip(token_ids[1:], scored[1:], strict=False)
+    if len(scored) != len(token_ids) or any(one not in (each or ()) for one, each in pairs):
+        raise Exhausted("the engine's scores are of another prompt")
+    return scored
+
+
+def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
+    """The log-probability of a prompt's token, as of one that was sampled."""
+    if scores is None:
+        return TokenLogprob(token_id, _NO_LOGPROB)
+    candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
+    return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
+
+
+def token_name(logprob: TokenLogprob) -> str:
+    """The token's text with vLLM's `return_tokens_as_token_ids`."""
+    return f"token_id:{logprob.token_id}"
+
+
+def named(choice: Choice) -> Choice:
+    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
+    content = tuple(map(_named, choice.logprobs.content))
+    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
+
+
+def _named(logprob: TokenLogprob) -> TokenLogprob:
+    candidates = tuple(map(_named, logprob.top_logprobs))
+    return TokenLogprob(logprob.token_id, logprob.logprob, candidates, token_name(logprob))
+
+
+def name_by_id(told: Body, content: Sequence[TokenLogprob]) -> None:
+    """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
+    whatever the request says."""
+    if "tokens" in told:
+        told["tokens"] = [token_name(each) for each in content]
+        told["top_logprobs"] = [
+            {token_name(one): one.logprob for one in each.top_logprobs} or None for each in content
+        ]
+        return
+    for entry, each in zip(told["content"] or (), content, strict=True):
+        entry["token"] = token_name(each)
+        for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
+            candidate["token"] = token_name(one)
