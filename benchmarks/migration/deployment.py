@@ -179,7 +179,7 @@ async def deployed(root: Path, model: Path) -> AsyncIterator[Deployment]:
     """Everything up, nothing published yet."""
     clock = MonotonicClock()
     pages = PageDirectory.create(root / "pages" / SLOT)
-    (root / "s").mkdir()
+    (root / "tmp").mkdir()
     ports = dict(zip((*CONTEXTS, "agent"), free_ports(len(CONTEXTS) + 1), strict=True))
     taps = dict(zip(CONTEXTS, free_ports(len(CONTEXTS)), strict=True))
     async with AsyncExitStack() as stack:
@@ -239,8 +239,8 @@ def _command(
         command = launch.guest(spec, pages=pages.path, weights=root)
     else:
         command = launch.dedicated(spec, weights=root)
-    places = {"VLLM_RPC_BASE_PATH": str(root / "s"), "TMPDIR": str(root / "s")}
-    return EngineCommand(command.arguments, {**command.environment, **places})
+    environment = {**command.environment, "TMPDIR": str(root / "tmp")}
+    return EngineCommand(command.arguments, environment)
 
 
 def _start_agent(processes: Processes, root: Path, port: int, guest_url: str) -> None:

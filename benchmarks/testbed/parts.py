@@ -51,7 +51,7 @@ class Parts:
         temporary = self.paths.run / "tmp"
         temporary.mkdir(exist_ok=True)
         # What vLLM leaves in its temporary directory goes with the run's.
-        places = {"VLLM_RPC_BASE_PATH": str(self.paths.pages), "TMPDIR": str(temporary)}
+        places = {"TMPDIR": str(temporary)}
         self.running[name] = self.processes.start(
             name,
             command.arguments,

@@ -2,13 +2,15 @@
 
 Whenever the demo ends (its own end, Ctrl-C, an error), `Processes` ends every process that it
 started with all descendants, orphans too, and removes the leftovers of killed ones: shared-memory
-files, and the control group of isolated guests. If the demo dies without that, the kernel signals
-its children.
+files, engines' sockets, and the control group of isolated guests. If the demo dies without that,
+the kernel signals its children.
 """
 
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +21,6 @@ from typing import IO
 import psutil
 
 from coserve.guest import isolation
-from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.platform.idle_groups import IdleGroups
 from harvester.platform.parent import end_with
@@ -87,7 +88,7 @@ class Processes:
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._children: list[Child] = []
-        self._clock = MonotonicClock()
+        self._sockets: str | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> "Processes":
@@ -121,10 +122,14 @@ class Processes:
         `piped` keeps its standard input and output for the caller.
         """
         log = self._log_dir / f"{name}.log"
+        if self._sockets is None:
+            # A socket's path has at most 107 bytes: not below a run's directory.
+            self._sockets = tempfile.mkdtemp(prefix="rosemux-")
+        sockets = {"VLLM_RPC_BASE_PATH": self._sockets}
         with log.open("wb") as file:
             process = subprocess.Popen(
                 list(arguments),
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **sockets, **(environment or {})},
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file,
@@ -179,6 +184,9 @@ class Processes:
         self._children.clear()
         for path in shared:
             path.unlink(missing_ok=True)
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets = None
         isolation.clear()
         OPERATORS_GROUPS.clear()
 

@@ -288,12 +288,11 @@ def started_slot(
     """Both engines up, the guest ungated. `production_model` writes what production serves, `gpu`
     is what each takes of a GPU."""
     vllm = capabilities(installed_vllm_version())
-    weights, sockets = root / "weights", root / "s"
+    weights = root / "weights"
     pages = PageDirectory.create(root / "pages")
     production_model(root / PRODUCTION)
     write_checkpoint(root / "guest", SHAPE)
     weights.mkdir()
-    sockets.mkdir()
     ports = free_ports(2)
 
     def spec(name: str, port: int, *extra: str) -> EngineSpec:
@@ -327,8 +326,9 @@ def started_slot(
             agent.say(GrantMode.UNGATED)
         try:
             for url, (name, command) in zip(urls, commands.items(), strict=True):
-                environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(sockets)}
-                children[name] = processes.start(name, command.arguments, environment=environment)
+                children[name] = processes.start(
+                    name, command.arguments, environment=command.environment
+                )
                 if gpu is not None:
                     # An engine sizes itself by the free memory at its start.
                     wait_for(url, children[name], within_s=start_s)
@@ -345,8 +345,7 @@ def served_model(
 ) -> Iterator[str]:
     """URL of a dedicated engine with random weights; its model is `root`/hf, its weight root
     `root`/weights."""
-    for folder in ("weights", "s"):
-        (root / folder).mkdir()
+    (root / "weights").mkdir()
     texts = [Path("README.md").read_text()]
     write_model(root / "hf", texts=texts, context_tokens=context_tokens, seed=3)
     spec = EngineSpec(
@@ -359,9 +358,8 @@ def served_model(
         extra_arguments=tuple(arguments),
     )
     command = launch.dedicated(spec, weights=root / "weights")
-    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
     with Processes(root / "logs") as processes:
-        started = processes.start(name, command.arguments, environment=environment)
+        started = processes.start(name, command.arguments, environment=command.environment)
         url = f"http://127.0.0.1:{spec.port}"
         wait_for(url, started)
         yield url

@@ -43,7 +43,6 @@ def production(
     root: Path, pages: Path, *, flag: bool = True, **variables: str
 ) -> Iterator[tuple[str, Child]]:
     write_checkpoint(root / NAME, SHAPE)
-    (root / "s").mkdir()
     (port,) = free_ports(1)
     spec = EngineSpec(
         name=NAME, model=root / NAME, port=port, max_model_len=CONTEXT_TOKENS, max_num_seqs=8,
@@ -54,7 +53,7 @@ def production(
     if not flag:
         place = arguments.index("--middleware")
         del arguments[place : place + 2]
-    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s"), **variables}
+    environment = {**command.environment, **variables}
     with Processes(root / "logs") as processes:
         child = processes.start(NAME, arguments, environment=environment)
         url = f"http://127.0.0.1:{port}"

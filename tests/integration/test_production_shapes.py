@@ -90,7 +90,6 @@ class WideProduction:
 def started(root: Path) -> Iterator[WideProduction]:
     pages = PageDirectory.create(root / "pages")
     write_checkpoint(root / "model", SHAPE)
-    (root / "s").mkdir()
     (port,) = free_ports(1)
     spec = EngineSpec(
         name="wide",
@@ -106,9 +105,8 @@ def started(root: Path) -> Iterator[WideProduction]:
     module = arguments.index("-m")
     arguments[module : module + 2] = [str(SERVE)]
     arguments += ["--api-server-count", "2"]
-    environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(root / "s")}
     with Processes(root / "logs") as processes:
-        child = processes.start("wide", arguments, environment=environment)
+        child = processes.start("wide", arguments, environment=command.environment)
         url = f"http://127.0.0.1:{port}"
         wait_for(url, child, within_s=START_S)
         yield WideProduction(url, pages, child)

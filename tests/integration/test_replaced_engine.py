@@ -84,7 +84,6 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
     )
     write_checkpoint(tmp_path / "model", shape)
     (tmp_path / "weights").mkdir()
-    (tmp_path / "s").mkdir()
     spec = launch.EngineSpec(
         name="policy",
         model=tmp_path / "model",
@@ -101,8 +100,9 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
         def start() -> str:
             if running:
                 processes.kill(running.pop())
-            environment = {**command.environment, "VLLM_RPC_BASE_PATH": str(tmp_path / "s")}
-            running.append(processes.start("policy", command.arguments, environment=environment))
+            running.append(
+                processes.start("policy", command.arguments, environment=command.environment)
+            )
             wait_for(url, running[0])
             return url
 

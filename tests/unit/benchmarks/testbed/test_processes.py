@@ -68,6 +68,22 @@ def test_leaving_ends_every_process_that_was_started(tmp_path: Path) -> None:
     assert all(is_gone(child.process.pid) for child in children)
 
 
+def test_a_killed_engine_leaves_no_socket(tmp_path: Path) -> None:
+    program = """
+import os, signal, socket
+path = os.environ["VLLM_RPC_BASE_PATH"] + "/cc8bfdbc-cb21-4d0d-adf2-5bed818da775"
+socket.socket(socket.AF_UNIX).bind(path)
+print(path, flush=True)
+signal.pause()
+"""
+    with Processes(tmp_path / ("long" * 50)) as started:
+        engine = started.start("engine", python(program), piped=True)
+        path = Path(said(engine))
+        assert path.is_socket()
+        started.kill(engine)
+    assert not path.parent.exists()
+
+
 @pytest.mark.usefixtures("impatient")
 def test_children_of_a_process_are_ended_too_and_killed_at_the_deadline(
     tmp_path: Path,
