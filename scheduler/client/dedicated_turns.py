@@ -64,7 +64,12 @@ class DedicatedTurns:
 
     def forget(self) -> None:
         """The gateway answers, and may change the engines' weights."""
-        self._adopted.clear()
+        for engine in tuple(self._adopted):
+            self._drop(engine)
+
+    def _drop(self, engine: EngineId) -> None:
+        if (adopted := self._adopted.pop(engine, None)) is not None:
+            adopted.client.close()
 
     async def attempt(self, turn: Turn, on_tokens: Callable[[], None]) -> None:
         """Serves the turn, to its end or until its engine is lost. Raises Interrupted."""
@@ -85,7 +90,7 @@ class DedicatedTurns:
             turn.fail(str(error))
         except (EngineLost, EngineBusy, RequestFailed, Stale, TimeoutError) as error:
             wait_s = max(wait_s, getattr(error, "retry_after_s", 0.0))
-            self._adopted.pop(engine, None)
+            self._drop(engine)
             self._avoid_until_s[engine] = self._clock.now() + wait_s
             turn.lose(attempt)
             self._last_fault = f"{engine}: {error or 'no token'}"
@@ -137,6 +142,9 @@ class DedicatedTurns:
             # trains an adapter, which the client does not ask for.
             found = f"weights of {held.store}" if held.store else "its first weights"
             raise EngineLost(f"it holds {found}, not of {self._watch.store}")
+        if (adopted := self._adopted.get(engine)) is not None:
+            # By another turn meanwhile; each client keeps connections of its own.
+            return adopted
         resumes = CONTINUATION_FEATURE in description.features
         version = WeightVersion(held.version)
         adopted = self._adopted[engine] = _Adopted(client, version, resumes, numerics)
@@ -160,5 +168,6 @@ class DedicatedTurns:
                         turn.finish(
                             attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
                         )
+                        await anext(choices, None)
                         return
         raise EngineLost("it aborted the turn")

@@ -155,6 +155,9 @@ class AsyncRolloutClient:
 
     async def close(self) -> None:
         self._watch.close()
+        self._dedicated.forget()
+        # Connections to engines close in the event loop's next turn.
+        await asyncio.sleep(0)
         if self._http is not None:
             await self._http.close()
 

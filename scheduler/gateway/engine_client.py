@@ -5,8 +5,8 @@ Measures nothing and decides nothing: each failure is an exception that names th
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import aiohttp
@@ -22,12 +22,10 @@ from harvester.contracts.errors import (
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
-from harvester.contracts.wire.rollouts import (
-    PromptScores,
-)
-from harvester.platform.http_kit import body_of
+from harvester.contracts.wire.rollouts import PromptScores
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
+from scheduler.gateway.engine_connections import EngineConnections, NotConnected, StreamedReply
 from scheduler.gateway.generate_body import generate_body
 from scheduler.gateway.identity import (
     Change,
@@ -40,8 +38,11 @@ from scheduler.gateway.policy.trajectories import Attempt
 from scheduler.gateway.stream import EngineChoice, EventStream
 
 _ENCODER = msgspec.json.Encoder()
+_GENERATE = "/inference/v1/generate"
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
+_DRAIN_S = 1.0
+"""The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _RETRY_AFTER_S = 1.0
@@ -117,7 +118,7 @@ class EngineClient:
     ) -> None:
         """Raises ConfigError for credentials that cannot be used."""
         self.peer = Peer(session, url, credentials)
-        self._stream_timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s)
+        self._connections = EngineConnections(url, connect_s=connect_s, credentials=credentials)
         self._transfer_ready = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
@@ -138,27 +139,40 @@ class EngineClient:
         epoch: Epoch | None,
         priority: int = 0,
         ended: Sequence[str] = (),
+        wait_s: Callable[[], float] = lambda: 0.0,
     ) -> AsyncGenerator[EngineChoice, None]:
         """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
 
-        `ended`: trajectories whose prefixes the engine need not keep.
+        `ended`: trajectories whose prefixes the engine need not keep. `wait_s`: the next choices
+        may come so late, in s, to be more at once; the reply's end comes at once. A cancelled
+        iterator first gives what the engine has sent. The last choice has a finish reason or is
+        the stream's end.
 
         Raises RequestRefused, RequestFailed, Stale (lease epoch), EngineBusy, EngineUnreachable,
         EngineChanged (before the first token of an engine that is not the one that was given the
         version) or another EngineLost.
         """
         body = generate_body(attempt, request_id, priority, self._model, ended)
-        async with self._replying(body, epoch) as response:
+        async with self._replying(body, epoch) as reply:
             stream = EventStream()
-            while not stream.done:
-                data = await response.content.readany()
-                if not data:
+            cut: asyncio.CancelledError | None = None
+            finished = False
+            while not (finished or stream.done):
+                try:
+                    data = await reply.read(wait_s())
+                except asyncio.CancelledError as error:
+                    cut, data = error, reply.unread()
+                if not data and cut is None:
                     raise EngineLost("the stream ended early")
                 for chunk in stream.feed(data):
                     if fault := chunk.fault:
                         raise _refusal(chunk.fault_status, fault)
                     for choice in chunk.choices:
                         yield choice
+                        finished |= choice.finish_reason is not None
+                if cut is not None:
+                    raise cut
+            await reply.drain(_DRAIN_S)
 
     async def score(
         self, attempt: Attempt, *, request_id: str, epoch: Epoch | None, priority: int = 0
@@ -175,8 +189,8 @@ class EngineClient:
             "prompt_logprob_start": wanted.prompt_logprob_start,
             "extra_args": body["sampling_params"]["extra_args"],
         }
-        async with self._replying(body, epoch) as response:
-            raw = await body_of(response, most_bytes=_SCORES_MAX_BYTES)
+        async with self._replying(body, epoch) as reply:
+            raw = await reply.read_most(_SCORES_MAX_BYTES)
             try:
                 scored = msgspec.json.decode(raw, type=_Scored)
             except UNDECODABLE as error:
@@ -192,30 +206,28 @@ class EngineClient:
     @asynccontextmanager
     async def _replying(
         self, body: dict[str, Any], epoch: Epoch | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> AsyncIterator[StreamedReply]:
         """The reply of the engine that is meant, while it comes. Raises as generate."""
-        headers = {"Content-Type": "application/json"}
+        headers = {}
         if epoch is not None:
             headers[EPOCH_HEADER] = str(epoch)
         if self._stamped:
             headers[ENGINE_HEADER] = self.identity
         try:
-            async with self.peer.post(
-                "/inference/v1/generate",
-                data=_ENCODER.encode(body),
-                headers=headers,
-                timeout=self._stream_timeout,
-            ) as response:
-                await self._check_identity(response)
-                if response.status != 200:
-                    retry_after = response.headers.get("Retry-After", "")
-                    raise _refusal(response.status, await _message(response), retry_after)
-                yield response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            reply = await self._connections.post(_GENERATE, _ENCODER.encode(body), headers)
+            with closing(reply):
+                await self._check_identity(reply)
+                if reply.status != 200:
+                    # For people: as much of it as has come.
+                    message = (await reply.read()).decode(errors="replace")
+                    retry_after = reply.headers.get("retry-after", "")
+                    raise _refusal(reply.status, message[:_MESSAGE_CHARS], retry_after)
+                yield reply
+        except NotConnected as error:
             if error.errno == errno.EMFILE:
                 # The gateway's own want.
                 raise EngineBusy("the gateway has no descriptor left (ulimit -n)") from error
-            raise EngineUnreachable(f"{type(error).__name__}: {error}", _left_by(error)) from error
+            raise EngineUnreachable(str(error.strerror), _left_by(error)) from error
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise EngineLost(f"{type(error).__name__}: {error}") from error
         except PeerProtocolError as error:
@@ -340,14 +352,15 @@ class EngineClient:
         self.identity, self._stamped = after.identity, stamped
         return after.description, held
 
-    async def _check_identity(self, reply: aiohttp.ClientResponse) -> None:
+    async def _check_identity(self, reply: StreamedReply) -> None:
         """A stock engine's process is asked for once its reply has begun: if the one that has the
         port now had it when the version was applied, no other can have made the reply."""
         given = self.identity
         if not given:
             return
         if self._stamped:
-            answering = reply.headers.get(ENGINE_HEADER, "" if reply.status == 200 else given)
+            untold = "" if reply.status == 200 else given
+            answering = reply.headers.get(ENGINE_HEADER.lower(), untold)
         else:
             answering = await self._identity_client.start_time() if reply.status == 200 else given
         if answering != given:
@@ -363,6 +376,10 @@ class EngineClient:
             # that closes one, and going on in it is the same, as every update is a whole one.
             # If starting failed for another reason, the update that follows reports it.
             return
+
+    def close(self) -> None:
+        """No connection is kept from here on."""
+        self._connections.close()
 
     def forget(self) -> None:
         """The engine may be another process when it is back."""

@@ -246,6 +246,7 @@ class EngineFleet:
         if member is not None:
             self.down(member, reason, cut=Cut.LEASE)
             del self.members[engine]
+            member.client.close()
             self.review_contexts()
 
     def _forgotten(self, effect: ForgetPrefix) -> None:
@@ -326,6 +327,10 @@ class EngineFleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for member in self.members.values():
+            member.client.close()
+        # Their connections close in the event loop's next turn.
+        await asyncio.sleep(0)
 
     def _serving(self, engine: EngineId) -> bool:
         return self.policy.state(engine) == "serving"

@@ -5,7 +5,7 @@ with its neutral value, since clients send their defaults.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -232,94 +232,64 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     **{f"sampling_params.{name}": each for name, each in _SAMPLING_RANGES.items()},
 }
 """Least and most of each number; null is left to the field's type."""
+_NUMBERS = attrgetter(*_RANGES)
 
 
 def _check(request: GenerateRequest, vocabulary_tokens: int | None) -> None:
-    for name, (least, most) in _RANGES.items():
-        value = attrgetter(name)(request)
+    for (name, (least, most)), value in zip(_RANGES.items(), _NUMBERS(request), strict=True):
         if value is not None and not least <= value <= most:
             low = "above 0 and at most" if least == _POSITIVE else f"between {least:g} and"
             raise PeerProtocolError(f"{name}: {low} {most:g}")
-    sampling, pin, numerics = (
-        request.sampling_params,
-        request.weight_version,
-        request.equal_numerics,
-    )
-    resolved = pin.resolved(WeightVersion(0))
-    prompt, stops = request.token_ids, sampling.stop_token_ids
-    scored, rows = sampling.logprob_token_ids or (), sampling.prompt_logprob_token_ids or ()
-    texts = (*stop_strings(sampling), *(sampling.bad_words or ()))
-    scores = len(prompt) * (1 + (sampling.prompt_logprobs or 0)) + sum(map(len, rows))
+    if broken := next(_broken_rules(request, vocabulary_tokens), ""):
+        raise PeerProtocolError(broken)
+
+
+def _broken_rules(request: GenerateRequest, vocabulary_tokens: int | None) -> Iterator[str]:
+    sampling, pin = request.sampling_params, request.weight_version
+    prompt, numerics = request.token_ids, request.equal_numerics
     bound = vocabulary_tokens or UNKNOWN_VOCABULARY_TOKENS
     ids = f"ids lie between 0 and {bound - 1}"
     if not vocabulary_tokens:
         ids += " (no engine has reported its vocabulary yet)"
-    rules = (
-        (
-            len(request.request_id) <= _MAX_ID_CHARS and request.request_id.isprintable(),
-            f"request_id: use at most {_MAX_ID_CHARS} printable characters",
-        ),
-        (
-            0 < len(prompt) <= MAX_PROMPT_TOKENS,
-            f"token_ids: {len(prompt)} tokens, 1 to {MAX_PROMPT_TOKENS} are possible",
-        ),
-        (_all_below(bound, prompt), f"token_ids: {ids}"),
-        (sampling.min_tokens <= sampling.max_tokens, "min_tokens: between 0 and max_tokens"),
-        (
-            len(texts) <= _MAX_STOP_TOKENS and all(0 < len(t) <= _MAX_STRING_CHARS for t in texts),
-            f"stop, bad_words: at most {_MAX_STOP_TOKENS}, of 1 to {_MAX_STRING_CHARS} characters",
-        ),
-        (
-            len(sampling.logit_bias or ()) <= bound
-            and len(sampling.allowed_token_ids or ()) <= bound,
-            "logit_bias, allowed_token_ids: more ids than the vocabulary has",
-        ),
-        (
-            not _RESERVED_ARGUMENTS.intersection(sampling.extra_args or {}),
-            f"extra_args: {', '.join(sorted(_RESERVED_ARGUMENTS))} are the gateway's own",
-        ),
-        *(
-            (
-                len(given) <= most and _all_below(bound, given),
-                f"{name}: at most {most} ids; {ids}",
-            )
-            for name, given, most in (
-                ("stop_token_ids", stops, _MAX_STOP_TOKENS),
-                ("logprob_token_ids", scored, MAX_SCORED_IDS),
-            )
-        ),
-        (
-            not sampling.scores_prompt or scores <= MAX_PROMPT_SCORES,
-            f"prompt_logprobs: {scores} values, at most {MAX_PROMPT_SCORES} are possible",
-        ),
-        (
-            sampling.routed_experts_prompt_start <= len(prompt),
-            "routed_experts_prompt_start: at most the prompt's length",
-        ),
-        (
-            request.cache_salt is None or 0 < len(request.cache_salt) <= 1024,
-            "cache_salt: 1 to 1024 characters",
-        ),
-        (
-            pin.exact is None or pin.exact_version in (None, pin.exact),
-            "weight_version: exact and exact_version differ; send one",
-        ),
-        (
-            resolved.exact is None or resolved.admits(resolved.exact),
-            f"weight_version: exact {resolved.exact} is older than minimum {resolved.minimum}",
-        ),
-        (
-            pin.max_lag is None or resolved.exact is None,
-            "weight_version: max_lag goes with no exact version; send one",
-        ),
-        (
-            isinstance(numerics, bool) or 0 < len(numerics) <= MAX_NUMERICS_CHARS,
-            f"equal_numerics: true, false, or a label of 1 to {MAX_NUMERICS_CHARS} characters",
-        ),
-    )
-    for holds, message in rules:
-        if not holds:
-            raise PeerProtocolError(message)
+    if len(request.request_id) > _MAX_ID_CHARS or not request.request_id.isprintable():
+        yield f"request_id: use at most {_MAX_ID_CHARS} printable characters"
+    if not 0 < len(prompt) <= MAX_PROMPT_TOKENS:
+        yield f"token_ids: {len(prompt)} tokens, 1 to {MAX_PROMPT_TOKENS} are possible"
+    if not _all_below(bound, prompt):
+        yield f"token_ids: {ids}"
+    if sampling.min_tokens > sampling.max_tokens:
+        yield "min_tokens: between 0 and max_tokens"
+    texts = (*stop_strings(sampling), *(sampling.bad_words or ()))
+    if len(texts) > _MAX_STOP_TOKENS or not all(0 < len(t) <= _MAX_STRING_CHARS for t in texts):
+        yield f"stop, bad_words: at most {_MAX_STOP_TOKENS}, of 1 to {_MAX_STRING_CHARS} characters"
+    if max(len(sampling.logit_bias or ()), len(sampling.allowed_token_ids or ())) > bound:
+        yield "logit_bias, allowed_token_ids: more ids than the vocabulary has"
+    if _RESERVED_ARGUMENTS.intersection(sampling.extra_args or {}):
+        yield f"extra_args: {', '.join(sorted(_RESERVED_ARGUMENTS))} are the gateway's own"
+    for name, given, most in (
+        ("stop_token_ids", sampling.stop_token_ids, _MAX_STOP_TOKENS),
+        ("logprob_token_ids", sampling.logprob_token_ids or (), MAX_SCORED_IDS),
+    ):
+        if len(given) > most or not _all_below(bound, given):
+            yield f"{name}: at most {most} ids; {ids}"
+    if sampling.scores_prompt:
+        rows = sampling.prompt_logprob_token_ids or ()
+        scores = len(prompt) * (1 + (sampling.prompt_logprobs or 0)) + sum(map(len, rows))
+        if scores > MAX_PROMPT_SCORES:
+            yield f"prompt_logprobs: {scores} values, at most {MAX_PROMPT_SCORES} are possible"
+    if sampling.routed_experts_prompt_start > len(prompt):
+        yield "routed_experts_prompt_start: at most the prompt's length"
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= 1024:
+        yield "cache_salt: 1 to 1024 characters"
+    if pin.exact is not None and pin.exact_version not in (None, pin.exact):
+        yield "weight_version: exact and exact_version differ; send one"
+    resolved = pin.resolved(WeightVersion(0))
+    if resolved.exact is not None and not resolved.admits(resolved.exact):
+        yield f"weight_version: exact {resolved.exact} is older than minimum {resolved.minimum}"
+    if pin.max_lag is not None and resolved.exact is not None:
+        yield "weight_version: max_lag goes with no exact version; send one"
+    if not isinstance(numerics, bool) and not 0 < len(numerics) <= MAX_NUMERICS_CHARS:
+        yield f"equal_numerics: true, false, or a label of 1 to {MAX_NUMERICS_CHARS} characters"
 
 
 def stop_strings(sampling: SamplingParams) -> tuple[str, ...]:

@@ -81,22 +81,37 @@ class Samples:
 
     def __init__(self, count: int) -> None:
         self.turns: list[Turn | None] = [None] * count
+        self._streams = False
         self._more = asyncio.Event()
+        self._unbegun: list[Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]] = []
         self._tasks: list[asyncio.Task[Turn]] = []
         self._sent_tokens = [0] * count
         self._sent_end = [False] * count
 
     def _follow(self, index: int, turn: Turn) -> Callable[[], None]:
         self.turns[index] = turn
+        turn.is_streamed |= self._streams
         return self._more.set
 
     async def results(self) -> list[Turn]:
         """All turns at their ends. Raises TurnRefused, and what serving a turn raises."""
-        return await asyncio.gather(*self._tasks)
+        if len(self._unbegun) == 1:
+            return [await _served(self._unbegun.pop())]
+        return await asyncio.gather(*self._started())
+
+    def _started(self) -> list[asyncio.Task[Turn]]:
+        while self._unbegun:
+            task = asyncio.ensure_future(_served(self._unbegun.pop(0)))
+            task.add_done_callback(lambda _task: self._more.set())
+            self._tasks.append(task)
+        return self._tasks
 
     async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:
         """New tokens of each choice as they come, at most `every_s` apart but for each choice's
         end, which comes once and at once. Raises as results."""
+        self._streams, _ = True, self._started()
+        for turn in filter(None, self.turns):
+            turn.is_streamed = True
         while not all(self._sent_end):
             await self._more.wait()
             self._more.clear()
@@ -167,8 +182,8 @@ class Samples:
         return msgspec.structs.replace(choice, index=index, spans=spans)
 
 
-async def _served(work: Awaitable[tuple[Turn, RefuseTurn | None]]) -> Turn:
-    turn, refused = await work
+async def _served(begin: Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]) -> Turn:
+    turn, refused = await begin()
     if refused is not None:
         raise TurnRefused(refused)
     return turn
@@ -184,7 +199,7 @@ async def follow(
     name: str = "",
     named: bool = False,
 ) -> AsyncIterator[Samples]:
-    """Serves the turns while the context is open; leaving it leaves all of them.
+    """Serves the turns that are asked for while the context is open; leaving it leaves all.
 
     `name`: the id of the client's request that all of them are parts of. `named`: by the client, so
     that it can ask for the same answer again.
@@ -194,12 +209,8 @@ async def follow(
         for index, request in enumerate(requests):
             part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
             part_of = ClientRequest(name or request.request_id, trajectory, named)
-            work = server.generate(
-                job, part, request, on_turn=partial(samples._follow, index), part_of=part_of
-            )
-            task = asyncio.ensure_future(_served(work))
-            task.add_done_callback(lambda _task: samples._more.set())
-            samples._tasks.append(task)
+            begin = partial(server.generate, job, part, request, part_of=part_of)
+            samples._unbegun.append(partial(begin, on_turn=partial(samples._follow, index)))
         try:
             yield samples
         finally:

@@ -520,9 +520,7 @@ class Scheduler:
     def _count_end(self, turn: Turn) -> None:
         self.metrics.turns.labels(turn.job, turn.outcome).inc()
         stale = sum(
-            span.end - span.start
-            for span in turn.choice().spans
-            if not turn.pin.admits(span.version)
+            span.end - span.start for span in turn.spans_now() if not turn.pin.admits(span.version)
         )
         if stale:
             self.metrics.stale_tokens.labels(turn.job).inc(stale)

@@ -7,11 +7,11 @@ slack or of a lease has none.
 import asyncio
 import math
 import re
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import RoseMuxError, Stale
+from harvester.contracts.errors import Stale
 from harvester.contracts.ids import EngineId, Epoch, JobId
 from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
 from scheduler.gateway.dispatch import Dispatcher
@@ -45,8 +45,9 @@ from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
 
 _WATCH_S = 0.25
-_DRAIN_S = 1.0
-"""A finished stream is read to its end for this long, so that its connection can be used again."""
+_TOGETHER_S = 0.1
+"""Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
+as some of them."""
 _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
 """The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
@@ -71,6 +72,7 @@ class TurnRunner:
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._closing = False
+        self._wait_s = min(_TOGETHER_S, timeouts.guest_tail_stall_s / 10, timeouts.stall_s / 10)
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
@@ -482,12 +484,16 @@ class TurnRunner:
             epoch=epoch,
             priority=turn.request.priority,
             ended=ended,
+            wait_s=lambda: 0.0 if turn.is_streamed or not running.tokens else self._wait_s,
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
         bound = member.vocabulary_tokens or math.inf
         async with aclosing(choices):
             async for choice in choices:
+                if running.why_cut is Cut.WEIGHTS:
+                    # Sampled, perhaps, with weights that are of no version.
+                    raise asyncio.CancelledError
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
@@ -515,7 +521,8 @@ class TurnRunner:
                     turn.finish(
                         attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
                     )
-                    await _drain(choices)
+                    # Nothing that still comes, or does not, changes the turn.
+                    await anext(choices, None)
                     return
 
     def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
@@ -544,14 +551,6 @@ def accepted(
         return len(token_ids) if taken else 0
     except ValueError as error:
         raise EngineLost(f"protocol: {error}") from error
-
-
-async def _drain(choices: AsyncGenerator[EngineChoice, None]) -> None:
-    """The turn has ended: nothing that still comes, or does not, changes it."""
-    with suppress(TimeoutError, RoseMuxError):
-        async with asyncio.timeout(_DRAIN_S):
-            async for _ in choices:
-                pass
 
 
 def _check_request(turn: Turn, member: Member) -> None:

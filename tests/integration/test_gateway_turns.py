@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 from typing import Any
 
@@ -171,7 +172,10 @@ async def test_a_stream_carries_each_token_once_and_ends(fake_engine, gateway) -
         (b"{", "generate request"),
         (json.dumps({**body("r"), "token_ids": []}).encode(), "token_ids"),
         (json.dumps(body("r", 0)).encode(), "max_tokens"),
-        (json.dumps({**body("r"), "token_ids": [1 << 18]}).encode(), "256 token ids"),
+        (
+            json.dumps({**body("r"), "token_ids": [1 << 18]}).encode(),
+            "256 token ids|and 255",
+        ),
     ],
 )
 async def test_bad_input_is_a_400_that_says_why(fake_engine, gateway, given, said) -> None:
@@ -181,7 +185,7 @@ async def test_bad_input_is_a_400_that_says_why(fake_engine, gateway, given, sai
         session.post(f"{front.url}/inference/v1/generate", data=given) as response,
     ):
         assert response.status == 400
-        assert said in (await response.json())["error"]["message"]
+        assert re.search(said, (await response.json())["error"]["message"])
 
 
 async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open_id(

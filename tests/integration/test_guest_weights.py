@@ -1,5 +1,6 @@
 """Weights reach a real guest while its gate is closed, under the gateway's own calls."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ async def test_versions_pass_a_closed_gate_and_a_waiting_turn_samples_with_the_n
     state = first_state()
     async with aiohttp.ClientSession() as session:
         client = EngineClient(session, slot.guest_url, connect_s=10.0)
-        with Publisher(Path(slot.weights) / "job") as publisher:
+        with closing(client), Publisher(Path(slot.weights) / "job") as publisher:
             for number in (1, 2):
                 published = publisher.publish(state)
                 assert await client.stage(

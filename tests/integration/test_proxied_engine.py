@@ -1,6 +1,6 @@
 """A real guest behind its proxy: turns, weight switches and aborts by TLS and a token."""
 
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import aiohttp
@@ -59,8 +59,8 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
                     assert (report["store"], report["version"]) == (STORE, number)
                     made_tokens.append(await tokens(client, slot, f"p{number}"))
                     state = next_state(state)
-            direct = EngineClient(session, slot.guest_url, connect_s=10.0)
-            assert await tokens(direct, slot, "d") == made_tokens[1]
+            with closing(EngineClient(session, slot.guest_url, connect_s=10.0)) as direct:
+                assert await tokens(direct, slot, "d") == made_tokens[1]
             with pytest.raises(EngineLost, match="401"):
                 await stranger.switch(store=STORE, version=WeightVersion(1), timeout_s=10.0)
             long = client.generate(
@@ -69,6 +69,7 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
             async with aclosing(long) as choices:
                 await anext(choices)
                 await slot.guest_becomes(lambda guest: guest.running == 1, "the turn runs")
+            client.close()
             await slot.guest_becomes(lambda guest: guest.running == 0, "the turn is aborted")
     finally:
         proxy.kill()

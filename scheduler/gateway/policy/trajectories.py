@@ -132,6 +132,8 @@ class Turn:
     counters: TurnCounters
     pin: VersionPin = field(default_factory=VersionPin)
     """The request's pin as resolved at the turn's arrival."""
+    is_streamed: bool = False
+    """Whether a client reads its tokens as they come."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     scores: PromptScores | None = None

@@ -5,6 +5,7 @@ Each check is a plain coroutine over a base URL; the tests run all of them on ea
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import closing
 from typing import Any
 
 import aiohttp
@@ -132,7 +133,8 @@ CHECKS = [
 @pytest.fixture
 async def client(engine_url: str) -> AsyncIterator[EngineClient]:
     async with aiohttp.ClientSession() as session:
-        yield EngineClient(session, engine_url, connect_s=5.0)
+        with closing(EngineClient(session, engine_url, connect_s=5.0)) as client:
+            yield client
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -4,7 +4,7 @@ The runner, routing and blame that ship, on engines in memory: no socket, no sle
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -295,7 +295,9 @@ class Client:
         epoch: Epoch | None,
         priority: int = 0,
         ended: Sequence[str] = (),
+        wait_s: Callable[[], float] = float,
     ) -> AsyncGenerator[EngineChoice, None]:
+        assert wait_s() >= 0.0
         life, told = self.life, attempt.token_ids[0]
         self.visits.append(told)
         await asyncio.sleep(0)
@@ -317,6 +319,9 @@ class Client:
             token = len(attempt.token_ids) + made
             finish = "length" if made == attempt.sampling_params.max_tokens else None
             yield EngineChoice([token], _Logprobs([TokenLogprob(token, -1.0)]), finish)
+
+    def close(self) -> None:
+        pass
 
     async def became(self) -> Change:
         if self.silences:

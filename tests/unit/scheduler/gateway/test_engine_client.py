@@ -32,15 +32,18 @@ class NoConnection:
     [(errno.ECONNREFUSED, EngineUnreachable), (errno.EMFILE, EngineBusy)],
 )
 async def test_a_gateway_without_descriptors_takes_no_engine_for_lost(
-    number: int, raised: type[Exception]
+    number: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session: Any = NoConnection(number)
+    async def no_connection(*_: object, **__: object) -> None:
+        raise OSError(number, "no connection")
+
+    monkeypatch.setattr("aiohappyeyeballs.start_connection", no_connection)
     sampling = SamplingParams(max_tokens=1)
     request = GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling)
     turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
     assert turn is not None
     attempt = turn.begin(engine="e0", version=WeightVersion(0), numerics="")
-    client = EngineClient(session, "http://127.0.0.1:9", connect_s=1.0)
+    client = EngineClient(cast(Any, None), "http://127.0.0.1:9", connect_s=1.0)
     with pytest.raises(raised):
         await anext(client.generate(attempt, request_id="r", epoch=None))
 

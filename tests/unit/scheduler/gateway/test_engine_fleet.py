@@ -28,6 +28,9 @@ JOB, ENGINE = JobId("job"), EngineId("e0")
 class Client:
     """An engine that takes every version at once."""
 
+    def close(self) -> None:
+        pass
+
     async def describe(self) -> EngineDescription:
         return EngineDescription()
 

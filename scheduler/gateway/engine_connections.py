@@ -1,0 +1,327 @@
+"""Connections to one engine that are kept between its replies; each reply is read as it comes.
+
+Only turns use them: each token is a segment, and aiohttp's client costs twice as much for each as a
+parser that calls back (decision 122).
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Mapping
+from typing import cast
+from urllib.parse import urlsplit
+
+import aiohappyeyeballs
+import httptools
+
+from harvester.contracts.errors import PeerProtocolError
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
+
+KEEP_S = 2.0
+"""Time for which an idle connection is kept. Shorter than the 5 s after which an engine closes it:
+a request that meets the closing would look like a lost engine."""
+_EYEBALLS_S = 0.25
+"""Lead of an address over the next one of the same host, in s, as RFC 8305 has it."""
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_UNREAD_BYTES = 1 << 20
+"""Bytes of a reply that wait to be read; the engine waits with more."""
+
+
+class NotConnected(ConnectionError):  # noqa: N818 - named for the state
+    """No connection was made: the engine never saw the request. `errno` as of what failed."""
+
+
+class StreamedReply:
+    """One reply while it comes. `close` ends it, and with it an unfinished request."""
+
+    def __init__(self, connection: "_Connection") -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        """By names in lower case; of fields that are repeated, the last."""
+        self._connection = connection
+        self._parser = httptools.HttpResponseParser(self)
+        self._parts: list[bytes] = []
+        self._head_bytes = self._unread_bytes = 0
+        self._ended = self._keeps = self._paused = self._for_end = False
+        self._fault: Exception | None = None
+        self._came: asyncio.Future[None] | None = None
+
+    async def read(self, wait_s: float = 0.0) -> bytes:
+        """What has come since the last call; b"" at the end. Raises ConnectionError for a reply
+        that breaks off and PeerProtocolError for none of HTTP, each after what came before it.
+
+        `wait_s`: it may come so late, in s, to be more at once; the end comes at once.
+        """
+        if wait_s and not self._is_over:
+            await self._more(wait_s)
+        while not self._parts:
+            if self._fault is not None:
+                raise self._fault
+            if self._ended:
+                return b""
+            await self._more()
+        return self.unread()
+
+    def unread(self) -> bytes:
+        """As read, without a wait: b"" also where nothing has come."""
+        parts, self._parts, self._unread_bytes = self._parts, [], 0
+        if self._paused:
+            self._paused = False
+            self._connection.transport.resume_reading()
+        return b"".join(parts)
+
+    async def read_most(self, most_bytes: int) -> bytes:
+        """The body from here on, cut at `most_bytes`. Raises as read."""
+        body = bytearray()
+        while len(body) < most_bytes and (part := await self.read()):
+            body += part
+        return bytes(body[:most_bytes])
+
+    async def drain(self, within_s: float) -> None:
+        """Drops what is left of it, so that its connection can be used again."""
+        if not self._is_over:
+            await self._more(within_s)
+        self.unread()
+
+    def close(self) -> None:
+        self._connection.left(self, keep=self._ended and self._keeps)
+
+    async def head(self) -> None:
+        """Waits for status and headers. Raises as read."""
+        while not self.status:
+            if self._fault is not None:
+                raise self._fault
+            await self._more()
+        if self.headers.get("content-encoding", "identity") != "identity":
+            raise PeerProtocolError("a compressed reply, which was not asked for")
+
+    async def _more(self, wait_s: float = 0.0) -> None:
+        """Waits for more of it, or so long for its end."""
+        loop = asyncio.get_running_loop()
+        self._came, self._for_end = loop.create_future(), wait_s > 0
+        due = loop.call_later(wait_s, self._waited) if wait_s else None
+        try:
+            await self._came
+        finally:
+            self._came = None
+            if due is not None:
+                due.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._ended or self._fault is not None
+
+    def feed(self, data: bytes) -> None:
+        in_head = not self.status
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(PeerProtocolError(f"no HTTP reply: {error}"))
+        if in_head:
+            self._head_bytes += len(data) - self._unread_bytes
+            if self._head_bytes > _MAX_HEAD_BYTES:
+                self._fail(PeerProtocolError(f"headers of more than {_MAX_HEAD_BYTES} bytes"))
+        if self._unread_bytes > _MAX_UNREAD_BYTES and not self._paused:
+            self._paused = True
+            self._connection.transport.pause_reading()
+        self._wake()
+
+    def lost(self, error: Exception | None) -> None:
+        """The connection has ended, which ends a reply without a length."""
+        measured = {"content-length", "transfer-encoding"} & self.headers.keys()
+        if error is None and self.status and not measured:
+            self._ended = True
+        elif not self._ended and self._fault is None:
+            self._fault = ConnectionError(f"the reply broke off: {error or 'connection closed'}")
+        self._wake()
+
+    def _fail(self, fault: Exception) -> None:
+        self._fault = self._fault or fault
+        self._connection.transport.abort()
+
+    def _wake(self) -> None:
+        if not self._for_end or self._paused or self._is_over:
+            self._waited()
+
+    def _waited(self) -> None:
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
+
+    # What httptools calls.
+
+    def on_message_begin(self) -> None:
+        if self._ended:
+            # A reply to nothing.
+            self._keeps = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._ended:
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:
+            self.headers.clear()
+        elif not self._ended:
+            self.status = status
+
+    def on_body(self, body: bytes) -> None:
+        if not self._ended:
+            self._parts.append(body)
+            self._unread_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        # An informational reply, 100 for one, ends nothing.
+        if self.status and not self._ended:
+            self._ended, self._keeps = True, self._parser.should_keep_alive()
+
+
+class _Connection(asyncio.Protocol):
+    """Carries one request after another."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: "EngineConnections", tls: ssl.SSLContext | None) -> None:
+        self._pool = pool
+        self.tls = tls
+        self.idle_since_s = 0.0
+        self._reply: StreamedReply | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reply is None:
+            self.transport.abort()
+        else:
+            self._reply.feed(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._reply is not None:
+            self._reply.lost(exc)
+
+    def send(self, request: bytes) -> StreamedReply:
+        self._reply = reply = StreamedReply(self)
+        self.transport.write(request)
+        return reply
+
+    def left(self, reply: StreamedReply, *, keep: bool) -> None:
+        """The reply is read no further."""
+        if self._reply is not reply:
+            return
+        self._reply = None
+        if keep and not self.transport.is_closing():
+            self._pool.keep(self)
+        else:
+            # Not `close`, which waits for a peer that reads the rest of the request.
+            self.transport.abort()
+
+
+class EngineConnections:
+    """`url`: scheme, host and port."""
+
+    def __init__(
+        self, url: str, *, connect_s: float, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
+        parts = urlsplit(url)
+        self._secure = parts.scheme == "https"
+        self._host, self._at = parts.hostname or "", parts.netloc
+        self._port = parts.port or (443 if self._secure else 80)
+        self._credentials = credentials
+        self._connect_s = connect_s
+        self._idle: list[_Connection] = []
+        """The one used last is taken first."""
+        self._closing: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> StreamedReply:
+        """The reply to a request for which it asks once, from its headers on; to be closed.
+
+        Raises NotConnected, ConnectionError (the engine may have seen the request),
+        PeerProtocolError.
+        """
+        request = self._head(path, len(body), headers) + body
+        tls = self._credentials.tls() if self._secure else None
+        connection = self._kept(tls) or await self._connected(tls)
+        reply = connection.send(request)
+        try:
+            await reply.head()
+        except BaseException:
+            reply.close()
+            raise
+        return reply
+
+    def close(self) -> None:
+        """Closes what is idle, and what becomes so later."""
+        self._closed = True
+        self._close_idle(kept_s=0.0)
+
+    def keep(self, connection: _Connection) -> None:
+        if self._closed:
+            connection.transport.abort()
+            return
+        loop = asyncio.get_running_loop()
+        connection.idle_since_s = loop.time()
+        self._idle.append(connection)
+        if self._closing is None:
+            self._closing = loop.call_later(KEEP_S, self._close_idle)
+
+    def _kept(self, tls: ssl.SSLContext | None) -> _Connection | None:
+        least_s = asyncio.get_running_loop().time() - KEEP_S
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport.is_closing():
+                continue
+            # Renewed certificates are for new connections.
+            if connection.idle_since_s > least_s and connection.tls is tls:
+                return connection
+            connection.transport.abort()
+        return None
+
+    def _close_idle(self, kept_s: float = KEEP_S) -> None:
+        loop = asyncio.get_running_loop()
+        least_s = loop.time() - kept_s
+        for connection in self._idle:
+            if connection.idle_since_s <= least_s:
+                connection.transport.abort()
+        self._idle = [each for each in self._idle if not each.transport.is_closing()]
+        if self._closing is not None:
+            self._closing.cancel()
+        self._closing = loop.call_later(KEEP_S, self._close_idle) if self._idle else None
+
+    async def _connected(self, tls: ssl.SSLContext | None) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_s):
+                addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+                found = await aiohappyeyeballs.start_connection(
+                    addresses, happy_eyeballs_delay=_EYEBALLS_S
+                )
+                try:
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(self, tls),
+                        sock=found,
+                        ssl=tls,
+                        server_hostname=self._host if tls else None,
+                    )
+                except BaseException:
+                    found.close()
+                    raise
+        except (OSError, RuntimeError) as error:  # uvloop's connect raises either.
+            number = getattr(error, "errno", None) or 0
+            raise NotConnected(number, f"{type(error).__name__}: {error}") from error
+        return connection
+
+    def _head(self, path: str, length: int, headers: Mapping[str, str]) -> bytes:
+        given = {
+            "Host": self._at,
+            "User-Agent": "rosemux",
+            "Content-Type": "application/json",
+            "Content-Length": str(length),
+            **self._credentials.headers(),
+            **headers,
+        }
+        if any(not (name + value).isprintable() for name, value in given.items()):
+            raise ValueError(f"headers of more than one line: {sorted(given)}")
+        fields = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+        return f"POST {path} HTTP/1.1\r\n{fields}\r\n".encode()
