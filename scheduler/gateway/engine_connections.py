@@ -27,7 +27,7 @@ _MAX_UNREAD_BYTES = 1 << 20
 """Bytes of a reply that wait to be read; the engine waits with more."""
 
 
-class NotConnected(ConnectionError):  # noqa: N818 - named for the state
+class NoConnection(ConnectionError):  # noqa: N818 - named for the state
     """No connection was made: the engine never saw the request. `errno` as of what failed."""
 
 
@@ -37,7 +37,7 @@ class StreamedReply:
     def __init__(self, connection: "_Connection") -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        """By names in lower case; of fields that are repeated, the last."""
+        """Names are in lower case; the last of repeated fields counts."""
         self._connection = connection
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
@@ -47,10 +47,10 @@ class StreamedReply:
         self._came: asyncio.Future[None] | None = None
 
     async def read(self, wait_s: float = 0.0) -> bytes:
-        """What has come since the last call; b"" at the end. Raises ConnectionError for a reply
-        that breaks off and PeerProtocolError for none of HTTP, each after what came before it.
+        """Waits for the next bytes of the body; b"" at its end. Raises ConnectionError for a reply
+        that breaks off and PeerProtocolError for none of HTTP, after the bytes before it.
 
-        `wait_s`: it may come so late, in s, to be more at once; the end comes at once.
+        `wait_s`: bytes may wait so long, in s, for more; the end does not.
         """
         if wait_s and not self._is_over:
             await self._more(wait_s)
@@ -63,7 +63,7 @@ class StreamedReply:
         return self.unread()
 
     def unread(self) -> bytes:
-        """As read, without a wait: b"" also where nothing has come."""
+        """The bytes that have come since the last read."""
         parts, self._parts, self._unread_bytes = self._parts, [], 0
         if self._paused:
             self._paused = False
@@ -237,7 +237,7 @@ class EngineConnections:
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> StreamedReply:
         """The reply to a request for which it asks once, from its headers on; to be closed.
 
-        Raises NotConnected, ConnectionError (the engine may have seen the request),
+        Raises NoConnection, ConnectionError (the engine may have seen the request),
         PeerProtocolError.
         """
         request = self._head(path, len(body), headers) + body
@@ -309,7 +309,7 @@ class EngineConnections:
                     raise
         except (OSError, RuntimeError) as error:  # uvloop's connect raises either.
             number = getattr(error, "errno", None) or 0
-            raise NotConnected(number, f"{type(error).__name__}: {error}") from error
+            raise NoConnection(number, f"{type(error).__name__}: {error}") from error
         return connection
 
     def _head(self, path: str, length: int, headers: Mapping[str, str]) -> bytes:

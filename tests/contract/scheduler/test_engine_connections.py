@@ -16,7 +16,7 @@ from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from harvester.platform.tls import ServerTls
 from scheduler.gateway import engine_connections
 from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_connections import EngineConnections, NotConnected, StreamedReply
+from scheduler.gateway.engine_connections import EngineConnections, NoConnection, StreamedReply
 from scheduler.gateway.policy.trajectories import TurnLedger
 from tests.certificates import Authority
 
@@ -133,7 +133,7 @@ async def test_a_reply_without_a_length_ends_with_its_connection(
 
 
 @pytest.mark.parametrize("said", [CHUNKED + b"3\r\nabc\r\n", TWO.replace(b"2", b"9")])
-async def test_what_came_before_a_reply_broke_off_is_read(
+async def test_a_reply_that_breaks_off_is_read_up_to_there(
     server: Server, engine: EngineConnections, said: bytes
 ) -> None:
     server.says(said, then_close=True)
@@ -156,7 +156,7 @@ async def test_what_came_before_a_reply_broke_off_is_read(
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
     ],
 )
-async def test_what_is_no_plain_reply_is_refused_and_its_connection_left(
+async def test_a_reply_that_is_not_plain_http_is_refused_and_its_connection_left(
     server: Server, engine: EngineConnections, said: bytes
 ) -> None:
     server.says(said)
@@ -248,7 +248,7 @@ async def test_an_idle_connection_is_closed_in_time(
         await asyncio.wait_for(server.left.wait(), 5.0)
 
 
-async def test_a_reply_that_nobody_reads_does_not_fill_memory(
+async def test_an_unread_reply_does_not_fill_memory(
     server: Server, engine: EngineConnections
 ) -> None:
     sent, size = 0, 64 << 20
@@ -340,7 +340,7 @@ async def test_a_turn_that_is_taken_off_has_every_token_that_its_engine_sent(
 
 async def test_no_connection_says_why(engine: EngineConnections, server: Server) -> None:
     await server.stop()
-    with pytest.raises(NotConnected) as raised:
+    with pytest.raises(NoConnection) as raised:
         await posted(engine)
     assert raised.value.errno == errno.ECONNREFUSED
 
@@ -349,7 +349,7 @@ async def test_a_peer_that_says_nothing_is_waited_for_no_longer_than_asked() -> 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
         engine = EngineConnections(url, connect_s=0.2)
-        with closing(engine), pytest.raises(NotConnected, match="TimeoutError"):
+        with closing(engine), pytest.raises(NoConnection, match="TimeoutError"):
             await posted(engine)
 
 
@@ -365,7 +365,7 @@ async def test_renewed_certificates_are_for_the_next_request(
     url = await server.start(authority.server("engine"))
     trusted, stranger = authority.trusted(), Authority(tmp_path, "other").trusted()
     engine = EngineConnections(url, connect_s=5.0, credentials=stranger)
-    with closing(engine), pytest.raises(NotConnected, match="CERTIFICATE_VERIFY_FAILED"):
+    with closing(engine), pytest.raises(NoConnection, match="CERTIFICATE_VERIFY_FAILED"):
         await posted(engine)
     with closing(EngineConnections(url, connect_s=5.0, credentials=trusted)) as engine:
         for _ in range(3):
