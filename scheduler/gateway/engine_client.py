@@ -25,7 +25,7 @@ from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
-from scheduler.gateway.engine_connections import EngineConnections, NoConnection, StreamedReply
+from scheduler.gateway.engine_connections import EngineConnections, ConnectionFailed, StreamedReply
 from scheduler.gateway.generate_body import generate_body
 from scheduler.gateway.identity import (
     Change,
@@ -223,7 +223,7 @@ class EngineClient:
                     retry_after = reply.headers.get("retry-after", "")
                     raise _refusal(reply.status, message[:_MESSAGE_CHARS], retry_after)
                 yield reply
-        except NoConnection as error:
+        except ConnectionFailed as error:
             if error.errno == errno.EMFILE:
                 # The gateway's own want.
                 raise EngineBusy("the gateway has no descriptor left (ulimit -n)") from error

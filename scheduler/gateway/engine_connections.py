@@ -27,7 +27,7 @@ _MAX_UNREAD_BYTES = 1 << 20
 """Bytes of a reply that wait to be read; the engine waits with more."""
 
 
-class NoConnection(ConnectionError):  # noqa: N818 - named for the state
+class ConnectionFailed(ConnectionError):  # noqa: N818 - named for the state
     """No connection was made: the engine never saw the request. `errno` as of what failed."""
 
 
@@ -237,7 +237,7 @@ class EngineConnections:
     async def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> StreamedReply:
         """The reply to a request for which it asks once, from its headers on; to be closed.
 
-        Raises NoConnection, ConnectionError (the engine may have seen the request),
+        Raises ConnectionFailed, ConnectionError (the engine may have seen the request),
         PeerProtocolError.
         """
         request = self._head(path, len(body), headers) + body
@@ -309,7 +309,7 @@ class EngineConnections:
                     raise
         except (OSError, RuntimeError) as error:  # uvloop's connect raises either.
             number = getattr(error, "errno", None) or 0
-            raise NoConnection(number, f"{type(error).__name__}: {error}") from error
+            raise ConnectionFailed(number, f"{type(error).__name__}: {error}") from error
         return connection
 
     def _head(self, path: str, length: int, headers: Mapping[str, str]) -> bytes:

@@ -16,7 +16,7 @@ from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from harvester.platform.tls import ServerTls
 from scheduler.gateway import engine_connections
 from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_connections import EngineConnections, NoConnection, StreamedReply
+from scheduler.gateway.engine_connections import EngineConnections, ConnectionFailed, StreamedReply
 from scheduler.gateway.policy.trajectories import TurnLedger
 from tests.certificates import Authority
 
@@ -340,7 +340,7 @@ async def test_a_turn_that_is_taken_off_has_every_token_that_its_engine_sent(
 
 async def test_no_connection_says_why(engine: EngineConnections, server: Server) -> None:
     await server.stop()
-    with pytest.raises(NoConnection) as raised:
+    with pytest.raises(ConnectionFailed) as raised:
         await posted(engine)
     assert raised.value.errno == errno.ECONNREFUSED
 
@@ -349,7 +349,7 @@ async def test_a_peer_that_says_nothing_is_waited_for_no_longer_than_asked() -> 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
         engine = EngineConnections(url, connect_s=0.2)
-        with closing(engine), pytest.raises(NoConnection, match="TimeoutError"):
+        with closing(engine), pytest.raises(ConnectionFailed, match="TimeoutError"):
             await posted(engine)
 
 
@@ -365,7 +365,7 @@ async def test_renewed_certificates_are_for_the_next_request(
     url = await server.start(authority.server("engine"))
     trusted, stranger = authority.trusted(), Authority(tmp_path, "other").trusted()
     engine = EngineConnections(url, connect_s=5.0, credentials=stranger)
-    with closing(engine), pytest.raises(NoConnection, match="CERTIFICATE_VERIFY_FAILED"):
+    with closing(engine), pytest.raises(ConnectionFailed, match="CERTIFICATE_VERIFY_FAILED"):
         await posted(engine)
     with closing(EngineConnections(url, connect_s=5.0, credentials=trusted)) as engine:
         for _ in range(3):
