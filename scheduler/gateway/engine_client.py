@@ -25,7 +25,7 @@ from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
-from scheduler.gateway.engine_connections import EngineConnections, ConnectionFailed, StreamedReply
+from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply
 from scheduler.gateway.generate_body import generate_body
 from scheduler.gateway.identity import (
     Change,

@@ -16,7 +16,7 @@ from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from harvester.platform.tls import ServerTls
 from scheduler.gateway import engine_connections
 from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_connections import EngineConnections, ConnectionFailed, StreamedReply
+from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply
 from scheduler.gateway.policy.trajectories import TurnLedger
 from tests.certificates import Authority
 
