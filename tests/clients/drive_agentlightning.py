@@ -24,7 +24,7 @@ from tests.clients.client_facts import JOB, URL, Facts
 MAX_TOKENS = 16
 TURNS = 2
 ROLLOUTS = 2
-"""Of each question."""
+"""Rollouts of each question."""
 QUESTIONS = ("What is a lease?", "Name an engine.", "Why is the gate closed?", "Count to four.")
 START_S = 60.0
 REWARD = 0.5

@@ -82,7 +82,7 @@ def _check_logprobs(told: dict[str, list[Any]], model: torch.nn.Module) -> None:
 
 
 def check_pushes(client: VLLMClient) -> None:
-    """What `vllm_mode="server"` calls. The client generates on after each."""
+    """The calls of `vllm_mode="server"`; the client generates on after each."""
     clock = MonotonicClock()
     began_s = clock.now()
     refused = {}

@@ -33,7 +33,7 @@ from tests.integration.conftest import FakeAgent
 JOB = "policy"
 CONTEXT_TOKENS = 1024
 PLACES = 2
-"""Of the dedicated engine: a batch of a few turns leases the guest."""
+"""Places of the dedicated engine: so few that a batch leases the guest."""
 SEED = 7
 
 

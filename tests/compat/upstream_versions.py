@@ -1,4 +1,4 @@
-"""What each supported vLLM version has of the names in the upstream table.
+"""Names of the upstream table that each supported vLLM version has.
 
 One entry per version, each written as its difference from the previous one, so that the file reads
 as the history of upstream's changes. Every entry is checked against the wheel of its version by

@@ -55,7 +55,7 @@ _CARRIED: dict[str, Any] = {
 
 
 def dumped(version: str) -> dict[str, Any]:
-    """What the vLLM that is imported here, of this version, writes."""
+    """Requests and replies as the imported vLLM, of this version, writes them."""
     import pydantic
     from vllm.sampling_params import SamplingParams
 

@@ -101,7 +101,7 @@ def _order(order: StopOrder, tenant: str = "") -> tuple[Stop, ...]:
 
 
 class Orders(NamedTuple):
-    """What operators have ordered, in files that outlive the agent."""
+    """Operators' orders, in files that outlive the agent."""
 
     words: str = "lift all orders"
     switch: KillSwitch = KillSwitch.NONE
@@ -380,9 +380,9 @@ class World(NamedTuple):
     orders: int = 0
     """Which of `ORDERS`."""
     faults: int = 0
-    """What the world may still do to them."""
+    """Faults that may still strike them."""
     commands: int = 0
-    """What operators and trainers may still do."""
+    """Calls that operators and trainers may still make."""
     promise: tuple[LeaseId, Epoch, int] | None = None
     """The lease in force by what the agent has answered, and the ticks that it has left."""
     gone: frozenset[LeaseId] = frozenset()

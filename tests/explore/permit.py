@@ -220,7 +220,7 @@ class Control:
         return _encoded(self.service.look(entry))
 
     def _before(self) -> dict[JobId, tuple[Any, ...]]:
-        """Who waits, and whether their place counts: by their own records."""
+        """Jobs that wait, and whether their place counts, as their own records say."""
         now, found = self.now, {}
         for job in self.service.jobs:
             permit = self.service.policy.permit(job)
@@ -416,7 +416,7 @@ class Call(NamedTuple):
     job: int
     message: Any
     heard: bool = False
-    """By the control, which holds an entry open while it has to wait."""
+    """Whether the control has it; an entry stays open while it has to wait."""
     reply: Any = None
     age: int = 0
     """In ticks."""
@@ -436,7 +436,7 @@ class World(NamedTuple):
     """The control is there, and does nothing."""
     faults: int = 0
     ended: frozenset[Epoch] = frozenset()
-    """Of permits that have ended, as far as a job may still name one."""
+    """Epochs of ended permits that a job may still name."""
     newest: Epoch = Epoch(0)
     done: frozenset[int] | None = None
     """Jobs that have completed a phase on a fair course."""
@@ -512,7 +512,7 @@ class PermitModel:
             yield from self._faults_of(world._replace(faults=world.faults - 1))
 
     def _own_moves(self, world: World, job: int, name: str) -> Iterator[Move[World]]:
-        """Of a job that waits for no answer."""
+        """Moves of a job that waits for no answer."""
         holds, _, _ = self._ask(world, job, "can")
         if self._ask(world, job, "idle"):
             yield Move(f"{name} enters", partial(self._say, world, job, "enter"))

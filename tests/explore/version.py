@@ -63,7 +63,7 @@ TICK_S, TOKENS, TURNS, LATE_MAX = 1.0, 2, 2, 1
 JOB, STORE = JobId("job"), "store"
 ENGINES = (EngineId("e0"), EngineId("e1"))
 NO_WEIGHTS = -1
-"""What an update that broke half way leaves, and what another client has loaded."""
+"""The weights after an update that broke half way, or after another client's."""
 
 
 class Versions:
@@ -182,7 +182,7 @@ class Member(NamedTuple):
 
     up: bool = False
     identity: str = ""
-    """Of the engine that the version in force was applied to."""
+    """Identity of the engine that the version in force was applied to."""
     quiesced: bool = False
     version: int | None = None
     """That an update under way leads to."""
@@ -197,9 +197,9 @@ class Stream(NamedTuple):
     turn: int
     engine: int
     version: int
-    """By the dispatch."""
+    """The version that the dispatch named."""
     number: int | None = None
-    """Of the attempt; None while the turn has a place and its runner has not gone on."""
+    """The attempt's; None while the turn has a place and its runner has not gone on."""
     wanted: str = ""
     sent: bool = False
     open: bool = False

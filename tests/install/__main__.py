@@ -92,7 +92,7 @@ def fetch_wheels() -> None:
 
 
 def copy_checkout(node: Node) -> None:
-    """What git knows and what it does not ignore: as a clone of this tree would be."""
+    """Copies the files that git knows or does not ignore: as a clone of this tree would be."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listed, cwd=REPOSITORY, check=True, capture_output=True).stdout
     for name in filter(None, files.decode().split("\0")):

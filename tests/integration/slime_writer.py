@@ -1,4 +1,5 @@
-"""What slime's and miles' UpdateWeightFromDiskDelta leave on disk (slime 624b824a, miles 31f1ca96).
+"""Publications on disk as slime's and miles' UpdateWeightFromDiskDelta leave them (slime 624b824a,
+miles 31f1ca96).
 
 Their first update publishes nothing: it empties the directory and takes the Hugging Face
 checkpoint's bytes for version 0. Each later one is a directory of one shard for every source rank

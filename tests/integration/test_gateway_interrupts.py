@@ -26,7 +26,7 @@ def engine(**more: Any) -> FakeEngine:
 
 
 def interruptions(gateway: GatewayInProcess) -> dict[tuple[str, str], float]:
-    """By cause and outcome."""
+    """Number of interruptions, by cause and outcome."""
     (family,) = gateway.scheduler.metrics.interruptions.collect()
     return {
         (sample.labels["cause"], sample.labels["outcome"]): sample.value

@@ -87,7 +87,7 @@ async def streamed(url: str, route: str, body: dict[str, Any]) -> dict[str, Any]
 
 
 def shown(reply: dict[str, Any]) -> dict[str, Any]:
-    """What a whole reply says of its choice, without names that differ by request."""
+    """A whole reply's choice, without names that differ by request."""
     (choice,) = reply["choices"]
     choice = {name: value for name, value in choice.items() if name not in OWN_FIELDS}
     for call in (choice.get("message") or {}).get("tool_calls") or ():

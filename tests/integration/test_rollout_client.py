@@ -163,7 +163,7 @@ async def test_an_aborted_turn_returns_the_tokens_that_it_has(
 async def test_a_turn_that_must_not_go_on_elsewhere_ends_where_a_restarted_gateway_begins_it_anew(
     fake_engine: Start, gateway: Start, more: dict[str, object], fault: str
 ) -> None:
-    """By its sampling, without a fallback; by its caller's wish with one."""
+    """Its sampling forbids it, without a fallback; its caller does, with one."""
     engine = fake_engine(step_s=0.01)
     front = gateway(engine)
     partial = None if more else "return_partial"

@@ -228,7 +228,7 @@ def _two_shards_and_an_index(hf: Path) -> None:
 
 
 def _two_names(hf: Path) -> None:
-    """Of one header: each has its own bytes."""
+    """Gives one header two names, each with its own bytes."""
     data = (hf / "model.safetensors").read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     at = len(data) - end

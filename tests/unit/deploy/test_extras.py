@@ -1,4 +1,4 @@
-"""What an installation without extras can do, and what it says of the rest."""
+"""An installation without extras: its commands work, or name the extra that they need."""
 
 import json
 import re
@@ -69,7 +69,7 @@ print(json.dumps(failed))
 
 
 def without_extras(code: str, words: Any) -> Any:
-    """What `code` prints in an interpreter that finds none of the modules of extras."""
+    """Runs `code`, and decodes its print, where no module of an extra is found."""
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + code, json.dumps(words)],
         cwd=ROOT,

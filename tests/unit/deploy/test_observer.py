@@ -58,7 +58,7 @@ def alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(alone: Path, code: str, tmp_path: Path) -> Any:
-    """What `code` prints where the checkout is not on the path, nor are links to it followed."""
+    """Runs `code`, and decodes its print, without the checkout or a link to it on the path."""
     for name, text in VLLM.items():
         (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "vllm" / name).write_text(text)

@@ -15,6 +15,7 @@ PACKAGES = (
     "benchmarks",
     "deploy",
     "examples",
+    "tests",
 )
 _RIDDLE = re.compile(r"\s*(Of|By|Who|Whose|What)\b")
 _RIDDLE_OF_A_TEST = re.compile(

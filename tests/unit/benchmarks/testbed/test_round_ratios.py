@@ -40,7 +40,7 @@ COVERED_MIN = 0.9
 class Design:
     arms: int
     requests: int
-    """Of an arm in a round."""
+    """Requests of an arm in a round."""
     slice_s: float
 
 

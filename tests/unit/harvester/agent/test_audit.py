@@ -1,4 +1,4 @@
-"""What an agent's audit says of leases, slots, guests, operators and full disks."""
+"""Entries of an agent's audit about leases, slots, guests, operators and full disks."""
 
 import errno
 import json

@@ -54,7 +54,7 @@ def control_groups() -> set[str]:
 
 
 def rank_of(pid: int) -> tuple[Any, ...]:
-    """What the kernel schedules a process by: class, nice value, cores, control groups."""
+    """A process's rank with the kernel: class, nice value, cores, control groups."""
     return (
         os.sched_getscheduler(pid),
         os.getpriority(os.PRIO_PROCESS, pid),

@@ -1,4 +1,4 @@
-"""What an operator reads of each guard: value, limit, and whether it gives way."""
+"""The readings of each guard: value, limit, and whether it gives way."""
 
 from typing import Any
 

@@ -283,7 +283,7 @@ class Client:
     slow: int = 0
     """Steps before its first token."""
     silences: list[Change] = field(default_factory=list)
-    """What its next death or broken stream looks like at first."""
+    """Changes that its next deaths or broken streams show at first."""
     breaks: int = 0
     """Streams to come that break before a token."""
 

@@ -1,4 +1,4 @@
-"""What a service is charged, and what each of its slots may spend."""
+"""The charges of a service, and the allowance of each of its slots."""
 
 from msgspec.structs import replace
 

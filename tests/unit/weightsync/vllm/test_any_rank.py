@@ -37,7 +37,7 @@ class Place:
     """How a rank has a tensor of a checkpoint."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     held: torch.Tensor
     copies: Callable[[torch.Tensor, torch.Tensor], Copies]
     """(part of `held`, part of the whole tensor) for each copy of a loader."""
@@ -63,7 +63,7 @@ class AnyRank(torch.nn.Module):
 
 
 def rows(whole: int, rank: int, ranks: int) -> slice:
-    """Of a vocabulary that is padded to the number of ranks: the last ones may have none."""
+    """A rank's rows of a padded vocabulary: the last ranks may have none."""
     length = -(-whole // ranks)
     return slice(min(whole, rank * length), min(whole, (rank + 1) * length))
 
