@@ -6,7 +6,7 @@ machine's steps, and the window's busy share is computed from them: batched cont
 step after another, each as long as its contents demand. Pure.
 """
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,11 +31,6 @@ class Replayed:
     busy_s: float
 
 
-@dataclass(slots=True)
-class _Running:
-    left: int
-
-
 def busy_share(
     arrivals: Sequence[Arrival],
     model: ProductionModel,
@@ -47,24 +42,23 @@ def busy_share(
 
     `step_tokens` is the engine's budget for one step.
     """
-    running: list[_Running] = []
-    at, busy_s, now = 0, 0.0, 0.0
+    running, ending = 0, Counter[int]()  # Requests, and how many of them end with which step.
+    at, step, busy_s, now = 0, 0, 0.0, 0.0
     while at < len(arrivals) or running:
         if not running:
             now = max(now, arrivals[at].t_s)
-        due = bisect_right(arrivals, now, lo=at, key=lambda arrival: arrival.t_s)
         prompt_tokens = 0
-        while at < due and prompt_tokens < step_tokens:
+        while at < len(arrivals) and arrivals[at].t_s <= now and prompt_tokens < step_tokens:
             prompt_tokens += arrivals[at].input_tokens
-            running.append(_Running(arrivals[at].output_tokens))
+            ending[step + max(1, arrivals[at].output_tokens)] += 1
+            running += 1
             at += 1
-        step_s = model.decode_s(len(running)) + model.prefill_s_per_token * prompt_tokens
+        step_s = model.decode_s(running) + model.prefill_s_per_token * prompt_tokens
         if prompt_tokens:
             step_s += max(0.0, model.prefill_base_s - model.decode_base_s)
         now, busy_s = now + step_s, busy_s + step_s
-        for request in running:
-            request.left -= 1
-        running = [request for request in running if request.left > 0]
+        step += 1
+        running -= ending.pop(step, 0)
     return busy_s / max(window_s, now)
 
 
