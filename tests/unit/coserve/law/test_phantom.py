@@ -123,7 +123,7 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
     at_s = np.cumsum(drawn.exponential(alone.mean() / busy, size=requests))
     waited, free_s, idle_s, guest_s = np.zeros(requests), 0.0, 0.0, 0.0
     queued, began_s = np.zeros(requests), 0.0
-    known = quantiles_of([int(each) for each in tokens])
+    known, long = quantiles_of([int(each) for each in tokens]), p99(tokens)
     owed_s, last_end_s = 0.0, 0.0
     for place in range(requests):
         # Production alone, in a queue of its own.
@@ -132,12 +132,12 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
         began_s += alone[place]
         now_s = free_s
         idle_s += max(0.0, at_s[place] - free_s)
+        pulse = Pulse(
+            prompt_tokens_quantiles=known,
+            prompt_tokens_p99=long,
+            last_step_end_ns=int(free_s * 1e9),
+        )
         while now_s < at_s[place]:
-            pulse = Pulse(
-                prompt_tokens_quantiles=known,
-                prompt_tokens_p99=p99(tokens),
-                last_step_end_ns=int(free_s * 1e9),
-            )
             load = GuestLoad(
                 GUEST, 8, 0, 0.0, 2048, rest_s=owed_s, last_end_ns=int(last_end_s * 1e9)
             )
