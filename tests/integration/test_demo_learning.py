@@ -15,7 +15,7 @@ from examples.grpo.master_weights import AdamSettings, MasterWeights, policy_of
 from examples.grpo.model import PolicyShape
 from examples.grpo.warm_up import WarmUp, warm_start
 
-STEPS = 9
+STEPS = 6
 WARM_UP = WarmUp(
     policy=PolicyShape(hidden=128, intermediate=256, heads=2, kv_heads=2), learning_rate=4e-3
 )

@@ -22,8 +22,12 @@ async def test_a_rolling_restart_refuses_no_sample_of_a_group(gap_s) -> None:
             while sum(engine.open for engine in engines) < 16:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for site in gateway.sites:
-            await site.serve(FakeEngine(step_s=step_s, epoch=None).app())
+            engines.append(FakeEngine(step_s=step_s, epoch=None))
+            await site.serve(engines[-1].app())
             await asyncio.sleep(gap_s)
+        # No engine dies any more, so that no step needs to be slow.
+        for engine in engines:
+            engine.step_s = 0.02
         for status, reply in await asyncio.gather(*turns):
             assert (status, reply.get("finish_reason")) == (200, "length"), reply
         status, reply = await gateway.generate("next step", 2, prompt=[1, 2, 0])
