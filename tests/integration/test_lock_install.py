@@ -34,6 +34,12 @@ words = [word for word in words[1:at] + words[at + 2:] if word not in ours]
 index = ["--index-url", os.environ["FAKE_TORCH_INDEX"]]
 sys.exit(subprocess.call([sys.executable, "-m", "pip", *words, *index]))
 """
+PYTHON = """#!/bin/sh
+if [ $# = 3 ] && [ "$1 $2" = "-m venv" ]; then
+    mkdir -p "$3" && exec cp -a "{made}/." "$3"
+fi
+exec "{real}" "$@"
+"""
 # The checkout itself, installed in place without another distribution.
 BACKEND = """
 import zipfile
@@ -114,8 +120,19 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that makes one environment, which takes seconds, and then copies of it."""
+    folder = tmp_path_factory.mktemp("python")
+    subprocess.run([sys.executable, "-m", "venv", folder / "made"], check=True)
+    python = folder / "python"
+    python.write_text(PYTHON.format(real=sys.executable, made=folder / "made"))
+    python.chmod(0o755)
+    return python
+
+
 @pytest.fixture
-def install(checkout: Path, index: str, tmp_path: Path) -> Install:
+def install(checkout: Path, index: str, python: Path, tmp_path: Path) -> Install:
     def install(torch_at: str, *arguments: str) -> tuple[int, str]:
         """`torch_at` is the registry with torch; "" none. Exit status and all output."""
         registry = tmp_path / "index" / (torch_at or "elsewhere")
@@ -132,7 +149,7 @@ def install(checkout: Path, index: str, tmp_path: Path) -> Install:
             if not name.startswith(("PIP_", "UV_"))
         }
         environment |= {
-            "PYTHON": sys.executable,
+            "PYTHON": str(python),
             "PIP_CONFIG_FILE": os.devnull,
             "PIP_INDEX_URL": f"{index}/main",
             "PIP_NO_CACHE_DIR": "1",
