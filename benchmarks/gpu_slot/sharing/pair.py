@@ -107,17 +107,6 @@ REHEARSED = Sizes(
     arrivals_s=1.0,
     arrivals_per_s=20.0,
 )
-_EPSILON = 0.05
-_WIDE_SLO_S = 1e3
-_PHANTOM_TOKENS = 1 << 20
-"""Phantom prompt in tokens, so large that a real prompt has almost none of its slack."""
-_ROOM = 4.0
-_FIRST_PREDICTION_S = 0.1
-"""A guest that has not stepped yet predicts steps of tens of milliseconds."""
-_SETTLE_S = 0.6
-"""A guest believes the page of a writer that is gone until it expires."""
-_PAUSES = 4.0
-_PAUSE_LEAST_S = 0.05
 
 
 @dataclass(slots=True)
