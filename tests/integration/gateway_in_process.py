@@ -53,9 +53,11 @@ class Site:
 
 
 class GatewayInProcess:
-    def __init__(self, scheduler: Scheduler, front: Gateway, site: Site, sites: list[Site]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, service: Gateway, site: Site, sites: list[Site]
+    ) -> None:
         self.scheduler = scheduler
-        self.front = front
+        self.service = service
         self.sites = sites
         self._site = site
         self._session = aiohttp.ClientSession()
@@ -146,9 +148,9 @@ async def gateway_on(
     async with aiohttp.ClientSession() as session:
         scheduler = Scheduler(parsed, clock, SchedulerState(None), session)
         await scheduler.start()
-        site, front = Site(tls), Gateway(scheduler, parsed, Tenants.load(tokens), clock)
-        await site.serve(front.app)
-        gateway = GatewayInProcess(scheduler, front, site, sites)
+        site, service = Site(tls), Gateway(scheduler, parsed, Tenants.load(tokens), clock)
+        await site.serve(service.app)
+        gateway = GatewayInProcess(scheduler, service, site, sites)
         try:
             yield gateway
         finally:

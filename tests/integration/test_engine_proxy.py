@@ -25,15 +25,15 @@ CONTROL, DATA = "c" * 20, "d" * 20
 @asynccontextmanager
 async def proxied(app: web.Application, **settings: Any) -> AsyncIterator[tuple[str, Site]]:
     """URL of a proxy before an engine, and the engine's site."""
-    engine, front = Site(), Site()
+    engine, service = Site(), Site()
     await engine.serve(app)
     async with aiohttp.ClientSession(auto_decompress=False) as session:
         given = ProxySettings(engine=engine.url, **settings)
-        await front.serve(EngineProxy(session, given).app())
+        await service.serve(EngineProxy(session, given).app())
         try:
-            yield front.url, engine
+            yield service.url, engine
         finally:
-            await front.close()
+            await service.close()
             await engine.close()
 
 

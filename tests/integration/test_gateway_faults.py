@@ -16,14 +16,14 @@ from tests.integration.test_gateway_turns import (
 BAD = [99, 1]
 
 
-async def bad(front, name: str = "bad", **more: Any) -> tuple[int, Any]:
-    return await generate(front, name, 10, **{"token_ids": BAD, **more})
+async def bad(service, name: str = "bad", **more: Any) -> tuple[int, Any]:
+    return await generate(service, name, 10, **{"token_ids": BAD, **more})
 
 
-async def published(front, *engines: Any, version: int = 1) -> None:
-    await front.until("/v1/status", serving(len(engines)))
+async def published(service, *engines: Any, version: int = 1) -> None:
+    await service.until("/v1/status", serving(len(engines)))
     given = {"version": version, "store": "job.store"}
-    assert (await front.post("/v1/jobs/job/versions", given))[0] == 200
+    assert (await service.post("/v1/jobs/job/versions", given))[0] == 200
 
 
 async def updates(engines: Any) -> int:
@@ -36,18 +36,18 @@ async def test_a_request_that_engines_do_not_take_costs_no_other_turn(
     fake_engine, gateway, status
 ) -> None:
     engines = [fake_engine(step_s=0.01) for _ in range(3)]
-    front = gateway(*engines, timeouts={"stuck_s": 0.5})
-    await published(front, *engines)
+    service = gateway(*engines, timeouts={"stuck_s": 0.5})
+    await published(service, *engines)
     for engine in engines:
         await engine.post("/_fake", {"answers": {"99": status}})
-    turns = [asyncio.create_task(generate(front, f"r{n}", 120)) for n in range(15)]
-    await front.until("/v1/status", lambda s: s["open_turns"] == 15)
-    code, reply = await bad(front)
+    turns = [asyncio.create_task(generate(service, f"r{n}", 120)) for n in range(15)]
+    await service.until("/v1/status", lambda s: s["open_turns"] == 15)
+    code, reply = await bad(service)
     assert code == (503 if status in (503, 429) else 422)
     assert "not this one" in reply["error"]["message"]
     for ended in await asyncio.gather(*turns):
         assert tokens_of(ended[1]) == expected_tokens(PROMPT, 120, version=1)
-    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    counters = (await service.get("/v1/status"))["jobs"]["job"]["turns"]
     assert (counters["completed"], counters["migrated"], counters["lost"]) == (15, 0, 0)
     assert await updates(engines) == 3, "one for each engine, at the publish"
 
@@ -56,21 +56,21 @@ async def test_a_request_that_kills_two_engines_is_refused_with_the_reason(
     fake_engine, gateway
 ) -> None:
     engines = [fake_engine(step_s=0.01) for _ in range(4)]
-    front = gateway(*engines)
-    await front.until("/v1/status", serving(4))
+    service = gateway(*engines)
+    await service.until("/v1/status", serving(4))
     for engine in engines:
         await engine.post("/_fake", {"dies_of": 99})
-    turns = [asyncio.create_task(generate(front, f"r{n}", 100)) for n in range(12)]
-    await front.until("/v1/status", lambda s: s["open_turns"] == 12)
-    code, reply = await bad(front)
+    turns = [asyncio.create_task(generate(service, f"r{n}", 100)) for n in range(12)]
+    await service.until("/v1/status", lambda s: s["open_turns"] == 12)
+    code, reply = await bad(service)
     assert code == 422
     assert "failed twice under this request" in reply["error"]["message"]
-    assert (await bad(front, "again"))[0] == 422, "the same content under another id"
+    assert (await bad(service, "again"))[0] == 422, "the same content under another id"
     for status, ended in await asyncio.gather(*turns):
         assert status == 200
         assert tokens_of(ended) == expected_tokens(PROMPT, 100)
     assert sum(engine.process.poll() is not None for engine in engines) == 2
-    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    counters = (await service.get("/v1/status"))["jobs"]["job"]["turns"]
     assert (counters["completed"], counters["failed"], counters["lost"]) == (12, 2, 0)
 
 
@@ -79,16 +79,16 @@ async def test_a_finish_is_final_whatever_becomes_of_its_stream(
     fake_engine, gateway, after
 ) -> None:
     engines = [fake_engine(step_s=0.002), fake_engine(step_s=0.002)]
-    front = gateway(*engines)
-    await published(front, *engines)
+    service = gateway(*engines)
+    await published(service, *engines)
     whole = expected_tokens(PROMPT, 60, version=1)
     eos = whole[8]
     ended = whole[: whole.index(eos) + 1]
     for engine in engines:
         await engine.post("/_fake", {"eos": [eos], "after_finish": after})
-    turns = [asyncio.create_task(generate(front, f"r{n}", 60)) for n in range(4)]
+    turns = [asyncio.create_task(generate(service, f"r{n}", 60)) for n in range(4)]
     await asyncio.sleep(0.3)
-    await front.post("/v1/jobs/job/versions", {"version": 2, "store": "job.store"})
+    await service.post("/v1/jobs/job/versions", {"version": 2, "store": "job.store"})
     for status, reply in await asyncio.gather(*turns):
         (choice,) = reply["choices"]
         assert (status, choice["finish_reason"], tokens_of(reply)) == (200, "stop", ended)
@@ -97,20 +97,20 @@ async def test_a_finish_is_final_whatever_becomes_of_its_stream(
 
 async def test_a_guests_aborts_are_no_failures_of_the_turn(fake_engine, gateway) -> None:
     engine = fake_engine()
-    front = gateway(engine, max_attempts=2)
-    await front.until("/v1/status", serving(1))
+    service = gateway(engine, max_attempts=2)
+    await service.until("/v1/status", serving(1))
     await engine.post("/_fake", {"aborts": 4})
-    status, reply = await generate(front, "r")
+    status, reply = await generate(service, "r")
     assert (status, tokens_of(reply)) == (200, expected_tokens(PROMPT, 20))
     assert (await engine.get("/_fake"))["calls"] is not None
 
 
 async def test_a_turn_without_progress_ends_in_time_with_the_reason(fake_engine, gateway) -> None:
     engine = fake_engine()
-    front = gateway(engine, timeouts={"stuck_s": 0.5})
-    await front.until("/v1/status", serving(1))
+    service = gateway(engine, timeouts={"stuck_s": 0.5})
+    await service.until("/v1/status", serving(1))
     await engine.post("/_fake", {"aborts": 1000})
-    status, reply = await generate(front, "r")
+    status, reply = await generate(service, "r")
     assert status == 503
     assert "no engine made a token" in reply["error"]["message"]
 
@@ -119,26 +119,26 @@ async def test_a_step_whose_batch_takes_longer_than_the_queue_time_is_served(
     fake_engine, gateway
 ) -> None:
     engine = fake_engine(step_s=0.02)
-    front = gateway(engine, timeouts={"queue_s": 0.2})
-    await front.until("/v1/status", serving(1))
-    replies = await asyncio.gather(*(generate(front, f"r{n}", 20) for n in range(40)))
+    service = gateway(engine, timeouts={"queue_s": 0.2})
+    await service.until("/v1/status", serving(1))
+    replies = await asyncio.gather(*(generate(service, f"r{n}", 20) for n in range(40)))
     assert [status for status, _ in replies] == [200] * 40
 
 
 async def test_the_same_request_again_joins_the_turn_that_is_open(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.02)
-    front = gateway(engine)
-    first = asyncio.create_task(generate(front, "r", 40))
-    await front.until("/v1/status", lambda s: s["open_turns"] == 1)
-    again = asyncio.create_task(generate(front, "r", 40))
-    streamed = asyncio.create_task(generate(front, "r", 41))
+    service = gateway(engine)
+    first = asyncio.create_task(generate(service, "r", 40))
+    await service.until("/v1/status", lambda s: s["open_turns"] == 1)
+    again = asyncio.create_task(generate(service, "r", 40))
+    streamed = asyncio.create_task(generate(service, "r", 41))
     assert (await streamed)[0] == 409
     assert "another body" in (await streamed)[1]["error"]["message"]
     assert (await first) == (await again)
     assert tokens_of((await again)[1]) == expected_tokens(PROMPT, 40)
     looked = await engine.get("/_fake")
     assert len(looked["models"]) == 1, "sampled once"
-    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    counters = (await service.get("/v1/status"))["jobs"]["job"]["turns"]
     assert (counters["started"], counters["completed"]) == (1, 1)
 
 
@@ -148,15 +148,15 @@ async def test_a_client_that_timed_out_and_asks_again_gets_its_turn(
 ) -> None:
     """The turn may still be running then, or have ended."""
     engine = fake_engine(step_s=0.02)
-    front = gateway(engine, timeouts={"rejoin_s": 5})
-    first = asyncio.create_task(generate(front, "r", 30))
+    service = gateway(engine, timeouts={"rejoin_s": 5})
+    first = asyncio.create_task(generate(service, "r", 30))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
     first.cancel()
     await asyncio.sleep(gone_s)
-    status, reply = await generate(front, "r", 30)
+    status, reply = await generate(service, "r", 30)
     assert (status, tokens_of(reply)) == (200, expected_tokens(PROMPT, 30))
     assert len((await engine.get("/_fake"))["models"]) == 1, "sampled once"
-    assert await generate(front, "r", 30) == (status, reply), "also when it was answered"
+    assert await generate(service, "r", 30) == (status, reply), "also when it was answered"
     assert len((await engine.get("/_fake"))["models"]) == 1
 
 
@@ -175,8 +175,8 @@ async def test_a_field_that_would_be_ignored_is_refused_by_name(
     fake_engine, gateway, given, said
 ) -> None:
     engine = fake_engine()
-    front = gateway(engine)
-    status, reply = await generate(front, "r", **given)
+    service = gateway(engine)
+    status, reply = await generate(service, "r", **given)
     assert status == 400
     assert said in reply["error"]["message"]
-    assert (await generate(front, "r", model="job"))[0] == 200
+    assert (await generate(service, "r", model="job"))[0] == 200

@@ -17,13 +17,13 @@ REQUEST = LeaseRequest(
 LOST = pytest.mark.parametrize("lost", ["lose_requests", "lose_replies"])
 
 
-async def _generate(front, name: str, max_tokens: int):
+async def _generate(service, name: str, max_tokens: int):
     body = {
         "request_id": name,
         "token_ids": [1],
         "sampling_params": {"max_tokens": max_tokens, "temperature": 1.0},
     }
-    return await front.post("/inference/v1/generate", body)
+    return await service.post("/inference/v1/generate", body)
 
 
 @LOST
@@ -71,19 +71,19 @@ async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives
 ) -> None:
     dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
     fake_agent.engine_url = guest.url
-    front = gateway(dedicated, **_agents(fake_agent))
-    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
-    turns = [asyncio.create_task(_generate(front, f"r{n}", 150)) for n in range(14)]
+    service = gateway(dedicated, **_agents(fake_agent))
+    await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 150)) for n in range(14)]
     await guest.until("/_fake", lambda looked: looked["open"] == 4)
     assert (await guest.get("/_fake"))["version"] == 1
-    status, _ = await front.post("/v1/jobs/job/harvesting", {"enabled": False})
+    status, _ = await service.post("/v1/jobs/job/harvesting", {"enabled": False})
     assert status == 200
     await guest.until("/_fake", lambda looked: looked["open"] == 0)
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         assert len(reply["choices"][0]["token_ids"]) == 150
     assert fake_agent.lease is None
-    said = await front.get("/v1/status")
+    said = await service.get("/v1/status")
     assert said["jobs"]["job"]["turns"]["migrated"] >= 4
     assert said["jobs"]["job"]["turns"]["lost"] == 0
     assert said["leases"] == []
@@ -94,11 +94,11 @@ async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
 ) -> None:
     dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
     fake_agent.engine_url = guest.url
-    front = gateway(dedicated, **_agents(fake_agent))
-    turns = [asyncio.create_task(_generate(front, f"r{n}", 100)) for n in range(14)]
+    service = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 100)) for n in range(14)]
     await guest.until("/_fake", lambda looked: looked["open"] == 4)
     await guest.post("/_fake", {"epoch": "9"})
-    more = [asyncio.create_task(_generate(front, f"s{n}", 30)) for n in range(8)]
+    more = [asyncio.create_task(_generate(service, f"s{n}", 30)) for n in range(8)]
     await asyncio.sleep(0.3)
     guest.kill(signal.SIGKILL)
     for status, reply in await asyncio.gather(*turns, *more):
@@ -111,9 +111,9 @@ async def test_a_grant_that_reaches_the_guest_after_the_lease_reached_us_costs_n
 ) -> None:
     dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=0)
     fake_agent.engine_url = guest.url
-    front = gateway(dedicated, **_agents(fake_agent))
-    turns = [asyncio.create_task(_generate(front, f"r{n}", 200)) for n in range(14)]
-    await front.until(
+    service = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 200)) for n in range(14)]
+    await service.until(
         "/v1/status", lambda s: any("refused" in e["fault"] for e in s["engines"].values())
     )
     await guest.post("/_fake", {"epoch": "1"})
@@ -129,13 +129,13 @@ async def test_leases_are_renewed_while_used_and_given_back_at_the_end(
 ) -> None:
     dedicated, guest = fake_engine(step_s=0.02), fake_engine(step_s=0.02, epoch=1)
     fake_agent.engine_url = guest.url
-    front = gateway(dedicated, **_agents(fake_agent))
-    turns = [asyncio.create_task(_generate(front, f"r{n}", 5000)) for n in range(12)]
+    service = gateway(dedicated, **_agents(fake_agent))
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 5000)) for n in range(12)]
     await guest.until("/_fake", lambda looked: looked["open"] == 4)
     await asyncio.sleep(2.5)
     assert (await guest.get("/_fake"))["open"] == 4
     assert any(call.startswith("renew") for call in fake_agent.calls)
-    front.kill(signal.SIGTERM)
+    service.kill(signal.SIGTERM)
     await asyncio.gather(*turns)
     assert fake_agent.calls[-1] == "release lease1"
 
@@ -165,14 +165,14 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
     agents = _agents(fake_agent)
     # Below its dedicated places a job leases nothing.
     agents["capacity"]["spill_ratio"] = 1.0
-    front = gateway(dedicated, **agents)
-    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
-    turns = [asyncio.create_task(_generate(front, f"r{n}", 150)) for n in range(3)]
+    service = gateway(dedicated, **agents)
+    await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 150)) for n in range(3)]
     await dedicated.until("/_fake", lambda looked: looked["open"] == 3)
     assert fake_agent.lease is None
     # Some tokens each, of some 150 that take a second and a half.
     await asyncio.sleep(0.4)
-    status, told = await front.post("/v1/jobs/job/dedicated", {"enabled": False})
+    status, told = await service.post("/v1/jobs/job/dedicated", {"enabled": False})
     assert (status, told) == (200, {"job": "job", "dedicated": False})
     await guest.until("/_fake", lambda looked: looked["open"] == 3)
     await dedicated.until("/_fake", lambda looked: looked["open"] == 0)
@@ -182,12 +182,12 @@ async def test_a_job_that_may_not_use_its_own_engine_goes_on_on_its_lease(
         assert len(choice["token_ids"]) == 150
         assert [span["version"] for span in choice["spans"]] == [1, 1]
     # It follows versions while no turn uses it, and takes turns again when it may.
-    await front.post("/v1/jobs/job/versions", {"version": 2, "store": "s"})
+    await service.post("/v1/jobs/job/versions", {"version": 2, "store": "s"})
     await dedicated.until("/_fake", lambda looked: looked["version"] == 2)
-    await front.post("/v1/jobs/job/harvesting", {"enabled": False})
-    later = asyncio.create_task(_generate(front, "later", 20))
-    await front.until("/v1/status", lambda said: said["queued_turns"] == 1)
-    await front.post("/v1/jobs/job/dedicated", {"enabled": True})
+    await service.post("/v1/jobs/job/harvesting", {"enabled": False})
+    later = asyncio.create_task(_generate(service, "later", 20))
+    await service.until("/v1/status", lambda said: said["queued_turns"] == 1)
+    await service.post("/v1/jobs/job/dedicated", {"enabled": True})
     status, reply = await later
     assert status == 200
     assert len(reply["choices"][0]["token_ids"]) == 20
@@ -199,12 +199,12 @@ async def test_a_restarted_gateway_knows_which_job_may_not_use_its_own_engine(
     dedicated, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
     fake_agent.engine_url = guest.url
     settings = _agents(fake_agent) | {"state_file": str(tmp_path / "state.sqlite")}
-    front = gateway(dedicated, **settings)
-    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
-    await front.post("/v1/jobs/job/dedicated", {"enabled": False})
-    front.kill()
-    front = gateway(dedicated, **settings)
-    assert (await front.get("/v1/status"))["jobs"]["job"]["dedicated"] is False
-    status, _ = await _generate(front, "r", 20)
+    service = gateway(dedicated, **settings)
+    await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    await service.post("/v1/jobs/job/dedicated", {"enabled": False})
+    service.kill()
+    service = gateway(dedicated, **settings)
+    assert (await service.get("/v1/status"))["jobs"]["job"]["dedicated"] is False
+    status, _ = await _generate(service, "r", 20)
     assert status == 200
     assert (await dedicated.get("/_fake"))["open"] == 0

@@ -53,15 +53,15 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 async def test_a_synchronous_steps_8000_turns_are_all_served(fake_engine, gateway) -> None:
-    front = gateway(*(fake_engine(step_s=0.0) for _ in range(2)))
-    before_bytes = peak_rss_bytes(front.process.pid)
+    service = gateway(*(fake_engine(step_s=0.0) for _ in range(2)))
+    before_bytes = peak_rss_bytes(service.process.pid)
     prompt = list(range(PROMPT_TOKENS))
 
     async def served(session: aiohttp.ClientSession, at: int) -> tuple[int, int]:
         sampling = {"max_tokens": 2, "temperature": 1.0}
         name, token_ids = f"t{at}", [at % PROMPT_TOKENS, *prompt]
         body = {"request_id": name, "token_ids": token_ids, "sampling_params": sampling}
-        async with session.post(front.url + NATIVE, json=body) as response:
+        async with session.post(service.url + NATIVE, json=body) as response:
             reply = await response.json()
             return response.status, len(reply["choices"][0]["token_ids"])
 
@@ -69,18 +69,18 @@ async def test_a_synchronous_steps_8000_turns_are_all_served(fake_engine, gatewa
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         replies = await asyncio.gather(*(served(session, at) for at in range(STEP_TURNS)))
     assert set(replies) == {(200, 2)}
-    assert peak_rss_bytes(front.process.pid) - before_bytes < MAX_GROWTH_BYTES
+    assert peak_rss_bytes(service.process.pid) - before_bytes < MAX_GROWTH_BYTES
 
 
 async def test_without_descriptors_requests_are_refused_in_words_and_none_hangs(
     fake_engine, gateway, capfd
 ) -> None:
-    front = gateway(fake_engine(step_s=0.01), descriptors=128)
+    service = gateway(fake_engine(step_s=0.01), descriptors=128)
     sampling = {"max_tokens": 4}
 
     async def status(session: aiohttp.ClientSession, route: str, at: int) -> int:
         body = {"request_id": f"r{at}", "token_ids": [1], "sampling_params": sampling}
-        async with session.post(front.url + route, json=body) as reply:
+        async with session.post(service.url + route, json=body) as reply:
             await reply.read()
             return reply.status
 
@@ -97,20 +97,20 @@ async def test_without_descriptors_requests_are_refused_in_words_and_none_hangs(
 
 async def test_bodies_of_unknown_length_count_as_what_has_come() -> None:
     engine = FakeEngine(step_s=0.001, epoch=None)
-    async with gateway_on(engine, max_open_bytes=4096) as front:
+    async with gateway_on(engine, max_open_bytes=4096) as service:
         engine.running.clear()
-        waiting = [asyncio.create_task(chunked(front, f"r{at}")) for at in range(8)]
+        waiting = [asyncio.create_task(chunked(service, f"r{at}")) for at in range(8)]
         await until(lambda: engine.open == 8)
-        assert front.front.open_bodies.held < 4096
-        assert await chunked(front, "large", filler="x" * 4096) == 429
+        assert service.service.open_bodies.held < 4096
+        assert await chunked(service, "large", filler="x" * 4096) == 429
         engine.running.set()
         assert set(await asyncio.gather(*waiting)) == {200}
-        assert front.front.open_bodies.held == 0
-    async with gateway_on(engine, max_body_bytes=1024) as front:
-        assert await chunked(front, "too large", filler="x" * 1024) == 413
+        assert service.service.open_bodies.held == 0
+    async with gateway_on(engine, max_body_bytes=1024) as service:
+        assert await chunked(service, "too large", filler="x" * 1024) == 413
 
 
-async def chunked(front: GatewayInProcess, name: str, *, filler: str = "s") -> int:
+async def chunked(service: GatewayInProcess, name: str, *, filler: str = "s") -> int:
     """The status of a request whose length is not declared."""
     body = {"request_id": name, "token_ids": [1], "cache_salt": filler}
     whole = json.dumps(body | {"sampling_params": {"max_tokens": 2}}).encode()
@@ -121,18 +121,18 @@ async def chunked(front: GatewayInProcess, name: str, *, filler: str = "s") -> i
 
     async with (
         aiohttp.ClientSession() as session,
-        session.post(front.url + NATIVE, data=parts()) as reply,
+        session.post(service.url + NATIVE, data=parts()) as reply,
     ):
         await reply.read()
         return reply.status
 
 
-async def refused(front: GatewayInProcess, route: str, body: dict[str, Any]) -> tuple[int, str]:
+async def refused(service: GatewayInProcess, route: str, body: dict[str, Any]) -> tuple[int, str]:
     """The status, and its delay until the next try."""
     async with (
         asyncio.timeout(10),
         aiohttp.ClientSession() as session,
-        session.post(front.url + route, json=body) as response,
+        session.post(service.url + route, json=body) as response,
     ):
         assert "error" in await response.json()
         return response.status, response.headers["Retry-After"]
@@ -142,10 +142,10 @@ async def refused(front: GatewayInProcess, route: str, body: dict[str, Any]) -> 
 async def test_a_full_queue_answers_with_the_status_that_clients_of_the_route_retry(route) -> None:
     renderer, engine = Site(), FakeEngine(step_s=0.001, epoch=None)
     await renderer.serve(FakeRenderer().app())
-    async with gateway_on(engine, renderers=[renderer.url], routing={"queue_turns": 2}) as front:
-        assert await refused(front, route, body_for(route, n=3)) == (PRESSURE[route], "10")
+    async with gateway_on(engine, renderers=[renderer.url], routing={"queue_turns": 2}) as service:
+        assert await refused(service, route, body_for(route, n=3)) == (PRESSURE[route], "10")
         assert engine.most_open == 0
-        assert (await front.post(route, body_for(route, n=2)))[0] == 200
+        assert (await service.post(route, body_for(route, n=2)))[0] == 200
     await renderer.close()
 
 
@@ -153,34 +153,34 @@ async def test_a_full_queue_answers_with_the_status_that_clients_of_the_route_re
 async def test_open_bodies_are_bounded_together_and_one_alone_is_always_taken(route) -> None:
     renderer, engine = Site(), FakeEngine(step_s=0.001, epoch=None)
     await renderer.serve(FakeRenderer().app())
-    async with gateway_on(engine, renderers=[renderer.url], max_open_bytes=1024) as front:
+    async with gateway_on(engine, renderers=[renderer.url], max_open_bytes=1024) as service:
         engine.running.clear()
         large = body_for(route, filler="x" * 1000)
-        first = asyncio.create_task(front.post(route, large))
+        first = asyncio.create_task(service.post(route, large))
         await until(lambda: engine.open == 1)
         again = large | {"request_id": "s"} if route == NATIVE else large
-        assert await refused(front, route, again) == (PRESSURE[route], "10")
+        assert await refused(service, route, again) == (PRESSURE[route], "10")
         engine.running.set()
         assert (await first)[0] == 200
-        assert (await front.post(route, again))[0] == 200
+        assert (await service.post(route, again))[0] == 200
     await renderer.close()
 
 
 async def test_a_client_joins_its_request_of_several_turns_while_the_queue_is_full() -> None:
     engine = FakeEngine(step_s=0.001, epoch=None)
-    async with gateway_on(engine, routing={"queue_turns": 2}) as front:
-        assert (await front.generate("served", 1))[0] == 200
+    async with gateway_on(engine, routing={"queue_turns": 2}) as service:
+        assert (await service.generate("served", 1))[0] == 200
         engine.running.clear()
-        first = [asyncio.create_task(front.generate(f"s{at}", 2)) for at in range(8)]
+        first = [asyncio.create_task(service.generate(f"s{at}", 2)) for at in range(8)]
         await until(lambda: engine.open == 8)
         body = body_for(NATIVE, n=2)
-        waiting = asyncio.create_task(front.post(NATIVE, body))
-        routing = front.scheduler.dispatcher.policy
+        waiting = asyncio.create_task(service.post(NATIVE, body))
+        routing = service.scheduler.dispatcher.policy
         await until(lambda: routing.queued_turns == 2)
-        assert (await refused(front, NATIVE, body | {"request_id": "other"}))[0] == 429
+        assert (await refused(service, NATIVE, body | {"request_id": "other"}))[0] == 429
         waiting.cancel()
-        again = asyncio.create_task(front.post(NATIVE, body))
-        assert (await refused(front, NATIVE, body | {"request_id": "third"}))[0] == 429
+        again = asyncio.create_task(service.post(NATIVE, body))
+        assert (await refused(service, NATIVE, body | {"request_id": "third"}))[0] == 429
         engine.running.set()
         status, reply = await again
         assert (status, len(reply["choices"])) == (200, 2)
@@ -195,7 +195,7 @@ async def test_a_tenant_that_fills_the_memory_for_bodies_leaves_the_others_their
     tokens.write_text("greedy: a-token-of-greedy\nmodest: a-token-of-modest\n")
     jobs = [{"id": "a", "tenant": "greedy", "active": True}, {"id": "b", "tenant": "modest"}]
     engine = FakeEngine(step_s=0.001, epoch=None)
-    async with gateway_on(engine, tokens=tokens, jobs=jobs, max_open_bytes=2048) as front:
+    async with gateway_on(engine, tokens=tokens, jobs=jobs, max_open_bytes=2048) as service:
         engine.running.clear()
 
         def as_tenant(name: str) -> dict[str, str]:
@@ -203,7 +203,7 @@ async def test_a_tenant_that_fills_the_memory_for_bodies_leaves_the_others_their
 
         async def post(tenant: str, request_id: str) -> int:
             body = body_for(NATIVE, filler="x" * 600) | {"request_id": request_id}
-            return (await front.post(NATIVE, body, as_tenant(tenant)))[0]
+            return (await service.post(NATIVE, body, as_tenant(tenant)))[0]
 
         filling = [asyncio.create_task(post("greedy", name)) for name in "qrs"]
         await until(lambda: sum(task.done() for task in filling) or engine.open == 2)
@@ -220,8 +220,8 @@ async def test_a_body_that_comes_slowly_is_refused_in_the_dialects_form_and_coun
     route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_kit, "BODY_S", 0.05)
-    async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as front:
-        address = front.url.removeprefix("http://").split(":")
+    async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as service:
+        address = service.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(address[0], int(address[1]))
         writer.write(f"POST {route} HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{{".encode())
         async with asyncio.timeout(10):
@@ -232,7 +232,7 @@ async def test_a_body_that_comes_slowly_is_refused_in_the_dialects_form_and_coun
         assert b" 408 " in head
         message = error if route == SGLANG else error["message"]
         assert "not whole within 0.05 s" in message
-        assert front.front.open_bodies.held == 0
+        assert service.service.open_bodies.held == 0
         writer.close()
 
 

@@ -29,49 +29,49 @@ async def gateway_and_renderer(
     await renderer.serve(FakeRenderer().app())
     given = {"renderers": [renderer.url], "timeouts": {"queue_s": queue_s}}
     try:
-        async with gateway_on(engine, **given) as front:
-            yield front, renderer
+        async with gateway_on(engine, **given) as service:
+            yield service, renderer
     finally:
         await renderer.close()
 
 
-async def ended(front: GatewayInProcess, turns: int) -> None:
-    counters = front.scheduler.ledgers[JobId("job")].counters
-    await front.until(lambda: counters.completed == turns)
+async def ended(service: GatewayInProcess, turns: int) -> None:
+    counters = service.scheduler.ledgers[JobId("job")].counters
+    await service.until(lambda: counters.completed == turns)
 
 
-def undelivered(front: GatewayInProcess) -> int:
-    return front.scheduler.ledgers[JobId("job")].counters.undelivered
+def undelivered(service: GatewayInProcess) -> int:
+    return service.scheduler.ledgers[JobId("job")].counters.undelivered
 
 
-async def streamed(front: GatewayInProcess) -> list[dict[str, Any]]:
+async def streamed(service: GatewayInProcess) -> list[dict[str, Any]]:
     async with (
         aiohttp.ClientSession() as session,
-        session.post(front.url + CHAT, json=BODY | {"stream": True}) as reply,
+        session.post(service.url + CHAT, json=BODY | {"stream": True}) as reply,
     ):
         lines = (await reply.text()).splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
 async def test_turns_that_end_while_their_renderer_is_away_are_delivered_when_it_is_back() -> None:
-    async with gateway_and_renderer() as (front, renderer):
-        waiting = [asyncio.create_task(front.post(CHAT, BODY)) for _ in range(8)]
-        await front.until_tokens(5, turns=8)
+    async with gateway_and_renderer() as (service, renderer):
+        waiting = [asyncio.create_task(service.post(CHAT, BODY)) for _ in range(8)]
+        await service.until_tokens(5, turns=8)
         await renderer.close()
-        await ended(front, 8)
-        late = asyncio.create_task(front.post(CHAT, BODY))
+        await ended(service, 8)
+        late = asyncio.create_task(service.post(CHAT, BODY))
         await renderer.serve(FakeRenderer().app())
         for status, reply in await asyncio.gather(*waiting, late):
             assert (status, reply["choices"][0]["message"]["content"]) == (200, TEXT)
-        assert undelivered(front) == 0
+        assert undelivered(service) == 0
 
 
 async def test_a_stream_goes_on_when_its_renderer_is_back() -> None:
-    async with gateway_and_renderer() as (front, renderer):
-        waiting = asyncio.create_task(streamed(front))
-        await front.until_tokens(5)
+    async with gateway_and_renderer() as (service, renderer):
+        waiting = asyncio.create_task(streamed(service))
+        await service.until_tokens(5)
         await renderer.close()
-        await ended(front, 1)
+        await ended(service, 1)
         await renderer.serve(FakeRenderer().app())
         told = [event["choices"][0]["delta"]["content"] for event in await waiting]
     assert "".join(told) == TEXT
@@ -91,8 +91,8 @@ async def test_an_engine_that_renders_may_restart_under_turns_that_have_ended() 
 
     engine = Site()
     await engine.serve(app(EndingRenderer()))
-    async with gateway_on(engine.url) as front:
-        waiting = asyncio.create_task(front.post(CHAT, BODY))
+    async with gateway_on(engine.url) as service:
+        waiting = asyncio.create_task(service.post(CHAT, BODY))
         await asked.wait()
         await engine.serve(app(FakeRenderer()))
         status, reply = await waiting
@@ -101,19 +101,19 @@ async def test_an_engine_that_renders_may_restart_under_turns_that_have_ended() 
 
 
 async def test_text_that_no_renderer_gives_in_time_is_an_error_and_counted() -> None:
-    async with gateway_and_renderer(queue_s=0.5) as (front, renderer):
-        waiting = asyncio.create_task(front.post(CHAT, BODY))
-        stream = asyncio.create_task(streamed(front))
-        await front.until_tokens(5, turns=2)
+    async with gateway_and_renderer(queue_s=0.5) as (service, renderer):
+        waiting = asyncio.create_task(service.post(CHAT, BODY))
+        stream = asyncio.create_task(streamed(service))
+        await service.until_tokens(5, turns=2)
         await renderer.close()
         status, reply = await waiting
         assert (status, "cannot be rendered" in reply["error"]["message"]) == (503, True)
         assert "cannot be rendered" in (await stream)[-1]["error"]["message"]
-        assert undelivered(front) == 2
-        status, _ = await front.post(CHAT, BODY)
-        assert (status, undelivered(front)) == (503, 2)
+        assert undelivered(service) == 2
+        status, _ = await service.post(CHAT, BODY)
+        assert (status, undelivered(service)) == (503, 2)
         await renderer.serve(FakeRenderer().app())
-        assert (await front.post(CHAT, BODY))[0] == 200
+        assert (await service.post(CHAT, BODY))[0] == 200
 
 
 @pytest.mark.parametrize("answer", ["broken", "500", "nonsense"])
@@ -133,9 +133,9 @@ async def test_a_request_that_fails_at_its_renderer_is_tried_three_times_beside_
                 request.transport.abort()
             return web.Response(status=500 if answer == "500" else 200, text="{")
 
-    async with gateway_and_renderer() as (front, renderer):
+    async with gateway_and_renderer() as (service, renderer):
         await renderer.serve(FrailRenderer().app())
-        poison = asyncio.create_task(front.post(CHAT, BODY | {"user": "poison"}))
-        assert (await front.post(CHAT, BODY))[0] == 200
+        poison = asyncio.create_task(service.post(CHAT, BODY | {"user": "poison"}))
+        assert (await service.post(CHAT, BODY))[0] == 200
         assert (await poison)[0] == 503
         assert calls == 3

@@ -212,7 +212,7 @@ async def test_bodies_of_samples_count_until_their_turns_end_and_replies_until_t
         monkeypatch.setattr(tinker_routes, "ABANDONED_S", 0.01)
         await client.post("retrieve_future", name)
         await client.post("retrieve_future", {"request_id": f"{sampler}.1"})
-        held = client.gateway.front.open_bodies
+        held = client.gateway.service.open_bodies
         await client.gateway.until(lambda: held.held == 0)
 
 

@@ -50,28 +50,28 @@ async def test_a_killed_engines_turns_go_on_elsewhere_from_their_last_token(
     fake_engine, gateway
 ) -> None:
     engines = [fake_engine(step_s=0.01), fake_engine(step_s=0.01)]
-    front = gateway(*engines)
-    await front.until("/v1/status", serving(2))
-    turns = [asyncio.create_task(generate(front, f"r{n}", 60)) for n in range(8)]
-    await front.until("/v1/status", lambda s: s["engines"]["e0"]["open_turns"] > 0)
+    service = gateway(*engines)
+    await service.until("/v1/status", serving(2))
+    turns = [asyncio.create_task(generate(service, f"r{n}", 60)) for n in range(8)]
+    await service.until("/v1/status", lambda s: s["engines"]["e0"]["open_turns"] > 0)
     await asyncio.sleep(0.2)
     engines[0].kill(signal.SIGKILL)
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         assert tokens_of(reply) == expected_tokens(PROMPT, 60)
         assert reply["choices"][0]["finish_reason"] == "length"
-    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    counters = (await service.get("/v1/status"))["jobs"]["job"]["turns"]
     assert counters["migrated"] > 0
     assert (counters["completed"], counters["lost"], counters["duplicated"]) == (8, 0, 0)
 
 
 async def test_an_engine_that_comes_back_serves_again(fake_engine, gateway) -> None:
     engine = fake_engine()
-    front = gateway(engine)
-    assert (await generate(front, "before"))[0] == 200
+    service = gateway(engine)
+    assert (await generate(service, "before"))[0] == 200
     port = int(engine.url.rsplit(":", 1)[1])
     engine.kill()
-    waiting = asyncio.create_task(generate(front, "during"))
+    waiting = asyncio.create_task(generate(service, "during"))
     await asyncio.sleep(0.3)
     fake_engine(port=port)
     assert (await waiting)[0] == 200
@@ -82,10 +82,10 @@ async def test_a_stream_that_ends_whole_without_a_reason_was_aborted_and_its_eng
 ) -> None:
     """vLLM up to 0.30 does this if the guest had to end a turn between two chunks."""
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
-    await front.until("/v1/status", serving(1))
+    service = gateway(engine)
+    await service.until("/v1/status", serving(1))
     await engine.post("/_fake", {"ends_after": 5})
-    turns = [generate(front, f"r{n}", 40) for n in range(3)]
+    turns = [generate(service, f"r{n}", 40) for n in range(3)]
     replies = [reply for _, reply in await asyncio.gather(*turns)]
     assert [tokens_of(reply) for reply in replies] == [expected_tokens(PROMPT, 40)] * 3
     looked = await engine.get("/_fake")
@@ -95,10 +95,10 @@ async def test_a_stream_that_ends_whole_without_a_reason_was_aborted_and_its_eng
 
 async def test_a_silent_engine_loses_its_turn_to_one_that_has_room(fake_engine, gateway) -> None:
     engines = [fake_engine(step_s=0.01), fake_engine(step_s=0.01)]
-    front = gateway(*engines, timeouts={"stall_s": 0.5})
-    await front.until("/v1/status", serving(2))
-    turn = asyncio.create_task(generate(front, "r", 60))
-    status = await front.until("/v1/status", lambda s: s["open_turns"] == 1)
+    service = gateway(*engines, timeouts={"stall_s": 0.5})
+    await service.until("/v1/status", serving(2))
+    turn = asyncio.create_task(generate(service, "r", 60))
+    status = await service.until("/v1/status", lambda s: s["open_turns"] == 1)
     await asyncio.sleep(0.1)
     at = next(i for i, e in enumerate(status["engines"].values()) if e["open_turns"])
     await engines[at].post("/_fake", {"stalled": True})
@@ -111,8 +111,8 @@ async def test_more_turns_than_places_wait_and_no_engine_gets_more_than_its_plac
     fake_engine, gateway
 ) -> None:
     engine = fake_engine()
-    front = gateway(engine)
-    replies = await asyncio.gather(*(generate(front, f"r{n}", 10) for n in range(60)))
+    service = gateway(engine)
+    replies = await asyncio.gather(*(generate(service, f"r{n}", 10) for n in range(60)))
     assert [status for status, _ in replies] == [200] * 60
     looked = await engine.get("/_fake")
     assert looked["most_open"] == 8
@@ -120,23 +120,23 @@ async def test_more_turns_than_places_wait_and_no_engine_gets_more_than_its_plac
 
 async def test_a_client_that_leaves_aborts_its_turn_on_the_engine(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.02)
-    front = gateway(engine)
-    turn = asyncio.create_task(generate(front, "r", 5000))
+    service = gateway(engine)
+    turn = asyncio.create_task(generate(service, "r", 5000))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
     turn.cancel()
     await engine.until("/_fake", lambda looked: looked["open"] == 0)
-    counters = (await front.get("/v1/status"))["jobs"]["job"]["turns"]
+    counters = (await service.get("/v1/status"))["jobs"]["job"]["turns"]
     assert (counters["aborted"], counters["lost"]) == (1, 0)
-    assert (await generate(front, "r", 3))[0] == 200
+    assert (await generate(service, "r", 3))[0] == 200
 
 
 async def test_sigterm_ends_open_turns_as_aborted_with_their_tokens(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.02)
-    front = gateway(engine)
-    turns = [asyncio.create_task(generate(front, f"r{n}", 5000)) for n in range(3)]
+    service = gateway(engine)
+    turns = [asyncio.create_task(generate(service, f"r{n}", 5000)) for n in range(3)]
     await engine.until("/_fake", lambda looked: looked["open"] == 3)
     await asyncio.sleep(0.2)
-    assert front.kill(signal.SIGTERM) == 0
+    assert service.kill(signal.SIGTERM) == 0
     for status, reply in await asyncio.gather(*turns):
         assert status == 200
         tokens = tokens_of(reply)
@@ -146,12 +146,12 @@ async def test_sigterm_ends_open_turns_as_aborted_with_their_tokens(fake_engine,
 
 
 async def test_a_stream_carries_each_token_once_and_ends(fake_engine, gateway) -> None:
-    front = gateway(fake_engine(step_s=0.01))
+    service = gateway(fake_engine(step_s=0.01))
     parts: list[Any] = []
     async with (
         aiohttp.ClientSession() as session,
         session.post(
-            f"{front.url}/inference/v1/generate", json=body("r", 30, stream=True)
+            f"{service.url}/inference/v1/generate", json=body("r", 30, stream=True)
         ) as response,
     ):
         assert response.headers["Content-Type"] == "text/event-stream"
@@ -179,10 +179,10 @@ async def test_a_stream_carries_each_token_once_and_ends(fake_engine, gateway) -
     ],
 )
 async def test_bad_input_is_a_400_that_says_why(fake_engine, gateway, given, said) -> None:
-    front = gateway(fake_engine())
+    service = gateway(fake_engine())
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{front.url}/inference/v1/generate", data=given) as response,
+        session.post(f"{service.url}/inference/v1/generate", data=given) as response,
     ):
         assert response.status == 400
         assert re.search(said, (await response.json())["error"]["message"])
@@ -191,16 +191,16 @@ async def test_bad_input_is_a_400_that_says_why(fake_engine, gateway, given, sai
 async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open_id(
     fake_engine, gateway
 ) -> None:
-    front = gateway(fake_engine(step_s=0.05), max_body_bytes=4096)
+    service = gateway(fake_engine(step_s=0.05), max_body_bytes=4096)
     for job, said in (("other", "not configured"), ("../x", "use 1 to 64")):
-        status, reply = await front.post("/inference/v1/generate", body("r"), X_RoseMux_Job=job)
+        status, reply = await service.post("/inference/v1/generate", body("r"), X_RoseMux_Job=job)
         assert status == 400
         assert said in reply["error"]["message"]
-    status, _ = await front.post("/inference/v1/generate", body("r", token_ids=[1] * 9000))
+    status, _ = await service.post("/inference/v1/generate", body("r", token_ids=[1] * 9000))
     assert status == 413
-    first = asyncio.create_task(generate(front, "same", 40))
-    await front.until("/v1/status", lambda s: s["open_turns"] == 1)
-    status, reply = await generate(front, "same")
+    first = asyncio.create_task(generate(service, "same", 40))
+    await service.until("/v1/status", lambda s: s["open_turns"] == 1)
+    status, reply = await generate(service, "same")
     assert status == 409
     assert "'same' is being served" in reply["error"]["message"]
     assert (await first)[0] == 200
@@ -209,14 +209,14 @@ async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open
 async def test_no_engine_in_time_is_a_503_to_be_retried(fake_engine, gateway) -> None:
     engine = fake_engine()
     engine.kill()
-    front = gateway(engine, timeouts={"queue_s": 0.3})
+    service = gateway(engine, timeouts={"queue_s": 0.3})
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{front.url}/inference/v1/generate", json=body("r")) as response,
+        session.post(f"{service.url}/inference/v1/generate", json=body("r")) as response,
     ):
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
-    assert (await front.get("/v1/status"))["jobs"]["job"]["turns"]["refused"] == 1
+    assert (await service.get("/v1/status"))["jobs"]["job"]["turns"]["refused"] == 1
 
 
 async def test_with_tokens_only_a_jobs_own_tenant_may_speak_for_it(
@@ -225,16 +225,18 @@ async def test_with_tokens_only_a_jobs_own_tenant_may_speak_for_it(
     tokens = tmp_path / "tokens"
     tokens.write_text(f"alice: {'a' * 20}\nbob: {'b' * 20}\n")
     tokens.chmod(0o600)
-    front = gateway(fake_engine(), token_file=str(tokens), jobs=[{"id": "job", "tenant": "alice"}])
+    service = gateway(
+        fake_engine(), token_file=str(tokens), jobs=[{"id": "job", "tenant": "alice"}]
+    )
     for authorization, expected in (
         ("", 401),
         (f"Bearer {'b' * 20}", 400),
         (f"Bearer {'a' * 20}", 200),
     ):
-        status, _ = await front.post(
+        status, _ = await service.post(
             "/inference/v1/generate", body("r"), Authorization=authorization
         )
         assert status == expected
     for key, expected in (("b" * 20, 400), ("a" * 20, 200)):
-        status, _ = await front.post("/api/v1/create_session", {}, X_API_Key=key)
+        status, _ = await service.post("/api/v1/create_session", {}, X_API_Key=key)
         assert status == expected, "Tinker's client has its token there"

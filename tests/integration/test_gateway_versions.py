@@ -50,13 +50,15 @@ async def test_a_publish_answers_when_the_dedicated_engines_have_switched(
     fake_engine, gateway
 ) -> None:
     engines = [fake_engine(), fake_engine()]
-    front = gateway(*engines)
-    status, reply = await publish(front, 1)
+    service = gateway(*engines)
+    status, reply = await publish(service, 1)
     assert status == 200
     assert reply["version"] == 1
     assert "switched" in reply["engines"].values()
-    await front.until("/v1/status", lambda s: all(e["version"] == 1 for e in s["engines"].values()))
-    await publish(front, 2)
+    await service.until(
+        "/v1/status", lambda s: all(e["version"] == 1 for e in s["engines"].values())
+    )
+    await publish(service, 2)
     looked = await engines[0].get("/_fake")
     assert looked["updated"] == {"store": "job.store", "version": 2}
     assert looked["calls"][-13:] == [*SWITCH, *(c for c in SWITCH if "init" not in c)]
@@ -64,38 +66,38 @@ async def test_a_publish_answers_when_the_dedicated_engines_have_switched(
 
 async def test_turns_of_a_job_with_adapters_ask_for_its_adapter(fake_engine, gateway) -> None:
     engine = fake_engine()
-    front = gateway(engine, jobs=[{"id": "job", "adapter": "policy"}, {"id": "whole"}])
-    await publish(front, 1)
-    assert (await generate(front, "a", 2))[0] == 200
+    service = gateway(engine, jobs=[{"id": "job", "adapter": "policy"}, {"id": "whole"}])
+    await publish(service, 1)
+    assert (await generate(service, "a", 2))[0] == 200
     looked = await engine.get("/_fake")
     assert looked["updated"] == {"store": "job.store", "version": 1, "adapter": "policy"}
-    await publish(front, 1, job="whole")
-    await front.post("/v1/jobs/whole/activate", {})
-    await front.until("/v1/status", lambda s: s["active_job"] == "whole" and s["settled"])
-    assert (await generate(front, "b", 2, job="whole"))[0] == 200
+    await publish(service, 1, job="whole")
+    await service.post("/v1/jobs/whole/activate", {})
+    await service.until("/v1/status", lambda s: s["active_job"] == "whole" and s["settled"])
+    assert (await generate(service, "b", 2, job="whole"))[0] == 200
     looked = await engine.get("/_fake")
     assert looked["updated"] == {"store": "whole.store", "version": 1}
     assert looked["models"] == ["policy", None]
 
 
 async def test_pins_are_kept_and_a_version_that_is_nowhere_is_refused(fake_engine, gateway) -> None:
-    front = gateway(fake_engine(), timeouts={"pin_s": 0})
-    await publish(front, 3)
-    status, reply = await generate(front, "a", 5, {"exact": 3})
+    service = gateway(fake_engine(), timeouts={"pin_s": 0})
+    await publish(service, 3)
+    status, reply = await generate(service, "a", 5, {"exact": 3})
     assert status == 200
     assert reply["choices"][0]["spans"][0]["version"] == 3
     assert PROMPT + reply["choices"][0]["token_ids"] == continue_tokens(PROMPT, 5, 3)
     for pin, expected in (({"exact": 2}, 410), ({"exact": 4}, 409), ({"minimum": 4}, 409)):
-        status, reply = await generate(front, "b", 5, pin)
+        status, reply = await generate(service, "b", 5, pin)
         assert status == expected
         assert "job is at 3" in reply["error"]["message"]
-    assert (await publish(front, 2))[0] == 409
-    assert (await publish(front, 0))[0] == 400
-    status, reply = await front.post("/v1/jobs/job/versions", {"version": 3, "store": "again"})
+    assert (await publish(service, 2))[0] == 409
+    assert (await publish(service, 0))[0] == 400
+    status, reply = await service.post("/v1/jobs/job/versions", {"version": 3, "store": "again"})
     assert status == 409
     assert "store job.store" in reply["error"]
-    assert (await front.get("/v1/status"))["jobs"]["job"]["store"] == "job.store"
-    status, _ = await front.post("/v1/jobs/job/versions", {"version": 4, "store": "../etc"})
+    assert (await service.get("/v1/status"))["jobs"]["job"]["store"] == "job.store"
+    status, _ = await service.post("/v1/jobs/job/versions", {"version": 4, "store": "../etc"})
     assert status == 400
 
 
@@ -103,13 +105,13 @@ async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
     fake_engine, gateway
 ) -> None:
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
-    await publish(front, 1)
-    pinned = asyncio.create_task(generate(front, "pinned", 200, {"exact": 1}))
+    service = gateway(engine)
+    await publish(service, 1)
+    pinned = asyncio.create_task(generate(service, "pinned", 200, {"exact": 1}))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
-    switch = asyncio.create_task(publish(front, 2))
-    await front.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "quiescing")
-    after = asyncio.create_task(generate(front, "after", 5, {"exact": 2}))
+    switch = asyncio.create_task(publish(service, 2))
+    await service.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "quiescing")
+    after = asyncio.create_task(generate(service, "after", 5, {"exact": 2}))
     status, reply = await pinned
     (span,) = reply["choices"][0]["spans"]
     assert (status, span["version"], span["end"]) == (200, 1, 200)
@@ -120,11 +122,11 @@ async def test_a_switch_waits_for_turns_pinned_to_exactly_the_old_version(
 
 async def test_engines_prepare_a_version_while_their_turns_run(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
-    await publish(front, 1)
-    turn = asyncio.create_task(generate(front, "free", 80, {"minimum": 1}))
+    service = gateway(engine)
+    await publish(service, 1)
+    turn = asyncio.create_task(generate(service, "free", 80, {"minimum": 1}))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
-    assert (await publish(front, 2))[0] == 200
+    assert (await publish(service, 2))[0] == 200
     assert (await turn)[0] == 200
     looked = await engine.get("/_fake")
     # An engine that is up at the first publish has prepared that version as well.
@@ -133,12 +135,12 @@ async def test_engines_prepare_a_version_while_their_turns_run(fake_engine, gate
 
 async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
-    await publish(front, 1)
-    pinned = asyncio.create_task(generate(front, "pinned", 5000, {"exact": 1}))
+    service = gateway(engine)
+    await publish(service, 1)
+    pinned = asyncio.create_task(generate(service, "pinned", 5000, {"exact": 1}))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
     await asyncio.sleep(0.1)
-    assert (await publish(front, 2, cut_open_turns=True))[0] == 200
+    assert (await publish(service, 2, cut_open_turns=True))[0] == 200
     status, reply = await pinned
     choice = reply["choices"][0]
     assert (status, choice["finish_reason"]) == (200, "abort")
@@ -148,12 +150,12 @@ async def test_a_publisher_may_end_pinned_turns_instead_of_waiting(fake_engine, 
 
 async def test_a_turn_whose_pin_allows_it_goes_on_at_the_new_version(fake_engine, gateway) -> None:
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
-    await publish(front, 1)
-    turn = asyncio.create_task(generate(front, "free", 80, {"minimum": 1}))
+    service = gateway(engine)
+    await publish(service, 1)
+    turn = asyncio.create_task(generate(service, "free", 80, {"minimum": 1}))
     await engine.until("/_fake", lambda looked: looked["open"] == 1)
     await asyncio.sleep(0.2)
-    assert (await publish(front, 2))[0] == 200
+    assert (await publish(service, 2))[0] == 200
     status, reply = await turn
     choice = reply["choices"][0]
     assert (status, choice["finish_reason"], len(choice["token_ids"])) == (200, "length", 80)
@@ -168,13 +170,13 @@ async def test_a_failed_update_is_repeated_and_its_engine_serves_nothing_meanwhi
     fake_engine, gateway
 ) -> None:
     engine = fake_engine()
-    front = gateway(engine, versions={"retry_s": 0.2})
-    await publish(front, 1)
+    service = gateway(engine, versions={"retry_s": 0.2})
+    await publish(service, 1)
     await engine.post("/_fake", {"fail_updates": 2})
-    switch = asyncio.create_task(publish(front, 2))
-    status = await front.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "failed")
+    switch = asyncio.create_task(publish(service, 2))
+    status = await service.until("/v1/status", lambda s: s["engines"]["e0"]["state"] == "failed")
     assert "state hash mismatch" in status["engines"]["e0"]["fault"]
-    turn = asyncio.create_task(generate(front, "r", 3, {"exact": 2}))
+    turn = asyncio.create_task(generate(service, "r", 3, {"exact": 2}))
     assert (await switch)[0] == 200
     assert (await turn)[0] == 200
 
@@ -183,26 +185,26 @@ async def test_a_publish_that_no_dedicated_engine_reaches_is_a_503_with_the_reas
     fake_engine, gateway
 ) -> None:
     engine = fake_engine()
-    front = gateway(engine, timeouts={"publish_s": 0.5})
-    await publish(front, 1)
+    service = gateway(engine, timeouts={"publish_s": 0.5})
+    await publish(service, 1)
     await engine.post("/_fake", {"fail_updates": 1000})
-    status, reply = await publish(front, 2)
+    status, reply = await publish(service, 2)
     assert status == 503
     assert "state hash mismatch" in reply["error"]
 
 
 async def test_two_jobs_take_turns_on_the_engines(fake_engine, gateway) -> None:
     engine = fake_engine()
-    front = gateway(engine, jobs=[{"id": "a", "active": True}, {"id": "b"}])
-    assert (await publish(front, 1, "a"))[0] == 200
-    status, reply = await publish(front, 7, "b")
+    service = gateway(engine, jobs=[{"id": "a", "active": True}, {"id": "b"}])
+    assert (await publish(service, 1, "a"))[0] == 200
+    status, reply = await publish(service, 7, "b")
     assert (status, reply["engines"]) == (200, {"e0": "catching_up"})
-    assert (await generate(front, "r", 3, {"exact": 7}, "b"))[0] == 503
-    status, reply = await front.post("/v1/jobs/b/activate", {})
+    assert (await generate(service, "r", 3, {"exact": 7}, "b"))[0] == 503
+    status, reply = await service.post("/v1/jobs/b/activate", {})
     assert (status, reply["version"], reply["engines"]) == (200, 7, {"e0": "switched"})
-    assert (await generate(front, "r", 3, {"exact": 7}, "b"))[0] == 200
+    assert (await generate(service, "r", 3, {"exact": 7}, "b"))[0] == 200
     assert (await engine.get("/_fake"))["updated"] == {"store": "b.store", "version": 7}
-    assert (await generate(front, "r", 3, {"exact": 1}, "a"))[0] == 503
+    assert (await generate(service, "r", 3, {"exact": 1}, "a"))[0] == 503
 
 
 async def test_a_restarted_gateway_brings_engines_to_the_version_it_knew(
@@ -226,10 +228,10 @@ async def test_the_recorded_decisions_replay_identically(fake_engine, gateway, t
     from scheduler.sim.replay import replay_journal
 
     engine, journal = fake_engine(), tmp_path / "journal"
-    front = gateway(engine, journal_dir=str(journal))
+    service = gateway(engine, journal_dir=str(journal))
     for version in (1, 2, 3):
-        await publish(front, version)
-    front.kill(signal.SIGTERM)
+        await publish(service, version)
+    service.kill(signal.SIGTERM)
     replayed = replay_journal(journal / "scheduler.policy.versions.jsonl")
     assert replayed.difference is None
     assert replayed.effects >= 12

@@ -21,7 +21,7 @@ PLACES = 4
 @dataclass
 class Scene:
     machine: Machine
-    front: Any
+    service: Any
     own: Any
     guest: Any
     agent: Any
@@ -37,11 +37,11 @@ class Scene:
             return {"request_id": f"r{n}", "token_ids": [1], "sampling_params": sampling}
 
         route = "/inference/v1/generate"
-        return [asyncio.create_task(self.front.post(route, body(n))) for n in range(count)]
+        return [asyncio.create_task(self.service.post(route, body(n))) for n in range(count)]
 
     async def allowed(self, *, dedicated: bool, harvesting: bool) -> None:
         wanted = (dedicated, harvesting)
-        await self.front.until(
+        await self.service.until(
             "/v1/status",
             lambda said: (
                 tuple(said["jobs"]["job"][w] for w in ("dedicated", "harvesting")) == wanted
@@ -61,23 +61,23 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     own, guest = fake_engine(step_s=0.01), fake_engine(step_s=0.01, epoch=1)
     fake_agent.engine_url = guest.url
-    front = gateway(
+    service = gateway(
         own,
         agents=[{"id": "agent", "url": fake_agent.url}],
         jobs=[{"id": "job", "harvesting": False}],
         capacity_period_s=0.1,
         capacity={"duration_s": 3.0, "margin_s": 0.5, "spill_ratio": 0.5},
     )
-    await front.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
+    await service.post("/v1/jobs/job/versions", {"version": 1, "store": "s"})
     machine = Machine(tmp_path)
     await asyncio.to_thread(machine.control)
-    yield Scene(machine, front, own, guest, fake_agent)
+    yield Scene(machine, service, own, guest, fake_agent)
     machine.children.stop()
 
 
 async def _with_a_tail_on_the_guest(scene: Scene) -> tuple[Job, Job]:
     """Job with its tail on the guest, and the other job, which holds its node now."""
-    job, other = scene.job("job", scene.front.url), scene.job("other")
+    job, other = scene.job("job", scene.service.url), scene.job("other")
     assert await asyncio.to_thread(job.hears) == "placed"
     assert await asyncio.to_thread(other.hears) == "placed"
     job.enter("rollout")
@@ -108,7 +108,7 @@ async def test_turns_go_to_the_guest_with_the_tail_come_back_with_it_and_lose_no
     assert await asyncio.to_thread(job.hears) == "ended"
     await scene.allowed(dedicated=False, harvesting=False)
     await scene.lease_is_given_back()
-    counted = (await scene.front.get("/v1/status"))["jobs"]["job"]
+    counted = (await scene.service.get("/v1/status"))["jobs"]["job"]
     assert sum(counted["tokens"].values()) == 12 * 400
     assert counted["tokens"]["guest"] > 0
 
@@ -119,7 +119,7 @@ async def test_a_job_killed_at_its_tail_leaves_neither_engines_nor_leases_in_use
     turns = scene.turns(12, 10_000)
     job, _other = await _with_a_tail_on_the_guest(scene)
     # Of turns that run.
-    await scene.front.until("/v1/status", lambda said: said["jobs"]["job"]["tokens"]["guest"] > 0)
+    await scene.service.until("/v1/status", lambda said: said["jobs"]["job"]["tokens"]["guest"] > 0)
     job.process.send_signal(signal.SIGKILL)
     async with asyncio.timeout(LEASE_S + 2.0):
         await scene.allowed(dedicated=False, harvesting=False)
@@ -127,7 +127,7 @@ async def test_a_job_killed_at_its_tail_leaves_neither_engines_nor_leases_in_use
     assert (await scene.own.get("/_fake"))["open"] == 0
     await scene.lease_is_given_back()
     # The process that comes again finds its engines with its permit.
-    again = scene.job("job", scene.front.url)
+    again = scene.job("job", scene.service.url)
     assert await asyncio.to_thread(again.hears) == "placed"
     for turn in turns:
         turn.cancel()
@@ -136,7 +136,7 @@ async def test_a_job_killed_at_its_tail_leaves_neither_engines_nor_leases_in_use
 
 async def test_a_job_killed_on_its_own_node_leaves_its_engines_unused(scene: Scene) -> None:
     turns = scene.turns(3, 10_000)
-    job = scene.job("job", scene.front.url)
+    job = scene.job("job", scene.service.url)
     assert await asyncio.to_thread(job.hears) == "placed"
     job.enter("rollout")
     await scene.own.until("/_fake", lambda looked: looked["open"] == 3)

@@ -125,12 +125,12 @@ async def test_a_refused_announcement_is_logged_and_not_repeated(
 def test_the_example_publishes_and_the_gateway_serves_it(
     tmp_path: Path, fake_engine: Callable[..., Served], gateway: Callable[..., Served]
 ) -> None:
-    front = gateway(fake_engine())
+    service = gateway(fake_engine())
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     script = Path(__file__).parents[2] / "examples/publish.py"
     where = ("--checkpoint", tmp_path / "model.safetensors", "--store", tmp_path / "job-a")
     printed = subprocess.check_output(
-        [sys.executable, script, *where, "--job", "job", "--gateway", front.url],
+        [sys.executable, script, *where, "--job", "job", "--gateway", service.url],
         text=True,
         timeout=60,
     )

@@ -55,8 +55,8 @@ async def turns_of(gateway: Served) -> int:
 
 
 async def test_a_turn_is_served_and_a_version_announced(fake_engine: Start, gateway: Start) -> None:
-    front = gateway(fake_engine(), fake_engine())
-    async with client_of(front) as client:
+    service = gateway(fake_engine(), fake_engine())
+    async with client_of(service) as client:
         assert_whole(await client.generate(PROMPT, sampling(20), trajectory="t"), 20)
         switched = await client.announce(1, "job.store")
         assert (switched.version, set(switched.engines)) == (1, {"e0", "e1"})
@@ -71,8 +71,8 @@ async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_tok
     fake_engine: Start, gateway: Start, number: signal.Signals
 ) -> None:
     engines = fake_engine(step_s=0.01), fake_engine(step_s=0.01)
-    front = gateway(*engines)
-    async with client_of(front) as client:
+    service = gateway(*engines)
+    async with client_of(service) as client:
         await client.announce(1, "job.store")
         beside = [
             asyncio.create_task(client.generate(PROMPT, sampling(120), trajectory=f"t{each}"))
@@ -80,7 +80,7 @@ async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_tok
         ]
         async with aclosing(client.stream(PROMPT, sampling(120))) as choices:
             streamed = await until_tokens(choices, 30)
-            os.kill(front.process.pid, number)
+            os.kill(service.process.pid, number)
             async for choice in choices:
                 streamed += choice.token_ids
         assert streamed == continued(PROMPT, 120, version=1)
@@ -92,28 +92,28 @@ async def test_a_gateway_that_dies_or_hangs_in_a_stream_loses_and_doubles_no_tok
         async with asyncio.timeout(SILENCE_S):
             assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=1)
         if number == signal.SIGSTOP:
-            os.kill(front.process.pid, signal.SIGCONT)
-            before = await turns_of(front)
+            os.kill(service.process.pid, signal.SIGCONT)
+            before = await turns_of(service)
             async with asyncio.timeout(10):
                 # Found to be back without a turn, and used from the next one on.
                 while client._watch.silent:  # noqa: ASYNC110 - over HTTP
                     await asyncio.sleep(0.02)
             assert_whole(await client.generate(PROMPT, sampling(5)), 5, version=1)
-            assert await turns_of(front) == before + 1
+            assert await turns_of(service) == before + 1
 
 
 async def test_no_engine_serves_a_turn_that_it_must_not_while_the_gateway_is_silent(
     fake_engine: Start, gateway: Start
 ) -> None:
     """Neither another version than the pin's, nor sampling that would count output as prompt."""
-    front = gateway(fake_engine(step_s=0.01))
+    service = gateway(fake_engine(step_s=0.01))
     brief = RetryLimits(give_up_s=4 * SILENCE_S, wait_max_s=0.1, progress_bytes=1)
-    async with client_of(front, retries=brief) as client:
+    async with client_of(service, retries=brief) as client:
         await client.announce(1, "job.store")
         counting = sampling(500) | {"frequency_penalty": 0.5}
         async with aclosing(client.stream(PROMPT, counting)) as choices:
             streamed = await until_tokens(choices, 10)
-            front.kill()
+            service.kill()
             async for choice in choices:
                 streamed += choice.token_ids
         assert choice.finish_reason is FinishReason.ABORT
@@ -128,11 +128,14 @@ async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
     fake_engine: Start, gateway: Start
 ) -> None:
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
-    async with client_of(front) as client, aclosing(client.stream(PROMPT, sampling(80))) as choices:
+    service = gateway(engine)
+    async with (
+        client_of(service) as client,
+        aclosing(client.stream(PROMPT, sampling(80))) as choices,
+    ):
         streamed = await until_tokens(choices, 20)
-        front.kill()
-        again = gateway(engine, port=int(front.url.rsplit(":", 1)[1]))
+        service.kill()
+        again = gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
         async for choice in choices:
             streamed += choice.token_ids
         assert streamed == continued(PROMPT, 80, version=0)
@@ -144,8 +147,8 @@ async def test_a_gateway_that_is_restarted_at_once_gets_its_turns_back(
 async def test_an_aborted_turn_returns_the_tokens_that_it_has(
     fake_engine: Start, gateway: Start
 ) -> None:
-    front = gateway(fake_engine(step_s=0.01))
-    async with client_of(front) as client:
+    service = gateway(fake_engine(step_s=0.01))
+    async with client_of(service) as client:
         choices = client.stream(PROMPT, sampling(500), request_id="long")
         streamed = await until_tokens(choices, 5)
         client.abort("long")
@@ -165,15 +168,15 @@ async def test_a_turn_that_must_not_go_on_elsewhere_ends_where_a_restarted_gatew
 ) -> None:
     """Its sampling forbids it, without a fallback; its caller does, with one."""
     engine = fake_engine(step_s=0.01)
-    front = gateway(engine)
+    service = gateway(engine)
     partial = None if more else "return_partial"
-    async with client_of(front, fallback=not more) as client:
+    async with client_of(service, fallback=not more) as client:
         choices = client.stream(PROMPT, sampling(300) | more, on_interrupt=partial)
         streamed = await until_tokens(choices, 20)
-        front.kill()
+        service.kill()
         # Its weights make other tokens by now.
         await engine.post("/_fake", {"version": 7})
-        gateway(engine, port=int(front.url.rsplit(":", 1)[1]))
+        gateway(engine, port=int(service.url.rsplit(":", 1)[1]))
         async for choice in choices:
             streamed += choice.token_ids
     assert choice.finish_reason is FinishReason.ABORT
@@ -203,8 +206,8 @@ async def test_a_client_that_begins_while_the_gateway_is_away_uses_the_engines_t
 async def test_a_trajectory_that_has_ended_ends_its_open_turns(
     fake_engine: Start, gateway: Start
 ) -> None:
-    front = gateway(fake_engine(step_s=0.01))
-    async with client_of(front) as client:
+    service = gateway(fake_engine(step_s=0.01))
+    async with client_of(service) as client:
         choices = client.stream(PROMPT, sampling(500), trajectory="t")
         await until_tokens(choices, 2)
         assert await client.end_trajectory("t") == 1
@@ -216,17 +219,17 @@ async def test_a_trajectory_that_has_ended_ends_its_open_turns(
 async def test_without_a_fallback_a_turn_waits_for_the_gateway_and_gives_up(
     fake_engine: Start, gateway: Start
 ) -> None:
-    front = gateway(fake_engine())
-    async with client_of(front, fallback=False, retries=QUICK) as client:
+    service = gateway(fake_engine())
+    async with client_of(service, fallback=False, retries=QUICK) as client:
         assert_whole(await client.generate(PROMPT, sampling(5)), 5)
-        front.kill()
+        service.kill()
         with pytest.raises(Exhausted, match="gave up"):
             await client.generate(PROMPT, sampling(5))
 
 
 def test_code_without_an_event_loop_has_the_same_client(fake_engine: Start, gateway: Start) -> None:
-    front = gateway(fake_engine())
-    with RolloutClient(front.url, "job") as client:
+    service = gateway(fake_engine())
+    with RolloutClient(service.url, "job") as client:
         assert client.announce(1, "job.store").version == 1
         assert_whole(client.generate(PROMPT, sampling(9)), 9, version=1)
         streamed = [
@@ -236,9 +239,9 @@ def test_code_without_an_event_loop_has_the_same_client(fake_engine: Start, gate
 
 
 def test_the_example_of_a_turn_runs(fake_engine: Start, gateway: Start) -> None:
-    front = gateway(fake_engine())
+    service = gateway(fake_engine())
     script = Path(__file__).parents[2] / "examples/rollout.py"
-    options = ("--gateway", front.url, "--job", "job", "--tokens", "4,5,6", "--max-tokens", "3")
+    options = ("--gateway", service.url, "--job", "job", "--tokens", "4,5,6", "--max-tokens", "3")
     printed = subprocess.check_output([sys.executable, script, *options], text=True, timeout=60)
     shown = f"3 tokens, length: {continued(PROMPT, 3, version=0)}"
     assert printed.startswith(shown)

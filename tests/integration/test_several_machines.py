@@ -148,9 +148,9 @@ async def test_turns_and_versions_pass_by_tls_and_tokens(site: Site, gateway: St
         machine.namespace: site.proxy(machine, site.engine(machine))
         for machine in (site.east, site.west)
     }
-    front = site.gateway_on(gateway, urls)
-    assert front.startswith(f"https://{site.gateway.address}:")
-    async with site.client(front) as peer:
+    service = site.gateway_on(gateway, urls)
+    assert service.startswith(f"https://{site.gateway.address}:")
+    async with site.client(service) as peer:
         await until(peer, all_up)
         turns = await asyncio.gather(*(generate(peer, f"a{n}", 30) for n in range(12)))
         assert all(t["token_ids"] == continued(PROMPT, 30, version=0) for t in turns)
@@ -165,14 +165,14 @@ async def test_no_other_machine_reaches_an_engine_past_its_proxy(
 ) -> None:
     engine = site.engine(site.east)
     url = site.proxy(site.east, engine)
-    front = site.gateway_on(gateway, {"east": url})
+    service = site.gateway_on(gateway, {"east": url})
     port = engine.url.rpartition(":")[2]
     with site.trainer.entered():
         async with aiohttp.ClientSession() as session:
             for clear in (f"http://{site.east.address}:{port}", url.replace("https", "http")):
                 with pytest.raises(aiohttp.ClientError):
                     await session.get(clear + "/health")
-    for server in (url, front):
+    for server in (url, service):
         async with site.client(server, token=WRONG) as peer:
             for path in ("/metrics", "/v1/models"):
                 assert (await answer(peer, "GET", path))[0] == 401
@@ -191,7 +191,7 @@ async def test_no_other_machine_reaches_an_engine_past_its_proxy(
     foreign = Authority(folder, "foreign")
     with site.trainer.entered():
         async with aiohttp.ClientSession() as session:
-            for server in (url, front):
+            for server in (url, service):
                 with pytest.raises(aiohttp.ClientConnectorCertificateError):
                     await Peer(session, server, Credentials(ca_file=foreign.file)).get("/health")
 
@@ -204,7 +204,7 @@ async def test_certificates_of_clients_stand_for_tokens(site: Site, gateway: Sta
     engine = {"id": "east", "url": url, "ca_file": site.ca, **pair}
     made = site.authority.signs("gateway", site.gateway.address)
     tls = {"cert_file": str(made.cert_file), "key_file": str(made.key_file)}
-    front = site.gateway_on(
+    service = site.gateway_on(
         gateway, {}, engines=[engine], tls=tls | {"client_ca_file": str(clients.file)},
         token_file=None,
     )  # fmt: skip
@@ -213,12 +213,12 @@ async def test_certificates_of_clients_stand_for_tokens(site: Site, gateway: Sta
     )
     with site.trainer.entered():
         async with aiohttp.ClientSession() as session:
-            peer = Peer(session, front, ours)
+            peer = Peer(session, service, ours)
             await until(peer, all_up)
             assert (await generate(peer, "m", 9))["token_ids"] == continued(PROMPT, 9, version=0)
             published = {"version": 1, "store": "job.store"}
             assert (await answer(peer, "POST", "/v1/jobs/job/versions", published))[0] == 200
-            for server in (url, front):
+            for server in (url, service):
                 with pytest.raises(aiohttp.ClientError):
                     await answer(Peer(session, server, site.authority.trusted()), "GET", "/metrics")
 
@@ -231,7 +231,7 @@ async def test_a_wrong_token_or_authority_keeps_an_engine_out_and_is_reported(
     foreign = str(Authority(folder).file)
     wrong = token_file(site.folder, "rotated", WRONG)
     url = site.proxy(site.east, site.engine(site.east))
-    front = site.gateway_on(
+    service = site.gateway_on(
         gateway,
         {},
         engines=[
@@ -239,7 +239,7 @@ async def test_a_wrong_token_or_authority_keeps_an_engine_out_and_is_reported(
             {"id": "ca", "url": url, "token_file": site.token(ENGINE), "ca_file": foreign},
         ],
     )
-    async with site.client(front) as peer:
+    async with site.client(service) as peer:
         status = await until(peer, lambda s: all(e["fault"] for e in s["engines"].values()))
         faults = {name: engine["fault"] for name, engine in status["engines"].items()}
         assert "401" in faults["token"]
@@ -255,8 +255,8 @@ async def test_a_machine_that_is_cut_off_loses_its_turn_to_another_exactly(
 ) -> None:
     east, west = (site.engine(machine, "--step-s", "0.02") for machine in (site.east, site.west))
     urls = {"east": site.proxy(site.east, east), "west": site.proxy(site.west, west)}
-    front = site.gateway_on(gateway, urls, timeouts={"stall_s": 0.5})
-    async with site.client(front) as peer:
+    service = site.gateway_on(gateway, urls, timeouts={"stall_s": 0.5})
+    async with site.client(service) as peer:
         await until(peer, all_up)
         # At its own pace the engine would go on for half a minute.
         asked = turn("long", 1500) | {"stream": True}
@@ -293,12 +293,12 @@ async def test_a_slow_machine_serves_as_fast_as_its_link_and_loses_nothing(
         machine.namespace: site.proxy(machine, site.engine(machine))
         for machine in (site.east, site.west)
     }
-    front = site.gateway_on(gateway, urls)
+    service = site.gateway_on(gateway, urls)
     try:
         site.east.slow(kbit=400)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"this kernel cannot slow a link: {error.stderr.strip()}")
-    async with site.client(front) as peer:
+    async with site.client(service) as peer:
         await until(peer, all_up)
         turns = await asyncio.gather(*(generate(peer, f"s{n}", 40) for n in range(8)))
         assert all(t["token_ids"] == continued(PROMPT, 40, version=0) for t in turns)
@@ -323,8 +323,8 @@ async def test_a_guest_on_another_machine_is_leased_and_serves(
             "ca_file": site.ca,
             "guests": site.engine_credentials,
         }
-        front = site.gateway_on(gateway, {}, engines=[], agents=[agent])
-        async with site.client(front) as peer:
+        service = site.gateway_on(gateway, {}, engines=[], agents=[agent])
+        async with site.client(service) as peer:
             choice = await generate(peer, "g", 30)
             assert choice["token_ids"] == continued(PROMPT, 30, version=0)
             assert {span["engine"] for span in choice["spans"]} == {"guest.slot"}

@@ -48,8 +48,8 @@ def test_a_trainer_s_deltas_are_versions_of_the_job(
     fake_engine: Callable[..., Served],
     gateway: Callable[..., Served],
 ) -> None:
-    front = gateway(fake_engine())
-    monkeypatch.setenv("ROSEMUX_GATEWAY", front.url)
+    service = gateway(fake_engine())
+    monkeypatch.setenv("ROSEMUX_GATEWAY", service.url)
     first, second, third = states()
     checkpoint, store = tmp_path / "hf", tmp_path / JOB
     checkpoint.mkdir()
@@ -73,7 +73,7 @@ def test_a_trainer_s_deltas_are_versions_of_the_job(
             assert same(target, new)
         receiver.close()
 
-    with slime_hook.RolloutClient(front.url, JOB) as client:
+    with slime_hook.RolloutClient(service.url, JOB) as client:
         choice = client.generate([1, 2], {"max_tokens": 2}, weight_version=3)
     assert {span.version for span in choice.spans} == {3}
 

@@ -26,8 +26,8 @@ Start = Callable[..., Served]
 
 @pytest.fixture
 def server(ray_cluster: None, fake_engine: Start, gateway: Start) -> Iterator[Any]:
-    front = gateway(fake_engine(step_s=0.01), fake_engine(step_s=0.01))
-    handle = verl_server.started(front.url, "job", response_length=12)
+    service = gateway(fake_engine(step_s=0.01), fake_engine(step_s=0.01))
+    handle = verl_server.started(service.url, "job", response_length=12)
     yield handle
     ray.kill(handle)
 

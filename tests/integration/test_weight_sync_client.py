@@ -35,14 +35,14 @@ async def test_a_trainer_with_vllms_own_classes_publishes_to_every_engine(
 ) -> None:
     pytest.importorskip("vllm")
     engines = [fake_engine(), fake_engine()]
-    front = gateway(*engines)
-    seen = await trained(f"{front.url}/v1/jobs/job/vllm", tmp_path / "job.store")
+    service = gateway(*engines)
+    seen = await trained(f"{service.url}/v1/jobs/job/vllm", tmp_path / "job.store")
     assert len(set(seen["hashes"])) == 2
     assert "not through a process group" in seen["refusal"]
     for engine in engines:
         looked = await engine.get("/_fake")
         assert looked["updated"] == {"store": "job.store", "version": 2}
-    status = await front.get("/v1/status")
+    status = await service.get("/v1/status")
     assert {engine["version"] for engine in status["engines"].values()} == {2}
 
 
@@ -50,7 +50,7 @@ async def test_an_unsupported_call_to_a_fleet_is_refused_and_changes_nothing(
     fake_engine, gateway
 ) -> None:
     engine = fake_engine()
-    front = gateway(engine)
+    service = gateway(engine)
     routes = "/v1/jobs/job/vllm"
     for path, body, why in (
         ("update_weights", {"update_info": {"store": "../etc", "version": 1}}, "store"),
@@ -64,21 +64,21 @@ async def test_an_unsupported_call_to_a_fleet_is_refused_and_changes_nothing(
         ("finish_weight_update", {"weight_version": "1"}, "without an update_weights"),
         ("init_weight_transfer_engine", {"init_info": {"master_port": 1}}, "init_info"),
     ):
-        status, reply = await front.post(f"{routes}/{path}", body)
+        status, reply = await service.post(f"{routes}/{path}", body)
         assert status == 400
         assert why in reply["error"]
-    status, _ = await front.post("/v1/jobs/stranger/vllm/start_weight_update", {})
+    status, _ = await service.post("/v1/jobs/stranger/vllm/start_weight_update", {})
     assert status == 400
     assert (await engine.get("/_fake"))["updated"] is None
 
 
 async def test_the_fleet_looks_like_one_server(fake_engine, gateway) -> None:
-    front = gateway(fake_engine())
+    service = gateway(fake_engine())
     routes = "/v1/jobs/job/vllm"
-    assert await front.get(f"{routes}/get_world_size") == {"world_size": 1}
+    assert await service.get(f"{routes}/get_world_size") == {"world_size": 1}
     for path in ("pause?mode=keep", "start_weight_update", "resume"):
-        assert (await front.post(f"{routes}/{path}", {}))[0] == 200
+        assert (await service.post(f"{routes}/{path}", {}))[0] == 200
     update = {"update_info": {"store": "job.store", "version": 3}}
-    assert (await front.post(f"{routes}/update_weights", update))[0] == 200
-    status, reply = await front.post(f"{routes}/finish_weight_update", {"weight_version": "4"})
+    assert (await service.post(f"{routes}/update_weights", update))[0] == 200
+    status, reply = await service.post(f"{routes}/finish_weight_update", {"weight_version": "4"})
     assert (status, reply["error"]) == (400, "weight_version '4': the update was to 3")
