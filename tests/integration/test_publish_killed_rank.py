@@ -89,7 +89,7 @@ class Trainer:
         assert self._answers([str(store), RANKS, victim]) == ["ready"] * RANKS
 
     def step(self, step: int) -> list[str]:
-        """What each rank says of its publication; nothing where it was killed."""
+        """Reads each rank's word on its publication; "" where it was killed."""
         return self._answers(step)
 
     def _answers(self, order: list[str | int] | int) -> list[str]:
