@@ -155,7 +155,8 @@ class StreamedReply:
             self._keeps = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._ended:
+        # None of a trailer, nor of another reply.
+        if not self.status:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
