@@ -159,7 +159,8 @@ class DedicatedTurns:
             choices = client.generate(attempt, request_id=name, epoch=None, priority=priority)
             async with aclosing(choices):
                 async for choice in choices:
-                    stall.reschedule(loop.time() + _STALL_S)
+                    if not stall.expired():
+                        stall.reschedule(loop.time() + _STALL_S)
                     if accepted(turn, attempt, choice):
                         on_tokens()
                     if choice.finish_reason == "length" and turn.remaining_tokens > 0:

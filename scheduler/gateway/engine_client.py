@@ -164,14 +164,20 @@ class EngineClient:
                     cut, data = error, reply.unread()
                 if not data and cut is None:
                     raise EngineLost("the stream ended early")
-                for chunk in stream.feed(data):
-                    if fault := chunk.fault:
-                        raise _refusal(chunk.fault_status, fault)
-                    for choice in chunk.choices:
-                        yield choice
-                        finished |= choice.finish_reason is not None
-                if cut is not None:
-                    raise cut
+                try:
+                    for chunk in stream.feed(data):
+                        if fault := chunk.fault:
+                            raise _refusal(chunk.fault_status, fault)
+                        for choice in chunk.choices:
+                            yield choice
+                            finished |= choice.finish_reason is not None
+                        if finished:
+                            # Bytes behind it change nothing.
+                            break
+                finally:
+                    # Whatever the last bytes were, the caller has ended the attempt.
+                    if cut is not None:
+                        raise cut
             await reply.drain(_DRAIN_S)
 
     async def score(

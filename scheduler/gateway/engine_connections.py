@@ -7,12 +7,13 @@ parser that calls back (decision 122).
 import asyncio
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
 import httptools
+from aiohappyeyeballs import AddrInfoType
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
@@ -22,7 +23,9 @@ KEEP_S = 2.0
 a request that meets the closing would look like a lost engine."""
 _EYEBALLS_S = 0.25
 """Lead of an address over the next one of the same host, in s, as RFC 8305 has it."""
+_LOOKUP_KEPT_S = 10.0
 _MAX_HEAD_BYTES = 64 << 10
+"""Bound of headers, and of bytes between two parts of a body."""
 _MAX_UNREAD_BYTES = 1 << 20
 """Bytes of a reply that wait to be read; the engine waits with more."""
 
@@ -41,8 +44,8 @@ class StreamedReply:
         self._connection = connection
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._head_bytes = self._unread_bytes = 0
-        self._ended = self._keeps = self._paused = self._for_end = False
+        self._head_bytes = self._framing_bytes = self._unread_bytes = 0
+        self._ended = self._keeps = self._paused = self._for_end = self._is_closed = False
         self._fault: Exception | None = None
         self._came: asyncio.Future[None] | None = None
 
@@ -84,7 +87,13 @@ class StreamedReply:
         self.unread()
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._connection.left(self, keep=self._ended and self._keeps)
+        # It refers back: without this both would wait for the garbage collector.
+        del self._parser
+        self.unread()
 
     async def head(self) -> None:
         """Waits for status and headers. Raises as read."""
@@ -92,7 +101,7 @@ class StreamedReply:
             if self._fault is not None:
                 raise self._fault
             await self._more()
-        if self.headers.get("content-encoding", "identity") != "identity":
+        if self.headers.get("content-encoding", "identity").lower() != "identity":
             raise PeerProtocolError("a compressed reply, which was not asked for")
 
     async def _more(self, wait_s: float = 0.0) -> None:
@@ -112,15 +121,13 @@ class StreamedReply:
         return self._ended or self._fault is not None
 
     def feed(self, data: bytes) -> None:
-        in_head = not self.status
+        self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(PeerProtocolError(f"no HTTP reply: {error}"))
-        if in_head:
-            self._head_bytes += len(data) - self._unread_bytes
-            if self._head_bytes > _MAX_HEAD_BYTES:
-                self._fail(PeerProtocolError(f"headers of more than {_MAX_HEAD_BYTES} bytes"))
+        if max(self._head_bytes, self._framing_bytes) > _MAX_HEAD_BYTES:
+            self._fail(PeerProtocolError(f"headers of more than {_MAX_HEAD_BYTES} bytes"))
         if self._unread_bytes > _MAX_UNREAD_BYTES and not self._paused:
             self._paused = True
             self._connection.transport.pause_reading()
@@ -157,19 +164,22 @@ class StreamedReply:
     def on_header(self, name: bytes, value: bytes) -> None:
         # None of a trailer, nor of another reply.
         if not self.status:
-            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+            self._head_bytes += len(name) + len(value) + 4
+            told = value.strip(b" \t").decode(errors="replace")
+            self.headers[name.decode("latin-1").lower()] = told
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200:
             self.headers.clear()
         elif not self._ended:
-            self.status = status
+            self.status, self._framing_bytes = status, 0
 
     def on_body(self, body: bytes) -> None:
         if not self._ended:
             self._parts.append(body)
             self._unread_bytes += len(body)
+            self._framing_bytes = 0
 
     def on_message_complete(self) -> None:
         # An informational reply, 100 for one, ends nothing.
@@ -224,11 +234,11 @@ class EngineConnections:
     def __init__(
         self, url: str, *, connect_s: float, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
-        parts = urlsplit(url)
-        self._secure = parts.scheme == "https"
-        self._host, self._at = parts.hostname or "", parts.netloc
-        self._port = parts.port or (443 if self._secure else 80)
+        self._url = url
+        self._secure = url.startswith("https:")
         self._credentials = credentials
+        self._lookup: asyncio.Task[Sequence[AddrInfoType]] | None = None
+        self._looked_up_s = 0.0
         self._connect_s = connect_s
         self._idle: list[_Connection] = []
         """The one used last is taken first."""
@@ -293,8 +303,8 @@ class EngineConnections:
     async def _connected(self, tls: ssl.SSLContext | None) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
+            addresses = await self._looked_up()
             async with asyncio.timeout(self._connect_s):
-                addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 found = await aiohappyeyeballs.start_connection(
                     addresses, happy_eyeballs_delay=_EYEBALLS_S
                 )
@@ -303,19 +313,33 @@ class EngineConnections:
                         lambda: _Connection(self, tls),
                         sock=found,
                         ssl=tls,
-                        server_hostname=self._host if tls else None,
+                        server_hostname=urlsplit(self._url).hostname if tls else None,
                     )
                 except BaseException:
                     found.close()
                     raise
-        except (OSError, RuntimeError) as error:  # uvloop's connect raises either.
+        except (OSError, RuntimeError, ValueError) as error:
+            # uvloop's connect raises RuntimeError too, a URL without a port's number ValueError.
             number = getattr(error, "errno", None) or 0
             raise ConnectionFailed(number, f"{type(error).__name__}: {error}") from error
         return connection
 
+    async def _looked_up(self) -> Sequence[AddrInfoType]:
+        """The host's addresses, by one lookup for all turns that want to connect meanwhile."""
+        loop, parts = asyncio.get_running_loop(), urlsplit(self._url)
+        last, kept = self._lookup, loop.time() - self._looked_up_s < _LOOKUP_KEPT_S
+        if last is None or (last.done() and (not kept or last.exception() is not None)):
+            port = parts.port or (443 if self._secure else 80)
+            lookup = loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+            self._lookup = last = loop.create_task(lookup)
+            self._looked_up_s = loop.time()
+            # Without this, asyncio logs the error of a lookup whose turns have all gone.
+            last.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(last)
+
     def _head(self, path: str, length: int, headers: Mapping[str, str]) -> bytes:
         given = {
-            "Host": self._at,
+            "Host": self._url.partition("//")[2],
             "User-Agent": "rosemux",
             "Content-Type": "application/json",
             "Content-Length": str(length),

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN
@@ -19,7 +20,17 @@ from scheduler.gateway.tenants import OBSERVER, OPERATOR
 from scheduler.model import EngineKind
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Url = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\-_\[\]:]+$")]
+
+
+def _with_a_port(url: str) -> str:
+    """Raises ValueError where it cannot be one."""
+    urlsplit(url).port  # noqa: B018 - read for its check
+    return url
+
+
+Url = Annotated[
+    str, Field(pattern=r"^https?://[A-Za-z0-9.\-_\[\]:]+$"), AfterValidator(_with_a_port)
+]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 

@@ -72,7 +72,11 @@ class TurnRunner:
         self._timeouts = timeouts
         self._max_attempts = max_attempts
         self._closing = False
-        self._wait_s = min(_TOGETHER_S, timeouts.guest_tail_stall_s / 10, timeouts.stall_s / 10)
+        silences_s = (
+            *(timeouts.stall_s, timeouts.guest_stall_s),
+            *(timeouts.guest_tail_stall_s, timeouts.silence_s),
+        )
+        self._wait_s = min(_TOGETHER_S, min(silences_s) / 10)
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
@@ -491,9 +495,6 @@ class TurnRunner:
         bound = member.vocabulary_tokens or math.inf
         async with aclosing(choices):
             async for choice in choices:
-                if running.why_cut is Cut.WEIGHTS:
-                    # Sampled, perhaps, with weights that are of no version.
-                    raise asyncio.CancelledError
                 running.hear(now=self._clock.now(), pause_s=pause_s)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:

@@ -2,12 +2,16 @@
 
 import asyncio
 import errno
+import gc
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, closing
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from harvester.contracts.errors import PeerProtocolError
@@ -297,49 +301,177 @@ async def test_a_reader_that_can_wait_gets_more_at_once_and_the_end_at_once(
         assert await asyncio.wait_for(reply.read(60.0), 5.0) == b""
 
 
+def event(**choice: object) -> bytes:
+    said = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(said), said)
+
+
+def raw_event(said: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(said) + 2, said + b"\n\n")
+
+
+class Attempting:
+    """Takes the choices of one attempt at a server, which may wait from the first on."""
+
+    def __init__(self, client: EngineClient) -> None:
+        request = GenerateRequest(
+            request_id="r", token_ids=(1,), sampling_params=SamplingParams(max_tokens=9)
+        )
+        turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
+        assert turn is not None
+        self.attempt = turn.begin(engine="e0", version=WeightVersion(0), numerics="")
+        self.client = client
+        self.tokens: list[int] = []
+
+    async def take(self) -> None:
+        choices = self.client.generate(
+            self.attempt,
+            request_id="r",
+            epoch=None,
+            wait_s=lambda: 60.0 if self.tokens else 0.0,
+        )
+        async with aclosing(choices):
+            async for choice in choices:
+                self.tokens.extend(choice.token_ids or ())
+
+
+@pytest.fixture
+async def attempting(server: Server) -> AsyncIterator[Attempting]:
+    async with aiohttp.ClientSession() as session:
+        client = EngineClient(session, await server.start(), connect_s=5.0)
+        with closing(client):
+            yield Attempting(client)
+
+
+@pytest.mark.parametrize(
+    ("last", "tokens"),
+    [
+        (event(token_ids=[2]) + event(token_ids=[3]), [1, 2, 3]),
+        (event(token_ids=[2], finish_reason="length"), [1, 2]),
+        (event(token_ids=[2]) + raw_event(b'data: {"error": {"code": 500}}'), [1, 2]),
+        (event(token_ids=[2]) + raw_event(b"data: rubbish"), [1, 2]),
+        (b"zz\r\n", [1]),
+    ],
+)
 async def test_a_turn_that_is_taken_off_has_every_token_that_its_engine_sent(
-    server: Server,
+    server: Server, attempting: Attempting, last: bytes, tokens: list[int]
 ) -> None:
     sent = asyncio.Event()
 
-    def event(token: int) -> bytes:
-        said = b'data: {"choices": [{"token_ids": [%d]}]}\n\n' % token
-        return b"%x\r\n%s\r\n" % (len(said), said)
-
     async def script(_: Server, writer: asyncio.StreamWriter) -> None:
-        writer.write(CHUNKED + event(1))
+        writer.write(CHUNKED + event(token_ids=[1]))
         await writer.drain()
         await asyncio.sleep(0.05)
-        writer.write(event(2) + event(3))
+        writer.write(last)
         sent.set()
 
     server.scripts.append(script)
-    request = GenerateRequest(
-        request_id="r", token_ids=(1,), sampling_params=SamplingParams(max_tokens=9)
-    )
-    turn = TurnLedger(JobId("job")).open(request, trajectory=TrajectoryId("t"))
-    assert turn is not None
-    attempt = turn.begin(engine="e0", version=WeightVersion(0), numerics="")
-    got: list[int] = []
-    async with aiohttp.ClientSession() as session:
-        client = EngineClient(session, await server.start(), connect_s=5.0)
-
-        async def take() -> None:
-            waits = client.generate(
-                attempt, request_id="r", epoch=None, wait_s=lambda: 60.0 if got else 0.0
-            )
-            async with aclosing(waits) as choices:
-                async for choice in choices:
-                    got.extend(choice.token_ids or ())
-
-        taking = asyncio.create_task(take())
-        await sent.wait()
+    taking = asyncio.create_task(attempting.take())
+    await sent.wait()
+    if last != b"zz\r\n":
         await asyncio.sleep(0.05)
-        assert got == [1]
-        taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-    assert got == [1, 2, 3]
+        assert attempting.tokens == [1]
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert attempting.tokens == tokens
+
+
+@pytest.mark.parametrize("more", [b'data: {"error": {"code": 500}}', b"data: rubbish"])
+async def test_bytes_behind_the_end_of_a_turn_change_nothing(
+    server: Server, attempting: Attempting, more: bytes
+) -> None:
+    end = event(token_ids=[1, 2], finish_reason="stop") + raw_event(more) + b"0\r\n\r\n"
+    server.says(CHUNKED + end)
+    server.says(TWO)
+    await attempting.take()
+    assert attempting.tokens == [1, 2]
+
+
+async def test_turns_that_connect_at_once_look_their_host_up_once(
+    server: Server, engine: EngineConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, lookups = asyncio.get_running_loop(), 0
+    look_up = loop.getaddrinfo
+
+    async def slow(*given: Any, **more: Any) -> Any:
+        nonlocal lookups
+        lookups += 1
+        await asyncio.sleep(0.2)
+        return await look_up(*given, **more)
+
+    monkeypatch.setattr(loop, "getaddrinfo", slow)
+    for _ in range(21):
+        server.says(TWO)
+    given_up = asyncio.create_task(posted(engine))
+    others = [asyncio.create_task(posted(engine)) for _ in range(20)]
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    assert await asyncio.gather(*others) == [b"ok"] * 20
+    assert lookups == 1
+
+
+async def test_a_lookup_that_failed_is_tried_again(
+    server: Server, engine: EngineConnections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.get_running_loop()
+    look_up = loop.getaddrinfo
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+    monkeypatch.setattr(loop, "getaddrinfo", fails)
+    with pytest.raises(ConnectionFailed, match="try again"):
+        await posted(engine)
+    monkeypatch.setattr(loop, "getaddrinfo", look_up)
+    server.says(TWO)
+    assert await posted(engine) == b"ok"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://[::1:80", "http://h:a"])
+async def test_a_url_without_a_port_is_no_connection(url: str) -> None:
+    engine = EngineConnections(url, connect_s=5.0)
+    with closing(engine), pytest.raises(ConnectionFailed):
+        await posted(engine)
+
+
+async def test_white_space_around_a_header_is_no_part_of_it(
+    server: Server, engine: EngineConnections
+) -> None:
+    told = b"X-Named:\t Engine \t\r\nContent-Encoding: Identity \r\n"
+    server.says(TWO.replace(b"X-Named: Engine\r\n", told))
+    reply = await engine.post("/generate", b"", {})
+    assert (reply.headers["x-named"], await whole(reply)) == ("Engine", b"ok")
+
+
+async def test_a_head_is_not_long_by_the_chunks_behind_it(
+    server: Server, engine: EngineConnections
+) -> None:
+    tiny = (1 << 16) // 5
+    server.says(CHUNKED + b"1\r\nx\r\n" * tiny + b"0\r\n\r\n")
+    assert await posted(engine) == b"x" * tiny
+
+
+@pytest.mark.parametrize("endless", [b"X-Of: it\r\n", b"x"])
+async def test_a_trailer_without_end_ends_the_reply(
+    server: Server, engine: EngineConnections, endless: bytes
+) -> None:
+    server.says(CHUNKED + b"1\r\nx\r\n0\r\n", *[endless * (1 << 12)] * 40)
+    with pytest.raises(PeerProtocolError, match="headers of more"):
+        await posted(engine)
+
+
+async def test_a_closed_reply_is_no_garbage(server: Server, engine: EngineConnections) -> None:
+    server.says(CHUNKED + b"3\r\nabc\r\n")
+    reply = await engine.post("/generate", b"", {})
+    gone = weakref.ref(reply)
+    gc.disable()
+    try:
+        reply.close()
+        del reply
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 async def test_no_connection_says_why(engine: EngineConnections, server: Server) -> None:

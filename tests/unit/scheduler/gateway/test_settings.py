@@ -40,6 +40,7 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
         ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),
         ({"capacity": {"duration": 5}}, "duration"),
         ({"answers": {"keep_s": -1}}, "answers.keep_s"),
+        ({"engines": [{"id": "e", "url": "http://127.0.0.1:99999"}]}, "url"),
         ({"answers": {"size_byte": 1}}, "answers.size_byte"),
         ({"host": "0.0.0.0"}, "token_file"),
         ({"host": "0.0.0.0", "token_file": "t"}, "plain_http"),
