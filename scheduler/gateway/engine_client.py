@@ -118,7 +118,7 @@ class EngineClient:
     ) -> None:
         """Raises ConfigError for credentials that cannot be used."""
         self.peer = Peer(session, url, credentials)
-        self._connections = EngineConnections(url, connect_s=connect_s, credentials=credentials)
+        self.connections = EngineConnections(url, connect_s=connect_s, credentials=credentials)
         self._transfer_ready = False
         self._model: str | None = None
         """Model name of requests: the adapter of the served version; None without one."""
@@ -220,7 +220,7 @@ class EngineClient:
         if self._stamped:
             headers[ENGINE_HEADER] = self.identity
         try:
-            reply = await self._connections.post(_GENERATE, _ENCODER.encode(body), headers)
+            reply = await self.connections.post(_GENERATE, _ENCODER.encode(body), headers)
             with closing(reply):
                 await self._check_identity(reply)
                 if reply.status != 200:
@@ -385,7 +385,7 @@ class EngineClient:
 
     def close(self) -> None:
         """No connection is kept from here on."""
-        self._connections.close()
+        self.connections.close()
 
     def forget(self) -> None:
         """The engine may be another process when it is back."""

@@ -1,7 +1,7 @@
-"""Connections to one engine that are kept between its replies; each reply is read as it comes.
+"""Connections to one vLLM server that are kept between its replies, each read as it comes.
 
-Only turns use them: each token is a segment, and aiohttp's client costs twice as much for each as a
-parser that calls back (decision 122).
+Turns and their texts use them: each token is a segment, and aiohttp's client costs twice as much
+for each as a parser that calls back (decision 122).
 """
 
 import asyncio
@@ -234,7 +234,7 @@ class EngineConnections:
     def __init__(
         self, url: str, *, connect_s: float, credentials: Credentials = NO_CREDENTIALS
     ) -> None:
-        self._url = url
+        self.url = url
         self._secure = url.startswith("https:")
         self._credentials = credentials
         self._lookup: asyncio.Task[Sequence[AddrInfoType]] | None = None
@@ -313,7 +313,7 @@ class EngineConnections:
                         lambda: _Connection(self, tls),
                         sock=found,
                         ssl=tls,
-                        server_hostname=urlsplit(self._url).hostname if tls else None,
+                        server_hostname=urlsplit(self.url).hostname if tls else None,
                     )
                 except BaseException:
                     found.close()
@@ -326,7 +326,7 @@ class EngineConnections:
 
     async def _looked_up(self) -> Sequence[AddrInfoType]:
         """The host's addresses, by one lookup for all turns that want to connect meanwhile."""
-        loop, parts = asyncio.get_running_loop(), urlsplit(self._url)
+        loop, parts = asyncio.get_running_loop(), urlsplit(self.url)
         last, kept = self._lookup, loop.time() - self._looked_up_s < _LOOKUP_KEPT_S
         if last is None or (last.done() and (not kept or last.exception() is not None)):
             port = parts.port or (443 if self._secure else 80)
@@ -339,7 +339,7 @@ class EngineConnections:
 
     def _head(self, path: str, length: int, headers: Mapping[str, str]) -> bytes:
         given = {
-            "Host": self._url.partition("//")[2],
+            "Host": self.url.partition("//")[2],
             "User-Agent": "rosemux",
             "Content-Type": "application/json",
             "Content-Length": str(length),

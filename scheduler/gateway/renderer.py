@@ -8,17 +8,15 @@ vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, Exhausted, RoseMuxError
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError, RoseMuxError
 from harvester.platform.backoff import Interrupted
-from harvester.platform.http_kit import body_of
-from harvester.platform.peer import Peer
+from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
 
@@ -30,8 +28,7 @@ _WRONG_REQUEST = (400, 413, 422)
 """Replies that every renderer would give; after any other the next one is asked."""
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
-_BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, *UNDECODABLE)
-_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+_BROKEN = (TimeoutError, ConnectionError, PeerProtocolError, *UNDECODABLE)
 _PROBE_S = 0.1
 """Between the calls that look whether an absent renderer is back."""
 _FAILURES = 3
@@ -103,9 +100,9 @@ class Renderer:
     for all of them, so that a renderer that is back is found at once and never stormed.
     """
 
-    def __init__(self, peers: Callable[[], list[Peer]], times: Timeouts) -> None:
+    def __init__(self, peers: Callable[[], list[EngineConnections]], times: Timeouts) -> None:
         self._peers = peers
-        self._timeout = aiohttp.ClientTimeout(total=times.render_s, sock_connect=times.connect_s)
+        self._render_s = times.render_s
         self._patience_s = times.queue_s
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
         self._away, self._returns, self._fault = False, 0, ""
@@ -179,13 +176,10 @@ class Renderer:
         async with places:
             for peer in self._peers():
                 try:
-                    async with peer.post(
-                        path,
-                        data=data,
-                        headers={"Content-Type": "application/json"},
-                        timeout=self._timeout,
-                    ) as response:
-                        raw = await body_of(response, most_bytes=_MOST_BYTES)
+                    async with asyncio.timeout(self._render_s):
+                        response = await peer.post(path, data, {})
+                        with closing(response):
+                            raw = await response.read_most(_MOST_BYTES)
                     if response.status in (200, *_WRONG_REQUEST):
                         self._found(away=False)
                     if response.status == 200:
@@ -197,7 +191,7 @@ class Renderer:
                     fault = f"{peer.url}{path}: {response.status} {shown}"
                 except _BROKEN as error:
                     fault = f"{peer.url}{path}: {error!r}"
-                    away &= isinstance(error, _UNREACHABLE)
+                    away &= isinstance(error, ConnectionFailed)
         self._found(away=away)
         raise (_Away if away else Interrupted)(fault)
 

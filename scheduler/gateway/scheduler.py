@@ -17,12 +17,12 @@ from harvester.contracts.errors import Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt, SwitchState
 from harvester.contracts.wire.stops import StopOrder
-from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_connections import EngineConnections
 from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places, watch_health
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
@@ -91,8 +91,11 @@ class Scheduler:
         self.state = state
         self._clock = clock
         self._session = session
-        self._renderers = [Peer(session, given.url, given) for given in settings.renderers]
         times = settings.timeouts
+        self._renderers = [
+            EngineConnections(given.url, connect_s=times.connect_s, credentials=given)
+            for given in settings.renderers
+        ]
         self.renderer = Renderer(self._renderer_peers, times)
         self._tasks: list[asyncio.Task[None]] = []
         self.jobs: dict[JobId, GatewayJobSettings] = {JobId(job.id): job for job in settings.jobs}
@@ -172,7 +175,7 @@ class Scheduler:
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
 
-    def _renderer_peers(self) -> list[Peer]:
+    def _renderer_peers(self) -> list[EngineConnections]:
         """The configured renderers; without any, the dedicated engines that are up. Raises
         Exhausted without any of both."""
         members = self.fleet.members.values()
@@ -181,7 +184,7 @@ class Scheduler:
             raise Exhausted(
                 "text cannot be rendered: no renderer or dedicated engine is configured"
             )
-        return self._renderers or [member.client.peer for member in engines if member.up]
+        return self._renderers or [member.client.connections for member in engines if member.up]
 
     def _log(self, policy: Any, config: msgspec.Struct) -> DecisionLog:
         return DecisionLog(
@@ -263,6 +266,8 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.harvest.release_all()
+        for renderer in self._renderers:
+            renderer.close()
         await self.fleet.close()
         self._versions_log.close()
         self._capacity_log.close()
