@@ -1,14 +1,13 @@
 """Calls of a renderer that comes and goes."""
 
 import asyncio
-from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-import aiohttp
 import pytest
 
 from harvester.contracts.errors import Exhausted
+from scheduler.gateway.engine_connections import ConnectionFailed
 from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.settings import Timeouts
 
@@ -24,18 +23,15 @@ class FlappingPeer:
         self._every = every
         self.calls = 0
 
-    @asynccontextmanager
-    async def post(self, _path: str, **_: object) -> Any:
+    async def post(self, *_: object) -> Any:
         self.calls += 1
         if self.calls % self._every:
-            address = SimpleNamespace(host="renderer", port=9, ssl=True)
-            raise aiohttp.ClientConnectorError(cast(Any, address), OSError(111, "refused"))
-        parts = [b"{}", b""]
+            raise ConnectionFailed(111, "refused")
 
-        async def read(_most: int) -> bytes:
-            return parts.pop(0)
+        async def read_most(_most_bytes: int) -> bytes:
+            return b"{}"
 
-        yield SimpleNamespace(status=200, content=SimpleNamespace(read=read))
+        return SimpleNamespace(status=200, read_most=read_most, close=lambda: None)
 
 
 def renderer_of(peer: FlappingPeer) -> Renderer:
