@@ -6,16 +6,18 @@ temperature. The arm counts, not whether a turn was moved: long turns are moved 
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.migration import records
+from benchmarks.migration import records, reference
 from benchmarks.migration.bias import POLICIES, Sample, p_values, power
 from benchmarks.migration.deployment import JOB, Deployment
-from benchmarks.migration.faults import rolling_out, verdict_on
+from benchmarks.migration.draws import DrawnToken, report
+from benchmarks.migration.faults import evidence_of, rolling_out, verdict_on
+from benchmarks.migration.judge import Evidence
 from benchmarks.migration.records import AttemptRecord, Reply, RequestRecord
 from benchmarks.migration.rollout_plan import bias_plan
 
@@ -50,8 +52,10 @@ async def measured_bias(
         records.read(deployment.attempts, AttemptRecord),
     )
     names = {each.name for each in plan}
-    verdict = verdict_on(deployment, model, names, poison=frozenset())
+    evidence = evidence_of(deployment, model, names, poison=frozenset())
     found = judged_bias(samples, seed=seed)
+    found["draws"] = {arm: asdict(report(_drawn(evidence, arm))) for arm in (CALM, MOVED)}
+    verdict = verdict_on(evidence, deployment, model)
     return found | {"took_s": took_s, "seed": seed, "verdict": verdict}
 
 
@@ -92,6 +96,17 @@ def _samples(
             sample = found[arm][pair]
             found[arm][pair] = replace(sample, moves=sample.moves + 1)
     return {arm: [own[pair] for pair in sorted(own)] for arm, own in found.items()}
+
+
+def _drawn(evidence: Evidence, arm: str) -> Iterator[DrawnToken]:
+    """Tokens of the arm's answered turns, rated by the weights of their versions."""
+    for record in evidence.requests:
+        claim = reference.Claim.of(record)
+        if claim is None or record.trajectory.partition("-")[0] != arm:
+            continue
+        truths = evidence.truths.get(record.request_id, ())
+        for token_id, truth in zip(claim.token_ids, truths, strict=False):
+            yield DrawnToken(truth, token_id in claim.ends)
 
 
 def judged_bias(samples: dict[str, Sequence[Sample]] | Any, *, seed: int) -> dict[str, Any]:

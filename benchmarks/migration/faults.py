@@ -242,7 +242,8 @@ async def measured_faults(
     for engine in deployment.engines.values():
         struck.update(engine.tap.struck)
     poison = frozenset(each.name for each in plan if each.poison)
-    verdict = verdict_on(deployment, model, {each.name for each in plan}, poison=poison)
+    evidence = evidence_of(deployment, model, {each.name for each in plan}, poison=poison)
+    verdict = verdict_on(evidence, deployment, model)
     return {
         "verdict": verdict,
         "planned": dict(planned := Counter(fault.kind for fault in script)),
@@ -255,37 +256,40 @@ async def measured_faults(
     }
 
 
-def verdict_on(
+def evidence_of(
     deployment: Deployment, model: Path, trajectories: set[str], *, poison: frozenset[str]
-) -> dict[str, Any]:
-    """The verdict on these trajectories, from all that was written down.
-
-    `exchanged_weights`: spans convicted, of all, where the judge is given the next version's
-    weights for each version: with several versions it must convict nearly every span.
-    """
+) -> Evidence:
+    """All that was written down of these trajectories."""
     every = records.read(deployment.record, RequestRecord)
     requests = [each for each in every if each.trajectory in trajectories]
     names = {each.request_id for each in requests}
     attempts = records.read(deployment.attempts, AttemptRecord)
-    states = deployment.states
     text = reference.ModelText(model)
-    evidence = Evidence(
+    return Evidence(
         requests=requests,
         attempts=[each for each in attempts if each.request_id in names],
         held=list(records.read(deployment.held, HeldRecord)),
         hashes=deployment.state_hashes(),
-        truths=reference.truths(model, states, requests),
+        truths=reference.truths(model, deployment.states, requests),
         poison=poison,
         forced_end=text.forced_end,
         text=text,
     )
+
+
+def verdict_on(evidence: Evidence, deployment: Deployment, model: Path) -> dict[str, Any]:
+    """`exchanged_weights`: spans convicted, of all, where the judge is given the next version's
+    weights for each version: with several versions it must convict nearly every span.
+    """
+    states = deployment.states
     verdict = judged(evidence)
     versions = sorted(states)
     found: dict[str, Any] = asdict(verdict)
     if len(versions) > 1:
         following = dict(zip(versions, [*versions[1:], versions[0]], strict=True))
         exchanged = {version: states[after] for version, after in following.items()}
-        control = judged(replace(evidence, truths=reference.truths(model, exchanged, requests)))
+        truths = reference.truths(model, exchanged, evidence.requests)
+        control = judged(replace(evidence, truths=truths))
         found["exchanged_weights"] = [control.wrong_span, verdict.judged_spans]
     return found
 

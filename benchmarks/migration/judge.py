@@ -70,6 +70,11 @@ class TokenTruth:
     gap_nats: float | None
     """Between the best candidate and this token; 0 for the best, None where something else, as a
     grammar, may decide or exclude candidates."""
+    end_probability: float = 0.0
+    """The chance of EOS and the turn's stop tokens together, at this place."""
+    expected_logprob: float = 0.0
+    """Mean of the log-probability over draws at this place: minus the entropy."""
+    logprob_variance: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)

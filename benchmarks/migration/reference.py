@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.migration.judge import TokenTruth
 from benchmarks.migration.model import EOS_ID, REASONING
 from benchmarks.migration.records import Reply, RequestRecord
+from benchmarks.migration.rollout_plan import ENDS
 from benchmarks.migration.settings_judge import chosen_places
 
 _BATCH = 32
@@ -28,6 +29,11 @@ class Claim:
     versions: list[int]
     """The version of each token."""
     sampling: Mapping[str, Any]
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """EOS and the stop tokens."""
+        return ENDS | set(self.sampling.get("stop_token_ids") or ())
 
     @classmethod
     def of(cls, record: RequestRecord) -> "Claim | None":
@@ -86,14 +92,26 @@ def _passes(
             logits = scores[row, start : start + len(claim.token_ids)]
             column = torch.tensor(claim.token_ids)[:, None]
             processed = _processed(logits, claim)
-            logprobs = torch.log_softmax(processed, dim=-1).gather(1, column)[:, 0].tolist()
-            gaps = (processed.max(dim=-1).values - processed.gather(1, column)[:, 0]).tolist()
+            every = torch.log_softmax(processed, dim=-1)
+            gaps = processed.max(dim=-1).values - processed.gather(1, column)[:, 0]
+            probabilities = every.exp()
+            # A token that cannot be drawn has no part in a mean.
+            finite = every.masked_fill(probabilities == 0, 0.0)
+            means = (probabilities * finite).sum(dim=-1)
+            columns = (
+                every.gather(1, column)[:, 0],
+                gaps,
+                probabilities[:, sorted(claim.ends)].sum(dim=-1),
+                means,
+                (probabilities * (finite - means[:, None]) ** 2).sum(dim=-1),
+            )
             decided = chosen_places(claim.sampling, claim.token_ids, forced_end)
+            rows = zip(*(each.tolist() for each in columns), strict=True)
             yield (
                 claim,
                 [
-                    TokenTruth(logprob, gap if at in decided else None)
-                    for at, (logprob, gap) in enumerate(zip(logprobs, gaps, strict=True))
+                    TokenTruth(logprob, gap if at in decided else None, *of_draws)
+                    for at, (logprob, gap, *of_draws) in enumerate(rows)
                 ],
             )
 

@@ -48,6 +48,13 @@ def _thinking_penalised(pieces: list[str], ids: list[int], random: Random) -> Sa
     return _thinking(pieces, ids, random) | {"frequency_penalty": 0.8}
 
 
+def _repetition(_pieces: list[str], _ids: list[int], random: Random) -> Sampling:
+    """Two tokens by turns, until they count as a pattern."""
+    pattern = {"max_pattern_size": 4, "min_count": random.randrange(5, 10)}
+    liked = {str(token): 40.0 for token in (70, 71)}
+    return {"repetition_detection": pattern, "logit_bias": liked}
+
+
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -72,6 +79,7 @@ SURFACE = (
     Setting("stop string", _stop_string),
     Setting("stop token", _stop_token),
     Setting("bad words", _bad_words),
+    Setting("repetition detection", _repetition),
     Setting("json", _fixed(structured_outputs={"json": _SCHEMA})),
     Setting("regex", _fixed(structured_outputs={"regex": r"([a-z]{2,6}-){3,12}[0-9]+"})),
     Setting(

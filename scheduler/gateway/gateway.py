@@ -9,6 +9,7 @@ POST /v1/stops                          hold, drain or resume all agents' slots 
 /v1/jobs/{job}/vllm/..., /pause, ...    the job's engines as one vLLM server (weight_sync.py)
 /v1/chat/completions, ...               OpenAI's routes (text_routes.py)
 /generate, ...                          SGLang's (sglang_routes.py)
+/workers, /pull_weights, ...            a trainer's only engine (engine_list_routes.py)
 /api/v1/asample, ...                    Tinker's (tinker_routes.py)
 /inference/v1/abort_requests, ...       aborts, and ends of trajectories (abort_routes.py)
 GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
@@ -50,6 +51,7 @@ from harvester.platform.http_kit import (
 )
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.engine_client import RequestRefused
+from scheduler.gateway.engine_list_routes import EngineListRoutes
 from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
@@ -176,6 +178,7 @@ class Gateway:
                     *TextRoutes(scheduler, self._job, self._admitted).routes(),
                     *AbortRoutes(scheduler, self._job).routes(),
                     *SglangRoutes(scheduler, self._job, self._admitted).routes(),
+                    *EngineListRoutes(scheduler, self._job).routes(),
                     *TinkerRoutes(scheduler, self._job, self._admitted, self.open_bodies).routes(),
                     openapi_route(),
                     web.post("/v1/stops", self._stop),

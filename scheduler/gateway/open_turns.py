@@ -25,7 +25,7 @@ from scheduler.gateway.policy.routing_events import RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.model import BASE_VERSION
 
-_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 Run = Callable[[Turn, Callable[[], None]], Coroutine[Any, Any, RefuseTurn | None]]
 Listen = Callable[[Turn], Callable[[], None]]
 

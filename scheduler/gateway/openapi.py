@@ -24,6 +24,14 @@ from harvester.distribution import rosemux_version
 from harvester.platform.http_kit import json_reply
 from scheduler.gateway import tinker_routes, weight_sync
 from scheduler.gateway.abort_routes import Aborted, AbortRequest, AbortRequests, FinishSession
+from scheduler.gateway.engine_list_routes import (
+    LoadedWeights,
+    PulledWeights,
+    RegisteredWorker,
+    RouterLoads,
+    RouterReply,
+    RouterWorker,
+)
 from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.scheduler import SwitchRequest
 from scheduler.gateway.text_routes import REQUEST_ID_HEADER, SESSION_HEADERS
@@ -122,7 +130,23 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /get_model_info": Operation("SGLang's: model and version"),
     "GET /model_info": Operation("SGLang's: model and version"),
     "GET /get_weight_version": Operation("SGLang's: the job's newest version"),
-    "GET /server_info": Operation("SGLang's, and vLLM's `vllm_config`"),
+    **{
+        f"GET {path}": Operation("SGLang's, and vLLM's `vllm_config`")
+        for path in ("/server_info", "/get_server_info")
+    },
+    **{
+        f"GET /{name}": Operation("The gateway, as the only engine", None, RouterReply)
+        for name in ("workers", "list_workers")
+    },
+    "POST /workers": Operation("Accepts the gateway itself", RegisteredWorker, RouterWorker),
+    "POST /add_worker": Operation(
+        "Accepts the gateway itself", RegisteredWorker, RouterWorker, query=("url",)
+    ),
+    "GET /v1/loads": Operation("Open turns of the job", None, RouterLoads),
+    "POST /pull_weights": Operation("Publish", PulledWeights, ControlReply),
+    "POST /update_weights_from_disk": Operation(
+        "Confirm the version in force", LoadedWeights, ControlReply
+    ),
     "POST /inference/v1/abort_requests": Operation("End turns by name", AbortRequests, Aborted),
     "POST /abort_requests": Operation(
         "End turns by name; without names, all of the job", AbortRequests, Aborted

@@ -1,7 +1,8 @@
 """SGLang's `/generate` over the gateway's turns, for RL frameworks that speak to SGLang's router.
 
 POST /generate          token ids or text in; one prompt or a list of them; JSON or SSE
-GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get_weight_version
+GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get_server_info
+GET  /get_weight_version
 GET  /ping  /version    vLLM's
 
 Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
@@ -10,6 +11,7 @@ Sampling parameters are translated to vLLM's names; one that vLLM does not have 
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -69,6 +71,8 @@ _FIELDS = frozenset(
     )
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, -1, 0, "")
+_TOP_P_IDS = {"return_top_p_token_ids": True}
+"""slime's `custom_params` where `top_p` is below 1."""
 _DEFAULT_MAX_TOKENS = 128
 """SGLang's."""
 
@@ -89,7 +93,7 @@ class SglangRoutes:
             web.get("/version", self._version),
             *(
                 web.get(path, self._info)
-                for path in ("/get_model_info", "/model_info", "/server_info")
+                for path in ("/get_model_info", "/model_info", "/server_info", "/get_server_info")
             ),
             web.get("/get_weight_version", self._weight_version),
         ]
@@ -114,6 +118,8 @@ class SglangRoutes:
                 "is_generation": True,
                 "weight_version": str(version),
                 "engines": len(self._scheduler.fleet.members),
+                # slime takes no engine that says otherwise or nothing.
+                "enable_memory_saver": False,
                 "vllm_config": self._vllm_config(),
             }
         )
@@ -219,6 +225,7 @@ class _Asked:
             sampling = {}
         if not isinstance(sampling, dict):
             raise PeerProtocolError("sampling_params: send one object for all prompts")
+        self.top_p_ids = sampling.get("custom_params") == _TOP_P_IDS
         self._sampling = _translated(sampling)
         start = body.get("logprob_start_len") if body.get("return_logprob") else None
         self._scores_from = None if start == -1 else start
@@ -308,6 +315,10 @@ def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> B
         # The oldest: what filters by staleness must not see less of it than there is.
         meta["weight_version"] = str(start)
         meta |= {"weight_version_start": start, "weight_version_end": end}
+    if asked.top_p_ids and choice.sampling_mask is not None:
+        masks = choice.sampling_mask
+        meta["top_p_token_ids"] = [token_id for mask in masks for token_id in mask]
+        meta["top_p_token_offsets"] = [0, *accumulate(map(len, masks))]
     if choice.weight_versions is not None:
         meta["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
     if asked.logprobs:
@@ -338,6 +349,6 @@ def _translated(sampling: Body) -> Body:
             told["structured_outputs"] = {_GRAMMARS[name]: value}
         elif name == "no_stop_trim":
             told["include_stop_str_in_output"] = value
-        elif value not in _NEUTRAL:
+        elif value not in _NEUTRAL and (name, value) != ("custom_params", _TOP_P_IDS):
             raise PeerProtocolError(f"sampling_params.{name}: not offered; leave it out")
     return told

@@ -390,7 +390,7 @@ class _TextRequest:
         """Adds to a choice of the reply what the renderer does not know of."""
         spans = msgspec.to_builtins(choice.spans)
         told |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
-        if choice.finish_reason is FinishReason.LENGTH:
+        if choice.finish_reason in (FinishReason.LENGTH, FinishReason.REPETITION):
             # vLLM's derenderer takes a call that was cut off for a whole one,
             told["finish_reason"] = choice.finish_reason
         elif self._requires_tool and _message(told).get("tool_calls") and choice.finish_reason:

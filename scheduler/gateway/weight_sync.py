@@ -67,7 +67,7 @@ REFUSED_ROUTES: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            *("/update_weights_from_disk", "/load_lora_adapter", "/v1/load_lora_adapter"),
+            *("/load_lora_adapter", "/v1/load_lora_adapter"),
             *("/unload_lora_adapter", "/v1/unload_lora_adapter"),
             *("/areal_update_weights", "/areal_update_weights_lora"),
         ),

@@ -11,6 +11,7 @@ import pytest
 
 from harvester.contracts.ids import JobId
 from tests.integration.fake_engine import FakeEngine
+from tests.integration.fake_renderer import FakeRenderer
 from tests.integration.gateway_in_process import (
     PROMPT,
     GatewayInProcess,
@@ -18,7 +19,6 @@ from tests.integration.gateway_in_process import (
     continued,
     gateway_on,
 )
-from tests.integration.test_gateway_dialects import FakeRenderer
 
 ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions", "/generate")
 TOKENS = 4

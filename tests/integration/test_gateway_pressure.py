@@ -12,8 +12,8 @@ import pytest
 
 from harvester.platform import http_kit
 from tests.integration.fake_engine import FakeEngine
+from tests.integration.fake_renderer import FakeRenderer
 from tests.integration.gateway_in_process import GatewayInProcess, Site, gateway_on
-from tests.integration.test_gateway_dialects import FakeRenderer
 
 STEP_TURNS = 8000
 PROMPT_TOKENS = 256

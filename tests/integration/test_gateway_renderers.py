@@ -12,8 +12,9 @@ from aiohttp import web
 
 from harvester.contracts.ids import JobId
 from tests.integration.fake_engine import FakeEngine
+from tests.integration.fake_renderer import FakeRenderer, text_of
 from tests.integration.gateway_in_process import GatewayInProcess, Site, continued, gateway_on
-from tests.integration.test_gateway_dialects import HELLO, IDS, FakeRenderer, text_of
+from tests.integration.test_gateway_dialects import HELLO, IDS
 
 CHAT = "/v1/chat/completions"
 COUNT = 40

@@ -3,11 +3,12 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 import safetensors.torch
 import torch
@@ -15,6 +16,7 @@ import torch
 from examples import slime_hook
 from harvester.contracts.ids import WeightVersion
 from tests.integration.conftest import Served
+from tests.integration.engine_list import EngineListTrainer
 from tests.integration.gateway_in_process import gateway_on
 from tests.integration.slime_writer import DeltaTrainer, State, raw
 from weightsync import Receiver, TensorTarget
@@ -119,10 +121,14 @@ def dense(checkpoint: Path, state: State, prompt: list[int], count: int) -> tupl
 
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("encoding", "checksum"), [("xor", "blake3"), ("overwrite", "xxh3-128")])
+@pytest.mark.parametrize(
+    ("encoding", "checksum", "lists_engines"),
+    [("overwrite", "xxh3-128", True), ("xor", "blake3", False)],
+)
 async def test_a_running_engine_samples_from_a_trainer_s_deltas_as_from_its_weights(
-    encoding: str, checksum: str, engine: tuple[str, Path, Path]
+    encoding: str, checksum: str, lists_engines: bool, engine: tuple[str, Path, Path]
 ) -> None:
+    """`lists_engines`: the gateway is the trainer's only engine; else a program tells it."""
     url, weights, checkpoint = engine
     job, prompt = f"job-{encoding}", [1, 70, 80, 90]
     state = safetensors.torch.load_file(checkpoint / "model.safetensors")
@@ -130,15 +136,24 @@ async def test_a_running_engine_samples_from_a_trainer_s_deltas_as_from_its_weig
     torch.manual_seed(len(encoding))
     greedy = {"temperature": 0.0, "ignore_eos": True}
     said = []
-    async with (
-        gateway_on(url, jobs=[{"id": job}], timeouts={"queue_s": 60}) as gateway,
-        beside_the_trainer(weights / job, gateway.url),
-    ):
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(
+            gateway_on(url, jobs=[{"id": job}], timeouts={"queue_s": 60})
+        )
+        listed: EngineListTrainer | None = None
+        if lists_engines:
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            listed = EngineListTrainer(session, gateway.url, weights / job)
+            await listed.attach()
+        else:
+            await stack.enter_async_context(beside_the_trainer(weights / job, gateway.url))
         for version, moved in enumerate(("self_attn", "mlp", "embed_tokens"), start=1):
             for name, tensor in state.items():
                 if moved in name:
                     state[name] = tensor * (1 + 0.2 * torch.randn_like(tensor))
             trainer.update(state)
+            if listed is not None:
+                await listed.update(version)
             status, choice = await gateway.generate(
                 f"v{version}",
                 24,

@@ -152,6 +152,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    REPETITION = "repetition"
+    """vLLM's `repetition_detection` found its pattern."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):

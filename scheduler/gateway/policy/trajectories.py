@@ -28,7 +28,9 @@ from harvester.contracts.wire.rollouts import (
 from scheduler.model import BASE_VERSION
 
 _SEED_MASK = (1 << 31) - 1
-_FINISHED = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_FINISHED = {
+    each.value: each for each in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
+}
 
 
 @dataclass(slots=True)

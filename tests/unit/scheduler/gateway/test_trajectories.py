@@ -215,7 +215,7 @@ def test_no_other_finish_teaches_an_eos(said: str) -> None:
     attempt = _begin(turn, "a")
     turn.accept(attempt, [4, 7], _logprobs([4, 7]))
     turn.finish(attempt, said)
-    assert turn.ended
+    assert turn.finish_reason == said
     assert not turn.eos_token_ids
 
 

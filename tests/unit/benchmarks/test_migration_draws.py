@@ -1,0 +1,79 @@
+"""The test of draws in benchmarks.migration: fair samplers pass it as often as it says."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.migration.draws import DrawnToken, DrawReport, report
+from benchmarks.migration.judge import TokenTruth
+
+END, VOCABULARY, PLACES, LONGEST = 0, 6, 256, 64
+
+
+def sampled(
+    random: np.random.Generator,
+    *,
+    turns: int = 200,
+    ends_lost: float = 0.0,
+    others_lost: float = 0.0,
+    temperature: float = 1.0,
+) -> DrawReport:
+    """Turns whose probabilities differ at each place.
+
+    `ends_lost`, `others_lost`: share of ends and of other tokens that a move drops and draws anew.
+    """
+    logits = random.normal(size=(PLACES, VOCABULARY))
+    logits[:, END] -= 2
+    chances = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    drawn = chances ** (1 / temperature)
+    bounds = np.cumsum(drawn / drawn.sum(axis=1, keepdims=True), axis=1)
+    logprobs = np.log(chances)
+    means = (chances * logprobs).sum(axis=1)
+    variances = (chances * (logprobs - means[:, None]) ** 2).sum(axis=1)
+
+    def draw(place: int) -> int:
+        return min(int(np.searchsorted(bounds[place], random.random())), VOCABULARY - 1)
+
+    def tokens() -> Iterator[DrawnToken]:
+        for _ in range(turns):
+            for place in random.integers(PLACES, size=LONGEST):
+                token = draw(place)
+                if random.random() < (ends_lost if token == END else others_lost):
+                    token = draw(place)
+                truth = TokenTruth(
+                    float(logprobs[place, token]),
+                    None,
+                    end_probability=float(chances[place, END]),
+                    expected_logprob=float(means[place]),
+                    logprob_variance=float(variances[place]),
+                )
+                yield DrawnToken(truth, token == END)
+                if token == END:
+                    break
+
+    return report(tokens())
+
+
+def test_fair_draws_are_convicted_as_rarely_as_a_normal_distribution_says() -> None:
+    random = np.random.default_rng(1)
+    reports = [sampled(random, turns=60) for _ in range(150)]
+    for found in ([one.ends_z for one in reports], [one.logprob_z for one in reports]):
+        assert abs(np.mean(found)) < 3 / math.sqrt(len(found))
+        assert 0.8 < np.std(found) < 1.2
+
+
+def test_moves_that_lose_ends_or_favour_them_are_convicted() -> None:
+    random = np.random.default_rng(2)
+    assert sampled(random, turns=1000, ends_lost=0.15).ends_z < -3
+    assert sampled(random, turns=1000, others_lost=0.15).ends_z > 3
+
+
+def test_draws_at_another_temperature_are_convicted() -> None:
+    random = np.random.default_rng(3)
+    assert sampled(random, temperature=0.9).logprob_z > 4
+    assert sampled(random, temperature=1.1).logprob_z < -4
+
+
+def test_nothing_drawn_is_no_finding() -> None:
+    assert report([]) == DrawReport(0, 0, 0.0, 0.0, 0.0)
