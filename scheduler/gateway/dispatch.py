@@ -17,6 +17,7 @@ from scheduler.gateway.policy.routing_events import (
     RefuseTurn,
     RequestArrived,
     RequestLeft,
+    RoutingEffect,
     RoutingEvent,
     TurnArrived,
     TurnLeft,
@@ -39,9 +40,11 @@ class Dispatcher:
         self.on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None
         self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
         """Whether the job's engines exist but belong to another job for now."""
+        self.on_fault: Callable[[Exception], None] = lambda _error: None
+        """Called with an error of the policy, whose effects are lost with it."""
 
     def observe(self, event: RoutingEvent) -> None:
-        for effect in self.policy.observe(event, now=self._clock.now()):
+        for effect in self._decided(event):
             match effect:
                 case QueueTurn():
                     self.on_queued()
@@ -54,6 +57,13 @@ class Dispatcher:
                     elif isinstance(effect, DispatchTurn):
                         self.observe(TurnLeft(turn=effect.turn))
 
+    def _decided(self, event: RoutingEvent) -> tuple[RoutingEffect, ...]:
+        try:
+            return self.policy.observe(event, now=self._clock.now())
+        except Exception as error:
+            self.on_fault(error)
+            raise
+
     @contextmanager
     def admitting(self, turns: Sequence[str]) -> Iterator[None]:
         """Room for all turns of a request, which arrive while the context is open.
@@ -61,7 +71,7 @@ class Dispatcher:
         Raises Pressure where the queue has too little.
         """
         arrived = RequestArrived(turns=tuple(turns))
-        for refused in self.policy.observe(arrived, now=self._clock.now()):
+        for refused in self._decided(arrived):
             assert isinstance(refused, RefuseTurn)
             raise Pressure(refused.reason)
         try:

@@ -80,6 +80,8 @@ class EngineFleet:
         """Contexts of engines that may yet be leased; 0 is not known."""
         dispatcher.on_forgotten = self._forgotten
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
+        self.on_fault: Callable[[Exception], None] = lambda _error: None
+        """Called with an error of the policy, whose effects are lost with it."""
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
         """Called while its turns still are on it, also if it is in doubt."""
         self.on_proved: Callable[[Member, Iterable[RunningAttempt], bool], None] = (
@@ -299,13 +301,20 @@ class EngineFleet:
         try:
             while self._events:
                 sample, now = self._events.popleft(), self._clock.now()
-                effects = self.policy.observe(sample, now=now)
+                effects = self._decided(sample, now)
                 if effects or not isinstance(sample, TimePassed):
                     self._log.decided(now=now, sample=sample, effects=effects)
                 for effect in effects:
                     self._apply(effect)
         finally:
             self._observing = False
+
+    def _decided(self, sample: VersionsEvent, now: float) -> tuple[VersionsEffect, ...]:
+        try:
+            return self.policy.observe(sample, now=now)
+        except Exception as error:
+            self.on_fault(error)
+            raise
 
     async def settled(self, job: JobId, version: WeightVersion, *, timeout_s: float) -> bool:
         """Wait until every dedicated engine serves it. False: it took too long or was overtaken."""

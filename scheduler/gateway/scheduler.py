@@ -227,6 +227,7 @@ class Scheduler:
         if self.settings.agents:
             loops.append(self.harvest.run(period_s=self.settings.capacity_period_s))
         self._tasks = [asyncio.create_task(loop) for loop in loops]
+        self._tasks.append(asyncio.create_task(self._policy_fault()))
 
     def _resume(self) -> None:
         for job in self.state.parked():
@@ -251,8 +252,20 @@ class Scheduler:
         if active is not None:
             self.fleet.observe(JobActivated(job=active))
 
+    async def _policy_fault(self) -> None:
+        """Raises an error of a policy: turns that it had placed would wait for ever."""
+        fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def fail(error: Exception) -> None:
+            if not fault.done():
+                fault.set_exception(error)
+
+        self.dispatcher.on_fault = self.fleet.on_fault = fail
+        await fault
+
     async def failed(self) -> None:
-        """Returns never; raises what stopped one of the loops, which must all go on."""
+        """Returns never; raises what stopped one of the loops, which must all go on, or a policy's
+        error."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

@@ -3,8 +3,11 @@
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
 
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import gateway_on
 from tests.integration.test_gateway_turns import (
     PROMPT,
     expected_tokens,
@@ -180,3 +183,34 @@ async def test_a_field_that_would_be_ignored_is_refused_by_name(
     assert status == 400
     assert said in reply["error"]["message"]
     assert (await generate(service, "r", model="job"))[0] == 200
+
+
+@pytest.mark.parametrize("broken", ["routing", "versions"])
+async def test_an_error_of_a_policy_ends_the_gateway_and_not_only_a_call(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decisions of the policy are lost with the error: turns would wait for ever."""
+
+    def fails(_event: object, *, now: float) -> None:
+        raise KeyError(now)
+
+    async with gateway_on(FakeEngine(step_s=0.001, epoch=None)) as gateway:
+        assert (await gateway.generate("before", 2))[0] == 200
+        scheduler = gateway.scheduler
+        policy = scheduler.dispatcher.policy if broken == "routing" else scheduler.fleet.policy
+        monkeypatch.setattr(policy, "observe", fails)
+        turn = {"token_ids": [4, 5], "sampling_params": {"max_tokens": 2}}
+        version = {"version": 1, "store": "job.store"}
+        path, body = (
+            ("/inference/v1/generate", turn)
+            if broken == "routing"
+            else ("/v1/jobs/job/versions", version)
+        )
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(gateway.url + path, json=body) as reply,
+        ):
+            assert reply.status == 500
+        with pytest.raises(KeyError):
+            async with asyncio.timeout(5):
+                await scheduler.failed()

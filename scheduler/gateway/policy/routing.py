@@ -66,24 +66,26 @@ _LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, str, tuple[EngineId, ...], i
 """Job, exact and least version, numerics, suspect, engines to avoid, and which have the context."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queued:
+    """One arrival of a turn, in its line. A turn that comes again is another one: what it avoids or
+    is suspected of may differ."""
+
+    turn: TurnArrived
+    since_s: float
+
+
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Queued turns that differ in nothing that routing looks at but age."""
+    """Arrivals that differ in nothing that routing looks at but age. Those that are not queued any
+    more are dropped once they are the first."""
 
-    waiting: tuple[deque[TurnArrived], ...] = field(
-        default_factory=lambda: (deque(), deque(), deque())
-    )
-    begun_on: dict[EngineId, deque[TurnArrived]] = field(default_factory=dict)
-    """The turns of rank `_BEGUN` again, by the last engine of their trajectory."""
+    waiting: tuple[deque[_Queued], ...] = field(default_factory=lambda: (deque(), deque(), deque()))
+    begun_on: dict[EngineId, deque[_Queued]] = field(default_factory=dict)
+    """Those of rank `_BEGUN` again, by the last engine of their trajectory."""
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting))
-
-
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    job: JobId
-    since_s: float
 
 
 class RoutingPolicy:
@@ -125,7 +127,7 @@ class RoutingPolicy:
         return len(self._placed)
 
     def queued_turns_of(self, job: JobId) -> int:
-        return sum(queued.job == job for queued in self._queued.values())
+        return sum(queued.turn.job == job for queued in self._queued.values())
 
     def held_turns_of(self, job: JobId) -> int:
         return sum(turn.job == job for turn in self._held.values())
@@ -242,9 +244,12 @@ class RoutingPolicy:
     def _queue(self, turn: TurnArrived, now: float) -> QueueTurn:
         last = self._last.get((turn.job, turn.trajectory))
         begun = last is not None and self._config.begun_first
-        self._queued[turn.turn] = _Queued(turn.job, now)
-        self._wait(turn, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
+        queued = self._queued[turn.turn] = _Queued(turn, now)
+        self._wait(queued, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
         return QueueTurn(turn=turn.turn)
+
+    def _waits(self, queued: _Queued) -> bool:
+        return self._queued.get(queued.turn.turn) is queued
 
     def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
         """Queues held turns whose pin can be met now, refuses those that waited long enough."""
@@ -260,15 +265,16 @@ class RoutingPolicy:
             reviewed.append(self._refusal(turn, now) or self._queue(turn, now))
         return tuple(reviewed)
 
-    def _wait(self, turn: TurnArrived, rank: int) -> None:
+    def _wait(self, queued: _Queued, rank: int) -> None:
+        turn = queued.turn
         line = self._lines.setdefault(self._line_key(turn), _Line())
-        line.waiting[rank].append(turn)
+        line.waiting[rank].append(queued)
         last = self._last.get((turn.job, turn.trajectory))
         if rank == _BEGUN and last is not None:
             near = line.begun_on.setdefault(last, deque())
-            while near and near[0].turn not in self._queued:
+            while near and not self._waits(near[0]):
                 near.popleft()
-            near.append(turn)
+            near.append(queued)
 
     def _line_key(self, turn: TurnArrived) -> _LineKey:
         fits = bisect_left(self._contexts, turn.context_tokens)
@@ -280,9 +286,9 @@ class RoutingPolicy:
         lines, self._lines = self._lines, {}
         for line in lines.values():
             for rank, waiting in enumerate(line.waiting):
-                for turn in waiting:
-                    if turn.turn in self._queued:
-                        self._wait(turn, rank)
+                for queued in waiting:
+                    if self._waits(queued):
+                        self._wait(queued, rank)
 
     def _leave(self, event: TurnLeft, now: float) -> None:
         placed = self._placed.pop(event.turn, None)
@@ -342,13 +348,13 @@ class RoutingPolicy:
     def _refuse_stale(self, now: float) -> Iterator[RefuseTurn]:
         for key, line in list(self._lines.items()):
             for waiting in line.waiting:
-                kept: list[TurnArrived] = []
-                for turn in waiting:
-                    refused = self._refusal(turn, now) if turn.turn in self._queued else None
+                kept: list[_Queued] = []
+                for queued in filter(self._waits, tuple(waiting)):
+                    refused = self._refusal(queued.turn, now)
                     if refused is None:
-                        kept.append(turn)
+                        kept.append(queued)
                     else:
-                        del self._queued[turn.turn]
+                        del self._queued[queued.turn.turn]
                         yield refused
                 waiting.clear()
                 waiting.extend(kept)
@@ -373,14 +379,15 @@ class RoutingPolicy:
             heapify(heads)
             while heads:
                 _, place, line = heappop(heads)
-                turn = line.waiting[rank][0]
+                first = line.waiting[rank][0]
+                turn = first.turn
                 chosen = self._choose(turn, now, tail=False)
                 if chosen is None:
                     continue
                 engine, reason = chosen
                 nearer = None
                 if rank == _BEGUN and reason is not DispatchReason.AFFINITY:
-                    nearer = self._nearer(line, engine, older=turn, now=now)
+                    nearer = self._nearer(line, engine, older=first, now=now)
                 if nearer is not None:
                     turn, reason = nearer, DispatchReason.AFFINITY
                 del self._queued[turn.turn]
@@ -392,20 +399,21 @@ class RoutingPolicy:
     def _since_s(self, line: _Line, rank: int) -> float | None:
         """Time since which the line's first turn of this rank waits; None if none waits."""
         waiting = line.waiting[rank]
-        while waiting and waiting[0].turn not in self._queued:
+        while waiting and not self._waits(waiting[0]):
             waiting.popleft()
-        return self._queued[waiting[0].turn].since_s if waiting else None
+        return waiting[0].since_s if waiting else None
 
     def _nearer(
-        self, line: _Line, engine: EngineId, *, older: TurnArrived, now: float
+        self, line: _Line, engine: EngineId, *, older: _Queued, now: float
     ) -> TurnArrived | None:
         """The oldest turn of the line whose prefix is on `engine`, while `older` can wait."""
-        if now - self._queued[older.turn].since_s > self._config.patience_s:
+        if now - older.since_s > self._config.patience_s:
             return None
         near = line.begun_on.get(engine)
         while near:
-            turn = near.popleft()
-            if turn.turn in self._queued and self._last.get((turn.job, turn.trajectory)) == engine:
+            queued = near.popleft()
+            turn = queued.turn
+            if self._waits(queued) and self._last.get((turn.job, turn.trajectory)) == engine:
                 return turn
         return None
 
