@@ -1,8 +1,9 @@
 """`python -m tests.install`: the commands of docs/operations.md as they stand there, on a new node.
 
-The agent is installed from the lock and started by its unit. Production starts beside it by the
-page's command, with the observer alone, until the agent believes its pulse. With `--guest` the
-guest starts by its unit too, and rollouts must get tokens. Then the page's way back. The guest's
+The agent is installed from the lock and started by its unit, and so is a gateway, which must come
+back after SIGKILL. Production starts beside them by the page's command, with the observer alone,
+until the agent believes its pulse. With `--guest` the guest starts by its unit too, and rollouts
+through the gateway must get tokens. Then the page's way back. The guest's
 part needs a machine that is idle, as an idle guest has no other core time.
 
 Replaced are only a machine's own settings: two small models, the size of the guest's KV. The node
@@ -15,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -35,7 +37,7 @@ SITE = Path(sysconfig.get_path("purelib"))
 AGENT_BYTES_MAX = 150 << 20
 TOKENS = 1000
 KV_BYTES = 1 << 30
-LEFT = {"/var/lib/rosemux", "/var/lib/rosemux-guest"}
+LEFT = {"/var/lib/rosemux", "/var/lib/rosemux-guest", "/var/lib/rosemux-gateway"}
 """Audit, journals and states: the page says that they stay."""
 _began = time.monotonic()  # noqa: TID251
 
@@ -46,12 +48,15 @@ def main() -> None:
     with_guest = parser.parse_args().guest
     if os.geteuid() != 0:
         sys.exit("install: needs root, for the node's namespaces")
+    # The node ends with this process, however that ends.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     fetch_wheels()
     with Node(SITE) as node:
         say("the node has booted")
         copy_checkout(node)
         try:
             install_agent(node)
+            start_gateway(node)
             start_production(node)
             if with_guest:
                 start_guest(node)
@@ -114,6 +119,20 @@ def install_agent(node: Node) -> None:
     have = node.run("ls /opt/rosemux/lib/python3.11/site-packages", quiet=True).split()
     if unwelcome := {"numpy", "numba", "torch", "vllm"} & {*have}:
         raise NodeError(f"the agent's environment has {unwelcome}")
+
+
+def start_gateway(node: Node) -> None:
+    """A gateway by its unit, which systemd starts again when it is killed."""
+    said = block("Start a gateway")
+    node.run(said)
+    *_, asks = said.strip().splitlines()
+    node.run(
+        "first=$(systemctl show --value -p MainPID rosemux-gateway)\n"
+        "systemctl kill --signal=KILL rosemux-gateway\n"
+        "until now=$(systemctl show --value -p MainPID rosemux-gateway)\n"
+        "[[ $now != 0 && $now != $first ]]; do sleep 0.2; done\n" + asks
+    )
+    say("a gateway is installed, runs, and comes back when it is killed")
 
 
 def offline() -> dict[str, str]:
@@ -185,7 +204,7 @@ def start_guest(node: Node) -> None:
 
 
 def lend(node: Node) -> None:
-    """Waits for both engines, then leases the slot and rolls out on it, as a scheduler does."""
+    """Waits for both engines, then rolls out on the guest that the gateway has leased."""
     python = "/opt/rosemux/bin/python -m tests.install.lending"
     said = node.run(f"{python} {TOKENS}", environment={"PYTHONPATH": "/srv/rosemux"}, timeout_s=900)
     say(said.strip().splitlines()[-1])
@@ -198,7 +217,7 @@ def undo(node: Node) -> None:
     site = "/opt/rosemux/lib/python3.11/site-packages"
     node.run(f"if mountpoint --quiet {site}; then umount --lazy {site}; fi", quiet=True)
     node.run(block("Undo"))
-    log = node.run("journalctl -o cat -u rosemux-agent -u 'rosemux-guest@*'", quiet=True)
+    log = node.run("journalctl -o cat -u 'rosemux-*'", quiet=True)
     for wrong in ("Traceback", "Failed with result"):
         if wrong in log:
             raise NodeError(f"{wrong!r} in the units' log")

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deploy.check_expressions import DEPLOY
 from harvester.cli.root import COMMANDS, load
@@ -53,7 +54,7 @@ def test_a_misspelt_key_would_be_noticed(tmp_path: Path) -> None:
 
 
 @needs_systemd
-@pytest.mark.parametrize("service", ["agent", "guest@", "engine-proxy@"])
+@pytest.mark.parametrize("service", ["agent", "guest@", "engine-proxy@", "gateway"])
 def test_exposure_stays_below_two_of_ten(service: str) -> None:
     unit = DEPLOY / "systemd" / f"rosemux-{service}.service"
     result = analyze("security", "--offline=true", "--threshold=20", str(unit))
@@ -70,6 +71,10 @@ def test_systemd_understands_the_unit_with_its_drop_in(tmp_path: Path) -> None:
     result = verify(UNIT.read_text(), tmp_path)
 
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def said(unit: Path, key: str) -> list[str]:
+    return re.findall(rf"(?m)^{key}=(.*)$", unit.read_text())
 
 
 def example_environment() -> dict[str, str]:
@@ -118,9 +123,9 @@ def test_the_unit_and_the_settings_mean_the_same_directories() -> None:
         assert re.search(line, directories, re.MULTILINE)
 
 
-def test_the_users_are_three_and_members_of_the_group_of_the_slots_directories() -> None:
+def test_the_users_of_a_slot_are_three_and_members_of_its_directories_group() -> None:
     lines = (DEPLOY / "systemd" / "sysusers.conf").read_text().splitlines()
-    users = {line.split()[1] for line in lines if line.startswith("u ")}
+    users = {line.split()[1] for line in lines if line.startswith("u ")} - {"rosemux-gateway"}
     members = {line.split()[1] for line in lines if line.startswith("m ")}
     assert users == {"rosemux", "rosemux-guest"}
     assert members == users | {"vllm"}
@@ -156,9 +161,6 @@ def test_guests_rank_below_everything_on_the_machine() -> None:
 
 
 def test_guest_and_agent_are_two_users_that_one_file_names() -> None:
-    def said(unit: Path, key: str) -> list[str]:
-        return re.findall(rf"(?m)^{key}=(.*)$", unit.read_text())
-
     config = load_agent_config(DEPLOY / "systemd" / "agent.yaml", environment={})
     assert said(UNIT, "User") == list(config.owners.agent) == ["rosemux"]
     assert said(GUEST_UNIT, "User") == list(config.owners.guest) == ["rosemux-guest"]
@@ -172,10 +174,16 @@ def test_guest_and_agent_are_two_users_that_one_file_names() -> None:
 PROXY_UNIT = DEPLOY / "systemd" / "rosemux-engine-proxy@.service"
 
 
+GATEWAY_UNIT = DEPLOY / "systemd" / "rosemux-gateway.service"
+
+
 @needs_systemd
-def test_systemd_understands_the_engine_proxy_s_unit(tmp_path: Path) -> None:
-    unit = tmp_path / PROXY_UNIT.name
-    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", PROXY_UNIT.read_text()))
+@pytest.mark.parametrize("shipped", [PROXY_UNIT, GATEWAY_UNIT], ids=lambda path: path.stem)
+def test_systemd_understands_the_units_of_services_off_the_node(
+    shipped: Path, tmp_path: Path
+) -> None:
+    unit = tmp_path / shipped.name
+    unit.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", shipped.read_text()))
 
     result = analyze("verify", "--man=no", str(unit))
 
@@ -192,6 +200,17 @@ def test_the_engine_proxy_s_unit_gives_options_that_exist() -> None:
     assert {"--cert", "--key", "--token-file"} <= set(options[::2])
     group = re.findall(r"(?m)^SupplementaryGroups=(.*)$", PROXY_UNIT.read_text())
     assert f"g {group[0]} -" in (DEPLOY / "systemd" / "sysusers.conf").read_text()
+
+
+@pytest.mark.parametrize("name", ["gateway.yaml", "machines.yaml"])
+def test_the_gateway_s_unit_lets_it_write_where_its_example_files_say(name: str) -> None:
+    (directory,) = said(GATEWAY_UNIT, "StateDirectory")
+    example = yaml.safe_load((DEPLOY.parent / "examples" / name).read_text())
+    for field in ("state_file", "journal_dir"):
+        assert Path("/var/lib", directory) in Path(example[field]).parents
+    (user,) = said(GATEWAY_UNIT, "User")
+    users = (DEPLOY / "systemd" / "sysusers.conf").read_text()
+    assert re.search(rf'(?m)^u {user} +- ".*" /var/lib/{directory}$', users)
 
 
 def test_the_documented_install_puts_the_units_documentation_in_place() -> None:
