@@ -14,7 +14,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.migration.bias_run import measured_bias
+from benchmarks.migration.bias_run import bias_faults, measured_bias
+from benchmarks.migration.comparison import differing
 from benchmarks.migration.deployment import CONTEXTS, deployed
 from benchmarks.migration.faults import convicted, measured_faults, publishing
 from benchmarks.migration.forced_moves import measured_moves
@@ -43,8 +44,10 @@ def main() -> None:
             given.json.parent.mkdir(parents=True, exist_ok=True)
             given.json.write_text(text)
         print(text)
-    if "faults" in found and (faults := convicted(found["faults"])):
-        sys.exit(f"faults: {faults}")
+    judges = {"forced": differing, "faults": convicted, "bias": bias_faults}
+    faults = {part: judges[part](each) for part, each in found.items()}
+    if any(faults.values()):
+        sys.exit(f"convicted: {faults}")
 
 
 async def measure(given: argparse.Namespace, found: dict[str, Any]) -> None:

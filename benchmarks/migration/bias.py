@@ -107,7 +107,24 @@ def first_finished(
     return kept
 
 
-POLICIES = {"dropping_moved": dropping_moved, "first_finished": first_finished}
+def losing_ends(
+    moved: Sequence[Sample], calm: Sequence[Sample], random: np.random.Generator
+) -> list[Sample]:
+    """A biased policy: a move loses an end in seven, and the turn goes on, as long as another."""
+    longest = max(sample.length for sample in calm)
+    kept = []
+    for sample in moved:
+        lost = sample.length < longest and random.random() < 1 / 7
+        more = calm[int(random.integers(len(calm)))].length if lost else 0.0
+        kept.append(replace(sample, length=min(longest, sample.length + more)))
+    return kept
+
+
+POLICIES = {
+    "dropping_moved": dropping_moved,
+    "first_finished": first_finished,
+    "losing_ends": losing_ends,
+}
 
 
 def power(

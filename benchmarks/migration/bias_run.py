@@ -6,7 +6,8 @@ temperature. The arm counts, not whether a turn was moved: long turns are moved 
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from benchmarks.migration.bias import POLICIES, Sample, p_values, power
 from benchmarks.migration.deployment import JOB, Deployment
 from benchmarks.migration.draws import DrawnToken, report
 from benchmarks.migration.faults import evidence_of, rolling_out, verdict_on
-from benchmarks.migration.judge import Evidence
+from benchmarks.migration.judge import CONVICTING, Evidence
 from benchmarks.migration.records import AttemptRecord, Reply, RequestRecord
 from benchmarks.migration.rollout_plan import bias_plan
 
 CALM, MOVED = "calm", "moved"
 _PERIOD_S = 0.4
+LEAST_P, MOST_Z = 0.001, 4.0
+"""Beyond them a run convicts: a fair one in two of 1,000 runs, by eight z and a p-value."""
 
 
 async def measured_bias(
@@ -54,7 +57,10 @@ async def measured_bias(
     names = {each.name for each in plan}
     evidence = evidence_of(deployment, model, names, poison=frozenset())
     found = judged_bias(samples, seed=seed)
-    found["draws"] = {arm: asdict(report(_drawn(evidence, arm))) for arm in (CALM, MOVED)}
+    found["draws"] = {arm: asdict(report(drawn(evidence, arm))) for arm in (CALM, MOVED)} | {
+        part: asdict(report(tokens))
+        for part, tokens in at_moves(evidence, model, deployment.states).items()
+    }
     verdict = verdict_on(evidence, deployment, model)
     return found | {"took_s": took_s, "seed": seed, "verdict": verdict}
 
@@ -98,7 +104,7 @@ def _samples(
     return {arm: [own[pair] for pair in sorted(own)] for arm, own in found.items()}
 
 
-def _drawn(evidence: Evidence, arm: str) -> Iterator[DrawnToken]:
+def drawn(evidence: Evidence, arm: str) -> Iterator[DrawnToken]:
     """Tokens of the arm's answered turns, rated by the weights of their versions."""
     for record in evidence.requests:
         claim = reference.Claim.of(record)
@@ -107,6 +113,58 @@ def _drawn(evidence: Evidence, arm: str) -> Iterator[DrawnToken]:
         truths = evidence.truths.get(record.request_id, ())
         for token_id, truth in zip(claim.token_ids, truths, strict=False):
             yield DrawnToken(truth, token_id in claim.ends)
+
+
+def at_moves(
+    evidence: Evidence, model: Path, weights: Mapping[int, Mapping[str, Any]]
+) -> dict[str, list[DrawnToken]]:
+    """Tokens that a move threw away, and the first one of each attempt that went on: a move can
+    bias lengths through these alone. Of one published version.
+
+    Thrown away are those behind the next attempt's context, whatever was drawn in their place.
+    """
+    (version,) = weights
+    prompts = {each.request_id: len(each.body["token_ids"]) for each in evidence.requests}
+    attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
+    for attempt in evidence.attempts:
+        if attempt.token_ids and attempt.request_id in prompts:
+            attempts[attempt.request_id].append(attempt)
+    claims, taken = {}, {}
+    for name, own in attempts.items():
+        own.sort(key=lambda each: each.began_s)
+        for attempt, after in zip(own, [*own[1:], None], strict=True):
+            key = f"{name} {attempt.number}"
+            made = len(attempt.token_ids)
+            taken[key] = len(after.context) - len(attempt.context) if after else made
+            if taken[key] < made or len(attempt.context) > prompts[name]:
+                claims[key] = reference.Claim(
+                    key, attempt.context, attempt.token_ids, [version] * made, attempt.sampling
+                )
+    found: dict[str, list[DrawnToken]] = {"thrown_away": [], "first_behind_a_move": []}
+    for key, truths in reference.truths_of(model, weights, claims.values()).items():
+        claim = claims[key]
+        tokens = [
+            DrawnToken(truth, token_id in claim.ends)
+            for token_id, truth in zip(claim.token_ids, truths, strict=True)
+        ]
+        found["thrown_away"] += tokens[max(0, taken[key]) :]
+        if len(claim.prompt) > prompts[key.rpartition(" ")[0]]:
+            found["first_behind_a_move"].append(tokens[0])
+    return found
+
+
+def bias_faults(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Reasons for which a run convicts, or shows nothing."""
+    faults = {name: found["verdict"][name] for name in CONVICTING if found["verdict"][name]}
+    if found["bias_p_value"] < LEAST_P:
+        faults["bias_p_value"] = found["bias_p_value"]
+    for part, draws in found["draws"].items():
+        worst = max(abs(draws["ends_z"]), abs(draws["logprob_z"]))
+        if worst > MOST_Z:
+            faults[f"draws of {part}"] = worst
+    if not found["moved_turns"][MOVED]:
+        faults["moved_turns"] = 0
+    return faults
 
 
 def judged_bias(samples: dict[str, Sequence[Sample]] | Any, *, seed: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Moved turns beside unmoved ones: equal or not, and by how little the first token differs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ class Pair:
     setting: str
     tokens: int
     moves: int
-    """Attempts that went on elsewhere."""
+    """Changes of engine by the moved turn's spans."""
     identical: bool
     """Ids, finish reason and stop reason."""
     first_difference: int | None
@@ -33,7 +33,7 @@ class Pair:
         return cls(
             setting=setting,
             tokens=len(still.token_ids),
-            moves=max(0, moved.attempts - 1),
+            moves=max(0, len(moved.choice().spans) - 1),
             identical=first is None and ends[0] == ends[1],
             first_difference=first,
             gap_nats=None if first is None else _gap(still, first),
@@ -86,6 +86,12 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
             for name in settings
         },
     }
+
+
+def differing(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Reasons for which a run convicts: moved turns that differ by more than a tie, or none."""
+    unlike = [each for each in found["differing"] if not each["tie"]]
+    return {"differing": unlike} if unlike or not found["turns"] else {}
 
 
 def _share(pairs: Sequence[Pair]) -> float | None:

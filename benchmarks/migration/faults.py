@@ -294,9 +294,17 @@ def verdict_on(evidence: Evidence, deployment: Deployment, model: Path) -> dict[
     return found
 
 
+_CONTROL_RATIO = 0.8
+"""Share of spans that the judge must convict when it is given other weights. Spans of few tokens
+that all versions rate alike are not."""
+
+
 def convicted(found: Mapping[str, Any]) -> dict[str, Any]:
     """Reasons for which a run misses its goals: counters above 0, faults that never struck."""
     counters = {name: found["verdict"][name] for name in CONVICTING if found["verdict"][name]}
+    control, spans = found["verdict"].get("exchanged_weights", (1, 1))
+    if control < _CONTROL_RATIO * spans:
+        counters["exchanged_weights"] = [control, spans]
     return counters | ({"unstruck": found["unstruck"]} if found["unstruck"] else {})
 
 

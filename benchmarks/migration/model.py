@@ -23,7 +23,7 @@ _TEMPLATE = (
 
 
 def write_model(directory: Path, *, texts: Iterable[str], context_tokens: int, seed: int) -> None:
-    """Configuration, weights (float32) and tokenizer of a Llama of 2 million parameters."""
+    """Configuration, weights (float32) and tokenizer of a Llama of 0.7 million parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

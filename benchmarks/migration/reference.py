@@ -52,8 +52,15 @@ def truths(
     model: Path, weights: Mapping[int, Mapping[str, Any]], records: Iterable[RequestRecord]
 ) -> dict[str, list[TokenTruth]]:
     """The truths of each answered turn; turns of versions that `weights` lacks are left out."""
+    return truths_of(model, weights, [claim for each in records if (claim := Claim.of(each))])
+
+
+def truths_of(
+    model: Path, weights: Mapping[int, Mapping[str, Any]], made: Iterable[Claim]
+) -> dict[str, list[TokenTruth]]:
+    """As `truths`, of any tokens behind a context."""
     forced_end = ModelText(model).forced_end
-    claims = {claim.request_id: claim for record in records if (claim := Claim.of(record))}
+    claims = {claim.request_id: claim for claim in made}
     found: dict[str, dict[int, TokenTruth]] = defaultdict(dict)
     for version, state in sorted(weights.items()):
         own = [claim for claim in claims.values() if version in claim.versions]

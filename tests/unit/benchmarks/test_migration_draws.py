@@ -75,5 +75,18 @@ def test_draws_at_another_temperature_are_convicted() -> None:
     assert sampled(random, temperature=1.1).logprob_z < -4
 
 
+def test_a_report_of_three_tokens_is_that_of_the_hand_s() -> None:
+    places = [(-0.1, 0.9, -0.3, 0.2, True), (-0.7, 0.5, -0.6, 0.1, False), (-4.6, 0.01, -1, 2, 0)]
+    found = report(
+        DrawnToken(TokenTruth(logprob, None, chance, mean, variance), bool(end))
+        for logprob, chance, mean, variance, end in places
+    )
+    assert (found.tokens, found.ends) == (3, 1)
+    assert math.isclose(found.expected_ends, 1.41)
+    # Of 0.09 + 0.25 + 0.0099, and of 0.2 + 0.1 + 2.
+    assert math.isclose(found.ends_z, -0.41 / math.sqrt(0.3499))
+    assert math.isclose(found.logprob_z, (-5.4 + 1.9) / math.sqrt(2.3))
+
+
 def test_nothing_drawn_is_no_finding() -> None:
     assert report([]) == DrawReport(0, 0, 0.0, 0.0, 0.0)
