@@ -126,13 +126,12 @@ def _req_s(windows: Sequence[Served]) -> float:
 
 
 def _ratios(rounds: Rounds) -> dict[str, Any]:
-    """Requests per core of ours over each other router's, on the routes that it is compared on."""
+    """Requests per core of ours over each other router's, on the same route."""
     ours = {arm.route: arm for arm in ARMS if arm.router == "rosemux"}
-    first = next(iter(ours.values()))
     return {
         arm.name: {
             kind: mean_ratio(
-                [each.per_core_s for each in rounds.served[ours.get(arm.route, first), kind]],
+                [each.per_core_s for each in rounds.served[ours[arm.route], kind]],
                 [each.per_core_s for each in rounds.served[arm, kind]],
             ).rounded()
             for kind in _kinds(rounds)

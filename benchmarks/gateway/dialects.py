@@ -7,6 +7,7 @@ displaced token shows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -71,6 +72,8 @@ class Route:
     event: Callable[[int, int], dict[str, Any]]
     ids: Callable[[dict[str, Any]], list[int]]
     """The ids in a reply or in an event."""
+    accumulates: bool = False
+    """Each event of a stream has all ids so far."""
 
 
 def _finish(place: int, tokens: int) -> str | None:
@@ -107,7 +110,8 @@ def _completion(tokens: range, finish: str | None) -> dict[str, Any]:
     return named | {"model": MODEL, "choices": [choice | {"stop_reason": None}], "usage": None}
 
 
-def _sglang(tokens: range, upto: int, finish: str | None) -> dict[str, Any]:
+def _sglang(upto: int, finish: str | None) -> dict[str, Any]:
+    """Without `--stream-output` each event has the whole output so far."""
     sampled = [[-0.125 * token, token, None] for token in range(1, upto + 1)]
     meta = {
         "id": "0123456789abcdef",
@@ -116,7 +120,7 @@ def _sglang(tokens: range, upto: int, finish: str | None) -> dict[str, Any]:
         "completion_tokens": upto,
         "output_token_logprobs": sampled,
     }
-    return {"text": "", "output_ids": list(tokens), "meta_info": meta}
+    return {"text": "", "output_ids": list(range(1, upto + 1)), "meta_info": meta}
 
 
 def _generate_body(number: int, tokens: int, stream: bool) -> dict[str, Any]:
@@ -167,9 +171,10 @@ COMPLETIONS = Route(
 SGLANG = Route(
     path="/generate",
     body=_sglang_body,
-    whole=lambda n: _sglang(range(1, n + 1), n, "length"),
-    event=lambda k, n: _sglang(range(k, k + 1), k, _finish(k, n)),
+    whole=lambda n: _sglang(n, "length"),
+    event=lambda k, n: _sglang(k, _finish(k, n)),
     ids=lambda reply: list(reply["output_ids"]),
+    accumulates=True,
 )
 ROUTES = {route.path: route for route in (GENERATE, COMPLETIONS, SGLANG)}
 
@@ -193,4 +198,10 @@ def ids_of_reply(route: Route, reply: ReplyReader, *, stream: bool) -> list[int]
     events = [event for event in payload.split(b"\n\n") if event.startswith(b"data: ")]
     if not events or events[-1] != b"data: [DONE]":
         raise ValueError("the stream has no end")
-    return [token for event in events[:-1] for token in route.ids(msgspec.json.decode(event[6:]))]
+    parts = [route.ids(msgspec.json.decode(event[6:])) for event in events[:-1]]
+    if not route.accumulates:
+        return [token for part in parts for token in part]
+    for before, after in pairwise(parts):
+        if after[: len(before)] != before:
+            raise ValueError(f"{before[-3:]} became {after[len(before) - 3 : len(before)]}")
+    return parts[-1] if parts else []

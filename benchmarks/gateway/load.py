@@ -224,14 +224,16 @@ async def held_streams(
         if not left:
             done.set()
 
-    batch = max(1, round(opened_per_s / 100))
+    began_ns, period_ns = monotonic_ns(), round(1e9 / opened_per_s)
     while len(sent) < streams:
-        for _ in range(min(batch, streams - len(sent))):
+        while (
+            len(sent) < streams and (due_ns := began_ns + len(sent) * period_ns) <= monotonic_ns()
+        ):
             number, request = requests.next()
-            exchange = Exchange(number, monotonic_ns())
+            exchange = Exchange(number, due_ns)
             sent.append(exchange)
             connections.send(exchange, request, one_ended)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.005)
     on_open()
     with suppress(TimeoutError):
         async with asyncio.timeout(_LATE_S):

@@ -37,6 +37,7 @@ class Arm:
 ARMS = (
     Arm("rosemux", GENERATE),
     Arm("vllm-router", GENERATE),
+    Arm("rosemux", SGLANG),
     Arm("sglang-router", SGLANG),
     Arm("rosemux", COMPLETIONS),
     Arm("vllm-router", COMPLETIONS),

@@ -50,11 +50,20 @@ def test_a_reply_of_the_stub_has_its_tokens_in_order(
     assert ids_of_reply(route, reply, stream=stream) == list(range(1, 13))
 
 
-@ROUTES
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS], ids=lambda route: route.path)
 def test_a_lost_token_shows(route: Route) -> None:
     lost = chunk(route, 2, 3)
     reply = read_reply(streamed(route, 3).replace(lost, b""), portion=1000)
     assert ids_of_reply(route, reply, stream=True) == [1, 3]
+
+
+def test_a_token_that_is_lost_from_a_stream_of_all_tokens_so_far_shows() -> None:
+    """The event before the last one may be missing, a token of it not."""
+    skipped = streamed(SGLANG, 3).replace(chunk(SGLANG, 2, 3), b"")
+    assert ids_of_reply(SGLANG, read_reply(skipped, portion=1000), stream=True) == [1, 2, 3]
+    lost = streamed(SGLANG, 3).replace(b'"output_ids":[1,2,3]', b'"output_ids":[1,3,0]')
+    with pytest.raises(ValueError, match="became"):
+        ids_of_reply(SGLANG, read_reply(lost, portion=1000), stream=True)
 
 
 def test_a_reply_that_breaks_off_is_refused() -> None:
