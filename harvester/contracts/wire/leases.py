@@ -51,6 +51,18 @@ class GuardReading(msgspec.Struct, frozen=True, kw_only=True):
         return math.isfinite(self.value) and math.isfinite(self.limit)
 
 
+class IdleForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Expected share of the next `horizon_s` in which production has nothing to step. No promise:
+    the slot is taken back at once, whatever was forecast."""
+
+    horizon_s: float
+    low_ratio: float
+    """Exceeded nine times of ten."""
+    median_ratio: float
+    high_ratio: float
+    """Exceeded once in ten times."""
+
+
 class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
     node: NodeId
@@ -93,6 +105,12 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the guest's steps since it started."""
     stop: Stop | None = None
     """The strongest order that binds the slot and the tenant of its lease."""
+    forecasts: tuple[IdleForecast, ...] = ()
+    """By rising horizon; a horizon of which too little is known is missing."""
+
+    def forecast(self, least_s: float) -> IdleForecast | None:
+        """The forecast of the shortest horizon that is at least this long; None without one."""
+        return next((each for each in self.forecasts if each.horizon_s >= least_s), None)
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

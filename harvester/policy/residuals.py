@@ -1,0 +1,96 @@
+"""What outcomes were above a level that was expected, as quantiles: for any level, and near this one.
+
+Residuals near a level of 0 or 1 lie on one side, those of a level that bursts are spread wide; so
+each is kept in the window of all and in that of the nearest knot, and both are asked. Memory is
+bounded; the oldest residuals go first.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+QUANTILES = (0.1, 0.5, 0.9)
+"""The central 80 %: what a plan may count on, what it expects, and what it may hope for."""
+
+_ALL = 256
+"""Outcomes are taken five times within a window's length and so overlap: 256 of them are worth
+about 50 independent ones, of which 5 lie beyond each outer quantile. Fewer would make the outer
+quantiles a matter of chance, more would remember a load that has changed."""
+_NEAR = 64
+_PIECES = 6
+"""Knots lie a sixth apart: idle, busy and five kinds of mixture, each visited often enough."""
+_PRIOR = 16.0
+"""Weight of the residuals of all levels beside those near one, as a number of residuals: a knot
+counts as much as all others once it has 16, and four times as much when it is full."""
+_UNKNOWN = tuple(0.8 * (quantile - 0.5) for quantile in QUANTILES)
+"""Without a residual: wide, though not the whole range."""
+
+
+class ResidualWindow:
+    """The latest residuals, sorted, and their quantiles."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._sorted = array("d")
+        self._latest = array("d")
+        """A ring; the oldest is at `_oldest` once it is full."""
+        self._oldest = 0
+        self.quantiles: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def add(self, residual: float) -> None:
+        if len(self._latest) < self._most:
+            self._latest.append(residual)
+        else:
+            gone = self._latest[self._oldest]
+            self._latest[self._oldest] = residual
+            self._oldest = (self._oldest + 1) % self._most
+            self._sorted.pop(bisect_left(self._sorted, gone))
+        insort(self._sorted, residual)
+        self.quantiles = tuple(self._quantile(quantile) for quantile in QUANTILES)
+
+    def _quantile(self, quantile: float) -> float:
+        """Between the order statistics around (n + 1) times the quantile: the next residual lies
+        below it with that chance, if residuals are exchangeable."""
+        last = len(self._sorted) - 1
+        place = min(max(quantile * (last + 2) - 1, 0.0), float(last))
+        below = int(place)
+        above = min(below + 1, last)
+        low, high = self._sorted[below], self._sorted[above]
+        return low + (place - below) * (high - low)
+
+
+class Residuals:
+    """Residuals of one expert's levels, which lie in [0, 1]."""
+
+    def __init__(self) -> None:
+        self._all = ResidualWindow(_ALL)
+        self._near = tuple(ResidualWindow(_NEAR) for _ in range(_PIECES + 1))
+
+    def add(self, residual: float, *, level: float) -> None:
+        self._all.add(residual)
+        self._near[round(level * _PIECES)].add(residual)
+
+    def quantiles(self, level: float) -> tuple[float, ...]:
+        """Quantiles of the outcome where `level` is expected, each in [0, 1]."""
+        everywhere = self._all.quantiles or _UNKNOWN
+        parts = [(len(window) * share, window.quantiles) for share, window in self._around(level)]
+        total = _PRIOR + sum(weight for weight, _ in parts)
+        return tuple(
+            min(1.0, max(0.0, level + residual / total))
+            for residual in (
+                _PRIOR * prior + sum(weight * known[place] for weight, known in parts)
+                for place, prior in enumerate(everywhere)
+            )
+        )
+
+    def _around(self, level: float) -> Iterator[tuple[float, ResidualWindow]]:
+        """The two nearest knots that have residuals, each with its share: it falls in a line to the
+        next knot."""
+        place = level * _PIECES
+        left = min(int(place), _PIECES - 1)
+        for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
+            if share > 0 and len(self._near[knot]):
+                yield share, self._near[knot]
