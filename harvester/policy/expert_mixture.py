@@ -1,10 +1,10 @@
 """Mixes the quantiles of several experts, and holds each quantile to its frequency.
 
-    weight   what following the expert would have saved lately, over the square of what it swung by
-             (ML-Poly of Gaillard, Stoltz and van Erven, 2014: no rate to tune, and the mixture is
-             in the long run as good as the best fixed one)
-    offset   moves up with each outcome above the quantile and down with each below, so that a
-             quantile is missed as often as it says on any sequence (Gibbs and Candes, 2021)
+weight   what following the expert would have saved lately, over the square of what it swung by
+         (ML-Poly of Gaillard, Stoltz and van Erven, 2014: no rate to tune, and the mixture is
+         in the long run as good as the best fixed one)
+offset   moves up with each outcome above the quantile and down with each below, so that a
+         quantile is missed as often as it says on any sequence (Gibbs and Candes, 2021)
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,17 @@ Quantiles = Sequence[float]
 
 
 class ExpertMixture:
-    def __init__(self, experts: int) -> None:
+    def __init__(self, experts: int, *, trusted: int) -> None:
+        """The first `trusted` experts count alike before anything is known; the others only once
+        they have shown what they save."""
+        self._trusted = trusted
         self._savings = [[0.0] * experts for _ in QUANTILES]
         self._squares = [[0.0] * experts for _ in QUANTILES]
         self._offsets = [0.0] * len(QUANTILES)
         self._error = 0.1
 
     def mix(self, said: Sequence[Quantiles | None]) -> tuple[float, ...]:
-        """`said` by each expert; None by one that knows nothing of this moment. One must know."""
+        """`said` by each expert; None by one that knows nothing of this moment. The trusted know."""
         return tuple(self._mixed(place, said) for place in range(len(QUANTILES)))
 
     def calibrated(self, mixed: Quantiles) -> tuple[float, ...]:
@@ -62,8 +65,9 @@ class ExpertMixture:
             weight = max(0.0, savings[expert]) / (squares[expert] or 1.0)
             weights += weight
             total += weight * own[place]
-            plain += own[place]
-            count += 1
+            if expert < self._trusted:
+                plain += own[place]
+                count += 1
         return total / weights if weights > 0 else plain / count
 
 

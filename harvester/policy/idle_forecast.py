@@ -22,8 +22,9 @@ from harvester.contracts.wire.leases import IdleForecast
 from harvester.policy.expert_mixture import ExpertMixture
 from harvester.policy.residuals import Residuals
 
-HORIZONS_S = (10.0, 60.0, 300.0)
-"""A lease's duration, a long turn, and a rollout phase's order of magnitude."""
+HORIZONS_S = (10.0, 30.0, 120.0)
+"""A lease's duration, a turn, and a trajectory of some turns. A longer one could not be held to what
+it says: an hour of history has 30 times two minutes, and 12 times five."""
 
 _READING_S = 1.0
 _BEATS_APART_S = 5.0
@@ -31,6 +32,8 @@ _BEATS_APART_S = 5.0
 _MEMORIES_S = (3.0, 10.0, 60.0, 300.0, 3600.0)
 """Time constants of the recent means: from one request to a load that does not change, each about
 five times the one before, so that a mixture of two has any memory between them."""
+_LEAST_MEMORY_RATIO = 0.1
+"""Shortest memory, as a share of the horizon: what passes sooner than that hardly moves it."""
 _PRESENT = 1
 """Place of the mean that must know the present, its time constant is 10 s."""
 _KNOWN_RATIO = 0.5
@@ -42,8 +45,8 @@ _SEASON_VISITS = 5.0
 """Visits of a phase that its mean rests on: a working week for the day's."""
 _EXAMPLES = 5
 """Outcomes per horizon's length. More would overlap so much that they teach nothing."""
-_LEAST_OUTCOMES = 9
-"""Below nine a quantile of 0.1 lies outside all that was ever seen."""
+_LEAST_OUTCOMES = 10
+"""Two lengths of the horizon: no forecast rests on one good or bad moment."""
 _SEEN_RATIO = 0.9
 """Share of a window that must have been observed for its outcome to count."""
 
@@ -81,9 +84,12 @@ class _Horizon:
     def __init__(self, horizon_s: float, profiles: list[SeasonProfile]) -> None:
         self.horizon_s = horizon_s
         self.profiles = profiles
-        experts = len(_MEMORIES_S) + len(_SEASONS)
-        self._residuals = tuple(Residuals() for _ in range(experts))
-        self._mixture = ExpertMixture(experts)
+        least_s = _LEAST_MEMORY_RATIO * horizon_s
+        self._skipped = sum(memory_s < least_s for memory_s in _MEMORIES_S)
+        means = len(_MEMORIES_S) - self._skipped
+        experts = means + len(_SEASONS)
+        self._residuals = tuple(Residuals(overlap=_EXAMPLES) for _ in range(experts))
+        self._mixture = ExpertMixture(experts, trusted=means)
         self._waiting: deque[_Example] = deque()
         self._outcomes = 0
 
@@ -97,7 +103,13 @@ class _Horizon:
         )
 
     def observe(
-        self, means: Sequence[float] | None, *, idle_s: float, known_s: float, now: float, wall_s: float
+        self,
+        means: Sequence[float] | None,
+        *,
+        idle_s: float,
+        known_s: float,
+        now: float,
+        wall_s: float,
     ) -> None:
         """`means` are None while the present is not known; the totals are since ever."""
         waiting = self._waiting
@@ -107,7 +119,8 @@ class _Horizon:
             if seen_s >= _SEEN_RATIO * (now - example.begun_s):
                 self._learn(example, min(1.0, max(0.0, (idle_s - example.idle_s) / seen_s)))
         due_s = waiting[-1].begun_s + self.horizon_s / _EXAMPLES if waiting else now
-        if means is not None and now >= due_s:
+        # A mean of a few seconds would teach residuals that are no longer met.
+        if means is not None and now >= due_s and known_s >= self.horizon_s:
             levels, said, mixed = self._mix(means, wall_s)
             waiting.append(_Example(now, wall_s, idle_s, known_s, levels, said, mixed))
 
@@ -119,7 +132,7 @@ class _Horizon:
             profile.means[phase] if profile.counts[phase := _phase(wall_s, season)] else None
             for season, profile in zip(_SEASONS, self.profiles, strict=True)
         )
-        levels = (*means, *seasonal)
+        levels = (*means[self._skipped :], *seasonal)
         said = tuple(
             None if level is None else residuals.quantiles(level)
             for level, residuals in zip(levels, self._residuals, strict=True)

@@ -5,6 +5,7 @@ each is kept in the window of all and in that of the nearest knot, and both are 
 bounded; the oldest residuals go first.
 """
 
+import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -29,8 +30,10 @@ _UNKNOWN = tuple(0.8 * (quantile - 0.5) for quantile in QUANTILES)
 class ResidualWindow:
     """The latest residuals, sorted, and their quantiles."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, overlap: float = 1.0) -> None:
+        """`overlap`: outcomes that share a time, so that they count as one."""
         self._most = most
+        self._overlap = overlap
         self._sorted = array("d")
         self._latest = array("d")
         """A ring; the oldest is at `_oldest` once it is full."""
@@ -52,10 +55,12 @@ class ResidualWindow:
         self.quantiles = tuple(self._quantile(quantile) for quantile in QUANTILES)
 
     def _quantile(self, quantile: float) -> float:
-        """Between the order statistics around (n + 1) times the quantile: the next residual lies
-        below it with that chance, if residuals are exchangeable."""
+        """Further out the fewer independent residuals there are: the next one lies beyond the
+        largest of n with a chance of 1 / (n + 1) (conformal prediction)."""
         last = len(self._sorted) - 1
-        place = min(max(quantile * (last + 2) - 1, 0.0), float(last))
+        further = max(quantile, 1 - quantile) * self._overlap / len(self._sorted)
+        further = 0.0 if quantile == 0.5 else math.copysign(further, quantile - 0.5)
+        place = min(max(quantile + further, 0.0), 1.0) * last
         below = int(place)
         above = min(below + 1, last)
         low, high = self._sorted[below], self._sorted[above]
@@ -65,8 +70,8 @@ class ResidualWindow:
 class Residuals:
     """Residuals of one expert's levels, which lie in [0, 1]."""
 
-    def __init__(self) -> None:
-        self._all = ResidualWindow(_ALL)
+    def __init__(self, *, overlap: float) -> None:
+        self._all = ResidualWindow(_ALL, overlap=overlap)
         self._near = tuple(ResidualWindow(_NEAR) for _ in range(_PIECES + 1))
 
     def add(self, residual: float, *, level: float) -> None:
