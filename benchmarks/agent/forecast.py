@@ -47,7 +47,8 @@ class Scored:
 
     def losses(self, name: str) -> Floats:
         """Mean pinball loss over the quantiles, of each forecast."""
-        return pinball(np.array(self.quantiles[name]), np.array(self.outcomes)).mean(axis=1)
+        found = pinball(np.array(self.quantiles[name]), np.array(self.outcomes))
+        return np.asarray(found.mean(axis=1), dtype=np.float64)
 
 
 def forecast(

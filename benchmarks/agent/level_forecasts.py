@@ -23,12 +23,18 @@ class LevelForecaster:
         """`level` makes the level of a horizon."""
         self._parts = [_Part(horizon_s, level(horizon_s)) for horizon_s in HORIZONS_S]
 
-    def observe(self, busy_s: float | None, *, now: float, wall_s: float) -> None:
+    def observe(
+        self,
+        busy_s: float | None,
+        *,
+        now: float,
+        wall_s: float,  # noqa: ARG002
+    ) -> None:
         if busy_s is not None:
             for part in self._parts:
                 part.observe(1.0 - busy_s, now=now)
 
-    def forecasts(self, *, wall_s: float) -> tuple[IdleForecast, ...]:
+    def forecasts(self, *, wall_s: float) -> tuple[IdleForecast, ...]:  # noqa: ARG002
         return tuple(one for part in self._parts if (one := part.forecast()) is not None)
 
 

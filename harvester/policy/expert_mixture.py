@@ -34,7 +34,7 @@ class ExpertMixture:
         self._error = 0.1
 
     def mix(self, said: Sequence[Quantiles | None]) -> tuple[float, ...]:
-        """`said` by each expert; None by one that knows nothing of this moment. The trusted know."""
+        """`said` by each expert; None by one that knows nothing now; the trusted know."""
         return tuple(self._mixed(place, said) for place in range(len(QUANTILES)))
 
     def calibrated(self, mixed: Quantiles) -> tuple[float, ...]:

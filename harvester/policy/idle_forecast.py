@@ -23,8 +23,8 @@ from harvester.policy.expert_mixture import ExpertMixture
 from harvester.policy.residuals import Residuals
 
 HORIZONS_S = (10.0, 30.0, 120.0)
-"""A lease's duration, a turn, and a trajectory of some turns. A longer one could not be held to what
-it says: an hour of history has 30 times two minutes, and 12 times five."""
+"""A lease's duration, a turn, and a trajectory of some turns. A longer one could not be held to
+what it says: an hour of history has 30 times two minutes, and 12 times five."""
 
 _READING_S = 1.0
 _BEATS_APART_S = 5.0

@@ -1,4 +1,4 @@
-"""What outcomes were above a level that was expected, as quantiles: for any level, and near this one.
+"""How far outcomes were above an expected level, as quantiles: for any level, and near this one.
 
 Residuals near a level of 0 or 1 lie on one side, those of a level that bursts are spread wide; so
 each is kept in the window of all and in that of the nearest knot, and both are asked. Memory is

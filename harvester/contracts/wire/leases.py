@@ -108,10 +108,6 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     forecasts: tuple[IdleForecast, ...] = ()
     """By rising horizon; a horizon of which too little is known is missing."""
 
-    def forecast(self, least_s: float) -> IdleForecast | None:
-        """The forecast of the shortest horizon that is at least this long; None without one."""
-        return next((each for each in self.forecasts if each.horizon_s >= least_s), None)
-
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
@@ -156,13 +152,15 @@ class EndReason(StrEnum):
     DRAIN = "drain"
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):
     lease: LeaseId
     """A secret: any caller that knows it may renew and end the lease."""
     slot: SlotId
     epoch: Epoch
     duration_s: float
     """Counted from the moment at which the grantor wrote this reply."""
+    forecasts: tuple[IdleForecast, ...] = ()
+    """The slot's, as of this reply; left out while nothing is known."""
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

@@ -101,7 +101,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"isolation":"","floor_bytes":0,"tenant":"","job":"","engine":{"model":"","architecture":"",'
             b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]},"guards":[],'
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
-            b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null}],'
+            b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
+            b'"forecasts":[]}],'
             b'"restart_needed":[],"stops":[]}'
         ),
     ),
