@@ -35,7 +35,7 @@ class ExpertMixture:
 
     def mix(self, said: Sequence[Quantiles | None]) -> tuple[float, ...]:
         """`said` by each expert; None by one that knows nothing now; the trusted know."""
-        return tuple(self._mixed(place, said) for place in range(len(QUANTILES)))
+        return tuple([self._mixed(place, said) for place in range(len(QUANTILES))])
 
     def calibrated(self, mixed: Quantiles) -> tuple[float, ...]:
         shifted = (one + offset for one, offset in zip(mixed, self._offsets, strict=True))
@@ -48,9 +48,12 @@ class ExpertMixture:
             slope = _slope(mixed[place], outcome, quantile)
             savings, squares = self._savings[place], self._squares[place]
             for expert, own in enumerate(said):
-                saved = 0.0 if own is None else slope * (mixed[place] - own[place])
-                savings[expert] = _KEPT * savings[expert] + saved
-                squares[expert] = _KEPT * squares[expert] + saved * saved
+                savings[expert] *= _KEPT
+                squares[expert] *= _KEPT
+                if own is not None and slope:
+                    saved = slope * (mixed[place] - own[place])
+                    savings[expert] += saved
+                    squares[expert] += saved * saved
             miss = _slope(final[place], outcome, quantile)
             self._offsets[place] -= _OFFSET_RATIO * self._error * miss
         self._error += _ERROR_WEIGHT * (abs(outcome - final[len(final) // 2]) - self._error)

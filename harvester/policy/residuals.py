@@ -5,10 +5,8 @@ each is kept in the window of all and in that of the nearest knot, and both are 
 bounded; the oldest residuals go first.
 """
 
-import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 
 QUANTILES = (0.1, 0.5, 0.9)
 """The central 80 %: what a plan may count on, what it expects, and what it may hope for."""
@@ -38,7 +36,8 @@ class ResidualWindow:
         self._latest = array("d")
         """A ring; the oldest is at `_oldest` once it is full."""
         self._oldest = 0
-        self.quantiles: tuple[float, ...] = ()
+        self.quantiles = (0.0,) * len(QUANTILES)
+        """Zeros while it is empty."""
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -52,18 +51,19 @@ class ResidualWindow:
             self._oldest = (self._oldest + 1) % self._most
             self._sorted.pop(bisect_left(self._sorted, gone))
         insort(self._sorted, residual)
-        self.quantiles = tuple(self._quantile(quantile) for quantile in QUANTILES)
+        self.quantiles = tuple([self._quantile(quantile) for quantile in QUANTILES])
 
     def _quantile(self, quantile: float) -> float:
         """Further out the fewer independent residuals there are: the next one lies beyond the
         largest of n with a chance of 1 / (n + 1) (conformal prediction)."""
-        last = len(self._sorted) - 1
-        further = max(quantile, 1 - quantile) * self._overlap / len(self._sorted)
-        further = 0.0 if quantile == 0.5 else math.copysign(further, quantile - 0.5)
-        place = min(max(quantile + further, 0.0), 1.0) * last
+        count = len(self._sorted)
+        if quantile < 0.5:
+            quantile = max(0.0, quantile - (1 - quantile) * self._overlap / count)
+        elif quantile > 0.5:
+            quantile = min(1.0, quantile + quantile * self._overlap / count)
+        place = quantile * (count - 1)
         below = int(place)
-        above = min(below + 1, last)
-        low, high = self._sorted[below], self._sorted[above]
+        low, high = self._sorted[below], self._sorted[min(below + 1, count - 1)]
         return low + (place - below) * (high - low)
 
 
@@ -80,22 +80,22 @@ class Residuals:
 
     def quantiles(self, level: float) -> tuple[float, ...]:
         """Quantiles of the outcome where `level` is expected, each in [0, 1]."""
-        everywhere = self._all.quantiles or _UNKNOWN
-        parts = [(len(window) * share, window.quantiles) for share, window in self._around(level)]
-        total = _PRIOR + sum(weight for weight, _ in parts)
-        return tuple(
-            min(1.0, max(0.0, level + residual / total))
-            for residual in (
-                _PRIOR * prior + sum(weight * known[place] for weight, known in parts)
-                for place, prior in enumerate(everywhere)
-            )
-        )
-
-    def _around(self, level: float) -> Iterator[tuple[float, ResidualWindow]]:
-        """The two nearest knots that have residuals, each with its share: it falls in a line to the
-        next knot."""
         place = level * _PIECES
         left = min(int(place), _PIECES - 1)
-        for knot, share in ((left, left + 1 - place), (left + 1, place - left)):
-            if share > 0 and len(self._near[knot]):
-                yield share, self._near[knot]
+        lower, upper = self._near[left], self._near[left + 1]
+        # A knot's share falls in a line to the next knot.
+        below = (left + 1 - place) * len(lower)
+        above = (place - left) * len(upper)
+        total = _PRIOR + below + above
+        parts = zip(
+            self._all.quantiles if len(self._all) else _UNKNOWN,
+            lower.quantiles,
+            upper.quantiles,
+            strict=True,
+        )
+        return tuple(
+            [
+                min(1.0, max(0.0, level + (_PRIOR * prior + below * low + above * high) / total))
+                for prior, low, high in parts
+            ]
+        )
