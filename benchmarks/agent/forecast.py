@@ -54,7 +54,7 @@ class Scored:
 def forecast(
     traces: Sequence[Path], *, busy_ratio: float, hours: float, seed: int
 ) -> dict[str, Any]:
-    """By trace, and by generated load of so many hours."""
+    """Verdicts by name: of each trace, and of each generated load of so many hours."""
     read = (series_of(read_trace(path), busy_ratio=busy_ratio) for path in traces)
     series = (*read, *generated(seed=seed, hours=hours))
     return {one.name: judged(one) for one in series}
@@ -71,7 +71,7 @@ def judged(series: IdleSeries) -> dict[str, Any]:
 
 
 def replayed(idle: Floats, forecasters: Mapping[str, Forecaster]) -> dict[float, Scored]:
-    """By horizon. A day of the series begins at midnight."""
+    """Forecasts and outcomes of each horizon. The series begins at midnight."""
     total = np.concatenate(([0.0], np.cumsum(idle)))
     found = {horizon_s: Scored() for horizon_s in HORIZONS_S}
     for one in forecasters.values():

@@ -59,7 +59,8 @@ class SeasonProfile(msgspec.Struct, kw_only=True):
 
 
 class ForecastState(msgspec.Struct, kw_only=True):
-    """What takes days to learn and so outlives the agent; the rest is learned anew in minutes."""
+    """The part that takes days to learn and so outlives the agent; the rest is learned anew in
+    minutes."""
 
     profiles: list[list[SeasonProfile]] = []
     """Per horizon and season."""

@@ -106,7 +106,7 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     stop: Stop | None = None
     """The strongest order that binds the slot and the tenant of its lease."""
     forecasts: tuple[IdleForecast, ...] = ()
-    """By rising horizon; a horizon of which too little is known is missing."""
+    """Sorted by horizon; a horizon of which too little is known is missing."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from harvester.contracts.wire.engines import EngineDescription, EngineReport
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.leases import (
     EndReason,
+    IdleForecast,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -69,6 +70,21 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
     (
         LeaseGranted(lease=LeaseId("l"), slot=SlotId("s"), epoch=Epoch(2), duration_s=9.5),
         b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5}',
+    ),
+    (
+        LeaseGranted(
+            lease=LeaseId("l"),
+            slot=SlotId("s"),
+            epoch=Epoch(2),
+            duration_s=9.5,
+            forecasts=(
+                IdleForecast(horizon_s=10.0, low_ratio=0.25, median_ratio=0.5, high_ratio=1.0),
+            ),
+        ),
+        (
+            b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5,"forecasts":'
+            b'[{"horizon_s":10.0,"low_ratio":0.25,"median_ratio":0.5,"high_ratio":1.0}]}'
+        ),
     ),
     (
         LeaseRefused(slot=SlotId("s"), reason="why", retry_after_s=1.0),

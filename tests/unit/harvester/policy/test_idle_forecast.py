@@ -170,7 +170,7 @@ def test_a_timer_that_fires_every_five_minutes_is_expected() -> None:
     assert due.median_ratio < 0.7
 
 
-def test_what_was_learned_of_seasons_outlives_the_agent() -> None:
+def test_learned_seasons_outlive_the_agent() -> None:
     idle = [0.0 if second % 300 < 10 else 1.0 for second in range(3600)]
     left = msgspec.json.decode(msgspec.json.encode(_forecaster(idle).state()), type=ForecastState)
     again = IdleForecaster(left)
