@@ -75,7 +75,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         ),
         "forecast": (
             "forecast",
-            lambda: forecast(given.trace, busy_ratio=given.busy, hours=4 * share, seed=given.seed),
+            lambda: forecast(given.trace, busy_ratio=given.busy, hours=2 * share, seed=given.seed),
         ),
     }
     partial = PartialResult(given.json)

@@ -58,7 +58,7 @@ def idle_shares(begin_s: Floats, lasts_s: Floats, *, seconds: int) -> Floats:
 
 
 def generated(*, seed: int, hours: float) -> Iterator[IdleSeries]:
-    """Loads that no constant was chosen by. The one with days has 12 times as many hours."""
+    """Loads that no constant was chosen by. The day has 12 times as many hours."""
     for name, (make, factor) in _GENERATORS.items():
         seconds = max(600, round(3600 * hours * factor))
         draw = random.Random(f"{name} {seed}")
@@ -74,7 +74,7 @@ Arrivals = Iterator[tuple[float, float]]
 """When each request comes and how long it lasts, in s."""
 
 
-def _days(draw: random.Random, seconds: int) -> Arrivals:
+def _day(draw: random.Random, seconds: int) -> Arrivals:
     """Poisson arrivals, 19 times as many at noon as at midnight."""
     at_s = draw.expovariate(0.6)
     while at_s < seconds:
@@ -123,9 +123,9 @@ def _timer(draw: random.Random, seconds: int) -> Arrivals:
 
 
 _GENERATORS: dict[str, tuple[Callable[[random.Random, int], Arrivals], float]] = {
-    "days": (_days, 12.0),
     "bursts": (_bursts, 1.0),
     "step": (_step, 1.0),
     "clumps": (_clumps, 1.0),
     "timer": (_timer, 1.0),
+    "day": (_day, 12.0),
 }

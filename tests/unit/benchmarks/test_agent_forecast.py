@@ -140,8 +140,8 @@ def test_a_trace_keeps_its_engine_as_busy_as_asked(tmp_path: Path) -> None:
 def test_generated_loads_are_shares_of_seconds_and_repeat() -> None:
     first, again = (list(generated(seed=1, hours=0.2)) for _ in range(2))
     assert [one.name for one in first] == [
-        *("generated: days", "generated: bursts", "generated: step"),
-        *("generated: clumps", "generated: timer"),
+        *("generated: bursts", "generated: step", "generated: clumps"),
+        *("generated: timer", "generated: day"),
     ]
     for one, same in zip(first, again, strict=True):
         assert one.idle.tolist() == same.idle.tolist()
