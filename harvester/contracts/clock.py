@@ -52,7 +52,7 @@ def wall_time_utc() -> str:
 
 def wall_seconds() -> float:
     """Seconds since the epoch, for the time of day in a forecast; nothing else is decided by it."""
-    return time.time()
+    return datetime.now(UTC).timestamp()
 
 
 def monotonic_origin() -> str:
