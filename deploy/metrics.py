@@ -129,6 +129,13 @@ _AGENT = (
         "Share of recent time without a production step; NaN is unknown.",
     ),
     _agent(
+        "idle_forecast_ratio",
+        Kind.GAUGE,
+        "slot horizon percentile",
+        "Share of the next seconds (horizon: 10, 30, 120) expected without a production step, by "
+        "percentile (10, 50, 90); NaN is unknown.",
+    ),
+    _agent(
         "guest_step_over_ratio",
         Kind.GAUGE,
         "slot",

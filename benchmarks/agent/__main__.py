@@ -1,5 +1,5 @@
 """`python -m benchmarks.agent --json PATH`: what the node agent costs, how fast it closes a grant,
-and whether faults ever make it lend what it must not.
+whether faults ever make it lend what it must not, and how good its forecast is.
 """
 
 import argparse
@@ -11,12 +11,14 @@ from typing import Any
 from benchmarks.agent.cost import cost, scale
 from benchmarks.agent.expiries import expiries
 from benchmarks.agent.faults import convicted, faults
+from benchmarks.agent.forecast import BUSY_RATIO, forecast
 from benchmarks.agent.kill import kill
 from benchmarks.agent.reaction import reaction
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.reporting import report
 
-PARTS = ("cost", "reaction", "kill", "scale", "expiries", "faults")
+PARTS = ("cost", "reaction", "kill", "scale", "expiries", "faults", "forecast")
+_TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 
 
 def main() -> None:
@@ -29,7 +31,26 @@ def main() -> None:
     parser.add_argument("--real", type=int, help="real ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for files of convicted scenarios")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        help="a trace of `forecast`; repeatable; by default all in ../shared/traces",
+    )
+    parser.add_argument(
+        "--busy",
+        type=float,
+        default=BUSY_RATIO,
+        help="share of the time for which a trace keeps the engine of `forecast` busy",
+    )
     given = parser.parse_args()
+    given.trace = given.trace or sorted(_TRACES.glob("*.csv*"))
+    if "forecast" in (given.only or PARTS) and not given.trace:
+        parser.error(
+            "forecast needs --trace FILE: there is no ../shared/traces beside the checkout"
+        )
+    if not 0 < given.busy < 1:
+        parser.error("--busy must lie between 0 and 1")
     found = report("agent", lambda: measured(given), given.json, engines=False)
     if "faults" in found and (reasons := convicted(found["faults"])):
         sys.exit(f"faults: {reasons}")
@@ -51,6 +72,10 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         "faults": (
             "faults",
             lambda: faults(virtual=virtual, real=real, seed=given.seed, keep=given.keep),
+        ),
+        "forecast": (
+            "forecast",
+            lambda: forecast(given.trace, busy_ratio=given.busy, hours=2 * share, seed=given.seed),
         ),
     }
     partial = PartialResult(given.json)

@@ -17,9 +17,10 @@ from harvester.contracts.page import (
     PageName,
     Pulse,
 )
-from harvester.contracts.wire.leases import EndReason, SlotState
+from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotState
 from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.effects import Effect, KillGuest, LiftGuest, SettleGuest, WriteGrant
+from harvester.policy.idle_forecast import HORIZONS_S
 from harvester.policy.lease_table import SlotLease
 from harvester.policy.sample import GuestAction, MpsReading, SlotSample
 from harvester.policy.settings import AUTO, Mode, SlotSettings
@@ -129,7 +130,12 @@ class SlotExposition:
         self._count("journal_missing_lines", missing_total - self._missing_lines)
         self._missing_lines = missing_total
 
-    def refresh(self, policy: SlotPolicy, seen_ns: dict[str, int]) -> None:
+    def refresh(
+        self,
+        policy: SlotPolicy,
+        seen_ns: dict[str, int],
+        forecasts: tuple[IdleForecast, ...] = (),
+    ) -> None:
         """Set the gauges that need no counting per beat. Called before every scrape."""
         settings, sample = policy.settings, self._last
         guest = None if sample is None else sample.guest.record
@@ -151,6 +157,7 @@ class SlotExposition:
             if reading.name not in seen_ns:
                 self._set("signal_age_seconds", math.inf, reading.name)
         self._set("idle_ratio", _known(policy.idle_ratio))
+        self._set_forecasts(forecasts)
         self._set("slo_objective_ratio", settings.budget.slo_target_ratio)
         self._set("impact_limit_ratio", settings.proof.limit_ratio)
         spent, limit = policy.guards.budget.spent, policy.guards.budget.limit
@@ -172,6 +179,18 @@ class SlotExposition:
         self._set_calibrations(guest, pulses)
         self._set_guest(guest)
         self._set_sharing(sample, policy)
+
+    def _set_forecasts(self, forecasts: tuple[IdleForecast, ...]) -> None:
+        known = {forecast.horizon_s: forecast for forecast in forecasts}
+        for horizon_s in HORIZONS_S:
+            each = known.get(horizon_s)
+            quantiles = (
+                (math.nan,) * 3
+                if each is None
+                else (each.low_ratio, each.median_ratio, each.high_ratio)
+            )
+            by_name = dict(zip(("10", "50", "90"), quantiles, strict=True))
+            self._set_each("idle_forecast_ratio", by_name, f"{horizon_s:g}")
 
     def headroom(self, settings: SlotSettings) -> tuple[float | None, float | None]:
         """The smaller of the two SLOs' headrooms and its age in s; None where unknown."""

@@ -29,6 +29,10 @@ _GAUGES = {
     "lent_step_tokens": ("slot", "Tokens of a guest step beside idle production; 0 is nothing."),
     "lent_share_ratio": ("slot", "Share of production's idle time that such steps may take."),
     "idle_ratio": ("slot", "Share of recent time without a production step."),
+    "idle_forecast_ratio": (
+        "slot horizon percentile",
+        "Expected idle share of the next 10, 30 and 120 seconds.",
+    ),
     "leases_active": ("slot tenant", "Leases in force."),
     "guest_step_over_ratio": ("slot", "Guest steps longer than predicted; 0.1 is wanted."),
     "guest_step_percentile_ratio": (

@@ -171,7 +171,7 @@ class NodeAgent:
                 "slot %s: no lease, because it cannot be recorded: %s", slot.name, error.strerror
             )
             return self.leases.withdraw(answer, f"no record of a lease: {error.strerror}")
-        return answer
+        return msgspec.structs.replace(answer, forecasts=slot.forecasts())
 
     def renew(
         self, lease: LeaseId, renewal: LeaseRenewal, *, who: str = ""
@@ -182,7 +182,9 @@ class NodeAgent:
             leases = (slot.live_lease for slot in self.slots)
             held = next((one for one in leases if one is not None and one.lease == lease), None)
             self._lease_audit.renewal_refused(answer, held, who=who, now=now)
-        return answer
+            return answer
+        slot = next(slot for slot in self.slots if slot.name == answer.slot)
+        return msgspec.structs.replace(answer, forecasts=slot.forecasts())
 
     def release(self, lease: LeaseId, *, who: str = "") -> LeaseEnded:
         answer = self.leases.release(lease, now=self.clock.now())
@@ -277,7 +279,7 @@ class NodeAgent:
         for interlock, known in self.interlocks.known().items():
             self.metrics.gauge("interlock_known", interlock).set(known)
         for slot in self.slots:
-            slot.exposition.refresh(slot.policy, slot.sensor.seen_ns)
+            slot.exposition.refresh(slot.policy, slot.sensor.seen_ns, slot.forecasts())
 
     def _count_ended(self, *, who: str = AGENT, detail: str | None = None) -> None:
         """`detail` says why, where it is not the policy's reason."""

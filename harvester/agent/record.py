@@ -14,6 +14,7 @@ from harvester.agent.state_file import StateFile
 from harvester.contracts.errors import Corrupt
 from harvester.contracts.journal import DISK_FAULTS, JournalWriter, Opened
 from harvester.policy.effects import Effect
+from harvester.policy.idle_forecast import ForecastState, IdleForecaster
 from harvester.policy.sample import SlotSample
 from harvester.policy.slot import SlotPolicy
 
@@ -55,19 +56,22 @@ class SlotRecord:
         """Why something cannot be written; "" while all can."""
         return self._journal_fault or self._state_fault
 
-    def resume(self, policy: SlotPolicy, *, now: float) -> None:
-        """Restore an earlier agent's state; an unknown one quarantines and spends the budget."""
+    def resume(self, policy: SlotPolicy, *, now: float) -> ForecastState | None:
+        """Restore an earlier agent's state; an unknown one quarantines and spends the budget.
+        Returns what it had learned of seasons, which an unknown state only loses."""
         try:
             left = self._state.load(now=now)
             if left is not None:
                 policy.resume(left)
-            elif self._path.exists() and self._path.stat().st_size:
+                return left.forecast
+            if self._path.exists() and self._path.stat().st_size:
                 raise Corrupt("a journal and no state")
         except Corrupt as error:
             _log.error("slot %s: history not known: %s", self._slot, error)
             self._state.put_aside()
             policy.quarantine(f"history not known: {error}")
             policy.guards.budget.lose_history(now=now)
+        return None
 
     def begin(self) -> None:
         """Write the first line. Raises OSError for faults that do not pass by themselves."""
@@ -109,7 +113,9 @@ class SlotRecord:
             self.reopen()
         return ""
 
-    def save(self, policy: SlotPolicy, *, now: float, last: bool = False) -> None:
+    def save(
+        self, policy: SlotPolicy, forecaster: IdleForecaster, *, now: float, last: bool = False
+    ) -> None:
         """Save the durable state when it is due: at once after a changed verdict."""
         verdicts, (_, misses, _) = policy.durable_verdicts, policy.accounted
         patience_s = _SAVE_S if misses == self._saved_misses else _SAVE_SPENT_S
@@ -117,7 +123,8 @@ class SlotRecord:
         if not due or (now < self._resave_at_s and not last):
             return
         try:
-            self._state.save(policy.durable(), now=now)
+            state = msgspec.structs.replace(policy.durable(), forecast=forecaster.state())
+            self._state.save(state, now=now)
         except OSError as error:
             self._state_fault, self._resave_at_s = _fault_of("state", error), now + _RETRY_S
         else:

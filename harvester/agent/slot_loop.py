@@ -19,7 +19,7 @@ from harvester.agent.shared_memory import SharedKv, SharedMemory
 from harvester.agent.slot_audit import SlotAudit
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
-from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.clock import monotonic_ns, wall_seconds
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, SlotId
 from harvester.contracts.journal import Opened, config_hash
@@ -35,7 +35,7 @@ from harvester.contracts.page import (
     PageOwners,
 )
 from harvester.contracts.page.owners import believed
-from harvester.contracts.wire.leases import EndReason, SlotOffer, SlotState
+from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
 from harvester.platform.kv_segment import KvSegment
 from harvester.policy.effects import (
@@ -47,6 +47,7 @@ from harvester.policy.effects import (
     SettleGuest,
     WriteGrant,
 )
+from harvester.policy.idle_forecast import IdleForecaster
 from harvester.policy.lease_table import LeaseTable, SlotLease
 from harvester.policy.sample import GuestAction, KillSwitch, SlotSample
 from harvester.policy.settings import SlotSettings
@@ -117,12 +118,12 @@ class Slot:
             state=StateFile(config.file_of(slot, "state"), node=config.node, slot=slot.name),
             first_line=self._first_line,
         )
-        self._record.resume(self.policy, now=now)
+        self._forecaster = IdleForecaster(self._record.resume(self.policy, now=now))
         self.policy.begin(secrets.token_hex(8))
         self.audit = SlotAudit(slot.name, audit, self.policy)
         self._record.begin()
         # After a kill before the first beat a journal without a state would be a lost history.
-        self._record.save(self.policy, now=now)
+        self._record.save(self.policy, self._forecaster, now=now)
 
     def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
         """`stops`: every one that is in force on the node."""
@@ -132,13 +133,14 @@ class Slot:
         sampled_ns = monotonic_ns()
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
+        self._forecaster.observe(self.policy.busy_s, now=now, wall_s=wall_seconds())
         self._report(sample.guest.record)
         unrecorded = self._record.decided(now=now, sample=sample, effects=effects)
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
             self._apply(effect, now, sampled_ns)
-        self._record.save(self.policy, now=now)
+        self._record.save(self.policy, self._forecaster, now=now)
         if sample.release and not unrecorded:
             self._release.taken()
         state, reason = self.policy.slot_state(), self.policy.reason
@@ -215,6 +217,9 @@ class Slot:
         self._restart_needed = restart_needed
         self._record.reopen()
 
+    def forecasts(self) -> tuple[IdleForecast, ...]:
+        return self._forecaster.forecasts(wall_s=wall_seconds())
+
     def offer(self) -> SlotOffer:
         state, reason, epoch = self._leases.entry(self.name)
         lease = self._leases.live(self.name)
@@ -251,6 +256,7 @@ class Slot:
             itl_s=self.exposition.latency_s("itl"),
             guest_tokens_total=self.exposition.guest_tokens_total,
             stop=self._stop,
+            forecasts=self.forecasts(),
         )
 
     def close(self, *, now: float) -> None:
@@ -267,7 +273,7 @@ class Slot:
         if self._mps is not None:
             self._mps.close()
         self.sensor.close()
-        self._record.save(self.policy, now=now, last=True)
+        self._record.save(self.policy, self._forecaster, now=now, last=True)
         self._record.close()
 
     def _apply(self, effect: Effect, now: float, sampled_ns: int) -> None:

@@ -51,6 +51,7 @@ def status(
         credentials = credentials_of(token_file, ca_file, cert_file, key_file)
         offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
         console.print(_offer_table(offers))
+        console.print(_forecast_table(offers))
         console.print(_guard_table(offers))
         console.print(_budget_table(offers))
         for stop in offers.stops:
@@ -190,6 +191,19 @@ def _headroom(offer: SlotOffer) -> str:
     if offer.headroom_ratio is None or offer.headroom_age_s is None:
         return "unknown"
     return f"{offer.headroom_ratio:.0%}, {offer.headroom_age_s:.0f} s old"
+
+
+def _forecast_table(offers: SlotOffers) -> Table:
+    """Production's idle share in the time to come."""
+    table = Table(
+        "slot", "next", "9 of 10 times above", "median", "9 of 10 times below",
+        title="Forecast of the idle share", title_justify="left",
+    )  # fmt: skip
+    for offer in offers.slots:
+        for each in offer.forecasts:
+            quantiles = each.low_ratio, each.median_ratio, each.high_ratio
+            table.add_row(offer.slot, f"{each.horizon_s:g} s", *(f"{one:.0%}" for one in quantiles))
+    return table
 
 
 def _guard_table(offers: SlotOffers) -> Table:

@@ -50,6 +50,11 @@ def wall_time_utc() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def wall_seconds() -> float:
+    """Seconds since the epoch, for the time of day in a forecast; nothing else is decided by it."""
+    return datetime.now(UTC).timestamp()
+
+
 def monotonic_origin() -> str:
     """Names what `now` counts from: times of another origin do not compare. Empty if unknown."""
     try:

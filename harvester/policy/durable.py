@@ -1,6 +1,7 @@
 """State of a slot's policy that must outlive its process, and its move to another clock.
 
-All of it restrains harvesting. Pulses, the guest's page and leases are measured anew within a beat.
+All of it restrains harvesting, but for the seasons of the forecast. Pulses, the guest's page and
+leases are measured anew within a beat.
 Times are monotonic seconds, which do not compare between boots, and a wall clock can be set: while
 no agent runs no time passes, so that no stop runs down and no miss grows old.
 """
@@ -13,6 +14,7 @@ from harvester.policy.blocking import BlockingState
 from harvester.policy.budget import BudgetState, Ring
 from harvester.policy.evictions import EvictionState
 from harvester.policy.evictions import moved as moved_evictions
+from harvester.policy.idle_forecast import ForecastState
 from harvester.policy.level import LevelState, MissState
 from harvester.policy.proof import ProofState
 from harvester.policy.proof import moved as moved_proof
@@ -40,6 +42,7 @@ class DurableState(msgspec.Struct, kw_only=True):
     guest_stopped: bool = False
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
     proof: ProofState = msgspec.field(default_factory=ProofState)
+    forecast: ForecastState = msgspec.field(default_factory=ForecastState)
 
 
 def moved(state: DurableState, *, from_s: float, to_s: float) -> DurableState:

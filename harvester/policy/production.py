@@ -61,6 +61,8 @@ class ProductionView:
     kv_usage_ratio: float = 0.0
     idle_at_s: float | None = None
     """Time of production's last idle moment."""
+    busy_s: float | None = None
+    """Time spent on steps since the last beat; None where any engine cannot be believed."""
 
 
 class PulseMemory(msgspec.Struct, kw_only=True):
@@ -115,6 +117,7 @@ class ProductionWatch:
             self.state.idle_at_s = now
         hung = self._hung(engines, now)
         self._remember(pulses, now)
+        believed = len(went_on) == len(pulses) and not (silent or restarted or unseen or hung)
         condition, reason = self._condition(silent, restarted, unseen, hung, pulses)
         return ProductionView(
             condition=condition,
@@ -129,6 +132,7 @@ class ProductionWatch:
             decoded=max(1.0, sum(decoded)),
             kv_usage_ratio=kv_usage_ratio(pulses),
             idle_at_s=self.state.idle_at_s,
+            busy_s=_busy_s(went_on.values()) if believed else None,
         )
 
     def _late_tokens(self, went_on: Mapping[str, tuple[PulseMemory, Pulse]]) -> Latencies:
@@ -203,8 +207,7 @@ class ProductionWatch:
             state.idle_ratio = None
         if elapsed_s <= 0 or not went_on:
             return
-        busy_s = sum(pulse.busy_s_total - before.busy_s_total for before, pulse in went_on)
-        idle = 1.0 - min(1.0, busy_s / elapsed_s)
+        idle = 1.0 - min(1.0, _busy_s(went_on) / elapsed_s)
         gain = min(1.0, elapsed_s / _IDLE_WINDOW_S)
         last = idle if state.idle_ratio is None else state.idle_ratio
         state.idle_ratio = last + gain * (idle - last)
@@ -274,6 +277,10 @@ def _latencies(
         seen_s += getattr(pulse, recent)[-new:] if new else ()
         new_total += new
     return Latencies(seen_s=tuple(seen_s), total=new_total)
+
+
+def _busy_s(went_on: Iterable[tuple[PulseMemory, Pulse]]) -> float:
+    return sum(pulse.busy_s_total - before.busy_s_total for before, pulse in went_on)
 
 
 def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:

@@ -90,6 +90,7 @@ class SlotPolicy:
 
     def __init__(self, settings: SlotSettings) -> None:
         self.settings = settings
+        self._busy_s: float | None = None
         self._install(SlotMemory())
 
     @classmethod
@@ -169,6 +170,11 @@ class SlotPolicy:
         return self._watch.state.idle_ratio
 
     @property
+    def busy_s(self) -> float | None:
+        """Time that production spent on steps in the last beat; None: unknown."""
+        return self._busy_s
+
+    @property
     def accounted(self) -> tuple[float, float, float]:
         """Production requests, those of them that missed the SLO beside a guest step, and others
         that ended before their SLO without a first token."""
@@ -208,6 +214,7 @@ class SlotPolicy:
         if sample.release:
             self._release()
         production = self._watch.observe(sample.pulses, now=now)
+        self._busy_s = production.busy_s
         guest = sample.guest.record
         self.guest.observe(guest, now=now)
         self.evictions.observe(guest.aborted_total if guest else None, now=now)

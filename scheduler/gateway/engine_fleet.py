@@ -89,9 +89,22 @@ class EngineFleet:
         )
         """Called once it is known whether a silent engine died, with the attempts that it had."""
 
-    def add(self, engine: Engine, client: EngineClient, *, lease: Lease | None = None) -> Member:
+    def add(
+        self,
+        engine: Engine,
+        client: EngineClient,
+        *,
+        lease: Lease | None = None,
+        idle_ratio: float | None = None,
+    ) -> Member:
         """Known, and not up before its first good health check. A lease counts as one."""
-        member = Member(engine=engine, client=client, lease=lease, numerics=engine.numerics)
+        member = Member(
+            engine=engine,
+            client=client,
+            lease=lease,
+            idle_ratio=idle_ratio,
+            numerics=engine.numerics,
+        )
         self.members[engine.engine] = member
         self.review_contexts()
         if lease is not None:
@@ -255,10 +268,10 @@ class EngineFleet:
         if (member := self.members.get(effect.engine)) is not None:
             member.ended_trajectories.append(f"{effect.job}/{effect.trajectory}")
 
-    def renewed(self, engine: EngineId, lease: Lease) -> None:
+    def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> None:
         member = self.members.get(engine)
         if member is not None:
-            member.lease = lease
+            member.lease, member.idle_ratio = lease, idle_ratio
             self._offer(member)
 
     def hold(self, engine: EngineId, *, held: bool) -> bool:
@@ -465,6 +478,7 @@ class EngineFleet:
                 usable_until_s=lease.expires_s if lease else None,
                 context_tokens=member.context_tokens,
                 numerics=member.numerics,
+                idle_ratio=member.idle_ratio,
             )
         )
 

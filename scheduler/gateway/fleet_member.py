@@ -25,6 +25,8 @@ class Member:
     losses: int = 0
     """How often it was up and is not any more."""
     lease: Lease | None = None
+    idle_ratio: float | None = None
+    """Forecast idle share of a guest's slot; None if unknown."""
     numerics: str = ""
     release: str = ""
     """Its vLLM version; empty if unknown."""

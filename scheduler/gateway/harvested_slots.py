@@ -14,6 +14,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
 from harvester.contracts.wire.leases import (
+    IdleForecast,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -48,6 +49,10 @@ from scheduler.gateway.settings import EngineSettings
 from scheduler.model import Engine, EngineKind, Lease
 
 _log = logging.getLogger(__name__)
+
+_TURN_S = 30.0
+"""Horizon of the forecast that matters: about how long a turn keeps its place. Routing learns the
+longest and shortest turns by itself."""
 
 # Between two looks when turns queue up: an agent answers in a millisecond.
 _LEAST_PERIOD_S = 0.1
@@ -140,6 +145,7 @@ class Harvest:
                     and not self._fleet.clash_of(offer.engine)
                     and not self.budgets.exhausted(offer),
                     idle_ratio=offer.idle_ratio,
+                    forecast_ratio=_forecast_ratio(offer.forecasts),
                     emptied=offer.slot in emptied,
                 )
                 for agent, offer in self.offers.values()
@@ -263,7 +269,7 @@ class Harvest:
                     # The grantor counts from its reply, later than the question.
                     expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
                 )
-                self._hold(lease)
+                self._hold(lease, granted.forecasts)
 
     async def _renew(self, lease: Lease) -> None:
         called_at_s, duration_s = self._clock.now(), self._policy.duration_s
@@ -288,13 +294,14 @@ class Harvest:
                 self._end(lease, f"ended by its agent: {reply.reason}")
             case LeaseGranted():
                 expires_s = called_at_s + min(reply.duration_s, duration_s)
-                self._hold(msgspec.structs.replace(lease, expires_s=expires_s))
+                self._hold(msgspec.structs.replace(lease, expires_s=expires_s), reply.forecasts)
 
-    def _hold(self, lease: Lease) -> None:
+    def _hold(self, lease: Lease, forecasts: tuple[IdleForecast, ...]) -> None:
         known = self.leases.get(lease.lease)
         self.leases[lease.lease] = lease
+        idle_ratio = _forecast_ratio(forecasts)
         if known is not None and known.epoch == lease.epoch:
-            self._fleet.renewed(self._guest_id(lease.slot), lease)
+            self._fleet.renewed(self._guest_id(lease.slot), lease, idle_ratio=idle_ratio)
             return
         self._record(lease.lease)
         offer = self._offer(lease.slot, lease.agent)
@@ -303,7 +310,8 @@ class Harvest:
         self._fleet.remove(self._guest_id(lease.slot), "leased anew")
         engine = self._guest(lease, offer)
         credentials = self._credentials_of(lease.agent, lease.slot)
-        self._fleet.add(engine, self._client_of(engine.url, credentials), lease=lease)
+        client = self._client_of(engine.url, credentials)
+        self._fleet.add(engine, client, lease=lease, idle_ratio=idle_ratio)
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)
@@ -347,3 +355,9 @@ class Harvest:
             concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
             numerics=settings.numerics if settings else "",
         )
+
+
+def _forecast_ratio(forecasts: tuple[IdleForecast, ...]) -> float | None:
+    """Idle share of a turn's time that is exceeded nine times of ten; None if unknown."""
+    fitting = (each.low_ratio for each in forecasts if each.horizon_s >= _TURN_S)
+    return next(fitting, None)

@@ -51,6 +51,18 @@ class GuardReading(msgspec.Struct, frozen=True, kw_only=True):
         return math.isfinite(self.value) and math.isfinite(self.limit)
 
 
+class IdleForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Expected share of the next `horizon_s` in which production has nothing to step. No promise:
+    the slot is taken back at once, whatever was forecast."""
+
+    horizon_s: float
+    low_ratio: float
+    """Exceeded nine times of ten."""
+    median_ratio: float
+    high_ratio: float
+    """Exceeded once in ten times."""
+
+
 class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     slot: SlotId
     node: NodeId
@@ -93,6 +105,8 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the guest's steps since it started."""
     stop: Stop | None = None
     """The strongest order that binds the slot and the tenant of its lease."""
+    forecasts: tuple[IdleForecast, ...] = ()
+    """Sorted by horizon; a horizon of which too little is known is missing."""
 
 
 class SlotOffers(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,13 +152,15 @@ class EndReason(StrEnum):
     DRAIN = "drain"
 
 
-class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):
     lease: LeaseId
     """A secret: any caller that knows it may renew and end the lease."""
     slot: SlotId
     epoch: Epoch
     duration_s: float
     """Counted from the moment at which the grantor wrote this reply."""
+    forecasts: tuple[IdleForecast, ...] = ()
+    """The slot's, as of this reply; left out while nothing is known."""
 
 
 class LeaseRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

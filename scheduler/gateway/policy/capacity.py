@@ -52,6 +52,8 @@ class OfferedSlot(msgspec.Struct, frozen=True, kw_only=True):
     free: bool
     """Offered and not leased, by the agent's last report."""
     idle_ratio: float | None = None
+    forecast_ratio: float | None = None
+    """Idle share that the slot's forecast expects to be exceeded nine times of ten."""
     emptied: bool = False
     """Held by an order to stop, and no turn of ours runs there."""
 
@@ -211,8 +213,9 @@ class CapacityPolicy:
         wanted = demand.queued + demand.running
         if wanted <= self._config.spill_ratio * demand.dedicated_places:
             return []
-        # The idlest slots first: only the order matters where every lease is worth taking.
-        offered = sorted(sample.slots, key=lambda slot: (-(slot.idle_ratio or 0.0), slot.slot))
+        # Slots that will surely be idle first: only the order matters where every lease is worth
+        # taking, and a slot without a forecast is judged by what it was.
+        offered = sorted(sample.slots, key=lambda slot: (-_idle_ratio(slot), slot.slot))
         reason = f"{wanted} turns on {demand.dedicated_places} dedicated places"
         return [
             self._call(slot, demand.job, now, reason)
@@ -241,3 +244,8 @@ class CapacityPolicy:
             duration_s=self._config.duration_s,
             reason=reason,
         )
+
+
+def _idle_ratio(slot: OfferedSlot) -> float:
+    known = slot.idle_ratio if slot.forecast_ratio is None else slot.forecast_ratio
+    return known or 0.0

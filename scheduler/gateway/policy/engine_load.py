@@ -1,7 +1,8 @@
 """One engine as routing sees it: its places, and the expected speed of a turn on it.
 
 The speed is learned from turns that left. Old knowledge fades towards the best engine known: a
-guest that was slow during a burst is tried again, with a few turns first. An engine that has been
+guest that was slow during a burst is tried again, with a few turns first, and expected to step in
+that share of its time in which its production is forecast to be idle. An engine that has been
 silent for longer than a turn should take is as slow as its silence: a closed gate gets no more. An
 engine that lost turns for its silence is left alone for a while, then tried with a few, and has
 all its places again with the first turn that ends on it: a gate opens as suddenly as it closes.
@@ -25,6 +26,10 @@ PROBE_TURNS = 4
 # No turn is sent to a silent engine for this long after one was taken off it.
 STALL_PAUSE_S = 1.0
 
+# A forecast makes the guess for a guest at most this much slower: it may be wrong, and a guest that
+# looks too slow is not tried, so that nothing better is learned of it.
+LEAST_IDLE_RATIO = 0.25
+
 # What the guess weighs against measured tokens; about one turn.
 _GUESS_TOKENS = 16.0
 
@@ -38,6 +43,8 @@ class EngineLoad:
     usable_until_s: float | None = None
     context_tokens: int = 0
     numerics: str = ""
+    idle_ratio: float | None = None
+    """Forecast idle share of a guest's slot; None if unknown."""
     offered: bool = False
     open_turns: int = 0
     heard_s: float = 0.0
@@ -111,6 +118,8 @@ class EngineLoad:
     ) -> float:
         """Expected time of one more turn of this length. `guess_s` is per token, alone."""
         faded = self._faded(half_life_s, now)
+        if self.idle_ratio is not None:
+            guess_s /= max(LEAST_IDLE_RATIO, self.idle_ratio)
         alone_s = (self.seconds * faded + _GUESS_TOKENS * guess_s) / (
             self.tokens * faded + _GUESS_TOKENS
         )

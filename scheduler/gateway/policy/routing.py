@@ -209,6 +209,7 @@ class RoutingPolicy:
         load.job, load.version = event.job, event.version
         load.usable_until_s, load.offered = event.usable_until_s, True
         load.context_tokens, load.numerics = event.context_tokens, event.numerics
+        load.idle_ratio = event.idle_ratio
         if event.context_tokens and event.context_tokens not in self._contexts:
             insort(self._contexts, event.context_tokens)
             self._split_lines()

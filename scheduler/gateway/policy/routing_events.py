@@ -54,6 +54,8 @@ class EngineOffered(msgspec.Struct, frozen=True, kw_only=True, tag="engine_offer
     """Prompt and output of a turn together; 0 is not known."""
     numerics: str = ""
     """Label of all inputs of its log-probabilities."""
+    idle_ratio: float | None = None
+    """Idle share that is forecast for a guest's slot, nine times of ten more; None is unknown."""
 
 
 class EngineWithdrawn(msgspec.Struct, frozen=True, kw_only=True, tag="engine_withdrawn"):

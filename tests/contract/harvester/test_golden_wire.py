@@ -13,6 +13,7 @@ from harvester.contracts.wire.engines import EngineDescription, EngineReport
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.leases import (
     EndReason,
+    IdleForecast,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -71,6 +72,21 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5}',
     ),
     (
+        LeaseGranted(
+            lease=LeaseId("l"),
+            slot=SlotId("s"),
+            epoch=Epoch(2),
+            duration_s=9.5,
+            forecasts=(
+                IdleForecast(horizon_s=10.0, low_ratio=0.25, median_ratio=0.5, high_ratio=1.0),
+            ),
+        ),
+        (
+            b'{"type":"granted","lease":"l","slot":"s","epoch":2,"duration_s":9.5,"forecasts":'
+            b'[{"horizon_s":10.0,"low_ratio":0.25,"median_ratio":0.5,"high_ratio":1.0}]}'
+        ),
+    ),
+    (
         LeaseRefused(slot=SlotId("s"), reason="why", retry_after_s=1.0),
         b'{"type":"refused","slot":"s","reason":"why","retry_after_s":1.0}',
     ),
@@ -101,7 +117,8 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
             b'"isolation":"","floor_bytes":0,"tenant":"","job":"","engine":{"model":"","architecture":"",'
             b'"context_tokens":0,"vocabulary":0,"dtype":"","logprobs_mode":"","features":[]},"guards":[],'
             b'"lending":{"tokens":0,"share_ratio":0.0,"reason":""},"headroom_ratio":null,"headroom_age_s":null,"budget":null,'
-            b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null}],'
+            b'"mode":"","slot_state":"","ttft_s":null,"itl_s":null,"guest_tokens_total":0,"stop":null,'
+            b'"forecasts":[]}],'
             b'"restart_needed":[],"stops":[]}'
         ),
     ),

@@ -72,6 +72,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     leases.SlotOffers,
     leases.GuardReading,
     leases.SlotOffer,
+    leases.IdleForecast,
     stops.Stop,
     stops.StopRequest,
     stops.StopReply,

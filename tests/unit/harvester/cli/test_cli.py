@@ -6,13 +6,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from deploy.check_expressions import DEPLOY
 from harvester.cli import main
 from harvester.cli.root import COMMANDS, EXIT_NOT_YET, EXIT_SETTINGS, LazyCommand, load
-from harvester.cli.status import _summary
+from harvester.cli.status import _forecast_table, _summary
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import Unsupported
+from harvester.contracts.ids import Epoch, NodeId, SlotId
 from harvester.contracts.page import (
     Calibration,
     Grant,
@@ -23,6 +25,7 @@ from harvester.contracts.page import (
     Pulse,
     Reading,
 )
+from harvester.contracts.wire.leases import IdleForecast, SlotOffer, SlotOffers, SlotState
 
 HOUR_NS = 3_600_000_000_000
 HEAVY = ("aiohttp", "numba", "numpy", "prometheus_client", "torch", "vllm", "yaml")
@@ -160,6 +163,27 @@ def test_status_says_why_an_isolation_does_not_hold() -> None:
     fallen = Guest(isolation="idle-group", isolation_fault="production moved")
     says = _summary(Reading(fallen, None, 0))
     assert "isolation idle-group DOES NOT HOLD, its steps count whole: production moved" in says
+
+
+def test_status_shows_the_forecast_of_each_slot(capsys: pytest.CaptureFixture[str]) -> None:
+    forecast = IdleForecast(horizon_s=30.0, low_ratio=0.25, median_ratio=0.5, high_ratio=0.75)
+    offer = SlotOffer(
+        slot=SlotId("slot0"),
+        node=NodeId("n"),
+        state=SlotState.OFFERED,
+        engine_url="",
+        model="m",
+        epoch=Epoch(1),
+        concurrency=1,
+        kv_tokens=0,
+        idle_ratio=None,
+        forecasts=(forecast,),
+    )
+    Console(width=200).print(_forecast_table(SlotOffers(node=NodeId("n"), slots=(offer,))))
+    rows = capsys.readouterr().out.splitlines()
+    assert any(
+        row.replace("│", " ").split() == ["slot0", "30", "s", "25%", "50%", "75%"] for row in rows
+    )
 
 
 def test_status_says_where_it_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,19 @@ def test_leases_every_free_slot_when_turns_exceed_the_dedicated_places() -> None
     assert all(isinstance(effect, TakeLease) for effect in effects)
 
 
+def test_leases_the_slot_that_will_surely_be_idle_before_the_one_that_was() -> None:
+    was_idle = OfferedSlot(
+        slot=SlotId("a"), agent="agent", free=True, idle_ratio=0.9, forecast_ratio=0.1
+    )
+    will_be = OfferedSlot(
+        slot=SlotId("b"), agent="agent", free=True, idle_ratio=0.2, forecast_ratio=0.7
+    )
+    unknown = OfferedSlot(slot=SlotId("c"), agent="agent", free=True, idle_ratio=0.5)
+    sample = CapacitySample(demands=(_demand(),), slots=(was_idle, will_be, unknown))
+    effects = _policy().observe(sample, now=0.0)
+    assert [effect.slot for effect in effects] == ["b", "c", "a"]
+
+
 def test_leases_nothing_while_the_dedicated_engines_suffice() -> None:
     sample = CapacitySample(demands=(_demand(queued=0, running=4),), slots=(_slot(),))
     assert _policy().observe(sample, now=0.0) == ()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from harvester.contracts.errors import Exhausted
@@ -13,6 +14,7 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     EndReason,
+    IdleForecast,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -46,15 +48,20 @@ class Fleet:
 
     def __init__(self) -> None:
         self.guests: dict[EngineId, tuple[Engine, Lease]] = {}
+        self.idle_ratios: dict[EngineId, float | None] = {}
 
-    def add(self, engine: Engine, _client: object, *, lease: Lease) -> None:
+    def add(
+        self, engine: Engine, _client: object, *, lease: Lease, idle_ratio: float | None
+    ) -> None:
         self.guests[engine.engine] = (engine, lease)
+        self.idle_ratios[engine.engine] = idle_ratio
 
     def remove(self, engine: EngineId, _reason: str) -> None:
         self.guests.pop(engine, None)
 
-    def renewed(self, engine: EngineId, lease: Lease) -> None:
+    def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> None:
         self.guests[engine] = (self.guests[engine][0], lease)
+        self.idle_ratios[engine] = idle_ratio
 
     def hold(self, _engine: EngineId, *, held: bool) -> bool:
         return held
@@ -75,6 +82,7 @@ class Agent:
     lost: bool = False
     reply: Any = None
     """Sent instead of the next answer to a renewal or a request."""
+    forecasts: tuple[IdleForecast, ...] = ()
     asked: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -119,6 +127,8 @@ class Agent:
         if self.lost:
             raise Exhausted("lost")
         said, self.reply = self.reply or answer, None
+        if isinstance(said, LeaseGranted):
+            said = msgspec.structs.replace(said, forecasts=self.forecasts)
         return said
 
     def _offer(self, slot: SlotId) -> SlotOffer:
@@ -134,6 +144,7 @@ class Agent:
             kv_tokens=0,
             idle_ratio=None,
             reason=reason,
+            forecasts=self.forecasts,
         )
 
 
@@ -207,6 +218,23 @@ async def test_a_lease_whose_reply_names_another_is_dropped_at_once(
     assert SLOTS[0] not in stage.held
     assert EngineId("guest.slot0") not in stage.fleet.guests
     assert says in caplog.text
+
+
+async def test_the_forecast_of_a_lease_reaches_the_fleet_and_that_of_an_offer_the_policy() -> None:
+    stage = Stage()
+    forecasts = tuple(
+        IdleForecast(horizon_s=horizon_s, low_ratio=low, median_ratio=0.8, high_ratio=0.9)
+        for horizon_s, low in ((10.0, 0.7), (30.0, 0.6), (120.0, 0.5))
+    )
+    stage.agents["n"].forecasts = forecasts[:1]
+    await stage.looks()
+    assert set(stage.fleet.idle_ratios.values()) == {None}, "too short for a turn"
+    stage.agents["n"].forecasts = forecasts
+    await stage.looks(after_s=4.0)
+    assert set(stage.fleet.idle_ratios.values()) == {0.6}
+    stage.agents["n"].forecasts = ()
+    await stage.looks(after_s=4.0)
+    assert set(stage.fleet.idle_ratios.values()) == {None}
 
 
 async def test_an_end_of_another_lease_is_no_reply_to_ours_either() -> None:

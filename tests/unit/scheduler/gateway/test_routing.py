@@ -53,6 +53,7 @@ def _offer(
     until_s: float | None = None,
     context: int = 0,
     numerics: str = "",
+    idle_ratio: float | None = None,
 ) -> EngineOffered:
     return EngineOffered(
         engine=EngineId(engine),
@@ -63,6 +64,7 @@ def _offer(
         usable_until_s=until_s,
         context_tokens=context,
         numerics=numerics,
+        idle_ratio=idle_ratio,
     )
 
 
@@ -527,6 +529,41 @@ def test_a_guest_of_unknown_speed_gets_a_few_turns_first() -> None:
     assert policy.open_turns == 4
     policy.observe(TurnLeft(turn="0", tokens=16, seconds=0.1), now=0.1)
     assert policy.open_turns == 15
+
+
+def test_the_guest_that_will_be_idle_gets_the_turn_where_no_speed_is_known() -> None:
+    forecasts = {"a": 0.3, "b": 0.8, "c": 0.5}
+    offers = [_offer(name, GUEST, idle_ratio=ratio) for name, ratio in forecasts.items()]
+    policy = _policy(*offers)
+    assert _engine_of(policy.observe(_turn("1"), now=0.0)) == "b"
+
+
+def test_a_guest_s_measured_speed_counts_for_more_than_its_forecast() -> None:
+    policy = _policy(
+        _offer("a", GUEST, concurrency=8, idle_ratio=0.3),
+        _offer("b", GUEST, concurrency=8, idle_ratio=0.9),
+    )
+    for guest, seconds in (("a", 0.05), ("b", 2.0)):
+        for other in "ab":
+            policy.observe(EngineWithdrawn(engine=EngineId(other)), now=0.0)
+        policy.observe(
+            _offer(guest, GUEST, concurrency=8, idle_ratio=0.3 if guest == "a" else 0.9), now=0.0
+        )
+        _measure(policy, guest, seconds=seconds)
+    for name, ratio in (("a", 0.3), ("b", 0.9)):
+        policy.observe(_offer(name, GUEST, concurrency=8, idle_ratio=ratio), now=0.0)
+    assert _engine_of(policy.observe(_turn("last"), now=0.0)) == "a"
+
+
+def test_a_guest_that_is_forecast_to_be_busy_is_still_tried() -> None:
+    policy = _policy(_offer("d", concurrency=1), _offer("g", GUEST, idle_ratio=0.0))
+    placed = [
+        effect.engine
+        for n in range(8)
+        for effect in policy.observe(_turn(str(n)), now=0.0)
+        if isinstance(effect, DispatchTurn)
+    ]
+    assert "g" in placed
 
 
 def test_a_silent_engine_gets_no_more_turns_while_another_has_room() -> None:
