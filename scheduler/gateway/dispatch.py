@@ -3,11 +3,12 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
+from scheduler.gateway.policy.course import PlaceWait
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -84,26 +85,38 @@ class Dispatcher:
         turn: Turn,
         *,
         resumed: bool,
+        wait: PlaceWait,
         suspect: str = "",
         avoid: tuple[EngineId, ...] = (),
+        unfit: Collection[EngineId] = (),
         until_s: float = math.inf,
         pin_until_s: float = math.inf,
     ) -> DispatchTurn | RefuseTurn | None:
-        """Wait for a place, but no longer than `until_s` (None).
+        """Wait for a place, but no longer than `until_s` (None); with the same `wait` afterwards,
+        the turn keeps its place in the queue. `unfit`: those that it avoids for good.
 
         Refuses a turn that no engine could serve for `queue_s` (the job's waits for a permit do not
         count), or whose pin no engine met by `pin_until_s`.
         """
         arrived = arrival(
-            turn, resumed=resumed, suspect=suspect, avoid=avoid, pin_until_s=pin_until_s
+            turn,
+            resumed=resumed,
+            since_s=wait.since_s,
+            suspect=suspect,
+            avoid=avoid,
+            pin_until_s=pin_until_s,
         )
+        if wait.since_s is None:
+            wait.since_s = wait.servable_s = self._clock.now()
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[arrived.turn] = waiting
         try:
             self.observe(arrived)
             # Most turns find a place at once, without a turn of the event loop and a timer.
             placed = (
-                waiting.result() if waiting.done() else await self._wait(arrived, waiting, until_s)
+                waiting.result()
+                if waiting.done()
+                else await self._wait(arrived, waiting, wait, unfit, until_s)
             )
         except asyncio.CancelledError:
             self._give_up(arrived.turn, waiting)
@@ -118,9 +131,10 @@ class Dispatcher:
         self,
         arrived: TurnArrived,
         waiting: "asyncio.Future[DispatchTurn | RefuseTurn]",
+        wait: PlaceWait,
+        unfit: Collection[EngineId],
         until_s: float,
     ) -> DispatchTurn | RefuseTurn | None:
-        servable_s = self._clock.now()
         while True:
             left_s = max(0.0, until_s - self._clock.now())
             done, _ = await asyncio.wait((waiting,), timeout=min(self._queue_s / 4, left_s))
@@ -128,18 +142,19 @@ class Dispatcher:
                 return waiting.result()
             now = self._clock.now()
             held = self.policy.holds(arrived.turn)
-            if held or self.policy.may_serve(arrived) or self.waits_for_permit(arrived.job):
-                servable_s = now
-            if now >= until_s:
-                self._give_up(arrived.turn, waiting)
-                return None
-            if now - servable_s >= self._queue_s:
+            may_serve = held or self.policy.may_serve(arrived, unfit=unfit)
+            if may_serve or self.waits_for_permit(arrived.job):
+                wait.servable_s = now
+            if now - wait.servable_s >= self._queue_s:
                 self._give_up(arrived.turn, waiting)
                 served = f"no engine has served job {arrived.job}"
                 if arrived.numerics:
                     served += f" with the numerics {arrived.numerics!r}"
                 reason = f"{served} for {self._queue_s:.0f} s"
                 return RefuseTurn(turn=arrived.turn, refusal=Refusal.UNSERVED, reason=reason)
+            if now >= until_s:
+                self._give_up(arrived.turn, waiting)
+                return None
 
     def close(self) -> None:
         """Refuse all waiting turns."""
@@ -165,6 +180,7 @@ def arrival(
     turn: Turn,
     *,
     resumed: bool,
+    since_s: float | None = None,
     suspect: str = "",
     avoid: tuple[EngineId, ...] = (),
     pin_until_s: float = math.inf,
@@ -180,6 +196,7 @@ def arrival(
         pin_until_s=pin_until_s,
         numerics=turn.needed_numerics,
         resumed=resumed,
+        since_s=since_s,
         suspect=suspect,
         avoid=avoid,
     )

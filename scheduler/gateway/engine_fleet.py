@@ -268,11 +268,14 @@ class EngineFleet:
         if (member := self.members.get(effect.engine)) is not None:
             member.ended_trajectories.append(f"{effect.job}/{effect.trajectory}")
 
-    def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> None:
+    def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> bool:
+        """Whether the engine is known."""
         member = self.members.get(engine)
-        if member is not None:
-            member.lease, member.idle_ratio = lease, idle_ratio
-            self._offer(member)
+        if member is None:
+            return False
+        member.lease, member.idle_ratio = lease, idle_ratio
+        self._offer(member)
+        return True
 
     def hold(self, engine: EngineId, *, held: bool) -> bool:
         """Sets whether the engine gets no new turns; those on it go on. Returns whether there are

@@ -301,9 +301,12 @@ class Harvest:
         self.leases[lease.lease] = lease
         idle_ratio = _forecast_ratio(forecasts)
         if known is not None and known.epoch == lease.epoch:
-            self._fleet.renewed(self._guest_id(lease.slot), lease, idle_ratio=idle_ratio)
-            return
-        self._record(lease.lease)
+            guest = self._guest_id(lease.slot)
+            if self._fleet.renewed(guest, lease, idle_ratio=idle_ratio):
+                return
+            # Its offer was not known when it was taken over from an earlier process.
+        else:
+            self._record(lease.lease)
         offer = self._offer(lease.slot, lease.agent)
         if offer is None:
             return
@@ -315,7 +318,9 @@ class Harvest:
 
     def _end(self, lease: Lease, reason: str) -> None:
         self.leases.pop(lease.lease, None)
-        self._fleet.remove(self._guest_id(lease.slot), reason)
+        # A restart also finds leases whose end could not be recorded: the slot may have another.
+        if all(other.slot != lease.slot for other in self.leases.values()):
+            self._fleet.remove(self._guest_id(lease.slot), reason)
         self._record(lease.lease)
 
     def _record(self, name: LeaseId) -> None:

@@ -163,12 +163,15 @@ class TurnRunner:
             return None
         avoid = self._shunned(suspect, now) | course.avoids(now=now)
         # Looked at again soon: an engine may be described by then, or another one be there.
-        avoid |= dict.fromkeys(self._unfit(turn), now + _UNFIT_S)
+        unfit = self._unfit(turn)
+        avoid |= dict.fromkeys(unfit, now + _UNFIT_S)
         placed = await self._dispatcher.place(
             turn,
             resumed=course.resumed,
+            wait=course.wait,
             suspect=suspect,
             avoid=tuple(sorted(avoid)),
+            unfit=unfit,
             until_s=min(avoid.values(), default=math.inf),
             pin_until_s=course.pin_until_s,
         )
@@ -271,7 +274,7 @@ class TurnRunner:
                     running.cut(Cut.PAUSE)
             if not on_engines:
                 return
-            over = asyncio.gather(*(running.over.wait() for running in on_engines))
+            over = asyncio.ensure_future(_all_over(on_engines))
             resumed = asyncio.ensure_future(self._resumed.wait())
             try:
                 await asyncio.wait((over, resumed), return_when=asyncio.FIRST_COMPLETED)
@@ -531,6 +534,11 @@ class TurnRunner:
         if not self.deaths.apart(running.turn.prompt_mark):
             self._dispatcher.observe(TurnCleared(turn=running.turn.key))
         running.trial = ""
+
+
+async def _all_over(attempts: Iterable[RunningAttempt]) -> None:
+    for running in attempts:
+        await running.over.wait()
 
 
 def accepted(

@@ -39,9 +39,21 @@ class FirstTokens:
 
 
 @dataclass(slots=True)
+class PlaceWait:
+    """A turn's wait for one place, over all of its arrivals: it comes again where the engines that
+    it avoids change."""
+
+    since_s: float | None = None
+    """None before its first arrival."""
+    servable_s: float = 0.0
+    """Time at which an engine last could have served it, or the wait began."""
+
+
+@dataclass(slots=True)
 class TurnCourse:
     pin_until_s: float = math.inf
     """A pin that no engine meets yet is waited for until then."""
+    wait: PlaceWait = field(default_factory=PlaceWait)
     resumed: bool = False
     """Whether it has been on an engine."""
     suspect: str = ""
@@ -61,7 +73,7 @@ class TurnCourse:
     _avoided: dict[EngineId, float] = field(default_factory=dict)
 
     def attempted(self, *, tokens: int, began_s: float) -> None:
-        self.resumed = True
+        self.resumed, self.wait = True, PlaceWait()
         if tokens:
             self._setbacks, self._stalls, self._stuck_since_s = 0, 0, None
         elif self._stuck_since_s is None:

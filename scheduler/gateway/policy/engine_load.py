@@ -116,7 +116,8 @@ class EngineLoad:
     def turn_s(
         self, turn_tokens: float, *, guess_s: float, half_life_s: float, now: float
     ) -> float:
-        """Expected time of one more turn of this length. `guess_s` is per token, alone."""
+        """Expected time until one more turn of this length would end, that in which the engine is
+        closed included. `guess_s` is per token, alone."""
         faded = self._faded(half_life_s, now)
         if self.idle_ratio is not None:
             guess_s /= max(LEAST_IDLE_RATIO, self.idle_ratio)
@@ -125,7 +126,9 @@ class EngineLoad:
         )
         expected_s = turn_tokens * alone_s * (1 + STEP_SHARE_PER_STREAM * (self.open_turns + 1))
         paused = self.stalled_s is not None and now - self.stalled_s < STALL_PAUSE_S
-        return max(expected_s, now - self.heard_s) if self.open_turns or paused else expected_s
+        if self.open_turns or paused:
+            expected_s = max(expected_s, now - self.heard_s)
+        return expected_s + max(0.0, self.closed_until_s - now)
 
     def _faded(self, half_life_s: float, now: float) -> float:
         """Remaining weight of the learned speed, in (0, 1]."""

@@ -14,6 +14,7 @@ engine once, and so does a prompt that is sent again within FORGET_S of a death.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import exp
 
 from harvester.contracts.ids import EngineId
@@ -108,8 +109,9 @@ class RepeatedDeaths:
             life.apart = bool(reason) and not alone
             if life.judged_s is None and reason and alone:
                 life.judged_s = now + HELD_S
-        if len(self._lives) > _REMEMBERED:
-            self._forget(next(iter(self._lives)), dead=True)
+        # As many as came: an engine dies with all of its prompts.
+        for prompt in tuple(islice(self._lives, max(0, len(self._lives) - _REMEMBERED))):
+            self._forget(prompt, dead=True)
 
     def verdict_in_s(self, prompt: str, *, now: float) -> float:
         """Time until its verdict, for which it is not placed, in s; 0 without one to come."""

@@ -26,7 +26,7 @@ no clock.
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import chain, count, takewhile
@@ -153,9 +153,10 @@ class RoutingPolicy:
     def is_paused(self, job: JobId) -> bool:
         return job in self._paused
 
-    def may_serve(self, turn: TurnArrived) -> bool:
-        """Whether an engine is offered that the turn could wait for."""
-        return any(_may_serve(load, turn) for load in self._engines.values())
+    def may_serve(self, turn: TurnArrived, *, unfit: Collection[EngineId] = ()) -> bool:
+        """Whether an engine is offered that the turn could wait for; it may avoid that for now."""
+        engines = self._engines.items()
+        return any(_may_serve(load, turn) for engine, load in engines if engine not in unfit)
 
     def other_places(self, turn: TurnArrived, *, now: float) -> int:
         """Number of places on other engines where a stalled turn could go on at once."""
@@ -228,7 +229,8 @@ class RoutingPolicy:
         refused = self._refusal(turn, now)
         if refused is not None:
             return (refused,)
-        may_wait = self.room > 0 or turn.resumed or turn.turn in self._admitted
+        waited = turn.resumed or turn.since_s is not None
+        may_wait = self.room > 0 or waited or turn.turn in self._admitted
         if (unmet := self._unmet(turn)) and may_wait:
             self._held[turn.turn] = turn
             return (HoldTurn(turn=turn.turn, reason=unmet),)
@@ -245,7 +247,8 @@ class RoutingPolicy:
     def _queue(self, turn: TurnArrived, now: float) -> QueueTurn:
         last = self._last.get((turn.job, turn.trajectory))
         begun = last is not None and self._config.begun_first
-        queued = self._queued[turn.turn] = _Queued(turn, now)
+        since_s = now if turn.since_s is None else turn.since_s
+        queued = self._queued[turn.turn] = _Queued(turn, since_s)
         self._wait(queued, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
         return QueueTurn(turn=turn.turn)
 
@@ -255,9 +258,9 @@ class RoutingPolicy:
     def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
         """Queues held turns whose pin can be met now, refuses those that waited long enough."""
         reviewed: list[RoutingEffect] = []
-        waits: dict[_LineKey, bool] = {}
+        waits: dict[tuple[_LineKey, bool], bool] = {}
         for turn in tuple(self._held.values()):
-            key = self._line_key(turn)
+            key = self._line_key(turn), self._is_too_long(turn)
             if key not in waits:
                 waits[key] = not self._refusal(turn, -math.inf) and bool(self._unmet(turn))
             if waits[key] and now < turn.pin_until_s:
@@ -270,6 +273,8 @@ class RoutingPolicy:
         turn = queued.turn
         line = self._lines.setdefault(self._line_key(turn), _Line())
         line.waiting[rank].append(queued)
+        if turn.since_s is not None:
+            _settle(line.waiting[rank])
         last = self._last.get((turn.job, turn.trajectory))
         if rank == _BEGUN and last is not None:
             near = line.begun_on.setdefault(last, deque())
@@ -317,11 +322,10 @@ class RoutingPolicy:
             active = "another one is" if target else "none is"
             reason = f"job {turn.job} is not active ({active}); activate it first"
             return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
-        limit = self._context_limit
-        if limit is not None and turn.context_tokens > limit:
+        if self._is_too_long(turn):
             reason = (
                 f"prompt and max_tokens are {turn.context_tokens} tokens together; "
-                f"the largest context of any engine is {limit}"
+                f"the largest context of any engine is {self._context_limit}"
             )
             return RefuseTurn(turn=turn.turn, refusal=Refusal.CONTEXT, reason=reason)
         unmet = self._unmet(turn)
@@ -330,6 +334,9 @@ class RoutingPolicy:
             return None
         refusal = Refusal.GONE if gone else Refusal.VERSION
         return RefuseTurn(turn=turn.turn, refusal=refusal, reason=unmet)
+
+    def _is_too_long(self, turn: TurnArrived) -> bool:
+        return self._context_limit is not None and turn.context_tokens > self._context_limit
 
     def _unmet(self, turn: TurnArrived) -> str:
         """Why the turn's pin is met neither by the job's newest version nor by an engine."""
@@ -521,6 +528,14 @@ class RoutingPolicy:
         if len(self._last) > self._config.trajectories:
             self._last.popitem(last=False)
         return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
+
+
+def _settle(waiting: deque[_Queued]) -> None:
+    """Moves the last arrival before those that have waited for less long."""
+    place = len(waiting) - 1
+    while place > 0 and waiting[place - 1].since_s > waiting[place].since_s:
+        waiting[place - 1], waiting[place] = waiting[place], waiting[place - 1]
+        place -= 1
 
 
 def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:

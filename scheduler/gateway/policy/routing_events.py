@@ -96,6 +96,8 @@ class TurnArrived(msgspec.Struct, frozen=True, kw_only=True, tag="turn_arrived")
     """Its engine must have this label; empty: any."""
     resumed: bool = False
     """Lost its engine; it waits in front of all others."""
+    since_s: float | None = None
+    """Time since which it waits, if it has waited before and comes again in another way."""
     suspect: str = ""
     """Suspected cause of engine deaths. Until cleared, no other suspect and nothing of the same
     name shares its engine."""

@@ -59,9 +59,12 @@ class Fleet:
     def remove(self, engine: EngineId, _reason: str) -> None:
         self.guests.pop(engine, None)
 
-    def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> None:
+    def renewed(self, engine: EngineId, lease: Lease, *, idle_ratio: float | None = None) -> bool:
+        if engine not in self.guests:
+            return False
         self.guests[engine] = (self.guests[engine][0], lease)
         self.idle_ratios[engine] = idle_ratio
+        return True
 
     def hold(self, _engine: EngineId, *, held: bool) -> bool:
         return held
@@ -378,3 +381,40 @@ async def test_a_renewal_is_not_recorded_again() -> None:
     await stage.looks(after_s=4.0)
     assert all(lease.expires_s == 14.0 for lease in stage.held.values())
     assert stage.harvest.unrecorded == set()
+
+
+async def test_a_restart_whose_first_look_at_the_offers_is_lost_uses_its_leases_later() -> None:
+    state = SchedulerState(None)
+    first = Stage(state=state)
+    await first.looks()
+    second = Stage(state=state)
+    second.agents = second.harvest._agents = first.agents  # type: ignore[assignment]
+    agent, lost = first.agents["n"], [Exhausted("timeout")]
+    offers = agent.offers
+
+    async def offers_later() -> SlotOffers:
+        if lost:
+            raise lost.pop()
+        return await offers()
+
+    agent.offers = offers_later  # type: ignore[method-assign]
+    await second.harvest._adopt()
+    assert len(second.harvest.leases) == len(SLOTS) > len(second.fleet.guests)
+    for _ in range(5):
+        await second.looks(after_s=1.0)
+    assert len(second.fleet.guests) == len(SLOTS)
+
+
+@pytest.mark.parametrize("old", ["0-old", "z-old"])
+async def test_an_ended_lease_that_a_restart_finds_takes_no_guest_from_its_successor(
+    old: str,
+) -> None:
+    state = SchedulerState(None)
+    first = Stage(state=state)
+    await first.looks()
+    live = next(iter(first.harvest.leases.values()))
+    state.hold(msgspec.structs.replace(live, lease=LeaseId(old)))
+    second = Stage(state=state)
+    second.agents = second.harvest._agents = first.agents  # type: ignore[assignment]
+    await second.harvest._adopt()
+    assert len(second.harvest.leases) == len(second.fleet.guests) == len(SLOTS)

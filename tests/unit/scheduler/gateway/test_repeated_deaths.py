@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 
 from harvester.contracts.ids import EngineId
-from scheduler.gateway.policy.repeated_deaths import FORGET_S, HELD_S, RepeatedDeaths
+from scheduler.gateway.policy.repeated_deaths import (
+    _REMEMBERED,
+    FORGET_S,
+    HELD_S,
+    RepeatedDeaths,
+)
 
 PLACES, LOAD, RESTART_S = 8, 0.8, 30.0
 POISON = "poison"
@@ -256,3 +261,17 @@ def test_a_prompt_that_is_sent_again_is_known_and_one_without_deaths_is_forgotte
     policy.ended("harmless", A, now=80.0)
     assert policy.blamed("bad", now=80.0)
     assert set(policy._lives) == {"bad"}
+
+
+def test_engines_that_die_with_many_prompts_leave_no_more_than_are_remembered() -> None:
+    deaths, engine = RepeatedDeaths(), EngineId("e")
+    deaths.began("runs on", EngineId("other"), now=0.0)
+    deaths.died(["runs on"], now=0.0)
+    for death in range(200):
+        prompts = [f"{death}.{number}" for number in range(32)]
+        for prompt in prompts:
+            deaths.began(prompt, engine, now=float(death))
+        deaths.died(prompts, now=death + 0.5)
+        for prompt in prompts:
+            deaths.ended(prompt, engine, now=death + 0.5)
+    assert len(deaths._lives) <= _REMEMBERED + 1

@@ -807,6 +807,47 @@ def test_a_turn_that_comes_again_is_placed_by_what_it_says_then() -> None:
     assert _went(policy.observe(TurnLeft(turn="2"), now=5)) == {"again": "b"}
 
 
+def test_a_turn_that_comes_again_keeps_its_place_in_the_queue_and_is_not_refused() -> None:
+    policy = _policy(_offer("a", concurrency=1), queue_turns=2)
+    policy.observe(_turn("running"), now=0)
+    policy.observe(_turn("first"), now=1)
+    policy.observe(_turn("second"), now=2)
+    policy.observe(TurnWithdrawn(turn="first"), now=3)
+    policy.observe(_turn("third"), now=3)
+    (queued,) = policy.observe(_turn("first", since_s=1), now=3)
+    assert isinstance(queued, QueueTurn), "the queue was full in the meantime"
+    for ended, gets in (("running", "first"), ("first", "second"), ("second", "third")):
+        assert _went(policy.observe(TurnLeft(turn=ended), now=4)) == {gets: "a"}
+
+
+def test_a_turn_does_not_wait_for_a_faster_engine_that_is_closed() -> None:
+    policy = _policy(_offer("fast", concurrency=8), _offer("slow", concurrency=8))
+    for other, seconds in (("slow", 0.1), ("fast", 0.4)):
+        for name in map(str, range(10)):
+            policy.observe(_turn(name, avoid=(EngineId(other),)), now=0)
+            policy.observe(TurnLeft(turn=name, tokens=100, seconds=seconds), now=0)
+    assert list(policy.speeds()) == ["fast", "slow"]
+    for name in ("1", "2"):
+        assert _went(policy.observe(_turn(name, avoid=(EngineId("slow"),)), now=0)) == {
+            name: "fast"
+        }
+    assert _went(policy.observe(TurnLeft(turn="1", refused_s=30), now=0)) == {}
+    policy.observe(TurnLeft(turn="2", refused_s=30), now=0)
+    assert _went(policy.observe(_turn("3"), now=0)) == {"3": "slow"}
+
+
+def test_held_turns_of_unlike_lengths_are_judged_each_by_its_own() -> None:
+    policy = _policy(_offer("a", context=10))
+    pin = {"minimum": WeightVersion(9), "pin_until_s": 100.0}
+    for name, tokens in (("long", 25), ("short", 15)):
+        (held,) = policy.observe(_turn(name, context_tokens=tokens, **pin), now=0)
+        assert isinstance(held, HoldTurn)
+    (refused,) = policy.observe(ContextLimited(tokens=20), now=1)
+    assert isinstance(refused, RefuseTurn)
+    assert refused.turn == "long"
+    assert (policy.held_turns_of(JOB), policy.queued_turns) == (1, 0)
+
+
 def _went(effects) -> dict[str, str]:
     return {e.turn: e.engine for e in effects if isinstance(e, DispatchTurn)}
 

@@ -1,0 +1,107 @@
+"""The wait for a place: how long it lasts over arrivals that differ."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.policy.course import PlaceWait
+from scheduler.gateway.policy.routing import RoutingPolicy
+from scheduler.gateway.policy.routing_events import (
+    DispatchTurn,
+    EngineOffered,
+    Refusal,
+    RefuseTurn,
+    RoutingConfig,
+)
+from scheduler.gateway.policy.trajectories import Turn, TurnLedger
+from scheduler.gateway.policy.versions_events import Retarget
+from scheduler.model import EngineKind
+
+JOB = JobId("job")
+QUEUE_S = 0.4
+
+
+@pytest.fixture
+def dispatcher() -> Dispatcher:
+    made = Dispatcher(RoutingPolicy(RoutingConfig()), MonotonicClock(), queue_s=QUEUE_S)
+    made.observe(Retarget(job=JOB, version=WeightVersion(1)))
+    return made
+
+
+def turn(name: str) -> Turn:
+    request = GenerateRequest(
+        request_id=name, token_ids=(1,), sampling_params=SamplingParams(max_tokens=4)
+    )
+    opened = TurnLedger(JOB).open(request, trajectory=TrajectoryId(name))
+    assert opened is not None
+    return opened
+
+
+def offer(engine: EngineId) -> EngineOffered:
+    return EngineOffered(
+        engine=engine,
+        kind=EngineKind.DEDICATED,
+        concurrency=1,
+        job=JOB,
+        version=WeightVersion(1),
+    )
+
+
+async def place(dispatcher: Dispatcher, name: str, wait: PlaceWait, for_s: float) -> Any:
+    until_s = MonotonicClock().now() + for_s
+    avoid = (EngineId("away"),)
+    return await dispatcher.place(
+        turn(name), resumed=False, wait=wait, avoid=avoid, until_s=until_s
+    )
+
+
+async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_looked_at(
+    dispatcher: Dispatcher,
+) -> None:
+    wait = PlaceWait()
+    async with asyncio.timeout(10 * QUEUE_S):
+        while (placed := await place(dispatcher, "t", wait, QUEUE_S / 4)) is None:
+            pass
+    assert isinstance(placed, RefuseTurn)
+    assert placed.refusal is Refusal.UNSERVED
+
+
+async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_wait_for(
+    dispatcher: Dispatcher,
+) -> None:
+    unfit = EngineId("unfit")
+    dispatcher.observe(offer(unfit))
+    until_s = MonotonicClock().now() + 10 * QUEUE_S
+    placed = await dispatcher.place(
+        turn("t"), resumed=False, wait=PlaceWait(), avoid=(unfit,), unfit={unfit}, until_s=until_s
+    )
+    assert isinstance(placed, RefuseTurn)
+    assert placed.refusal is Refusal.UNSERVED
+    waits = dispatcher.place(
+        turn("t"), resumed=False, wait=PlaceWait(), avoid=(unfit,), until_s=until_s
+    )
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2 * QUEUE_S):
+            await waits
+
+
+async def test_a_turn_that_comes_again_is_placed_before_those_that_came_meanwhile(
+    dispatcher: Dispatcher,
+) -> None:
+    wait = PlaceWait()
+    assert await place(dispatcher, "first", wait, 0.02) is None
+    second = asyncio.create_task(place(dispatcher, "second", PlaceWait(), 10.0))
+    await asyncio.sleep(0)
+    first = asyncio.create_task(place(dispatcher, "first", wait, 10.0))
+    await asyncio.sleep(0)
+    dispatcher.observe(offer(EngineId("e")))
+    async with asyncio.timeout(5):
+        assert isinstance(await first, DispatchTurn)
+    assert not second.done()
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
