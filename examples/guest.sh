@@ -8,6 +8,7 @@
 # configuration and tokenizer. On a CPU add --enforce-eager --dtype bfloat16, TORCHDYNAMO_DISABLE=1 (vLLM
 # otherwise compiles for 20 s of production's core at the first request for log-probabilities) and
 # VLLM_ENABLE_V1_MULTIPROCESSING=0 OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind (else its worker spins).
+# vLLM wants 0.92 of all memory at first: --gpu-memory-utilization 0.1 and VLLM_CPU_KVCACHE_SPACE=1 are enough for a trial.
 # Before vLLM 0.30 leave --enable-scale-out out. The development routes (VLLM_SERVER_DEV_MODE) must stay on loopback.
 set -euo pipefail
 

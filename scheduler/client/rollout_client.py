@@ -248,6 +248,9 @@ class AsyncRolloutClient:
         return self._peer
 
     def _opened(self, token_ids: Sequence[int], sampling: Sampling, options: TurnOptions) -> Turn:
+        if unknown := sorted(options.keys() - TurnOptions.__annotations__.keys()):
+            # A misspelt pin would be no pin.
+            raise TypeError(f"no such option: {', '.join(unknown)}")
         pin = options.get("weight_version")
         name = options.get("request_id") or uuid4().hex
         trajectory = checked_trajectory(options.get("trajectory"), request_id=name)

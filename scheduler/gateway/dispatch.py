@@ -157,10 +157,9 @@ class Dispatcher:
                 return None
 
     def close(self) -> None:
-        """Refuse all waiting turns."""
+        """Refuse all waiting turns, also where the policy has failed."""
         for turn, waiting in tuple(self._waiting.items()):
             if not waiting.done():
-                self.observe(TurnWithdrawn(turn=turn))
                 reason = "the gateway is shutting down"
                 waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=reason))
 

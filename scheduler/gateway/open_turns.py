@@ -226,7 +226,8 @@ class OpenTurns:
         assert held.task is not None
         held.abandoned = True
         if not held.task.cancel():
-            self._forget(held)
+            # Its end may not have been taken note of yet: uvloop runs timers before callbacks.
+            asyncio.get_running_loop().call_soon(self._forget, held)
 
     def _forget(self, held: _Open) -> None:
         if self._open.get(held.turn.request.request_id) is held:

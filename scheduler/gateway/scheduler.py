@@ -5,7 +5,7 @@ import logging
 import secrets
 import sqlite3
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -272,19 +272,23 @@ class Scheduler:
 
     async def close(self) -> None:
         """Open turns end with their tokens so far; leases are given back."""
-        self.runner.close()
-        for open_turns in self._open_turns.values():
-            await open_turns.close()
+        async with AsyncExitStack() as steps:
+            # The last one first; each is taken although one before it has failed.
+            for close in (self.state.close, self._capacity_log.close, self._versions_log.close):
+                steps.callback(close)
+            steps.push_async_callback(self.fleet.close)
+            for renderer in self._renderers:
+                steps.callback(renderer.close)
+            steps.push_async_callback(self.harvest.release_all)
+            steps.push_async_callback(self._end_loops)
+            for open_turns in self._open_turns.values():
+                steps.push_async_callback(open_turns.close)
+            steps.callback(self.runner.close)
+
+    async def _end_loops(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.harvest.release_all()
-        for renderer in self._renderers:
-            renderer.close()
-        await self.fleet.close()
-        self._versions_log.close()
-        self._capacity_log.close()
-        self.state.close()
 
     async def generate(
         self,

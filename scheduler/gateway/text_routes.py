@@ -222,6 +222,7 @@ class TextRoutes:
         texts = [text.stopped_texts(turn) for turn in turns]
         streamed = StreamedText(text.dialect, text.to_render, turns[0].token_ids)
         options = text.stream_options
+        created = 0
         async with event_stream(request) as send:
             async for choice in samples.chunks(every_s=CHUNK_PERIOD_S):
                 turn, first = turns[choice.index], choice.index not in states
@@ -234,6 +235,7 @@ class TextRoutes:
                         streamed, turn.token_ids, chunk, states.get(choice.index)
                     )
                 told |= {"id": text.name, "model": text.model}
+                created = told.get("created", created)
                 told |= {} if choice.finish_reason is None else samples.versions(choice.index)
                 told.pop("usage", None)
                 if wants_usage(options, "include_usage", "continuous_usage_stats"):
@@ -251,6 +253,7 @@ class TextRoutes:
                 await send(told)
             if wants_usage(options):
                 last = {"id": text.name, "object": text.dialect.chunk_object, "model": text.model}
+                last["created"] = created
                 await send(last | {"choices": [], "usage": msgspec.to_builtins(samples.usage())})
         return send.response
 

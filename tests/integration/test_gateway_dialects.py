@@ -70,7 +70,7 @@ async def test_completions_answer_prompts_and_samples_in_order() -> None:
 
 
 async def test_a_stream_carries_the_same_text_and_ends_with_usage() -> None:
-    text, ends, usage = "", [], None
+    text, ends, usage, created = "", [], None, set()
     async with served() as (_, client):
         chunks = await client.chat.completions.create(
             model="job",
@@ -80,12 +80,14 @@ async def test_a_stream_carries_the_same_text_and_ends_with_usage() -> None:
             stream_options={"include_usage": True},
         )
         async for chunk in chunks:
+            created.add(chunk.created)
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 ends += [choice.finish_reason] if choice.finish_reason else []
             usage = chunk.usage or usage
     assert text == text_of(continued(IDS, 9, version=0))
     assert ends == ["length"]
+    assert created == {1}
     assert usage is not None
     assert usage.completion_tokens == 9
 

@@ -214,3 +214,32 @@ async def test_an_error_of_a_policy_ends_the_gateway_and_not_only_a_call(
         with pytest.raises(KeyError):
             async with asyncio.timeout(5):
                 await scheduler.failed()
+
+
+async def test_a_gateway_whose_policy_goes_on_failing_answers_its_clients_as_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine(step_s=0.01, epoch=None)
+    async with gateway_on(engine) as gateway:
+        scheduler = gateway.scheduler
+        running = [asyncio.create_task(gateway.generate(f"r{n}", 1000)) for n in range(12)]
+        await gateway.until_tokens(2, turns=8)
+        released: list[bool] = []
+
+        async def release_all() -> None:
+            released.append(True)
+
+        def fails(_event: object, *, now: float) -> None:
+            raise KeyError(now)
+
+        monkeypatch.setattr(scheduler.harvest, "release_all", release_all)
+        monkeypatch.setattr(scheduler.dispatcher.policy, "observe", fails)
+        gateway.service.close()
+        scheduler.runner.close()
+        answers = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 5)
+        # A 500 has no JSON; a connection that breaks would be another error.
+        assert all(isinstance(each, tuple | aiohttp.ContentTypeError) for each in answers)
+        await scheduler.close()
+        assert released
+        monkeypatch.undo()
+        monkeypatch.setattr(scheduler, "close", release_all)

@@ -203,6 +203,14 @@ async def test_a_client_that_begins_while_the_gateway_is_away_uses_the_engines_t
             await one.generate(PROMPT, sampling(5), equal_numerics="other")
 
 
+async def test_an_option_that_does_not_exist_is_refused_as_a_misspelt_pin_is_none(
+    fake_engine: Start, gateway: Start
+) -> None:
+    async with client_of(gateway(fake_engine())) as client:
+        with pytest.raises(TypeError, match="weight_verison"):
+            await client.generate(PROMPT, sampling(2), weight_verison=9)  # type: ignore[call-arg]
+
+
 async def test_a_trajectory_that_has_ended_ends_its_open_turns(
     fake_engine: Start, gateway: Start
 ) -> None:

@@ -70,11 +70,16 @@ class EngineLoad:
         """A guest of unknown speed, or that fell silent, has places for a few turns only."""
         if now < self.closed_until_s:
             return 0
-        places = self.concurrency if self.limit is None else min(self.concurrency, self.limit)
+        places = self.places
         unknown = self.tokens * self._faded(half_life_s, now) < _GUESS_TOKENS
         if self.kind is EngineKind.GUEST and (unknown or self.stalled_s is not None):
             places = min(places, PROBE_TURNS)
         return max(0, places - self.open_turns)
+
+    @property
+    def places(self) -> int:
+        """Turns at once, as far as its refusals have told."""
+        return self.concurrency if self.limit is None else min(self.concurrency, self.limit)
 
     @property
     def s_per_token_alone(self) -> float | None:

@@ -488,7 +488,7 @@ class RoutingPolicy:
                 places[engine] = turn_s
             if not faster_places:
                 fastest_s = turn_s
-            faster_places += load.concurrency
+            faster_places += load.places
         return places
 
     def _choose(
