@@ -7,7 +7,7 @@ import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -41,6 +41,7 @@ _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
+_FAULT_CHARS = 300
 _DRAIN_S = 1.0
 """The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
@@ -94,6 +95,15 @@ class EngineBusy(Exhausted):
 
 class _StageState(msgspec.Struct, frozen=True):
     state: str
+    message: str = ""
+
+
+class Staged(NamedTuple):
+    """What an engine's preparation of a version came to."""
+
+    ready: bool
+    fault: str = ""
+    """Why its workers cannot prepare the version; empty where they can, or tell nothing."""
 
 
 _STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])
@@ -261,8 +271,8 @@ class EngineClient:
             return _left_by(error)
         return change_between(given, report.identity) if self.identity == given else Change.NONE
 
-    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> bool:
-        """Have the engine prepare a version while it samples; whether it has.
+    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> Staged:
+        """Have the engine prepare a version while it samples.
 
         An engine that cannot, or not in time, prepares it within the switch.
         """
@@ -273,10 +283,11 @@ class EngineClient:
                     workers = await self._identity_client.of_workers(call, _STAGE)
                     states = {worker.state for worker in workers}
                     if "running" not in states:
-                        return states == {"ready"}
+                        faults = (each.message for each in workers if each.state == "failed")
+                        return Staged(states == {"ready"}, next(faults, "")[:_FAULT_CHARS])
                     await asyncio.sleep(_STAGE_POLL_S)
         except _BROKEN:
-            return False
+            return Staged(ready=False)
 
     async def switch(
         self, *, store: str, version: WeightVersion, timeout_s: float, adapter: str | None = None

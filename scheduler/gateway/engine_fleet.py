@@ -10,12 +10,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import RoseMuxError
+from harvester.contracts.errors import Exhausted, RoseMuxError
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineClient, EngineLost
+from scheduler.gateway.engine_client import EngineClient, EngineLost, Staged
 from scheduler.gateway.fleet_member import Member, numerics_of
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.routing_events import (
@@ -48,6 +48,7 @@ _log = logging.getLogger(__name__)
 
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
+STAGE_AGAIN_S = 1.0
 
 
 class EngineFleet:
@@ -242,19 +243,31 @@ class EngineFleet:
     async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
         """Engines that serve the job prepare its next version while their turns run.
 
-        Waits for the dedicated ones only, and not for long: it only shortens the switch.
+        Waits for the dedicated ones only, and not for long: it only shortens the switch. Raises
+        Exhausted where all of them tell that they cannot load it, since a switch would leave the
+        job without an engine. A store may show a version later to them than to its publisher.
         """
         target = self.policy.target
         if target is None or target.job != job or target.version >= version:
             return
-        waited = []
-        for member in self.members.values():
-            if member.up:
-                work = member.client.stage(store=store, version=version, timeout_s=STAGE_S)
-                staging = self._spawn(work)
-                if member.engine.kind is EngineKind.DEDICATED:
-                    waited.append(staging)
-        await asyncio.gather(*waited)
+
+        def staging(kind: EngineKind) -> list[asyncio.Task[Staged]]:
+            return [
+                self._spawn(member.client.stage(store=store, version=version, timeout_s=STAGE_S))
+                for member in self.members.values()
+                if member.up and member.engine.kind is kind
+            ]
+
+        staging(EngineKind.GUEST)
+        until_s = self._clock.now() + STAGE_S
+        while True:
+            faults = [one.fault for one in await asyncio.gather(*staging(EngineKind.DEDICATED))]
+            if not faults or not all(faults):
+                return
+            if self._clock.now() >= until_s:
+                what = f"no engine can load version {version} of store {store}"
+                raise Exhausted(f"nothing was changed: {what}: {faults[0]}")
+            await asyncio.sleep(STAGE_AGAIN_S)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)

@@ -52,6 +52,8 @@ class FakeEngine:
         self.version = 0
         self.updated: dict[str, Any] | None = None
         self.staged: list[list[Any]] = []
+        self.stage_fault = ""
+        """Why no version can be prepared; empty: one can."""
         self.models: list[str | None] = []
         self.extra_args: list[dict[str, Any]] = []
         self.initialised = False
@@ -199,6 +201,9 @@ class FakeEngine:
         asked = [*body["kwargs"].values(), self.open]
         known = any(seen[:2] == asked[:2] for seen in self.staged)
         self.staged.append(asked)
+        if self.stage_fault:
+            failed = {"state": "failed", "message": self.stage_fault}
+            return web.json_response({"results": [failed]})
         return web.json_response({"results": [{"state": "ready" if known else "running"}]})
 
     async def look(self, _request: web.Request) -> web.Response:

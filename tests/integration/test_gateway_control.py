@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.ids import JobId
+from scheduler.gateway import engine_fleet
 from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from tests.integration.fake_engine import FakeEngine
@@ -226,3 +227,39 @@ async def test_errors_of_vllms_route_have_vllms_form() -> None:
             assert (status, error["code"], error["type"]) == (400, 400, "BadRequestError")
             assert error["param"] is None
             assert "sampling_params" in error["message"]
+
+
+async def test_a_version_that_no_engine_can_load_changes_nothing_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_fleet, "STAGE_S", 0.2)
+    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    engines = [engine(), engine()]
+    async with gateway_on(*engines) as gateway:
+        assert (await gateway.publish(2))[0] == 200
+        for each in engines:
+            each.stage_fault = "version 50 is not published yet"
+        status, reply = await gateway.publish(50)
+        assert status == 503
+        assert reply["error"].startswith("nothing was changed")
+        assert "not published yet" in reply["error"]
+        _, choice = await gateway.generate("r", 3)
+        assert {span["version"] for span in choice["spans"]} == {2}
+        engines[0].stage_fault = ""
+        status, _ = await gateway.publish(3)
+        assert status == 200, "one of them can load it"
+
+
+async def test_a_version_that_the_engines_see_a_moment_later_is_published(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    fake = engine()
+    async with gateway_on(fake) as gateway:
+        await gateway.publish(2)
+        fake.stage_fault = "version 3 is not published yet"
+        published = asyncio.create_task(gateway.publish(3))
+        await gateway.until(lambda: len(fake.staged) > 4)
+        assert not published.done()
+        fake.stage_fault = ""
+        assert (await published)[0] == 200

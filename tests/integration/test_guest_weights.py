@@ -66,9 +66,10 @@ async def test_versions_pass_a_closed_gate_and_a_waiting_turn_samples_with_the_n
         with closing(client), Publisher(Path(slot.weights) / "job") as publisher:
             for number in (1, 2):
                 published = publisher.publish(state)
-                assert await client.stage(
+                staged = await client.stage(
                     store="job", version=WeightVersion(number), timeout_s=60.0
                 )
+                assert staged.ready
                 await client.switch(store="job", version=WeightVersion(number), timeout_s=120.0)
                 version, report = await held(session, slot)
                 assert version == str(number)

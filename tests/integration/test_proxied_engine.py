@@ -53,7 +53,8 @@ async def test_versions_turns_and_aborts_pass_the_proxy(
                 for number in (1, 2):
                     publisher.publish(state)
                     version = WeightVersion(number)
-                    assert await client.stage(store=STORE, version=version, timeout_s=60.0)
+                    staged = await client.stage(store=STORE, version=version, timeout_s=60.0)
+                    assert staged.ready
                     await client.switch(store=STORE, version=version, timeout_s=120.0)
                     _, report = await held(session, slot)
                     assert (report["store"], report["version"]) == (STORE, number)

@@ -98,7 +98,7 @@ class WorkerWeights:
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
         """Prepare a version in the background; returns its state and a message."""
         if self._asleep:
-            return {"state": "failed", "message": "asleep: the update prepares by itself"}
+            return {"state": "asleep", "message": "the update prepares by itself"}
         status = self._weights.stage(update_info.requested())
         return {"state": status.state.value, "message": status.message}
 
