@@ -98,8 +98,8 @@ class _StageState(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class Staged(NamedTuple):
-    """What an engine's preparation of a version came to."""
+class StageReply(NamedTuple):
+    """The outcome of an engine's preparation of a version."""
 
     ready: bool
     fault: str = ""
@@ -271,7 +271,7 @@ class EngineClient:
             return _left_by(error)
         return change_between(given, report.identity) if self.identity == given else Change.NONE
 
-    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> Staged:
+    async def stage(self, *, store: str, version: WeightVersion, timeout_s: float) -> StageReply:
         """Have the engine prepare a version while it samples.
 
         An engine that cannot, or not in time, prepares it within the switch.
@@ -284,10 +284,10 @@ class EngineClient:
                     states = {worker.state for worker in workers}
                     if "running" not in states:
                         faults = (each.message for each in workers if each.state == "failed")
-                        return Staged(states == {"ready"}, next(faults, "")[:_FAULT_CHARS])
+                        return StageReply(states == {"ready"}, next(faults, "")[:_FAULT_CHARS])
                     await asyncio.sleep(_STAGE_POLL_S)
         except _BROKEN:
-            return Staged(ready=False)
+            return StageReply(ready=False)
 
     async def switch(
         self, *, store: str, version: WeightVersion, timeout_s: float, adapter: str | None = None

@@ -15,7 +15,7 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineClient, EngineLost, Staged
+from scheduler.gateway.engine_client import EngineClient, EngineLost, StageReply
 from scheduler.gateway.fleet_member import Member, numerics_of
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.routing_events import (
@@ -251,7 +251,7 @@ class EngineFleet:
         if target is None or target.job != job or target.version >= version:
             return
 
-        def staging(kind: EngineKind) -> list[asyncio.Task[Staged]]:
+        def staging(kind: EngineKind) -> list[asyncio.Task[StageReply]]:
             return [
                 self._spawn(member.client.stage(store=store, version=version, timeout_s=STAGE_S))
                 for member in self.members.values()

@@ -78,7 +78,7 @@ class EngineLoad:
 
     @property
     def places(self) -> int:
-        """Turns at once, as far as its refusals have told."""
+        """Turns at once, as far as its refusals say."""
         return self.concurrency if self.limit is None else min(self.concurrency, self.limit)
 
     @property
