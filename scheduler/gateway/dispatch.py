@@ -4,7 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
@@ -158,10 +158,14 @@ class Dispatcher:
 
     def close(self) -> None:
         """Refuse all waiting turns, also where the policy has failed."""
-        for turn, waiting in tuple(self._waiting.items()):
-            if not waiting.done():
-                reason = "the gateway is shutting down"
-                waiting.set_result(RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=reason))
+        reason = "the gateway is shutting down"
+        refused = [turn for turn, waiting in self._waiting.items() if not waiting.done()]
+        for turn in refused:
+            refusal = RefuseTurn(turn=turn, refusal=Refusal.UNSERVED, reason=reason)
+            self._waiting[turn].set_result(refusal)
+        for turn in refused:
+            with suppress(Exception):
+                self.observe(TurnWithdrawn(turn=turn))
 
     def other_places(self, turn: Turn, *, avoid: tuple[EngineId, ...]) -> int:
         arrived = arrival(turn, resumed=True, avoid=avoid)

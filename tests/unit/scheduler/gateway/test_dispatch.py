@@ -17,6 +17,7 @@ from scheduler.gateway.policy.routing_events import (
     Refusal,
     RefuseTurn,
     RoutingConfig,
+    TurnLeft,
 )
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
 from scheduler.gateway.policy.versions_events import Retarget
@@ -105,3 +106,22 @@ async def test_a_turn_that_comes_again_is_placed_before_those_that_came_meanwhil
     assert not second.done()
     second.cancel()
     await asyncio.gather(second, return_exceptions=True)
+
+
+async def test_the_end_refuses_all_that_wait_and_leaves_nothing_in_the_queue(
+    dispatcher: Dispatcher,
+) -> None:
+    dispatcher.observe(offer(EngineId("e")))
+    assert isinstance(await place(dispatcher, "runs", PlaceWait(), 10.0), DispatchTurn)
+    waiting = [
+        asyncio.create_task(place(dispatcher, f"t{number}", PlaceWait(), 10.0))
+        for number in range(3000)
+    ]
+    await asyncio.sleep(0)
+    assert dispatcher.policy.queued_turns == 3000
+    dispatcher.close()
+    assert dispatcher.policy.queued_turns == 0
+    dispatcher.observe(TurnLeft(turn=turn("runs").key))
+    placed = await asyncio.gather(*waiting)
+    assert all(isinstance(each, RefuseTurn) for each in placed)
+    assert dispatcher.policy.open_turns == 0
