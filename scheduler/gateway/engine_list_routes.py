@@ -10,6 +10,7 @@ slime and miles call these with `--rollout-external-engine-addrs` and `--sglang-
 gateway. Engines of their own are refused: the gateway's engines are those of its configuration.
 """
 
+from collections.abc import Awaitable, Callable
 from pathlib import PurePosixPath
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from harvester.contracts.errors import PeerProtocolError, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.wire.rollouts import VersionSwitched
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.text_routes import JobOf
@@ -69,9 +71,16 @@ class RouterLoads(msgspec.Struct, frozen=True):
 
 
 class EngineListRoutes:
-    def __init__(self, scheduler: Scheduler, job_of: JobOf) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        job_of: JobOf,
+        activate: Callable[[web.Request], Awaitable[VersionSwitched]],
+    ) -> None:
+        """`activate` refuses callers that may not take the engines."""
         self._scheduler = scheduler
         self._job_of = job_of
+        self._activate = activate
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -123,7 +132,7 @@ class EngineListRoutes:
                 "begin this run as another job"
             )
         else:
-            await self._scheduler.activate(job)
+            await self._activate(request)
         return json_reply(ControlReply(success=True, message="Weights pulled"))
 
     async def _loaded(self, request: web.Request) -> web.Response:

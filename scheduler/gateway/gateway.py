@@ -178,7 +178,7 @@ class Gateway:
                     *TextRoutes(scheduler, self._job, self._admitted).routes(),
                     *AbortRoutes(scheduler, self._job).routes(),
                     *SglangRoutes(scheduler, self._job, self._admitted).routes(),
-                    *EngineListRoutes(scheduler, self._job).routes(),
+                    *EngineListRoutes(scheduler, self._job, self._activated).routes(),
                     *TinkerRoutes(scheduler, self._job, self._admitted, self.open_bodies).routes(),
                     openapi_route(),
                     web.post("/v1/stops", self._stop),
@@ -267,6 +267,9 @@ class Gateway:
         return json_reply(VersionSwitched(version=published.version, engines=engines))
 
     async def _activate(self, request: web.Request) -> web.Response:
+        return json_reply(await self._activated(request))
+
+    async def _activated(self, request: web.Request) -> VersionSwitched:
         job = self._job(request)
         if self._displaces(self._tenant(request)):
             raise web.HTTPConflict(
@@ -274,7 +277,7 @@ class Gateway:
                 "have ended, or let the operator activate"
             )
         version, engines = await self._scheduler.activate(job)
-        return json_reply(VersionSwitched(version=WeightVersion(version), engines=engines))
+        return VersionSwitched(version=WeightVersion(version), engines=engines)
 
     def _displaces(self, tenant: str | None) -> bool:
         """Whether an activation takes engines from another tenant's open turns."""

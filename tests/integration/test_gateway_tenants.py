@@ -81,6 +81,24 @@ async def test_no_tenant_takes_the_engines_from_open_turns_of_another(tmp_path: 
         assert (await answered(gateway, "operator", "/v1/jobs/job/activate", {}))[0] == 200
 
 
+async def test_pulling_the_first_weights_takes_no_engine_from_another_tenant_either(
+    tmp_path: Path,
+) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    site = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(site, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        site.running.clear()
+        turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+        open_ = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
+        await gateway.until(lambda: site.open == 1)
+        first = {"source_dir": "/srv/weights/b", "target_version": 0}
+        status, told = await answered(gateway, "b", "/pull_weights", first)
+        assert (status, "another tenant's job" in told) == (409, True)
+        site.running.set()
+        assert (await open_)[0] == 200
+        assert (await answered(gateway, "b", "/pull_weights", first))[0] == 200
+
+
 async def test_a_prompt_that_failed_for_one_tenant_is_tried_for_another(tmp_path: Path) -> None:
     jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
     engine = FakeEngine(step_s=0.002, epoch=None)

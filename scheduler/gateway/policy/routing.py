@@ -24,7 +24,7 @@ no clock.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -272,9 +272,9 @@ class RoutingPolicy:
     def _wait(self, queued: _Queued, rank: int) -> None:
         turn = queued.turn
         line = self._lines.setdefault(self._line_key(turn), _Line())
-        line.waiting[rank].append(queued)
-        if turn.since_s is not None:
-            _settle(line.waiting[rank])
+        waiting = line.waiting[rank]
+        # A turn that comes again keeps its place: lines are in the order of their times.
+        waiting.insert(bisect_right(waiting, queued.since_s, key=_since), queued)
         last = self._last.get((turn.job, turn.trajectory))
         if rank == _BEGUN and last is not None:
             near = line.begun_on.setdefault(last, deque())
@@ -530,12 +530,8 @@ class RoutingPolicy:
         return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
 
 
-def _settle(waiting: deque[_Queued]) -> None:
-    """Moves the last arrival before those that have waited for less long."""
-    place = len(waiting) - 1
-    while place > 0 and waiting[place - 1].since_s > waiting[place].since_s:
-        waiting[place - 1], waiting[place] = waiting[place], waiting[place - 1]
-        place -= 1
+def _since(queued: _Queued) -> float:
+    return queued.since_s
 
 
 def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:

@@ -820,6 +820,21 @@ def test_a_turn_that_comes_again_keeps_its_place_in_the_queue_and_is_not_refused
         assert _went(policy.observe(TurnLeft(turn=ended), now=4)) == {gets: "a"}
 
 
+def test_a_whole_batch_that_comes_again_keeps_its_order() -> None:
+    policy = _policy(_offer("a", concurrency=1))
+    policy.observe(_turn("running"), now=0)
+    names = [str(number) for number in range(8000)]
+    for at, name in enumerate(names, start=1):
+        policy.observe(_turn(name), now=at)
+    for at, name in enumerate(names, start=1):
+        policy.observe(TurnWithdrawn(turn=name), now=9000)
+        policy.observe(_turn(name, since_s=at), now=9000)
+    ended = "running"
+    for name in names[:20]:
+        assert _went(policy.observe(TurnLeft(turn=ended), now=9001)) == {name: "a"}
+        ended = name
+
+
 def test_a_turn_does_not_wait_for_a_faster_engine_that_is_closed() -> None:
     policy = _policy(_offer("fast", concurrency=8), _offer("slow", concurrency=8))
     for other, seconds in (("slow", 0.1), ("fast", 0.4)):
