@@ -424,6 +424,10 @@ class EngineFleet:
             fault = self._clash_of_member(member)
         except EngineLost as error:
             fault = str(error)
+        except Exception as error:
+            # Not foreseen; without an end, the engine would be updating for ever.
+            _log.exception("engine %s: update to %s", effect.engine, effect.version)
+            fault = f"{type(error).__name__}: {error}"
         self.review_contexts()
         if member.updating is asyncio.current_task():
             member.updating, member.fault = None, fault
@@ -465,7 +469,7 @@ class EngineFleet:
                 and self._serving(other.engine.engine)
                 and (fault := self._clash_of_member(other))
             ):
-                self.down(other, fault)
+                self.down(other, fault, cut=Cut.CLASH)
 
     async def _numerics(self, member: Member) -> str:
         member.release = await member.client.vllm_version()

@@ -126,9 +126,11 @@ class Harvest:
         """One sample, one decision, its effects."""
         for name in sorted(self.unrecorded):
             self._record(name)
-        for name in sorted(self._doubted & self.leases.keys()):
-            await self._renew(self.leases[name])
-        self._doubted.clear()
+        # Doubts that come while agents are asked are for the next look.
+        doubted, self._doubted = self._doubted, set()
+        for name in sorted(doubted):
+            if (lease := self.leases.get(name)) is not None:
+                await self._renew(lease)
         await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
         demands = self._demands()
         # Agents refuse by themselves; one from before stops, or out of reach, is not asked at all.

@@ -1,11 +1,18 @@
 """One attempt that runs on an engine, and why it may be cut."""
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.trajectories import Turn
+
+_TOGETHER_S = 0.1
+"""Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
+as some of them."""
+_STREAMED_TOGETHER_S = 0.02
+"""The same for a streamed reply, while they come faster: one that comes alone waits for nothing."""
 
 
 class Cut(StrEnum):
@@ -28,6 +35,9 @@ class Cut(StrEnum):
     """Its engine breaks stream upon stream and is alive; no turn is to blame."""
     WEIGHTS = "weights"
     """Another caller changed the engine's weights; it lives, and no turn is to blame."""
+    CLASH = "clash"
+    """Its engine's tokens do not go together with another one's; it lives, and no turn is to
+    blame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +45,8 @@ class RunningAttempt:
     turn: Turn
     began_s: float
     heard_s: float
+    gap_s: float = math.inf
+    """Time between the last two chunks, in s; 0 for chunks that were read together."""
     course: TurnCourse = field(default_factory=TurnCourse)
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
@@ -59,9 +71,18 @@ class RunningAttempt:
 
     def hear(self, *, now: float, pause_s: float) -> None:
         """A chunk came; a gap of more than `pause_s` before it was a pause."""
-        gap_s, self.heard_s = now - self.heard_s, now
-        if gap_s > pause_s:
-            self.paused_s += gap_s
+        self.gap_s, self.heard_s = now - self.heard_s, now
+        if self.gap_s > pause_s:
+            self.paused_s += self.gap_s
+
+    @property
+    def together_s(self) -> float:
+        """Time that the next tokens may wait for more, in s; the first ones never wait."""
+        if not self.tokens:
+            return 0.0
+        if not self.turn.is_streamed:
+            return _TOGETHER_S
+        return _STREAMED_TOGETHER_S if self.gap_s < _STREAMED_TOGETHER_S else 0.0
 
     def excuse(self, silence_s: float, *, now: float) -> None:
         """Takes time in which the gateway itself did not listen off the silence."""

@@ -45,9 +45,6 @@ from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
 
 _WATCH_S = 0.25
-_TOGETHER_S = 0.1
-"""Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
-as some of them."""
 _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
 """The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
@@ -76,7 +73,7 @@ class TurnRunner:
             *(timeouts.stall_s, timeouts.guest_stall_s),
             *(timeouts.guest_tail_stall_s, timeouts.silence_s),
         )
-        self._wait_s = min(_TOGETHER_S, min(silences_s) / 10)
+        self._together_s = min(silences_s) / 10
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = BlamePolicy()
@@ -491,7 +488,7 @@ class TurnRunner:
             epoch=epoch,
             priority=turn.request.priority,
             ended=ended,
-            wait_s=lambda: 0.0 if turn.is_streamed or not running.tokens else self._wait_s,
+            wait_s=lambda: min(running.together_s, self._together_s),
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf

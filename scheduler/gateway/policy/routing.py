@@ -274,7 +274,12 @@ class RoutingPolicy:
         line = self._lines.setdefault(self._line_key(turn), _Line())
         waiting = line.waiting[rank]
         # A turn that comes again keeps its place: lines are in the order of their times.
-        waiting.insert(bisect_right(waiting, queued.since_s, key=_since), queued)
+        at = bisect_right(waiting, queued.since_s, key=_since)
+        if at and not self._waits(waiting[at - 1]):
+            # Its own arrival before, as a rule: behind a first turn that waits they would pile up.
+            waiting[at - 1] = queued
+        else:
+            waiting.insert(at, queued)
         last = self._last.get((turn.job, turn.trajectory))
         if rank == _BEGUN and last is not None:
             near = line.begun_on.setdefault(last, deque())
@@ -402,6 +407,9 @@ class RoutingPolicy:
                 placed.append(self._dispatch(turn, engine, reason, now))
                 if (since_s := self._since_s(line, rank)) is not None:
                     heappush(heads, (since_s, place, line))
+        # A queue that never is empty would gather a line for each version and each set of engines
+        # to avoid that ever was.
+        self._lines = {key: line for key, line in self._lines.items() if len(line)}
         return tuple(placed)
 
     def _since_s(self, line: _Line, rank: int) -> float | None:

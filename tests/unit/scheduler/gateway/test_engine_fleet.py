@@ -1,7 +1,10 @@
 """The fleet's engines between the placement of a turn and its first attempt."""
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
@@ -10,32 +13,42 @@ from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.trajectories import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     JobActivated,
+    TimePassed,
     VersionPublished,
     VersionsConfig,
 )
-from scheduler.gateway.running_attempt import RunningAttempt
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.model import Engine, EngineKind
 
 JOB, ENGINE = JobId("job"), EngineId("e0")
 
 
+@dataclass
 class Client:
     """An engine that takes every version at once."""
+
+    described: EngineDescription = field(default_factory=EngineDescription)
+    fault: Exception | None = None
+    """Raised by the next switch."""
 
     def close(self) -> None:
         pass
 
     async def describe(self) -> EngineDescription:
-        return EngineDescription()
+        return self.described
 
     async def switch(self, **_: Any) -> EngineDescription:
-        return EngineDescription()
+        fault, self.fault = self.fault, None
+        if fault is not None:
+            raise fault
+        return self.described
 
     def forget(self) -> None:
         pass
@@ -50,17 +63,25 @@ def _running() -> RunningAttempt:
     return RunningAttempt(turn, began_s=0.0, heard_s=0.0)
 
 
-async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_still_served() -> None:
-    clock = VirtualClock()
+def _fleet(clock: VirtualClock) -> EngineFleet:
     versions = VersionPolicy(VersionsConfig(min_dedicated=1))
     log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
     dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
-    fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
-    engine = Engine(engine=ENGINE, kind=EngineKind.DEDICATED, url="", concurrency=4, numerics="n")
-    client: Any = Client()
-    member = fleet.add(engine, client)
-    fleet.observe(JobActivated(job=JOB))
+    return EngineFleet(versions, dispatcher, log, clock, update_s=1)
+
+
+def _joined(fleet: EngineFleet, client: Any, engine: EngineId, kind: EngineKind) -> Member:
+    member = fleet.add(
+        Engine(engine=engine, kind=kind, url="", concurrency=4, numerics="n"), client
+    )
     fleet.up(member)
+    return member
+
+
+async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_still_served() -> None:
+    fleet = _fleet(VirtualClock())
+    fleet.observe(JobActivated(job=JOB))
+    member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
     assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
 
     placed_at, first = WeightVersion(0), _running()
@@ -73,5 +94,48 @@ async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_sti
     assert fleet.began(ENGINE, _running(), placed_at) is None
     assert not member.running
     assert fleet.began(ENGINE, _running(), WeightVersion(1)) is member
+    await fleet.close()
+    await asyncio.sleep(0)
+
+
+async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_not_to_blame() -> (
+    None
+):
+    fleet, lost = _fleet(VirtualClock()), []
+    fleet.on_lost = lambda member, _fault: lost.append(member)
+    fleet.observe(JobActivated(job=JOB))
+    guest = _joined(
+        fleet, Client(EngineDescription(vocabulary=32)), EngineId("g0"), EngineKind.GUEST
+    )
+    first = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
+    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    await asyncio.gather(*fleet._tasks)
+    running = _running()
+    assert fleet.began(EngineId("g0"), running, WeightVersion(0)) is guest
+    running.task = asyncio.ensure_future(asyncio.sleep(60))
+
+    _joined(fleet, Client(EngineDescription(vocabulary=64)), EngineId("e1"), EngineKind.DEDICATED)
+    await asyncio.gather(*fleet._tasks)
+    assert (first.up, guest.up) == (True, False)
+    assert "vocabulary 32, not 64" in guest.fault
+    assert running.why_cut is Cut.CLASH
+    assert not lost, "it did not die"
+    await fleet.close()
+    await asyncio.sleep(0)
+
+
+async def test_an_update_that_ends_as_nobody_foresaw_is_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = VirtualClock()
+    fleet = _fleet(clock)
+    fleet.observe(JobActivated(job=JOB))
+    member = _joined(fleet, Client(fault=RuntimeError("a bug")), ENGINE, EngineKind.DEDICATED)
+    assert not await fleet.settled(JOB, WeightVersion(0), timeout_s=0.05)
+    assert member.fault == "RuntimeError: a bug"
+    assert "a bug" in caplog.text
+    clock.advance_to(60.0)
+    fleet.observe(TimePassed())
+    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
     await fleet.close()
     await asyncio.sleep(0)

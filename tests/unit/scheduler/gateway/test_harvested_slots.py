@@ -3,6 +3,7 @@
 import sqlite3
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
+from scheduler.gateway.running_attempt import Cut
 from scheduler.model import Engine, Lease
 
 SLOTS = tuple(SlotId(f"slot{number}") for number in range(3))
@@ -68,6 +70,9 @@ class Fleet:
 
     def hold(self, _engine: EngineId, *, held: bool) -> bool:
         return held
+
+    def down(self, _member: object, _fault: str, *, cut: Cut) -> None:
+        assert cut is Cut.LEASE
 
     def review_contexts(self) -> None: ...
 
@@ -238,6 +243,27 @@ async def test_the_forecast_of_a_lease_reaches_the_fleet_and_that_of_an_offer_th
     stage.agents["n"].forecasts = ()
     await stage.looks(after_s=4.0)
     assert set(stage.fleet.idle_ratios.values()) == {None}
+
+
+async def test_a_doubt_that_comes_while_another_is_settled_is_for_the_next_look() -> None:
+    stage = Stage()
+    await stage.looks()
+    agent, members = stage.agents["n"], [SimpleNamespace(lease=stage.held[s]) for s in SLOTS[:2]]
+    stage.harvest.refused(members[0])  # type: ignore[arg-type]
+    renew = agent.renew
+
+    async def interrupted(*args: Any, **kwargs: Any) -> LeaseGranted | LeaseEnded:
+        agent.renew = renew  # type: ignore[method-assign]
+        stage.harvest.refused(members[1])  # type: ignore[arg-type]
+        return await renew(*args, **kwargs)
+
+    agent.renew = interrupted  # type: ignore[method-assign]
+    await stage.looks()
+    assert agent.asked.count("renew") == 1
+    await stage.looks()
+    assert agent.asked.count("renew") == 2
+    await stage.looks()
+    assert agent.asked.count("renew") == 2
 
 
 async def test_an_end_of_another_lease_is_no_reply_to_ours_either() -> None:

@@ -820,6 +820,21 @@ def test_a_turn_that_comes_again_keeps_its_place_in_the_queue_and_is_not_refused
         assert _went(policy.observe(TurnLeft(turn=ended), now=4)) == {gets: "a"}
 
 
+def test_what_a_busy_queue_remembers_is_bounded_by_the_turns_that_wait() -> None:
+    policy = _policy(_offer("a", concurrency=1))
+    policy.observe(_turn("running"), now=0)
+    policy.observe(_turn("ahead"), now=1)
+    for step in range(50):
+        avoid = (EngineId(f"gone{step}"),)
+        for name, pins in (("same", {}), ("other", {"avoid": avoid})):
+            policy.observe(_turn(name, since_s=2, **pins), now=2 + step)
+            policy.observe(TimePassed(), now=2 + step)
+            policy.observe(TurnWithdrawn(turn=name), now=2 + step)
+    policy.observe(TimePassed(), now=60)
+    assert sum(map(len, policy._lines.values())) <= 3
+    assert len(policy._lines) <= 2
+
+
 def test_a_whole_batch_that_comes_again_keeps_its_order() -> None:
     policy = _policy(_offer("a", concurrency=1))
     policy.observe(_turn("running"), now=0)

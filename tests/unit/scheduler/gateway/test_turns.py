@@ -42,6 +42,21 @@ def test_an_engine_without_a_gate_never_pauses() -> None:
     assert attempt.paused_s == 0.0
 
 
+def test_tokens_of_a_stream_wait_for_more_only_behind_the_first_and_while_they_come_fast() -> None:
+    attempt = _attempt()
+    attempt.turn.is_streamed = True
+    attempt.hear(now=10.001, pause_s=math.inf)
+    assert attempt.together_s == 0.0, "nothing waits before the first token"
+    attempt.tokens = 1
+    assert attempt.together_s == 0.02
+    attempt.hear(now=10.031, pause_s=math.inf)
+    assert attempt.together_s == 0.0, "a token that comes alone would wait for nothing"
+    attempt.hear(now=10.032, pause_s=math.inf)
+    assert attempt.together_s == 0.02
+    attempt.turn.is_streamed = False
+    assert attempt.together_s == 0.1
+
+
 def test_a_silent_guest_loses_its_turn_sooner_when_nothing_waits_for_a_place() -> None:
     timeouts = Timeouts(stall_s=2.0, guest_stall_s=6.0, guest_tail_stall_s=0.5)
     assert timeouts.moved_after_s(EngineKind.GUEST, tail=False) == 6.0
