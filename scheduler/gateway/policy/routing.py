@@ -24,15 +24,11 @@ no clock.
 """
 
 import math
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import chain, count, takewhile
-from typing import TypeAlias
 
-from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
+from harvester.contracts.ids import EngineId, JobId, TrajectoryId
 from scheduler.gateway.policy.engine_load import EngineLoad
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
@@ -57,35 +53,9 @@ from scheduler.gateway.policy.routing_events import (
     TurnLeft,
     TurnWithdrawn,
 )
+from scheduler.gateway.policy.turn_queue import LineKey, QueuedTurn, QueueRank, TurnQueue
 from scheduler.gateway.policy.versions_events import Retarget, TimePassed
 from scheduler.model import EngineKind
-
-_RESUMED, _BEGUN, _FRESH = 0, 1, 2
-_Pin: TypeAlias = WeightVersion | None
-_LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, str, tuple[EngineId, ...], int]
-"""Job, exact and least version, numerics, suspect, engines to avoid, and which have the context."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Queued:
-    """One arrival of a turn, in its line. A turn that comes again is another one: what it avoids or
-    is suspected of may differ."""
-
-    turn: TurnArrived
-    since_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """Arrivals that differ in nothing that routing looks at but age. Those that are not queued any
-    more are dropped once they are the first."""
-
-    waiting: tuple[deque[_Queued], ...] = field(default_factory=lambda: (deque(), deque(), deque()))
-    begun_on: dict[EngineId, deque[_Queued]] = field(default_factory=dict)
-    """Those of rank `_BEGUN` again, by the last engine of their trajectory."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.waiting))
 
 
 class RoutingPolicy:
@@ -94,11 +64,10 @@ class RoutingPolicy:
         self._engines: dict[EngineId, EngineLoad] = {}
         self._last: OrderedDict[tuple[JobId, TrajectoryId], EngineId] = OrderedDict()
         self._placed: dict[str, tuple[JobId, EngineId]] = {}
-        self._lines: dict[_LineKey, _Line] = {}
         self._paused: set[JobId] = set()
         self._trials: dict[EngineId, TurnArrived] = {}
         """Suspects that are not cleared yet, where they are."""
-        self._queued: dict[str, _Queued] = {}
+        self._queue = TurnQueue()
         self._held: dict[str, TurnArrived] = {}
         """Turns whose pin no engine meets yet, in the order of their arrival."""
         self._admitted: set[str] = set()
@@ -106,20 +75,17 @@ class RoutingPolicy:
         self._arriving: set[str] = set()
         """Admitted turns that hold room and have not arrived yet."""
         self._target: Retarget | None = None
-        self._contexts: list[int] = []
-        """Contexts of all engines offered so far, sorted; the same turns fit all lengths between
-        two."""
         self._context_limit: int | None = None
         self._turn_tokens = config.default_turn_tokens
 
     @property
     def queued_turns(self) -> int:
-        return len(self._queued)
+        return len(self._queue)
 
     @property
     def room(self) -> int:
         """Turns that may still wait."""
-        waiting = len(self._queued) + len(self._held) + len(self._arriving)
+        waiting = len(self._queue) + len(self._held) + len(self._arriving)
         return self._config.queue_turns - waiting
 
     @property
@@ -127,7 +93,7 @@ class RoutingPolicy:
         return len(self._placed)
 
     def queued_turns_of(self, job: JobId) -> int:
-        return sum(queued.turn.job == job for queued in self._queued.values())
+        return sum(turn.job == job for turn in self._queue)
 
     def held_turns_of(self, job: JobId) -> int:
         return sum(turn.job == job for turn in self._held.values())
@@ -180,7 +146,7 @@ class RoutingPolicy:
             case TurnLeft():
                 self._leave(event, now)
             case TurnWithdrawn():
-                self._queued.pop(event.turn, None)
+                self._queue.remove(event.turn)
                 self._held.pop(event.turn, None)
             case TurnCleared():
                 self._end_trial(event.turn)
@@ -211,9 +177,7 @@ class RoutingPolicy:
         load.usable_until_s, load.offered = event.usable_until_s, True
         load.context_tokens, load.numerics = event.context_tokens, event.numerics
         load.idle_ratio = event.idle_ratio
-        if event.context_tokens and event.context_tokens not in self._contexts:
-            insort(self._contexts, event.context_tokens)
-            self._split_lines()
+        self._queue.split_at(event.context_tokens)
 
     def _admit(self, request: RequestArrived) -> tuple[RefuseTurn, ...]:
         if len(request.turns) > self.room:
@@ -234,72 +198,37 @@ class RoutingPolicy:
         if (unmet := self._unmet(turn)) and may_wait:
             self._held[turn.turn] = turn
             return (HoldTurn(turn=turn.turn, reason=unmet),)
-        line = self._lines.get(self._line_key(turn))
-        if line is None or not len(line):
-            chosen = self._choose(turn, now, tail=not self._queued)
+        if not self._queue.has_line(turn):
+            chosen = self._choose(turn, now, tail=not self._queue)
             if chosen is not None:
                 return (self._dispatch(turn, *chosen, now),)
         if not may_wait:
             reason = f"{self._config.queue_turns - self.room} turns are waiting"
             return (RefuseTurn(turn=turn.turn, refusal=Refusal.FULL, reason=reason),)
-        return (self._queue(turn, now), *self._drain(now))
+        return (self._wait(turn, now), *self._drain(now))
 
-    def _queue(self, turn: TurnArrived, now: float) -> QueueTurn:
+    def _wait(self, turn: TurnArrived, now: float) -> QueueTurn:
         last = self._last.get((turn.job, turn.trajectory))
         begun = last is not None and self._config.begun_first
+        rank = QueueRank.RESUMED if turn.resumed else QueueRank.BEGUN if begun else QueueRank.FRESH
         since_s = now if turn.since_s is None else turn.since_s
-        queued = self._queued[turn.turn] = _Queued(turn, since_s)
-        self._wait(queued, _RESUMED if turn.resumed else _BEGUN if begun else _FRESH)
+        near = last if rank is QueueRank.BEGUN else None
+        self._queue.add(QueuedTurn(turn, rank, since_s, near))
         return QueueTurn(turn=turn.turn)
-
-    def _waits(self, queued: _Queued) -> bool:
-        return self._queued.get(queued.turn.turn) is queued
 
     def _review_held(self, now: float) -> tuple[RoutingEffect, ...]:
         """Queues held turns whose pin can be met now, refuses those that waited long enough."""
         reviewed: list[RoutingEffect] = []
-        waits: dict[tuple[_LineKey, bool], bool] = {}
+        waits: dict[tuple[LineKey, bool], bool] = {}
         for turn in tuple(self._held.values()):
-            key = self._line_key(turn), self._is_too_long(turn)
+            key = self._queue.line_key(turn), self._is_too_long(turn)
             if key not in waits:
                 waits[key] = not self._refusal(turn, -math.inf) and bool(self._unmet(turn))
             if waits[key] and now < turn.pin_until_s:
                 continue
             del self._held[turn.turn]
-            reviewed.append(self._refusal(turn, now) or self._queue(turn, now))
+            reviewed.append(self._refusal(turn, now) or self._wait(turn, now))
         return tuple(reviewed)
-
-    def _wait(self, queued: _Queued, rank: int) -> None:
-        turn = queued.turn
-        line = self._lines.setdefault(self._line_key(turn), _Line())
-        waiting = line.waiting[rank]
-        # A turn that comes again keeps its place: lines are in the order of their times.
-        at = bisect_right(waiting, queued.since_s, key=_since)
-        if at and not self._waits(waiting[at - 1]):
-            # Its own arrival before, as a rule: behind a first turn that waits they would pile up.
-            waiting[at - 1] = queued
-        else:
-            waiting.insert(at, queued)
-        last = self._last.get((turn.job, turn.trajectory))
-        if rank == _BEGUN and last is not None:
-            near = line.begun_on.setdefault(last, deque())
-            while near and not self._waits(near[0]):
-                near.popleft()
-            near.append(queued)
-
-    def _line_key(self, turn: TurnArrived) -> _LineKey:
-        fits = bisect_left(self._contexts, turn.context_tokens)
-        pin = (turn.exact, turn.minimum, turn.numerics)
-        return (turn.job, *pin, turn.suspect, turn.avoid, fits)
-
-    def _split_lines(self) -> None:
-        """Regroups the lines after an engine with a new context length joined."""
-        lines, self._lines = self._lines, {}
-        for line in lines.values():
-            for rank, waiting in enumerate(line.waiting):
-                for queued in waiting:
-                    if self._waits(queued):
-                        self._wait(queued, rank)
 
     def _leave(self, event: TurnLeft, now: float) -> None:
         placed = self._placed.pop(event.turn, None)
@@ -359,79 +288,41 @@ class RoutingPolicy:
         return ""
 
     def _refuse_stale(self, now: float) -> Iterator[RefuseTurn]:
-        for key, line in list(self._lines.items()):
-            for waiting in line.waiting:
-                kept: list[_Queued] = []
-                for queued in filter(self._waits, tuple(waiting)):
-                    refused = self._refusal(queued.turn, now)
-                    if refused is None:
-                        kept.append(queued)
-                    else:
-                        del self._queued[queued.turn.turn]
-                        yield refused
-                waiting.clear()
-                waiting.extend(kept)
-            if not len(line):
-                del self._lines[key]
+        for turn in self._queue:
+            if (refused := self._refusal(turn, now)) is not None:
+                self._queue.remove(turn.turn)
+                yield refused
 
     def _drain(self, now: float) -> tuple[RoutingEffect, ...]:
         """Give freed places to waiting turns, rank before rank, in each rank the oldest first.
 
         A turn that no free engine may serve blocks only the turns of its own line.
         """
-        if not self._queued:
-            self._lines.clear()
-            return ()
         placed: list[RoutingEffect] = []
-        for rank in (_RESUMED, _BEGUN, _FRESH):
-            heads = [
-                (since_s, place, line)
-                for place, line in enumerate(self._lines.values())
-                if (since_s := self._since_s(line, rank)) is not None
-            ]
-            heapify(heads)
-            while heads:
-                _, place, line = heappop(heads)
-                first = line.waiting[rank][0]
+        for rank in QueueRank if self._queue else ():
+            for first in self._queue.oldest_first(rank):
                 turn = first.turn
                 chosen = self._choose(turn, now, tail=False)
                 if chosen is None:
                     continue
                 engine, reason = chosen
                 nearer = None
-                if rank == _BEGUN and reason is not DispatchReason.AFFINITY:
-                    nearer = self._nearer(line, engine, older=first, now=now)
+                if rank is QueueRank.BEGUN and reason is not DispatchReason.AFFINITY:
+                    nearer = self._nearer(first, engine, now)
                 if nearer is not None:
                     turn, reason = nearer, DispatchReason.AFFINITY
-                del self._queued[turn.turn]
+                self._queue.remove(turn.turn)
                 placed.append(self._dispatch(turn, engine, reason, now))
-                if (since_s := self._since_s(line, rank)) is not None:
-                    heappush(heads, (since_s, place, line))
-        # A queue that never is empty would gather a line for each version and each set of engines
-        # to avoid that ever was.
-        self._lines = {key: line for key, line in self._lines.items() if len(line)}
+        self._queue.drop_empty_lines()
         return tuple(placed)
 
-    def _since_s(self, line: _Line, rank: int) -> float | None:
-        """Time since which the line's first turn of this rank waits; None if none waits."""
-        waiting = line.waiting[rank]
-        while waiting and not self._waits(waiting[0]):
-            waiting.popleft()
-        return waiting[0].since_s if waiting else None
-
-    def _nearer(
-        self, line: _Line, engine: EngineId, *, older: _Queued, now: float
-    ) -> TurnArrived | None:
-        """The oldest turn of the line whose prefix is on `engine`, while `older` can wait."""
+    def _nearer(self, older: QueuedTurn, engine: EngineId, now: float) -> TurnArrived | None:
+        """The oldest turn of its line whose prefix is on `engine`, while `older` can wait."""
         if now - older.since_s > self._config.patience_s:
             return None
-        near = line.begun_on.get(engine)
-        while near:
-            queued = near.popleft()
-            turn = queued.turn
-            if self._waits(queued) and self._last.get((turn.job, turn.trajectory)) == engine:
-                return turn
-        return None
+        return self._queue.nearest(
+            older, engine, lambda turn: self._last.get((turn.job, turn.trajectory)) == engine
+        )
 
     def _forget(self, event: TrajectoryEnded) -> Iterator[ForgetPrefix]:
         """The trajectory, and those of the samples `.0`, `.1`, ... of its requests."""
@@ -483,7 +374,7 @@ class RoutingPolicy:
             return {}
         places: dict[EngineId, float] = {}
         faster_places, fastest_s = 0, 0.0
-        ahead = max(1, len(self._queued))
+        ahead = max(1, len(self._queue))
         expected = self._expected_s(turn, now)
         for engine, turn_s in sorted(expected.items(), key=lambda item: (item[1], item[0])):
             load = self._engines[engine]
@@ -536,10 +427,6 @@ class RoutingPolicy:
         if len(self._last) > self._config.trajectories:
             self._last.popitem(last=False)
         return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
-
-
-def _since(queued: _Queued) -> float:
-    return queued.since_s
 
 
 def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:

@@ -124,7 +124,7 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
     await asyncio.sleep(0)
 
 
-async def test_an_update_that_ends_as_nobody_foresaw_is_tried_again(
+async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = VirtualClock()

@@ -820,7 +820,7 @@ def test_a_turn_that_comes_again_keeps_its_place_in_the_queue_and_is_not_refused
         assert _went(policy.observe(TurnLeft(turn=ended), now=4)) == {gets: "a"}
 
 
-def test_what_a_busy_queue_remembers_is_bounded_by_the_turns_that_wait() -> None:
+def test_memory_of_a_busy_queue_is_bounded_by_the_turns_that_wait() -> None:
     policy = _policy(_offer("a", concurrency=1))
     policy.observe(_turn("running"), now=0)
     policy.observe(_turn("ahead"), now=1)
@@ -831,8 +831,8 @@ def test_what_a_busy_queue_remembers_is_bounded_by_the_turns_that_wait() -> None
             policy.observe(TimePassed(), now=2 + step)
             policy.observe(TurnWithdrawn(turn=name), now=2 + step)
     policy.observe(TimePassed(), now=60)
-    assert sum(map(len, policy._lines.values())) <= 3
-    assert len(policy._lines) <= 2
+    assert sum(map(len, policy._queue._lines.values())) <= 3
+    assert len(policy._queue._lines) <= 2
 
 
 def test_a_whole_batch_that_comes_again_keeps_its_order() -> None:

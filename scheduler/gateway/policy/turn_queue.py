@@ -1,0 +1,161 @@
+"""Turns that wait for a place, in lines of equals. Decides nothing: routing tries their first ones.
+
+Each line has three ranks. A turn that left its line, or that comes again in another way, stays in
+it as a dead entry until it is the first: nothing is searched for.
+"""
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from scheduler.gateway.policy.routing_events import TurnArrived
+
+_Pin: TypeAlias = WeightVersion | None
+LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, str, tuple[EngineId, ...], int]
+"""Job, exact and least version, numerics, suspect, engines to avoid, and which have the context."""
+
+
+class QueueRank(IntEnum):
+    """Order in which turns get freed places."""
+
+    RESUMED = 0
+    """It was on an engine."""
+    BEGUN = 1
+    """Its trajectory was, with the turns before it."""
+    FRESH = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueuedTurn:
+    """One arrival of a turn, in its line. A turn that comes again is another one: what it avoids or
+    is suspected of may differ."""
+
+    turn: TurnArrived
+    rank: QueueRank
+    since_s: float
+    last: EngineId | None
+    """The last engine of its trajectory, for rank BEGUN."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """Arrivals that differ in nothing that routing looks at but age."""
+
+    waiting: tuple[deque[QueuedTurn], ...] = field(
+        default_factory=lambda: tuple(deque() for _ in QueueRank)
+    )
+    begun_on: dict[EngineId, deque[QueuedTurn]] = field(default_factory=dict)
+    """Those of rank BEGUN again, by the last engine of their trajectory."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting))
+
+
+class TurnQueue:
+    def __init__(self) -> None:
+        self._queued: dict[str, QueuedTurn] = {}
+        self._lines: dict[LineKey, _Line] = {}
+        self._contexts: list[int] = []
+        """Contexts of all engines so far, sorted; the same turns fit all lengths between two."""
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def __iter__(self) -> Iterator[TurnArrived]:
+        """In the order of their arrival; those met may be removed."""
+        return (queued.turn for queued in tuple(self._queued.values()))
+
+    def add(self, queued: QueuedTurn) -> None:
+        """A turn that comes again keeps its place: lines are in the order of their times."""
+        self._queued[queued.turn.turn] = queued
+        self._enter(queued)
+
+    def remove(self, turn: str) -> None:
+        self._queued.pop(turn, None)
+
+    def has_line(self, turn: TurnArrived) -> bool:
+        """Whether others have waited before it in its line since the queue was last seen to."""
+        return bool(self._lines.get(self.line_key(turn), ()))
+
+    def line_key(self, turn: TurnArrived) -> LineKey:
+        fits = bisect_left(self._contexts, turn.context_tokens)
+        pin = (turn.exact, turn.minimum, turn.numerics)
+        return (turn.job, *pin, turn.suspect, turn.avoid, fits)
+
+    def split_at(self, context_tokens: int) -> None:
+        """Regroups the lines where an engine with a new context length joined."""
+        if not context_tokens or context_tokens in self._contexts:
+            return
+        insort(self._contexts, context_tokens)
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            for waiting in line.waiting:
+                for queued in filter(self._waits, waiting):
+                    self._enter(queued)
+
+    def oldest_first(self, rank: QueueRank) -> Iterator[QueuedTurn]:
+        """The first turn of each line, the oldest first, and the next of each line of which one is
+        removed meanwhile. One that stays blocks its own line only."""
+        heads = [
+            (first.since_s, place, line)
+            for place, line in enumerate(self._lines.values())
+            if (first := self._first(line, rank)) is not None
+        ]
+        heapify(heads)
+        while heads:
+            _, place, line = heappop(heads)
+            first, before = self._first(line, rank), len(self)
+            assert first is not None
+            yield first
+            if len(self) < before and (first := self._first(line, rank)) is not None:
+                heappush(heads, (first.since_s, place, line))
+
+    def nearest(
+        self, first: QueuedTurn, engine: EngineId, still: Callable[[TurnArrived], bool]
+    ) -> TurnArrived | None:
+        """The oldest turn in the line of `first` whose trajectory was last on the engine, and
+        `still` is."""
+        near = self._lines[self.line_key(first.turn)].begun_on.get(engine)
+        while near:
+            queued = near.popleft()
+            if self._waits(queued) and still(queued.turn):
+                return queued.turn
+        return None
+
+    def drop_empty_lines(self) -> None:
+        """A queue that never is empty would gather a line for each version and each set of engines
+        to avoid that ever was."""
+        self._lines = {key: line for key, line in self._lines.items() if line} if self else {}
+
+    def _enter(self, queued: QueuedTurn) -> None:
+        line = self._lines.setdefault(self.line_key(queued.turn), _Line())
+        waiting = line.waiting[queued.rank]
+        at = bisect_right(waiting, queued.since_s, key=_since)
+        if at and not self._waits(waiting[at - 1]):
+            # Its own arrival before, as a rule: behind a first turn that waits they would pile up.
+            waiting[at - 1] = queued
+        else:
+            waiting.insert(at, queued)
+        if queued.last is not None:
+            near = line.begun_on.setdefault(queued.last, deque())
+            while near and not self._waits(near[0]):
+                near.popleft()
+            near.append(queued)
+
+    def _first(self, line: _Line, rank: QueueRank) -> QueuedTurn | None:
+        waiting = line.waiting[rank]
+        while waiting and not self._waits(waiting[0]):
+            waiting.popleft()
+        return waiting[0] if waiting else None
+
+    def _waits(self, queued: QueuedTurn) -> bool:
+        return self._queued.get(queued.turn.turn) is queued
+
+
+def _since(queued: QueuedTurn) -> float:
+    return queued.since_s
