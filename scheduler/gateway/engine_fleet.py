@@ -85,7 +85,7 @@ class EngineFleet:
         """Called with an error of the policy, whose effects are lost with it."""
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
         """Called while its turns still are on it, also if it is in doubt."""
-        self.on_proved: Callable[[Member, Iterable[RunningAttempt], bool], None] = (
+        self.on_proved: Callable[[Member, tuple[RunningAttempt, ...], bool], None] = (
             lambda _member, _attempts, _dead: None
         )
         """Called once it is known whether a silent engine died, with the attempts that it had."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harvester.contracts.ids import EngineId
@@ -9,8 +10,9 @@ from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescrip
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.engine_health import FaultStreak, ForeignUpdates
+from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.running_attempt import RunningAttempt
-from scheduler.model import Engine, Lease
+from scheduler.model import Engine, EngineKind, Lease
 
 _ENDED_MAX = 256
 _EARLY_TOKENS = 64
@@ -79,6 +81,20 @@ class Member:
     def may_end_at(self, tokens: int) -> bool:
         """Whether its context, as far as it is known, may be full at so many tokens."""
         return not self.context_tokens or tokens + _EARLY_TOKENS >= self.context_tokens
+
+
+def unfit_for(turn: Turn, members: Mapping[EngineId, Member]) -> set[EngineId]:
+    """Engines that a turn whose sampling counts output must not be on.
+
+    It is begun where it can be moved from, and without such an engine on dedicated ones, which are
+    not taken back; from its first token on it goes on only where output stays output.
+    """
+    if not turn.counts_output:
+        return set()
+    resuming = {engine for engine, member in members.items() if member.resumes}
+    if turn.token_ids or any(members[engine].up for engine in resuming):
+        return members.keys() - resuming
+    return {e for e, member in members.items() if member.engine.kind is EngineKind.GUEST}
 
 
 def numerics_of(engine: EngineId, release: str, described: EngineDescription | None) -> str:

@@ -28,12 +28,12 @@ from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
+from scheduler.gateway.job_pauses import JobPauses
 from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
-    JobPaused,
     RefuseTurn,
     RoutingConfig,
     TrajectoryEnded,
@@ -138,6 +138,7 @@ class Scheduler:
         self.runner.on_left = self._count_tokens
         self.runner.returns_partial = self._returns_partial
         self.runner.on_interrupted = self._count_interruption
+        self.pauses = JobPauses(self.fleet, self.dispatcher)
         self.answered = AnsweredTurns(AnswerBounds(**settings.answers.model_dump()))
         self._open_turns = {
             job: OpenTurns(
@@ -221,7 +222,7 @@ class Scheduler:
                 )
         loops: list[Coroutine[Any, Any, None]] = [
             watch_health(self.fleet, self._clock, period_s=times.health_s),
-            self.runner.watch_stalls(),
+            self.runner.stalls.run(),
             self._watch_expired(),
         ]
         if self.settings.agents:
@@ -332,17 +333,17 @@ class Scheduler:
 
     async def pause(self, job: JobId, mode: PauseMode) -> None:
         """Begins no turn of the job, until it is resumed. A restarted gateway is not paused."""
-        self.dispatcher.observe(JobPaused(job=job, paused=True))
+        self.pauses.begin(job)
         if mode is PauseMode.ABORT:
             await self.abort(job, None)
         else:
-            await self.runner.hold(job, cut=mode is PauseMode.KEEP)
+            await self.pauses.emptied(job, cut=mode is PauseMode.KEEP)
 
     def resume(self, job: JobId) -> None:
-        self.runner.resume(job)
+        self.pauses.end(job)
 
     def is_paused(self, job: JobId) -> bool:
-        return self.dispatcher.policy.is_paused(job)
+        return self.pauses.holds(job)
 
     async def end_trajectory(self, job: JobId, trajectory: TrajectoryId) -> int:
         """Aborts what is open of a trajectory and forgets where its prefix is; returns the number

@@ -7,12 +7,12 @@ slack or of a lease has none.
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import aclosing
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Stale
-from harvester.contracts.ids import EngineId, Epoch, JobId
+from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import (
@@ -24,27 +24,24 @@ from scheduler.gateway.engine_client import (
     RequestRefused,
 )
 from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.identity import Change
-from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
-from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
-    JobPaused,
     Refusal,
     RefuseTurn,
     TurnCleared,
     TurnLeft,
 )
 from scheduler.gateway.policy.trajectories import Attempt, Turn, output_fields, reasoning_fields
-from scheduler.gateway.policy.versions_events import TimePassed
-from scheduler.gateway.running_attempt import Cut, RunningAttempt, suspected_as
+from scheduler.gateway.request_blame import RequestBlame
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.settings import Timeouts
+from scheduler.gateway.stall_watch import WATCH_S, StallWatch
 from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
 
-_WATCH_S = 0.25
 _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
 """The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
@@ -76,8 +73,8 @@ class TurnRunner:
         self._together_s = min(silences_s) / 10
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
-        self.blame = BlamePolicy()
-        self.deaths = RepeatedDeaths()
+        self.blame = RequestBlame()
+        self.stalls = StallWatch(fleet, dispatcher, clock, timeouts, self._first_tokens)
         self.on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None
         """Called with an attempt's tokens when it has ended."""
         self.returns_partial: Callable[[Turn], bool] = lambda _turn: False
@@ -85,7 +82,6 @@ class TurnRunner:
         self.on_interrupted: Callable[[Turn, str], None] = lambda _turn, _cause: None
         """Called with the cause for each turn that has tokens and loses its engine."""
         self.on_lease_refused: Callable[[Member], None] = lambda _member: None
-        self._resumed = asyncio.Event()
         fleet.on_lost = self._engine_lost
         fleet.on_proved = self._engine_proved
 
@@ -126,7 +122,7 @@ class TurnRunner:
 
     def _given_up(self, turn: Turn, course: TurnCourse, now: float) -> RefuseTurn | None:
         """Ends a turn that is not to be tried again."""
-        if reason := self._quarantined(turn, now):
+        if reason := self.blame.quarantined(turn, now):
             turn.fail(reason)
             return RefuseTurn(turn=turn.key, refusal=Refusal.REQUEST, reason=reason)
         if turn.token_ids and turn.counts_output and self._nowhere(turn):
@@ -153,14 +149,13 @@ class TurnRunner:
     ) -> DispatchTurn | RefuseTurn | None:
         """The turn's placement, or None to review the turn again. `now`: the time of its review; a
         verdict that falls due after it delays the turn until the next review."""
-        suspect = turn.prompt_mark if self.deaths.apart(turn.prompt_mark) else ""
-        course.suspect = suspect = suspect or self._suspected(turn)
-        if wait_s := self._verdict_in_s(turn, now):
-            await asyncio.sleep(min(wait_s, _WATCH_S))
+        course.suspect = suspect = self.blame.tried_apart(turn)
+        if wait_s := self.blame.verdict_in_s(turn, now):
+            await asyncio.sleep(min(wait_s, WATCH_S))
             return None
         avoid = self._shunned(suspect, now) | course.avoids(now=now)
         # Looked at again soon: an engine may be described by then, or another one be there.
-        unfit = self._unfit(turn)
+        unfit = unfit_for(turn, self._fleet.members)
         avoid |= dict.fromkeys(unfit, now + _UNFIT_S)
         placed = await self._dispatcher.place(
             turn,
@@ -174,21 +169,16 @@ class TurnRunner:
         )
         # A request of the same content may have failed engines while this one waited.
         now = self._clock.now()
-        unforeseen = self._suspected(turn) and not suspect
-        held = self._quarantined(turn, now) or unforeseen or self._verdict_in_s(turn, now)
+        unforeseen = self.blame.suspected(turn) and not suspect
+        held = self.blame.quarantined(turn, now) or unforeseen or self.blame.verdict_in_s(turn, now)
         if isinstance(placed, DispatchTurn) and held:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return None
         return placed
 
-    def _verdict_in_s(self, turn: Turn, now: float) -> float:
-        """Time for which the turn is not placed, in s: until its verdict, or its trial."""
-        verdict_in_s = self.deaths.verdict_in_s(turn.prompt_mark, now=now)
-        return max(verdict_in_s, self.blame.trial_in_s(self._suspected(turn), now=now))
-
     def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
         """Only while another engine is there."""
-        shunned = self.blame.shunned(suspect, now=now)
+        shunned = self.blame.policy.shunned(suspect, now=now)
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
 
@@ -196,57 +186,20 @@ class TurnRunner:
         """Whether every engine is known and none goes on from output. Guests may come back."""
         members = self._fleet.members.values()
         known = all(member.description is not None for member in members)
-        return bool(members) and known and len(self._unfit(turn)) == len(members)
-
-    def _unfit(self, turn: Turn) -> set[EngineId]:
-        """Engines that a turn whose sampling counts output must not be on.
-
-        It is begun where it can be moved from, and without such an engine on dedicated ones, which
-        are not taken back; from its first token on it goes on only where output stays output.
-        """
-        if not turn.counts_output:
-            return set()
-        members = self._fleet.members
-        resuming = {engine for engine, member in members.items() if member.resumes}
-        if turn.token_ids or any(members[engine].up for engine in resuming):
-            return members.keys() - resuming
-        return {e for e, member in members.items() if member.engine.kind is EngineKind.GUEST}
-
-    def _suspected(self, turn: Turn) -> str:
-        if self.blame.idle:
-            return ""
-        name = suspected_as(turn)
-        return name if self.blame.suspected(name) else ""
-
-    def _quarantined(self, turn: Turn, now: float) -> str:
-        failed = "" if self.blame.idle else self.blame.quarantined(suspected_as(turn), now=now)
-        return failed or self.deaths.blamed(turn.prompt_mark, now=now)
+        return bool(members) and known and len(unfit_for(turn, self._fleet.members)) == len(members)
 
     def _engine_lost(self, member: Member, fault: str) -> None:
-        engine, now, proven = member.engine.engine, self._clock.now(), member.doubted is None
-        lost = member.lost()
-        broke_s = min((one.broke_s for one in lost if one.broke_s is not None), default=now)
-        for running in lost:
-            running.course.deaths += 1
-            if running.trial not in ("", running.request):
-                # The suspect was the prompt; tokens from this engine clear it.
-                self.blame.served(running.trial, engine)
-        usual_s = self._first_tokens.usual_s
-        ran = [
-            Ran(one.request, broke_s - one.began_s, one.tokens, usual_first_token_s=usual_s)
-            for one in lost
-        ]
-        self.blame.died(engine, ran, reason=fault, now=now, proven=proven)
-        if lost and proven:
-            self.deaths.died((one.turn.prompt_mark for one in lost), now=now)
+        self.blame.died(
+            member.engine.engine,
+            member.lost(),
+            fault,
+            proven=member.doubted is None,
+            usual_first_token_s=self._first_tokens.usual_s,
+            now=self._clock.now(),
+        )
 
-    def _engine_proved(self, member: Member, lost: Iterable[RunningAttempt], dead: bool) -> None:
-        now, marks = self._clock.now(), {one.turn.prompt_mark for one in lost}
-        self.blame.proved(member.engine.engine, dead=dead, now=now)
-        if dead and marks:
-            self.deaths.died(marks, now=now)
-        for running in lost:
-            running.course.deaths -= not dead
+    def _engine_proved(self, member: Member, lost: tuple[RunningAttempt, ...], dead: bool) -> None:
+        self.blame.proved(member.engine.engine, lost, dead=dead, now=self._clock.now())
 
     def close(self) -> None:
         """End every turn with its tokens so far."""
@@ -255,71 +208,6 @@ class TurnRunner:
         for member in self._fleet.members.values():
             for running in tuple(member.running):
                 running.cut(Cut.END)
-
-    async def hold(self, job: JobId, *, cut: bool) -> None:
-        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: those
-        that can go on from their output leave it at once; the others are not waited for."""
-        while self._dispatcher.policy.is_paused(job):
-            on_engines = [
-                running
-                for member in self._fleet.members.values()
-                for running in member.running
-                if running.turn.job == job and not (cut and running.turn.immovable)
-            ]
-            if cut:
-                for running in on_engines:
-                    running.cut(Cut.PAUSE)
-            if not on_engines:
-                return
-            over = asyncio.ensure_future(_all_over(on_engines))
-            resumed = asyncio.ensure_future(self._resumed.wait())
-            try:
-                await asyncio.wait((over, resumed), return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                over.cancel()
-                resumed.cancel()
-
-    def resume(self, job: JobId) -> None:
-        """Ends the job's pause. Each `hold` looks once whether it was its own."""
-        self._dispatcher.observe(JobPaused(job=job, paused=False))
-        # Not cleared but replaced: a `hold` that is about to wait for it must not miss it.
-        self._resumed.set()
-        self._resumed = asyncio.Event()
-
-    async def watch_stalls(self) -> None:
-        """Move turns off silent engines; a turn stays if no other engine has room."""
-        period_s = min(_WATCH_S, self._timeouts.guest_tail_stall_s / 4)
-        while True:
-            due_s = self._clock.now() + period_s
-            await asyncio.sleep(period_s)
-            # An event loop that is late has read no engine meanwhile: that silence is its own.
-            # Counted as the engines', an overload would move every turn, and so never end.
-            late_s = max(0.0, self._clock.now() - due_s)
-            self._dispatcher.observe(TimePassed())
-            moving = 0
-            for member in tuple(self._fleet.members.values()):
-                for running in tuple(member.running):
-                    running.excuse(late_s, now=self._clock.now())
-                    moving += self._check_stall(member, running, moving)
-
-    def _check_stall(self, member: Member, running: RunningAttempt, moving: int) -> bool:
-        """Cut a stalled turn; `moving` other turns leave already and have not taken their places
-        yet."""
-        now, kind = self._clock.now(), member.engine.kind
-        silent_s = now - running.heard_s
-        tail = not self._dispatcher.policy.queued_turns
-        usual_s = self._first_tokens.usual_s if kind is EngineKind.DEDICATED else 0.0
-        stall_s = self._timeouts.moved_after_s(kind, tail=tail)
-        stalls = silent_s > self._timeouts.silence_s
-        if not stalls and silent_s > running.course.stall_after_s(
-            stall_s, usual_first_token_s=usual_s
-        ):
-            unfit = self._unfit(running.turn)
-            avoid = tuple(sorted(running.course.avoids(now=now).keys() | unfit))
-            stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
-        if stalls:
-            running.cut(Cut.STALL)
-        return stalls
 
     async def _attempt(
         self,
@@ -331,13 +219,13 @@ class TurnRunner:
         """One attempt on one engine."""
         now, engine = self._clock.now(), placed.engine
         running = RunningAttempt(
-            turn, began_s=now, heard_s=now, course=course, trial=self._suspected(turn)
+            turn, began_s=now, heard_s=now, course=course, trial=self.blame.suspected(turn)
         )
         course.interruption = ""
         there = self._fleet.members.get(engine)
         unlike = there is not None and turn.needed_numerics not in ("", there.numerics)
         paused = self._dispatcher.policy.is_paused(turn.job)
-        if unlike or paused or engine in self._unfit(turn):
+        if unlike or paused or engine in unfit_for(turn, self._fleet.members):
             # It has joined or changed since the turn began to wait, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
@@ -345,10 +233,8 @@ class TurnRunner:
         if member is None:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
-        self.blame.placed(running.trial, engine)
-        if course.suspect and not running.trial and not self.deaths.apart(turn.prompt_mark):
-            self._dispatcher.observe(TurnCleared(turn=turn.key))
-        self.deaths.began(turn.prompt_mark, engine, now=now)
+        self.blame.began(running, engine, now)
+        self._cleared(turn, bool(course.suspect) and not self.blame.tried_apart(turn))
         try:
             _check_request(turn, member)
             attempt = turn.begin(
@@ -360,10 +246,9 @@ class TurnRunner:
             running.task = asyncio.ensure_future(self._stream(attempt, running, member, on_tokens))
             await self._outcome(turn, attempt, running, member, course)
         finally:
-            if running.trial and turn.finish_reason not in (None, FinishReason.ABORT):
-                self._clear(running, engine)
-            self.blame.left(running.trial, engine)
-            self.deaths.ended(turn.prompt_mark, engine, now=self._clock.now())
+            if turn.finish_reason not in (None, FinishReason.ABORT):
+                self._cleared(turn, self.blame.served(running, engine))
+            self.blame.left(running, engine, self._clock.now())
             if not running.tokens and running.why_cut is None:
                 # It never ran there: a refusal or a lost call is only tried again.
                 course.interruption = ""
@@ -428,7 +313,7 @@ class TurnRunner:
                 course.why = f"{engine}: {why}"
                 return
             running.refused_s = pause_s
-            self.blame.failed(engine, [running.request], reason=why, now=self._clock.now())
+            self.blame.failed(running, engine, why, self._clock.now())
         except RequestRefused as error:
             if course.ended_short != (engine, turn.length):
                 raise
@@ -500,8 +385,7 @@ class TurnRunner:
                     if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.heard_s - running.began_s)
                     running.tokens += accepted(turn, attempt, choice, bound)
-                    if running.trial and running.tokens >= CLEARED_TOKENS:
-                        self._clear(running, member.engine.engine)
+                    self._cleared(turn, self.blame.made_tokens(running, member.engine.engine))
                     if on_tokens is not None:
                         on_tokens()
                 # Up to 0.30 vLLM ends the stream of an aborted request without a word where no
@@ -526,16 +410,9 @@ class TurnRunner:
                     await anext(choices, None)
                     return
 
-    def _clear(self, running: RunningAttempt, engine: EngineId) -> None:
-        self.blame.served(running.trial, engine)
-        if not self.deaths.apart(running.turn.prompt_mark):
-            self._dispatcher.observe(TurnCleared(turn=running.turn.key))
-        running.trial = ""
-
-
-async def _all_over(attempts: Iterable[RunningAttempt]) -> None:
-    for running in attempts:
-        await running.over.wait()
+    def _cleared(self, turn: Turn, is_cleared: bool) -> None:
+        if is_cleared:
+            self._dispatcher.observe(TurnCleared(turn=turn.key))
 
 
 def accepted(

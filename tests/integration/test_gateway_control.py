@@ -162,7 +162,7 @@ async def test_a_pause_that_is_over_holds_and_waits_for_no_turn(mode: str) -> No
         await gateway.until_tokens(2)
         gateway.scheduler.resume(JobId("job"))
         async with asyncio.timeout(1.0):
-            await gateway.scheduler.runner.hold(JobId("job"), cut=mode == "keep")
+            await gateway.scheduler.pauses.emptied(JobId("job"), cut=mode == "keep")
         assert (await running)[1]["token_ids"] == continued(PROMPT, 300, version=0)
 
 

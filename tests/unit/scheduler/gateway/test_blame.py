@@ -358,7 +358,7 @@ class Cluster:
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
         self.fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
         self.runner = TurnRunner(self.fleet, dispatcher, clock, timeouts=Timeouts(), max_attempts=8)
-        self.runner.blame = blame or BlamePolicy(quiet_s=0, held_s=0)
+        self.runner.blame.policy = blame or BlamePolicy(quiet_s=0, held_s=0)
         self.ledger = TurnLedger(JOB)
         self.clients = [Client(poison) for _ in range(engines)]
         self.members = []
@@ -493,7 +493,7 @@ def test_streams_that_break_and_engines_that_are_silent_cost_no_turn(
             client.breaks, client.silences = 12, [Change.UNKNOWN] * unanswered
         ended = await cluster.run(*(cluster.serve(f"t{n}", (n,), 12) for n in range(others + 1)))
         assert {turn.finish_reason for turn, _ in ended} == {FinishReason.LENGTH}
-        assert cluster.runner.blame.idle
+        assert cluster.runner.blame.policy.idle
         assert cluster.ledger.counters.lost == 0
 
     asyncio.run(case())
@@ -525,7 +525,7 @@ def test_a_request_that_no_engine_saw_is_blamed_for_none() -> None:
             client.gone = True
         ((turn, _),) = await cluster.run(cluster.serve("r", (1,), 4))
         assert turn.finish_reason is FinishReason.LENGTH
-        assert cluster.runner.blame.idle
+        assert cluster.runner.blame.policy.idle
 
     asyncio.run(case())
 
@@ -624,7 +624,7 @@ def test_a_turn_with_tokens_does_not_end_by_the_verdict_on_its_prompt() -> None:
 
         def restart() -> None:
             if len(turn.token_ids) == 5:
-                blame = cluster.runner.blame
+                blame = cluster.runner.blame.policy
                 failed(blame, A, turn.content)
                 blame.placed(turn.content, B)
                 failed(blame, B, turn.content)

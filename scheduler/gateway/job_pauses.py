@@ -1,0 +1,58 @@
+"""Pauses of a job: its turns leave their engines, or end there, and no new one begins."""
+
+import asyncio
+from collections.abc import Iterable
+
+from harvester.contracts.ids import JobId
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.policy.routing_events import JobPaused
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
+
+
+class JobPauses:
+    def __init__(self, fleet: EngineFleet, dispatcher: Dispatcher) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._resumed = asyncio.Event()
+
+    def holds(self, job: JobId) -> bool:
+        return self._dispatcher.policy.is_paused(job)
+
+    def begin(self, job: JobId) -> None:
+        self._dispatcher.observe(JobPaused(job=job, paused=True))
+
+    def end(self, job: JobId) -> None:
+        """Each `emptied` looks once whether the pause was its own."""
+        self._dispatcher.observe(JobPaused(job=job, paused=False))
+        # Not cleared but replaced: an `emptied` that is about to wait for it must not miss it.
+        self._resumed.set()
+        self._resumed = asyncio.Event()
+
+    async def emptied(self, job: JobId, *, cut: bool) -> None:
+        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: those
+        that can go on from their output leave it at once; the others are not waited for."""
+        while self.holds(job):
+            on_engines = [
+                running
+                for member in self._fleet.members.values()
+                for running in member.running
+                if running.turn.job == job and not (cut and running.turn.immovable)
+            ]
+            if cut:
+                for running in on_engines:
+                    running.cut(Cut.PAUSE)
+            if not on_engines:
+                return
+            over = asyncio.ensure_future(_all_over(on_engines))
+            resumed = asyncio.ensure_future(self._resumed.wait())
+            try:
+                await asyncio.wait((over, resumed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                over.cancel()
+                resumed.cancel()
+
+
+async def _all_over(attempts: Iterable[RunningAttempt]) -> None:
+    for running in attempts:
+        await running.over.wait()

@@ -1,0 +1,66 @@
+"""Moves turns off silent engines. A turn stays where no other engine has room for it."""
+
+import asyncio
+
+from harvester.contracts.clock import Clock
+from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.fleet_member import Member, unfit_for
+from scheduler.gateway.policy.course import FirstTokens
+from scheduler.gateway.policy.versions_events import TimePassed
+from scheduler.gateway.running_attempt import Cut, RunningAttempt
+from scheduler.gateway.settings import Timeouts
+from scheduler.model import EngineKind
+
+WATCH_S = 0.25
+
+
+class StallWatch:
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        dispatcher: Dispatcher,
+        clock: Clock,
+        timeouts: Timeouts,
+        first_tokens: FirstTokens,
+    ) -> None:
+        """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one."""
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._timeouts = timeouts
+        self._first_tokens = first_tokens
+
+    async def run(self) -> None:
+        period_s = min(WATCH_S, self._timeouts.guest_tail_stall_s / 4)
+        while True:
+            due_s = self._clock.now() + period_s
+            await asyncio.sleep(period_s)
+            # An event loop that is late has read no engine meanwhile: that silence is its own.
+            # Counted as the engines', an overload would move every turn, and so never end.
+            late_s = max(0.0, self._clock.now() - due_s)
+            self._dispatcher.observe(TimePassed())
+            moving = 0
+            for member in tuple(self._fleet.members.values()):
+                for running in tuple(member.running):
+                    running.excuse(late_s, now=self._clock.now())
+                    moving += self._moves(member, running, moving)
+
+    def _moves(self, member: Member, running: RunningAttempt, moving: int) -> bool:
+        """Cuts a stalled turn; `moving` other turns leave already and have not taken their places
+        yet."""
+        now, kind = self._clock.now(), member.engine.kind
+        silent_s = now - running.heard_s
+        tail = not self._dispatcher.policy.queued_turns
+        usual_s = self._first_tokens.usual_s if kind is EngineKind.DEDICATED else 0.0
+        stall_s = self._timeouts.moved_after_s(kind, tail=tail)
+        stalls = silent_s > self._timeouts.silence_s
+        if not stalls and silent_s > running.course.stall_after_s(
+            stall_s, usual_first_token_s=usual_s
+        ):
+            unfit = unfit_for(running.turn, self._fleet.members)
+            avoid = tuple(sorted(running.course.avoids(now=now).keys() | unfit))
+            stalls = self._dispatcher.other_places(running.turn, avoid=avoid) > moving
+        if stalls:
+            running.cut(Cut.STALL)
+        return stalls
