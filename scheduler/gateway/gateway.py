@@ -55,6 +55,7 @@ from scheduler.gateway.engine_list_routes import EngineListRoutes
 from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
+from scheduler.gateway.job_switches import Switch, SwitchRequest
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import openapi_route
 from scheduler.gateway.policy.routing_events import RoutingConfig
@@ -62,7 +63,7 @@ from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connec
 from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
-from scheduler.gateway.scheduler import Scheduler, Switch, SwitchRequest
+from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
@@ -292,7 +293,7 @@ class Gateway:
         wanted = await decoded_body(request, SwitchRequest, most_bytes=SMALL_BODY_BYTES)
         if wanted.for_s is not None and not wanted.enabled:
             raise PeerProtocolError("for_s: goes with enabled: true")
-        recorded = self._scheduler.switch(job, switch, enabled=wanted.enabled, for_s=wanted.for_s)
+        recorded = self._scheduler.switches.set(job, switch, on=wanted.enabled, for_s=wanted.for_s)
         told = {"job": job, switch.value: wanted.enabled}
         return json_reply(told if recorded else told | {"recorded": False})
 

@@ -2,12 +2,23 @@
 
 import asyncio
 from collections.abc import Iterable
+from enum import StrEnum
 
 from harvester.contracts.ids import JobId
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.policy.routing_events import JobPaused
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
+
+
+class PauseMode(StrEnum):
+    """Treatment of a job's open turns when it is paused; vLLM's names."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    """Those on engines end first; those in the queue wait for the end of the pause."""
+    KEEP = "keep"
+    """They leave their engines and go on from their tokens after the pause."""
 
 
 class JobPauses:

@@ -33,7 +33,7 @@ from scheduler.gateway.engine_list_routes import (
     RouterWorker,
 )
 from scheduler.gateway.job_paths import JOB_BASE
-from scheduler.gateway.scheduler import SwitchRequest
+from scheduler.gateway.job_switches import SwitchRequest
 from scheduler.gateway.text_routes import REQUEST_ID_HEADER, SESSION_HEADERS
 from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
 

@@ -30,7 +30,8 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import PublishedNumber
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
-from scheduler.gateway.scheduler import PauseMode, Scheduler
+from scheduler.gateway.job_pauses import PauseMode
+from scheduler.gateway.scheduler import Scheduler
 
 _PREFIX = "/v1/jobs/{job}/vllm"
 _MODES = {mode.value: mode for mode in PauseMode}

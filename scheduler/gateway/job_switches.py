@@ -1,0 +1,94 @@
+"""Switches of a job: whether it may lease slots, and whether it may use dedicated engines."""
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import JobId
+from scheduler.gateway.gateway_state import SchedulerState
+
+_log = logging.getLogger(__name__)
+
+FOR_MAX_S = 3600.0
+
+
+class Switch(StrEnum):
+    DEDICATED = "dedicated"
+    """The job's turns may run on dedicated engines."""
+    HARVESTING = "harvesting"
+    """The job may lease slots."""
+
+
+class SwitchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    enabled: bool
+    for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
+    """Switched off after this long unless renewed, in s; None: it stays."""
+
+
+class JobSwitches:
+    """A job in a phase renews its switches while its permit lasts: when its process dies, engines
+    on another job's node are no longer used."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        clock: Clock,
+        on_changed: Callable[[JobId, Switch, bool], None],
+    ) -> None:
+        """`on_changed`: called each time that one is set."""
+        self._state = state
+        self._clock = clock
+        self._on_changed = on_changed
+        self._off_at_s: dict[tuple[JobId, Switch], float] = {}
+        """Ends of those that were set for a limited time."""
+        self.unrecorded: set[tuple[JobId, Switch]] = set()
+        """Those that are off, and on in the state file."""
+
+    def set(self, job: JobId, switch: Switch, *, on: bool, for_s: float | None = None) -> bool:
+        """`for_s`: off again then, and after a restart, unless it was switched on again.
+
+        Off works in any case: False says that a restart would switch it on again. Raises Exhausted
+        if "on" cannot be recorded: then nothing has changed.
+        """
+        key = job, switch
+        fault = self._record(key, on=on and for_s is None)
+        if fault and on:
+            raise Exhausted(f"nothing was changed: state_file cannot be written: {fault}")
+        if not fault:
+            self.unrecorded.discard(key)
+        elif key not in self.unrecorded:
+            _log.error("job %s: a restart would switch %s on again: %s", job, switch, fault)
+            self.unrecorded.add(key)
+        self._off_at_s.pop(key, None)
+        if for_s is not None:
+            self._off_at_s[key] = self._clock.now() + for_s
+        self._on_changed(job, switch, on)
+        return not fault
+
+    def expire(self, *, now: float) -> None:
+        """Switches off what was not renewed, and tries again to record what is not."""
+        for job, switch in sorted(key for key, at_s in self._off_at_s.items() if at_s <= now):
+            _log.warning("job %s: %s goes off, it was not renewed", job, switch)
+            self.set(job, switch, on=False)
+        for key in sorted(self.unrecorded):
+            if not self._record(key, on=False):
+                self.unrecorded.discard(key)
+
+    def _record(self, key: tuple[JobId, Switch], *, on: bool) -> str:
+        """Why the state file cannot take it; "" if it has."""
+        job, switch = key
+        try:
+            match switch:
+                case Switch.HARVESTING:
+                    self._state.set_harvesting(job, enabled=on)
+                case Switch.DEDICATED:
+                    self._state.use_dedicated(job, enabled=on)
+        except sqlite3.Error as error:
+            return str(error)
+        return ""
