@@ -25,10 +25,18 @@ from scheduler.gateway.settings import GatewaySettings
 
 JOB = JobId("job")
 _UP_S = 1800.0
+_ADAPTERS_BY_NAME = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 @contextmanager
-def engines(model: Path, *, ports: list[int], context_tokens: int, logs: Path) -> Iterator[None]:
+def engines(
+    model: Path,
+    *,
+    ports: list[int],
+    context_tokens: int,
+    logs: Path,
+    arguments: tuple[str, ...] = (),
+) -> Iterator[None]:
     """Dedicated rollout engines in float32, as the launcher starts them, one a core."""
     processes = []
     try:
@@ -41,14 +49,14 @@ def engines(model: Path, *, ports: list[int], context_tokens: int, logs: Path) -
                 max_model_len=context_tokens,
                 max_num_seqs=8,
                 vllm=capabilities(installed_vllm_version()),
-                extra_arguments=ENGINE_ARGUMENTS,
+                extra_arguments=(*ENGINE_ARGUMENTS, *arguments),
             )
             command = dedicated(spec, weights=logs)
             with (logs / f"e{index}.log").open("w") as log:
                 processes.append(
                     subprocess.Popen(
                         command.arguments,
-                        env=os.environ | command.environment,
+                        env=os.environ | _ADAPTERS_BY_NAME | command.environment,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
@@ -128,12 +136,13 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(ports: list[int]) -> AsyncIterator[Cluster]:
+async def cluster(ports: list[int], *, adapter: str | None = None) -> AsyncIterator[Cluster]:
+    """`adapter`: the job's store holds LoRA adapters, served by this name."""
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     settings = GatewaySettings.model_validate(
         {
             "engines": [{"id": f"e{i}", "url": url} for i, url in enumerate(urls)],
-            "jobs": [{"id": JOB}],
+            "jobs": [{"id": JOB, "adapter": adapter}],
         }
     )
     async with aiohttp.ClientSession() as session:

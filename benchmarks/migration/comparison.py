@@ -89,9 +89,16 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def differing(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasons for which a run convicts: moved turns that differ by more than a tie, or none."""
-    unlike = [each for each in found["differing"] if not each["tie"]]
-    return {"differing": unlike} if unlike or not found["turns"] else {}
+    """Reasons for which a run convicts: moved turns that differ by more than a tie, or none; an
+    adapter that changes nothing."""
+    faults: dict[str, Any] = {}
+    for name, part in (("differing", found), ("lora", found["lora"])):
+        unlike = [each for each in part["differing"] if not each["tie"]]
+        if unlike or not part["turns"]:
+            faults[name] = unlike
+    if not found["lora"]["unlike_base"]:
+        faults["unlike_base"] = 0
+    return faults
 
 
 def _share(pairs: Sequence[Pair]) -> float | None:

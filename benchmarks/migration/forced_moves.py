@@ -4,6 +4,7 @@ Two real engines in float32 follow a store through the gateway. Each setting of 
 is asked for twice: once unmoved, once cut and moved to the other engine at one to three random
 tokens. Greedy, so that the ids must be equal; a turn that differs is listed with the gap between
 the two best candidates where it first does. The control moves the same turns as longer prompts.
+Then the same engines, started anew, follow a store of LoRA adapters.
 """
 
 import tempfile
@@ -15,6 +16,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+from benchmarks.migration import lora
 from benchmarks.migration.cluster import Cluster, cluster, engines
 from benchmarks.migration.comparison import Pair, summary
 from benchmarks.migration.model import (
@@ -24,7 +26,7 @@ from benchmarks.migration.model import (
     publish_model,
     write_model,
 )
-from benchmarks.migration.surface import MAX_TOKENS, SURFACE, Setting
+from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, Setting
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.trajectories import Turn
 
@@ -43,12 +45,35 @@ async def measured_moves(*, turns: int, seed: int) -> dict[str, Any]:
                 await both.ready()
                 await both.publish("store")
                 pairs = await _pairs(both, turns=turns, random=Random(seed))
+                base = await _greedy_turns(both, turns=turns, random=Random(seed))
                 seeded = await _seeded(both, turns=turns, random=Random(seed))
                 counters = asdict(both.counters)
                 with output_as_prompt():
                     control = await _pairs(both, turns=turns, random=Random(seed), name="control")
+        adapted = await _adapted(root, base, turns=turns, seed=seed)
     found = summary(pairs) | {"ledger": counters, "seed": seed, "turns_each": turns}
-    return found | {"seeded": seeded, "control": summary(control)["settings"]}
+    return found | {"seeded": seeded, "control": summary(control)["settings"], "lora": adapted}
+
+
+async def _adapted(root: Path, base: list[list[int]], *, turns: int, seed: int) -> dict[str, Any]:
+    """Moved turns of a LoRA adapter; `unlike_base` of its greedy turns differ from the model's."""
+    lora.publish_adapter(root / "model", root, seed=seed)
+    with engines(
+        root / "model",
+        ports=PORTS,
+        context_tokens=CONTEXT_TOKENS,
+        logs=root,
+        arguments=lora.ENGINE_ARGUMENTS,
+    ):
+        async with cluster(PORTS, adapter=lora.NAME) as both:
+            await both.ready()
+            await both.publish("lora")
+            own = await _greedy_turns(both, turns=turns, random=Random(seed))
+            pairs = await _pairs(
+                both, turns=turns, random=Random(seed), name="lora", surface=LORA_SURFACE
+            )
+    unlike = sum(ids != other for ids, other in zip(own, base, strict=True))
+    return summary(pairs) | {"unlike_base": unlike}
 
 
 @contextmanager
@@ -61,19 +86,35 @@ def output_as_prompt() -> Iterator[None]:
         yield
 
 
-async def _pairs(both: Cluster, *, turns: int, random: Random, name: str = "pair") -> list[Pair]:
+async def _greedy_turns(both: Cluster, *, turns: int, random: Random) -> list[list[int]]:
+    done = []
+    for number in range(turns):
+        turn = await both.turn(f"base-{number}", _prompt(random), _greedy({}), moves=[])
+        done.append(list(turn.token_ids))
+    return done
+
+
+def _prompt(random: Random) -> list[int]:
+    length = random.randrange(4, 24)
+    return [BOS_ID, *(random.randrange(FIRST_ID, VOCABULARY) for _ in range(length))]
+
+
+async def _pairs(
+    both: Cluster,
+    *,
+    turns: int,
+    random: Random,
+    name: str = "pair",
+    surface: tuple[Setting, ...] = SURFACE,
+) -> list[Pair]:
     pairs = []
     for number in range(turns):
-        prompt = [
-            BOS_ID,
-            *(random.randrange(FIRST_ID, VOCABULARY) for _ in range(random.randrange(4, 24))),
-        ]
+        prompt = _prompt(random)
         plain = await both.turn(f"{name}-plain-{number}", prompt, _greedy({}), moves=[])
         pieces = [await both.text([token]) for token in plain.token_ids]
-        for setting in SURFACE:
-            pairs.append(
-                await _pair(both, setting, number, prompt, pieces, plain.token_ids, random)
-            )
+        for setting in surface:
+            pair = _pair(both, setting, number, prompt, pieces, plain.token_ids, random)
+            pairs.append(await pair)
     return pairs
 
 

@@ -45,12 +45,12 @@ def write_model(directory: Path, *, texts: Iterable[str], context_tokens: int, s
     _write_tokenizer(directory, texts)
 
 
-def publish_model(directory: Path, store: Path) -> None:
-    """The model's weights as version 1 of a store, as a trainer publishes them."""
+def publish_model(directory: Path, store: Path) -> str:
+    """The model's weights as version 1 of a store, as a trainer publishes them; its state hash."""
     from safetensors.torch import load_file
 
     with Publisher(store) as publisher:
-        publisher.publish(load_file(directory / "model.safetensors"))
+        return publisher.publish(load_file(directory / "model.safetensors")).state_hash
 
 
 def _write_tokenizer(directory: Path, texts: Iterable[str]) -> None:

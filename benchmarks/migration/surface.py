@@ -93,3 +93,10 @@ SURFACE = (
     Setting("thinking budget, penalised", _thinking_penalised, ends_prompt=(THINK_ID,)),
     Setting("json, penalised", _fixed(structured_outputs={"json": _SCHEMA}, frequency_penalty=0.8)),
 )
+
+LORA_SURFACE = tuple(
+    setting
+    for setting in SURFACE
+    if setting.name in ("greedy", "all penalties", "stop string", "json")
+)
+"""Settings that turns of a LoRA adapter are asked for with: each kind once."""

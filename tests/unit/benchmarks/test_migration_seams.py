@@ -103,9 +103,12 @@ def test_a_run_of_bias_convicts_by_counters_p_value_draws_and_for_want_of_moves(
 
 def test_forced_moves_convict_by_a_difference_that_is_no_tie_and_for_want_of_moves() -> None:
     tie = {"setting": "EOS", "tie": True}
-    assert differing({"turns": 5, "differing": [tie]}) == {}
-    assert differing({"turns": 5, "differing": [tie, tie | {"tie": False}]})
-    assert differing({"turns": 0, "differing": []})
+    other, good = tie | {"tie": False}, {"turns": 5, "differing": [tie], "unlike_base": 5}
+    assert differing(good | {"lora": good}) == {}
+    for bad in ({"differing": [tie, other]}, {"turns": 0, "differing": []}, {"unlike_base": 0}):
+        assert differing(good | {"lora": good | bad})
+    for bad in ({"differing": [tie, other]}, {"turns": 0, "differing": []}):
+        assert differing(good | bad | {"lora": good})
 
 
 def test_a_judge_that_convicts_too_little_of_other_weights_convicts_the_run() -> None:
