@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.integration.engine_slot import EngineSlot
 
 # Compiling a loop, or a busy machine, takes as long as it takes.
-settings.register_profile("rosemux", deadline=None)
+# How fast examples are made says how loaded the machine is, nothing else.
+settings.register_profile("rosemux", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rosemux")
 
 
