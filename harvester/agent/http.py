@@ -8,6 +8,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import NodeAgent
+from harvester.agent.openapi import OPERATIONS
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
 from harvester.contracts.wire.stops import StopRequest, StopsInForce
@@ -20,6 +21,7 @@ from harvester.platform.http_kit import (
     json_reply,
     token_required,
 )
+from harvester.platform.openapi_document import document, openapi_route
 
 _PROBES = ("/healthz", "/readyz")
 _MAX_CALLER = 200
@@ -55,6 +57,7 @@ def application(
             web.get("/healthz", routes.healthz),
             web.get("/readyz", routes.readyz),
             web.get("/metrics", routes.metrics),
+            openapi_route(document("agent", OPERATIONS)),
         ]
     )
     return app

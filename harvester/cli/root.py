@@ -97,6 +97,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.audit_command:audit",
         summary="Print who got which slot and why it ended, and who changed what.",
     ),
+    "schema": LazyCommand(
+        target="harvester.cli.schema_command:schema",
+        summary="Print the JSON schema of a configuration file.",
+    ),
     "profile": LazyCommand(
         target="harvester.cli.profile:profile",
         summary="Print production's learned step times, to start another slot from.",

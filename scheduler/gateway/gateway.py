@@ -49,6 +49,7 @@ from harvester.platform.http_kit import (
     json_reply,
     whole_body,
 )
+from harvester.platform.openapi_document import openapi_route
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.engine_list_routes import EngineListRoutes
@@ -57,7 +58,7 @@ from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
 from scheduler.gateway.job_switches import Switch, SwitchRequest
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.openapi import openapi_route
+from scheduler.gateway.openapi import document
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
 from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
@@ -181,7 +182,7 @@ class Gateway:
                     *SglangRoutes(scheduler, self._job, self._admitted).routes(),
                     *EngineListRoutes(scheduler, self._job, self._activated).routes(),
                     *TinkerRoutes(scheduler, self._job, self._admitted, self.open_bodies).routes(),
-                    openapi_route(),
+                    openapi_route(document()),
                     web.post("/v1/stops", self._stop),
                     web.get("/v1/status", self._status),
                     web.get("/metrics", self._metrics),

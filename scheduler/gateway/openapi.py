@@ -1,16 +1,10 @@
 """The gateway's OpenAPI document: every route, with the types that its handler decodes and encodes.
 
-GET /openapi.json answers it. Schemas come from the wire types themselves. A dialect's own body is
-an object here; its page is the dialect's. A test compares the routes with those that are served,
-and replies with their schemas.
+A dialect's own body is an object here; its page is the dialect's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import msgspec
-from aiohttp import web
 
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -20,8 +14,8 @@ from harvester.contracts.wire.rollouts import (
     VersionSwitched,
 )
 from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
-from harvester.distribution import rosemux_version
-from harvester.platform.http_kit import json_reply
+from harvester.platform.openapi_document import JSON, PATH, TEXT, Operation, Parameter
+from harvester.platform.openapi_document import document as openapi_document
 from scheduler.gateway import tinker_routes, weight_sync
 from scheduler.gateway.abort_routes import Aborted, AbortRequest, AbortRequests, FinishSession
 from scheduler.gateway.engine_list_routes import (
@@ -37,32 +31,9 @@ from scheduler.gateway.job_switches import SwitchRequest
 from scheduler.gateway.text_routes import REQUEST_ID_HEADER, SESSION_HEADERS
 from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
 
-PATH = "/openapi.json"
-_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
-_SCHEMAS = "#/components/schemas/{name}"
-
-
-class ErrorReply(msgspec.Struct, frozen=True):
-    """OpenAI's routes and vLLM's answer `{"error": {"message": ...}}`."""
-
-    error: str | dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    summary: str
-    takes: Any = None
-    """Type of the JSON body; None: there is none, or it is not read."""
-    answers: Any = dict[str, Any]
-    kinds: tuple[str, ...] = (_JSON,)
-    """Content types of the answer; none: it has no body."""
-    query: tuple[str, ...] = ()
-    names_turns: bool = False
-    """Whether headers may name the trajectory and the request."""
-
-
+_EVENTS = "text/event-stream"
 _OBJECT = dict[str, Any]
-_STREAMED = (_JSON, _EVENTS)
+_STREAMED = (JSON, _EVENTS)
 _EITHER_CONTROL: Mapping[str, Operation] = {
     "POST /init_weight_transfer_engine": Operation(
         "Begin weight transfer; init_info must be empty",
@@ -170,7 +141,7 @@ OPERATIONS: Mapping[str, Operation] = {
         )
     },
     "POST /api/v1/retrieve_future": Operation(
-        "Tinker's", _OBJECT, kinds=(_JSON, tinker_routes.PROTOBUF)
+        "Tinker's", _OBJECT, kinds=(JSON, tinker_routes.PROTOBUF)
     ),
     **{
         f"GET /api/v1/{path}": Operation("Tinker's")
@@ -194,7 +165,7 @@ OPERATIONS: Mapping[str, Operation] = {
     },
     "POST /v1/stops": Operation("Hold, drain or resume the cluster", StopRequest, ClusterStopReply),
     "GET /v1/status": Operation("Engines, jobs, queue, leases and counters"),
-    "GET /metrics": Operation("Prometheus text", None, str, (_TEXT,)),
+    "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
     "GET /healthz": Operation("200, or 503 while it shuts down"),
     f"GET {PATH}": Operation("This document"),
 }
@@ -202,73 +173,19 @@ OPERATIONS: Mapping[str, Operation] = {
 
 def document() -> dict[str, Any]:
     """As OpenAPI 3.1."""
-    kinds = [kind for each in OPERATIONS.values() for kind in (each.takes, each.answers)]
-    known = [kind for kind in kinds if kind is not None]
-    schemas, components = msgspec.json.schema_components(
-        [ErrorReply, *known], ref_template=_SCHEMAS
-    )
-    error, shown = schemas[0], iter(schemas[1:])
-    paths: dict[str, dict[str, Any]] = {}
-    for name, operation in OPERATIONS.items():
-        method, path = name.split(" ")
-        takes = None if operation.takes is None else next(shown)
-        answers = None if operation.answers is None else next(shown)
-        body = {} if takes is None else {"requestBody": {"content": {_JSON: {"schema": takes}}}}
-        refused = operation.answers is None
-        answered = {} if refused else {"200": _response(answers, operation.kinds)}
-        paths.setdefault(path, {})[method.lower()] = {
-            "summary": operation.summary,
-            "operationId": name.lower().translate(_ID),
-            "parameters": _parameters(path, operation),
-            **body,
-            "responses": {**answered, "default": _response(error, (_JSON,))},
-        }
-    return {
-        "openapi": "3.1.0",
-        "servers": [
-            {"url": "/", "description": f"the caller's only job, or that of {JOB_HEADER}"},
-            {
-                "url": JOB_BASE,
-                "description": "one job, for clients that can send no header",
-                "variables": {"base_job": {"default": "job"}},
-            },
-        ],
-        "info": {"title": "RoseMux gateway", "version": rosemux_version()},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"tenant": {"type": "http", "scheme": "bearer"}},
+    servers = (
+        {"url": "/", "description": f"the caller's only job, or that of {JOB_HEADER}"},
+        {
+            "url": JOB_BASE,
+            "description": "one job, for clients that can send no header",
+            "variables": {"base_job": {"default": "job"}},
         },
-        "security": [{}, {"tenant": []}],
-    }
+    )
+    return openapi_document("gateway", OPERATIONS, parameters=_headers, servers=servers)
 
 
-_ID = str.maketrans({" ": None, "/": "_", "{": None, "}": None, ".": "_"})
-
-
-def _response(schema: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
-    content = {kind: {"schema": schema if kind == _JSON else {"type": "string"}} for kind in kinds}
-    return {"description": "see docs/protocol.md", "content": content}
-
-
-def _parameters(path: str, operation: Operation) -> list[dict[str, Any]]:
-    named = [("query", name) for name in operation.query]
-    if "{job}" in path:
-        named.append(("path", "job"))
-    else:
-        named.append(("header", JOB_HEADER))
+def _headers(path: str, operation: Operation) -> list[Parameter]:
+    names = [] if "{job}" in path else [JOB_HEADER]
     if operation.names_turns:
-        named += [("header", name) for name in (*SESSION_HEADERS, REQUEST_ID_HEADER)]
-    return [
-        {"name": name, "in": where, "required": where == "path", "schema": {"type": "string"}}
-        for where, name in named
-    ]
-
-
-def openapi_route() -> web.RouteDef:
-    shown = document()
-
-    async def show(_request: web.Request) -> web.Response:
-        return json_reply(shown)
-
-    return web.get(PATH, show)
+        names += [*SESSION_HEADERS, REQUEST_ID_HEADER]
+    return [("header", name) for name in names]

@@ -6,7 +6,7 @@ rosemux phases serve --socket FILE --state FILE [--nodes FILE] [--journal DIRECT
 
 import os
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,15 +22,27 @@ from harvester.platform.http_kit import (
     serving,
     stop_event,
 )
+from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.control.wire import CALLS, JobStatus, Reply
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 MAX_BODY_BYTES = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPERATIONS: Mapping[str, Operation] = {
+    **{
+        f"POST /v1/phases/{name}": Operation("A call of docs/phases.md", kind, Reply)
+        for name, kind in CALLS.items()
+    },
+    "GET /v1/phases": Operation("Every job's status", None, tuple[JobStatus, ...]),
+    "GET /v1/journal": Operation("Where the journal's files are", None, dict[str, str | None]),
+    "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
+    f"GET {PATH}": Operation("This document"),
+}
 _LOOPBACK = "127.0.0.1"
 _SHUTDOWN_S = 1.0
 _BACKLOG = 128
@@ -57,6 +69,7 @@ def application(api: AsyncPhaseApi) -> web.Application:
             web.get("/v1/journal", journal),
             web.get("/v1/phases", status),
             web.get("/metrics", metrics_of(api.service)),
+            openapi_route(document("phase control", OPERATIONS)),
         ]
     )
     return app

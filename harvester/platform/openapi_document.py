@@ -1,0 +1,110 @@
+"""OpenAPI documents of RoseMux's services, from the types that their handlers decode and encode.
+
+GET /openapi.json answers each. Tests compare its routes with those that are served, and replies
+with their schemas.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from harvester.distribution import rosemux_version
+from harvester.platform.http_kit import json_reply
+
+PATH = "/openapi.json"
+JSON, TEXT = "application/json", "text/plain"
+_SCHEMAS = "#/components/schemas/{name}"
+_ID = str.maketrans({" ": None, "/": "_", "{": None, "}": None, ".": "_"})
+
+Parameter: TypeAlias = tuple[str, str]
+"""Place (`path`, `query` or `header`) and name."""
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """OpenAI's routes and vLLM's answer `{"error": {"message": ...}}`."""
+
+    error: str | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    summary: str
+    takes: Any = None
+    """Type of the JSON body; None: there is none, or it is not read."""
+    answers: Any = dict[str, Any]
+    """None: it is always refused."""
+    kinds: tuple[str, ...] = (JSON,)
+    """Content types of the answer; none: it has no body."""
+    query: tuple[str, ...] = ()
+    names_turns: bool = False
+    """Whether headers may name the trajectory and the request."""
+    fails: tuple[str, ...] = (JSON,)
+    """Content types of an answer that is not 200."""
+
+
+def document(
+    title: str,
+    operations: Mapping[str, Operation],
+    *,
+    parameters: Callable[[str, Operation], Iterable[Parameter]] = lambda _path, _operation: (),
+    servers: tuple[dict[str, Any], ...] = ({"url": "/"},),
+) -> dict[str, Any]:
+    """As OpenAPI 3.1. `operations` by `METHOD /path`; `parameters` beside those of path and
+    query."""
+    kinds = [kind for each in operations.values() for kind in (each.takes, each.answers)]
+    known = [kind for kind in kinds if kind is not None]
+    schemas, components = msgspec.json.schema_components(
+        [ErrorReply, *known], ref_template=_SCHEMAS
+    )
+    error, shown = schemas[0], iter(schemas[1:])
+    paths: dict[str, dict[str, Any]] = {}
+    for name, operation in operations.items():
+        method, path = name.split(" ")
+        takes = None if operation.takes is None else next(shown)
+        answers = None if operation.answers is None else next(shown)
+        body = {} if takes is None else {"requestBody": {"content": {JSON: {"schema": takes}}}}
+        refused = operation.answers is None
+        answered = {} if refused else {"200": _response(answers, operation.kinds)}
+        given = [*_own_parameters(path, operation), *parameters(path, operation)]
+        paths.setdefault(path, {})[method.lower()] = {
+            "summary": operation.summary,
+            "operationId": name.lower().translate(_ID),
+            "parameters": [_parameter(*each) for each in given],
+            **body,
+            "responses": {**answered, "default": _response(error, operation.fails)},
+        }
+    return {
+        "openapi": "3.1.0",
+        "servers": list(servers),
+        "info": {"title": f"RoseMux {title}", "version": rosemux_version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"token": []}],
+    }
+
+
+def openapi_route(shown: dict[str, Any]) -> web.RouteDef:
+    async def show(_request: web.Request) -> web.Response:
+        return json_reply(shown)
+
+    return web.get(PATH, show)
+
+
+def _response(schema: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
+    content = {kind: {"schema": schema if kind == JSON else {"type": "string"}} for kind in kinds}
+    return {"description": "see docs/protocol.md", "content": content}
+
+
+def _own_parameters(path: str, operation: Operation) -> list[Parameter]:
+    parts = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    return [*(("path", part) for part in parts), *(("query", name) for name in operation.query)]
+
+
+def _parameter(place: str, name: str) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "schema": {"type": "string"}}
