@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON ?= python3.11
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check explore bench compat clients installation kvcached kernels lock clean
+.PHONY: help setup demo test check explore fuzz bench compat clients installation kvcached kernels lock clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -28,6 +28,9 @@ check: setup ## format, lint, types, arrows between packages, names that must no
 
 explore: setup ## lease, permit and version protocols over all interleavings: make explore ARGS="lease --states 50000"
 	$(BIN)/python -m tests.explore $(ARGS)
+
+fuzz: setup ## requests made from the OpenAPI documents of agent, gateway and phase control; ARGS="agent" takes one
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: setup ## one benchmark: make bench NAME=step_gate
 	@test -n "$(NAME)" || { echo "make bench NAME=one of: $$(ls benchmarks/*/__main__.py | xargs -n1 dirname | xargs -n1 basename | xargs)"; exit 2; }
