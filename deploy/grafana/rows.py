@@ -131,6 +131,20 @@ def harvesting() -> tuple[Lines | Stat, ...]:
             ),
         ),
         lines(
+            "Idle share of the next 30 s",
+            "Share expected without a production step: median, and the band of 80 %.",
+            RATIO,
+            (
+                latest(
+                    "harvester_idle_forecast_ratio",
+                    f'{SLOT}, horizon="30"',
+                    f"{PLACE}, percentile",
+                    "min",
+                ),
+                "{{node}} {{slot}} P{{percentile}}",
+            ),
+        ),
+        lines(
             "Slot state",
             "1 for the state that each slot is in.",
             COUNT,

@@ -18,11 +18,16 @@ from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.wire.leases import GuardReading, SlotOffer, SlotOffers
+from harvester.contracts.wire.leases import GuardReading, IdleForecast, SlotOffer, SlotOffers
 from harvester.platform.tls import Credentials
 
 _MOST_AT_ONCE = 16
-_HEAD = ("node", "slot", "mode", "state", "tenant/job", "lends", "TTFT", "ITL", "tokens/s")
+_HEAD = (
+    *("node", "slot", "mode", "state", "tenant/job", "lends"),
+    *("idle next 30 s", "TTFT", "ITL", "tokens/s"),
+)
+_HORIZON_S = 30.0
+"""The forecast that is shown: about as far as a turn keeps its place."""
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -128,6 +133,7 @@ class AgentsView:
         lending = offer.lending
         lends = f"{lending.tokens} tokens, {lending.share_ratio:.0%}" if lending.tokens else ""
         yield printable(lends)
+        yield printable(_expected(offer.forecasts))
         yield printable(_milliseconds(offer.ttft_s))
         yield printable(_milliseconds(offer.itl_s))
         yield printable(self._pace(url, offer))
@@ -142,6 +148,14 @@ class AgentsView:
             return ""
         # A guest that restarted counts anew.
         return f"{max(0, total - before[1]) / (now - before[0]):.0f}"
+
+
+def _expected(forecasts: Sequence[IdleForecast]) -> str:
+    """Median and middle 80 % of the idle share; "" while none is known."""
+    each = next((one for one in forecasts if one.horizon_s == _HORIZON_S), None)
+    if each is None:
+        return ""
+    return f"{each.median_ratio:.0%} ({each.low_ratio:.0%} to {each.high_ratio:.0%})"
 
 
 def _milliseconds(seconds: float | None) -> str:

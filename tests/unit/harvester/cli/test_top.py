@@ -15,7 +15,13 @@ from harvester.cli.top import AgentsView
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import Epoch, NodeId, SlotId
 from harvester.contracts.page import Lending
-from harvester.contracts.wire.leases import GuardReading, SlotOffer, SlotOffers, SlotState
+from harvester.contracts.wire.leases import (
+    GuardReading,
+    IdleForecast,
+    SlotOffer,
+    SlotOffers,
+    SlotState,
+)
 from harvester.platform.tls import Credentials
 
 
@@ -43,6 +49,10 @@ FULL = offer(
     ttft_s=0.1234,
     itl_s=0.02,
     lending=Lending(tokens=128, share_ratio=0.5),
+    forecasts=tuple(
+        IdleForecast(horizon_s=horizon_s, low_ratio=0.5, median_ratio=median, high_ratio=0.9)
+        for horizon_s, median in ((10.0, 0.6), (30.0, 0.7))
+    ),
     guards=(
         GuardReading(guard="burn_1h", value=0.5, limit=7.2),
         GuardReading(guard="level_ttft", value=0.3, limit=0.1, binds=True),
@@ -102,7 +112,8 @@ def test_a_row_has_all_of_a_slot(agent: FakeAgent) -> None:
     view, _ = view_of(agent.url)
     text = shown(view)
     for cell in (
-        *("n1", "slot0", "harvest", "open/leased", "lab/grpo", "128 tokens, 50%", "123 ms"),
+        *("n1", "slot0", "harvest", "open/leased", "lab/grpo", "128 tokens, 50%"),
+        *("70% (50% to 90%)", "123 ms"),
         *("20 ms", "burn_1h 0.5 of 7.2", "level_ttft 0.3 of 0.1!"),
     ):
         assert cell in text
