@@ -12,6 +12,7 @@ costs idle time and never double use. The epoch fences: a slot's epoch only rise
 
 import math
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
@@ -21,6 +22,8 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.stops import Stop
 
+SentEpoch = Annotated[Epoch, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""As far as the holder's and the grantor's files can record one."""
 EPOCH_HEADER = "X-RoseMux-Epoch"
 SESSION_HEADER = "X-Session-ID"
 JOB_HEADER = "X-RoseMux-Job"
@@ -69,7 +72,7 @@ class SlotOffer(msgspec.Struct, frozen=True, kw_only=True):
     state: SlotState
     engine_url: str
     model: str
-    epoch: Epoch
+    epoch: SentEpoch
     concurrency: int
     kv_tokens: int
     idle_ratio: float | None
@@ -134,7 +137,7 @@ class LeaseRequest(
 class LeaseRenewal(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    epoch: Epoch
+    epoch: SentEpoch
     duration_s: float
     allotment: Allotment | None = None
     """Replaces the one in force; null leaves it."""
@@ -156,7 +159,7 @@ class LeaseGranted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lease: LeaseId
     """A secret: any caller that knows it may renew and end the lease."""
     slot: SlotId
-    epoch: Epoch
+    epoch: SentEpoch
     duration_s: float
     """Counted from the moment at which the grantor wrote this reply."""
     forecasts: tuple[IdleForecast, ...] = ()

@@ -1,7 +1,8 @@
 """An agent's replies as a network brings them: in pieces, and never more than is read."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
@@ -10,8 +11,15 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.ids import Epoch, NodeId, SlotId
-from harvester.contracts.wire.leases import SlotOffer, SlotOffers, SlotState
+from harvester.contracts.ids import Epoch, JobId, NodeId, SlotId, TenantId
+from harvester.contracts.wire.leases import (
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotOffers,
+    SlotState,
+)
 from scheduler.gateway import agent_client
 from scheduler.gateway.agent_client import AgentClient
 
@@ -45,14 +53,27 @@ def agent_that_says(pieces: Sequence[bytes]) -> TestServer:
 
     application = web.Application()
     application.router.add_get("/v1/slots", offers)
+    application.router.add_post("/v1/leases", offers)
     return TestServer(application)
 
 
-async def offers_of(server: TestServer) -> SlotOffers:
+@asynccontextmanager
+async def asking(server: TestServer) -> AsyncIterator[AgentClient]:
     async with server, aiohttp.ClientSession() as session:
-        return await AgentClient(
-            session, str(server.make_url("")).rstrip("/"), timeout_s=5
-        ).offers()
+        yield AgentClient(session, str(server.make_url("")).rstrip("/"), timeout_s=5)
+
+
+async def offers_of(server: TestServer) -> SlotOffers:
+    async with asking(server) as client:
+        return await client.offers()
+
+
+async def lease_of(server: TestServer) -> LeaseGranted | LeaseRefused:
+    wanted = LeaseRequest(
+        request_id="r", slot=SlotId("s"), tenant=TenantId("t"), job=JobId("j"), duration_s=1.0
+    )
+    async with asking(server) as client:
+        return await client.take(wanted)
 
 
 async def test_offers_that_come_in_several_segments_are_read_whole() -> None:
@@ -76,6 +97,13 @@ async def test_a_slot_that_is_nonsense_costs_the_agents_other_slots_nothing() ->
     said["slots"][3]["lending"]["share_ratio"] = None
     found = await offers_of(agent_that_says([msgspec.json.encode(said)]))
     assert [offer.slot for offer in found.slots] == [f"slot-{n}" for n in range(8) if n != 3]
+
+
+@pytest.mark.parametrize("epoch", [-1, 1 << 63])
+async def test_an_epoch_that_no_file_can_record_is_the_agents_fault(epoch: int) -> None:
+    said = {"type": "granted", "lease": "l", "slot": "s", "epoch": epoch, "duration_s": 1.0}
+    with pytest.raises(PeerProtocolError):
+        await lease_of(agent_that_says([msgspec.json.encode(said)]))
 
 
 @pytest.mark.parametrize("said", [b'{"node": "\xff", "slots": []}', b'{"slots": ' + b"[" * 100_000])
