@@ -236,6 +236,10 @@ class EngineFleet:
         known = (member.vocabulary_tokens for member in self.members.values())
         return min((tokens for tokens in known if tokens), default=None)
 
+    def is_described(self) -> bool:
+        """Whether an engine's model is known, which the others have too, or there is none."""
+        return not self.members or any(each.description for each in self.members.values())
+
     def context_tokens(self) -> int:
         """Largest context of the engines; 0 while none is known."""
         return max((member.context_tokens for member in self.members.values()), default=0)

@@ -94,7 +94,7 @@ async def test_a_stream_carries_the_same_text_and_ends_with_usage() -> None:
 
 async def test_faults_have_openai_s_form_whoever_finds_them() -> None:
     async with served() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="is not what job job trains"):
+        with pytest.raises(openai.NotFoundError, match="is not what job job trains"):
             await client.chat.completions.create(model="other", messages=HELLO)
         with pytest.raises(openai.BadRequestError, match="must be non-negative"):
             await client.chat.completions.create(model="job", messages=HELLO, temperature=-1)
