@@ -270,7 +270,10 @@ class Gateway:
             version=published.version,
             cut_exact=published.cut_open_turns,
         )
-        return json_reply(VersionSwitched(version=published.version, engines=engines))
+        active = self._scheduler.is_active(job)
+        return json_reply(
+            VersionSwitched(version=published.version, engines=engines, active=active)
+        )
 
     async def _activate(self, request: web.Request) -> web.Response:
         return json_reply(await self._activated(request))
