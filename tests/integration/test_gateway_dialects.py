@@ -201,7 +201,7 @@ async def test_miles_gets_what_its_rollout_reads_of_a_reply() -> None:
     assert (status, told["text"]) == (200, text_of(made))
     assert [entry[1] for entry in told["meta_info"]["output_token_logprobs"]] == made
     assert told["meta_info"]["finish_reason"]["type"] == "length"
-    assert (refused[0], "another" in refused[1]["error"]) == (400, True)
+    assert (refused[0], "another" in refused[1]["error"]) == (404, True)
 
 
 async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:
