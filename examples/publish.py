@@ -8,7 +8,8 @@ In a trainer it is two lines, the first of them once:
     published = publisher.publish(model.state_dict())
 
 The second returns when the version is durable. The gateway hears of it in the background, and
-`publisher.announced(timeout_s)` says whether every dedicated engine serves it.
+`publisher.announced(timeout_s)` is `served` once every dedicated engine serves it, and
+`announced, not active` where they serve another job until this one is activated.
 
 A sharded trainer (FSDP2, tensor parallel) does the same on every rank, without a gather:
 
@@ -58,8 +59,8 @@ def main() -> None:
         print(
             f"version {published.version}: {published.bytes_sent} of {published.bytes_dense} bytes"
         )
-        served = publisher.announced(timeout_s=150)
-    print("every dedicated engine serves it" if served else "the gateway has not confirmed it yet")
+        state = publisher.announced(timeout_s=150)
+    print(state or "the gateway has not confirmed it yet")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
+from harvester.contracts.wire.rollouts import AnnounceState
 from weightsync.encoding.codec import Encoding, warm_up
 from weightsync.layout.adapter import Adapter
 from weightsync.layout.durable import write_durably
@@ -153,9 +154,14 @@ class Publisher(AbstractContextManager["Publisher"]):
         if self._lead is not None:
             self._lead.close()
 
-    def announced(self, timeout_s: float) -> bool:
-        """Whether, within this time, all gateways serve the newest version on dedicated engines."""
-        return self._announcer is None or self._announcer.wait(timeout_s)
+    def announced(self, timeout_s: float) -> AnnounceState:
+        """State of the newest version once all gateways have it, or after this time.
+
+        `served`: every dedicated engine serves it. `announced, not active`, also true: a gateway
+        has it and its engines serve another job, until this one is activated. Empty, so false: a
+        gateway has not confirmed it yet, or refuses it.
+        """
+        return AnnounceState.SERVED if self._announcer is None else self._announcer.wait(timeout_s)
 
     def publish(self, state: State, *, step: int | None = None) -> Published:
         """Write the next version; returns when it is durable and LATEST names it.

@@ -5,7 +5,6 @@ stated by the first event that is written again.
 """
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,9 +20,6 @@ AGENT = "agent"
 _RETRY_S = 1.0
 _MAX_REASON = 1000
 _MAX_CHANGES = 100
-_BURST, _PER_S = 60.0, 0.2
-"""Refused calls, or states of one slot that flaps, before some are left out: at 12 a minute they
-fill the default bound in two months, and hide no other event."""
 _WARNINGS = frozenset(
     {
         *(AuditKind.KILL_SWITCH, AuditKind.CONFIG_REFUSED, AuditKind.QUARANTINED),
@@ -103,28 +99,3 @@ class AuditLog:
 def _encodable(text: str) -> str:
     """Half a surrogate pair, which a file's name may have, would raise in the beat."""
     return text.encode(errors="replace").decode()
-
-
-@dataclass(slots=True)
-class EventLimit:
-    """A bound on events whose number others control: a burst, then a steady pace."""
-
-    left: float = _BURST
-    at_s: float | None = None
-    omitted: int = 0
-    """Events left out since the last one that was admitted."""
-
-    def admits(self, *, now: float, again: bool = False) -> bool:
-        """`again`: for an event that was left out before and counts once."""
-        since_s = 0.0 if self.at_s is None else now - self.at_s
-        self.left, self.at_s = min(_BURST, self.left + since_s * _PER_S), now
-        if self.left < 1.0:
-            self.omitted += not again
-            return False
-        self.left -= 1.0
-        return True
-
-    def taken(self) -> int:
-        """`omitted`, counted from 0 again."""
-        omitted, self.omitted = self.omitted, 0
-        return omitted

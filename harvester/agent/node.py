@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from harvester.agent.audit_file import AuditFile
-from harvester.agent.audit_log import AGENT, AuditLog, EventLimit
+from harvester.agent.audit_log import AGENT, AuditLog
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.lease_audit import LeaseAudit
@@ -21,6 +21,7 @@ from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import LeaseId, NodeId, SlotId
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
 from harvester.contracts.wire.leases import (

@@ -1,7 +1,8 @@
 """A slot's audit events, from its beats: changes of its state, its quarantine and its guest."""
 
-from harvester.agent.audit_log import AGENT, AuditLog, EventLimit
+from harvester.agent.audit_log import AGENT, AuditLog
 from harvester.contracts.audit import AuditKind
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.process import ProcessId
 from harvester.policy.effects import Effect, KillGuest
 from harvester.policy.lease_table import SlotLease

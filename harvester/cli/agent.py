@@ -1,7 +1,6 @@
 """`rosemux agent`."""
 
 import asyncio
-import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ from yaml import YAMLError
 from harvester.config import LoadedConfig, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.distribution import rosemux_version
+from harvester.platform.logs import begin_log
 from harvester.platform.yaml_file import parse_value
 
 
@@ -41,11 +41,7 @@ def agent(
         names = ", ".join(slot.name for slot in checked.slots)
         typer.echo(f"{config}: good; node {checked.node}, mode {checked.mode}, slots {names}")
         return
-    if log_level.upper() not in logging.getLevelNamesMapping():
-        raise ConfigError(f"--log-level {log_level}: use debug, info, warning or error")
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    begin_log(log_level)
     from harvester.agent.agent_process import AgentProcess
 
     asyncio.run(AgentProcess(loaded, reload=load, version=rosemux_version()).run())

@@ -87,7 +87,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "status": LazyCommand(
         target="harvester.cli.status:status",
-        summary="Show the slots of this machine: production, grant, guest and lease.",
+        summary="Show the slots of this machine, an agent's and a gateway's engines and jobs.",
     ),
     "top": LazyCommand(
         target="harvester.cli.top:top",

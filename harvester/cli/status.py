@@ -1,4 +1,4 @@
-"""`rosemux status`: reads pages and, on request, one agent; it changes nothing."""
+"""`rosemux status`: reads pages and, on request, an agent and a gateway; it changes nothing."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
@@ -35,20 +36,25 @@ def status(
     agent_url: Annotated[
         str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")
     ] = None,
+    gateway_url: Annotated[
+        str | None, typer.Option("--gateway", help="Gateway to ask, e.g. http://127.0.0.1:8300.")
+    ] = None,
     token_file: TokenFile = None,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Show the slots of this machine: production, grant, guest and lease."""
+    """Show the slots of this machine, and what an agent or a gateway says of itself."""
     console = Console()
     directories = _slot_directories(pages)
-    if not directories and agent_url is None:
-        raise ConfigError(f"no pages under {pages}: start `rosemux agent`, or give --pages")
+    if not directories and agent_url is None and gateway_url is None:
+        raise ConfigError(
+            f"no pages under {pages}: start `rosemux agent`, or give --pages or --gateway"
+        )
     if directories:
         console.print(_page_table(directories))
+    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
     if agent_url is not None:
-        credentials = credentials_of(token_file, ca_file, cert_file, key_file)
         offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
         console.print(_offer_table(offers))
         console.print(_forecast_table(offers))
@@ -59,6 +65,13 @@ def status(
             console.print(f"Stopped, {scope}: {stop.text}", markup=False)
         if offers.restart_needed:
             console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
+    if gateway_url is not None:
+        report = call(gateway_url, "/v1/status", GatewayReport, credentials, option="--gateway")
+        for table in report.tables():
+            if table.rows:
+                console.print(table)
+        for line in report.lines():
+            console.print(line, markup=False, highlight=False)
 
 
 def _slot_directories(pages: Path) -> list[PageDirectory]:

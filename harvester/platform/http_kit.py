@@ -46,6 +46,7 @@ IDLE_S: Final = 75.0
 requests: longer than clients and most proxies keep a connection themselves."""
 COUNT_READ: Final[web.RequestKey[Callable[[int], None]]] = web.RequestKey("count_read")
 """Called with the bytes read so far of a body whose length is not known before."""
+_SHOWN_CHARS: Final = 500
 _BACKLOG: Final = 4096
 """Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
 no room here tries again after 1 s, 2 s, 4 s, ..."""
@@ -217,8 +218,19 @@ async def posted(
         await asyncio.sleep(wait_s)
 
 
+def message_of(content: bytes) -> str:
+    """The message of an error, as `{"error": MESSAGE}`, as vLLM's objects, or as any other text."""
+    with suppress(*UNDECODABLE):
+        found = msgspec.json.decode(content)
+        while isinstance(found, dict):
+            found = found.get("error") or found.get("message")
+        if found and isinstance(found, str):
+            return found
+    return content.decode(errors="replace")
+
+
 def refusal_of(reply: aiohttp.ClientResponse, content: bytes) -> "HttpRefusal":
-    shown = content[:300].decode(errors="replace")
+    shown = message_of(content)[:_SHOWN_CHARS]
     return HttpRefusal(f"{reply.method} {reply.url.path}: {reply.status}: {shown}", reply.status)
 
 

@@ -50,22 +50,22 @@ class GatewaySilence:
 
     def __init__(self, limit_s: float, *, now: float) -> None:
         self._limit_s = limit_s
-        self._heard_s = now
+        self.heard_s = now
         self.silent = False
 
     def begin(self, *, now: float) -> None:
         """Probing begins after a rest: its time was not the gateway's."""
-        self._heard_s = now
+        self.heard_s = now
 
     def hear(self, *, now: float) -> None:
-        self._heard_s, self.silent = now, False
+        self.heard_s, self.silent = now, False
 
     def miss(self, *, began_s: float, now: float) -> None:
         """A probe that began at `began_s` had no answer. One that took far longer than its own
         timeout says that this process stood still, not the gateway."""
         if now - began_s > 2 * self._limit_s:
-            self._heard_s = now
-        elif now - self._heard_s >= self._limit_s:
+            self.heard_s = now
+        elif now - self.heard_s >= self._limit_s:
             self.silent = True
 
 
@@ -103,6 +103,10 @@ class GatewayWatch:
     @property
     def silent(self) -> bool:
         return self._silence.silent
+
+    @property
+    def unanswered_s(self) -> float:
+        return self._clock.now() - self._silence.heard_s
 
     def hear(self) -> None:
         self._silence.hear(now=self._clock.now())

@@ -57,7 +57,9 @@ class TurnOptions(TypedDict, total=False):
     trajectory: str
     """Its turns prefer the engine that holds their prefix; by default the turn's own id."""
     weight_version: int | VersionPin | None
-    """Exactly this version, or a pin; None takes any that is served."""
+    """Exactly this version, or a pin; None takes any that is served. A pin's `wait_s` bounds the
+    call's wait for it: at the gateway, and where that has not answered for so long (but at least
+    `silence_s`) and no dedicated engine takes the turn."""
     request_id: str
     """A new one by default."""
     priority: int
@@ -206,7 +208,8 @@ class AsyncRolloutClient:
     async def announce(
         self, version: int, store: str, *, cut_open_turns: bool = False
     ) -> VersionSwitched:
-        """A version was published to `store`; returns when every dedicated engine serves it."""
+        """A version was published to `store`; returns when every dedicated engine serves it, or at
+        once, with `active` false, where they serve another job."""
         published = PublishedVersion(
             version=WeightVersion(version), store=store, cut_open_turns=cut_open_turns
         )
@@ -294,8 +297,8 @@ class AsyncRolloutClient:
         self, turn: Turn, at_gateway: GatewayTurn, on_tokens: Callable[[], None]
     ) -> None:
         backoff = Backoff(self._retries, self._clock, random=Random(turn.request.request_id))
-        patience_s = turn.request.weight_version.wait_s
-        pin_until_s, why = self._clock.now() + (_PIN_S if patience_s is None else patience_s), ""
+        pin_s, why = turn.request.weight_version.wait_s, ""
+        since_s, received = self._clock.now(), 0
         while not turn.ended:
             if not self._watch.silent:
                 self._dedicated.forget()
@@ -318,7 +321,14 @@ class AsyncRolloutClient:
                 continue
             except Interrupted as broken:
                 why, asked_s = str(broken), broken.retry_after_s
-                unmet = isinstance(broken, _PinUnmet) and self._clock.now() >= pin_until_s
+                if len(turn.token_ids) > received:
+                    since_s, received = self._clock.now(), len(turn.token_ids)
+                waited_s = self._clock.now() - since_s
+                unmet = isinstance(broken, _PinUnmet)
+                if not unmet and (direct or not self._fallback) and pin_s is not None:
+                    # Nothing says whether the pin is met, and no engine has the turn.
+                    unmet, waited_s = True, min(waited_s, self._watch.unanswered_s)
+                unmet &= waited_s >= (_PIN_S if pin_s is None else pin_s)
             backoff.received(len(turn.token_ids))
             wait_s = None if unmet else backoff.wait_s(retry_after_s=asked_s)
             if wait_s is None:

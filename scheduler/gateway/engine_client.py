@@ -23,6 +23,7 @@ from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
+from harvester.platform.http_kit import message_of
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply
@@ -235,7 +236,7 @@ class EngineClient:
                 await self._check_identity(reply)
                 if reply.status != 200:
                     # For people: as much of it as has come.
-                    message = (await reply.read()).decode(errors="replace")
+                    message = message_of(await reply.read())
                     retry_after = reply.headers.get("retry-after", "")
                     raise _refusal(reply.status, message[:_MESSAGE_CHARS], retry_after)
                 yield reply
@@ -447,8 +448,7 @@ def _left_by(error: Exception) -> Change:
 
 async def _message(response: aiohttp.ClientResponse) -> str:
     # For people: as much of it as has come.
-    raw = await response.content.read(4 * _MESSAGE_CHARS)
-    return raw.decode(errors="replace")[:_MESSAGE_CHARS]
+    return message_of(await response.content.read(4 * _MESSAGE_CHARS))[:_MESSAGE_CHARS]
 
 
 def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:

@@ -18,6 +18,7 @@ from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineClient, EngineLost, StageReply
 from scheduler.gateway.fleet_member import Member, numerics_of
 from scheduler.gateway.identity import Change
+from scheduler.gateway.policy.engine_health import EngineLog
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
     EngineOffered,
@@ -76,6 +77,9 @@ class EngineFleet:
         self._changed = asyncio.Event()
         self._parked: set[JobId] = set()
         self.last_refusal = ""
+        self._active_job: JobId | None = None
+        self._served: tuple[JobId, WeightVersion] | None = None
+        """The job and the version that the log has."""
         self._context_limit: int | None = None
         self.leasable_contexts: Callable[[], Iterable[int]] = tuple
         """Contexts of engines that may yet be leased; 0 is not known."""
@@ -105,6 +109,8 @@ class EngineFleet:
             lease=lease,
             idle_ratio=idle_ratio,
             numerics=engine.numerics,
+            # The line about its lease says that a guest joins.
+            log=EngineLog(up=lease is not None),
         )
         self.members[engine.engine] = member
         self.review_contexts()
@@ -117,6 +123,19 @@ class EngineFleet:
             member.up, member.fault = True, ""
             joined = EngineJoined(engine=member.engine.engine, kind=member.engine.kind)
             self.observe(joined)
+            self.log_state(member)
+
+    def log_state(self, member: Member) -> None:
+        """One line where the log has another state of the engine."""
+        before = member.log.losses
+        if line := member.log.line(up=member.up, losses=member.losses, now=self._clock.now()):
+            level = logging.INFO if member.log.losses == before else logging.WARNING
+            _log.log(level, "engine %s %s", member.engine.engine, line)
+
+    def log_fault(self, member: Member, fault: str) -> None:
+        """One line for a fault that the engine did not have before."""
+        if fault not in ("", member.fault) and member.log.limit.admits(now=self._clock.now()):
+            _log.warning("engine %s is not served: %s", member.engine.engine, fault)
 
     def down(self, member: Member, fault: str, *, cut: Cut = Cut.ENGINE) -> None:
         """Lost: its turns go on elsewhere, and when it is back its weights are unknown."""
@@ -127,7 +146,9 @@ class EngineFleet:
         if cut in (Cut.ENGINE, Cut.DOUBT):
             self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
-        member.losses += 1
+        member.losses, member.log.fault = member.losses + 1, fault
+        if cut is not Cut.LEASE:  # Its lease has a line, and an engine that stays has one later.
+            self.log_state(member)
         member.is_described, member.seen_context_tokens = False, 0
         member.streak.succeed()
         self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
@@ -162,8 +183,7 @@ class EngineFleet:
             "another client changes its weights; let one scheduler own the "
             "engine and remove it from all other configurations"
         )
-        if member.foreign_changes.seen(now=self._clock.now()):
-            _log.warning("engine %s: %s", member.engine.engine, fault)
+        member.foreign_changes.seen(now=self._clock.now())
         self.down(member, fault, cut=Cut.WEIGHTS)
 
     async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
@@ -235,6 +255,10 @@ class EngineFleet:
         """Least vocabulary of the engines; None while none is known."""
         known = (member.vocabulary_tokens for member in self.members.values())
         return min((tokens for tokens in known if tokens), default=None)
+
+    def is_described(self) -> bool:
+        """Whether an engine's model is known, which the others have too, or there is none."""
+        return not self.members or any(each.description for each in self.members.values())
 
     def context_tokens(self) -> int:
         """Largest context of the engines; 0 while none is known."""
@@ -378,6 +402,9 @@ class EngineFleet:
             case Retarget():
                 self._dispatcher.observe(effect)
                 self._wake_publishers()
+                if effect.job != self._active_job:
+                    _log.info("job %s is active, at version %d", effect.job, effect.version)
+                self._active_job = effect.job
             case QuiesceEngine():
                 self._quiesce(self.members[effect.engine], effect)
             case UpdateEngine():
@@ -387,6 +414,9 @@ class EngineFleet:
                 self._serve(self.members[effect.engine])
             case SettlePublish():
                 self._wake_publishers()
+                if self._served != (served := (effect.job, effect.version)):
+                    _log.info("job %s: version %d is served by all dedicated engines up", *served)
+                self._served = served
             case RefusePublish():
                 self.last_refusal = effect.reason
 
@@ -430,6 +460,7 @@ class EngineFleet:
             fault = f"{type(error).__name__}: {error}"
         self.review_contexts()
         if member.updating is asyncio.current_task():
+            self.log_fault(member, fault)
             member.updating, member.fault = None, fault
             self.observe(
                 EngineUpdated(
@@ -530,8 +561,11 @@ async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> 
         became = await asyncio.gather(*(member.client.became() for member in waiting))
         for member, change in zip(waiting, became, strict=True):
             if not member.losses:
+                fleet.log_fault(member, member.client.health_fault)
                 member.fault = member.client.health_fault
             fleet.answered(member, change)
+        for member in fleet.members.values():
+            fleet.log_state(member)
         fleet.observe(TimePassed())
         await asyncio.sleep(period_s)
 

@@ -9,7 +9,7 @@ from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.identity import Change
-from scheduler.gateway.policy.engine_health import FaultStreak, ForeignUpdates
+from scheduler.gateway.policy.engine_health import EngineLog, FaultStreak, ForeignUpdates
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.model import Engine, EngineKind, Lease
@@ -42,6 +42,7 @@ class Member:
     ended_trajectories: deque[str] = field(default_factory=lambda: deque(maxlen=_ENDED_MAX))
     """Reported with the engine's next request: it need not keep their prefixes."""
     fault: str = ""
+    log: EngineLog = field(default_factory=EngineLog)
     streak: FaultStreak = field(default_factory=FaultStreak)
     probing: "asyncio.Task[Change] | None" = None
     quiesced_at_s: float | None = None

@@ -249,13 +249,19 @@ class Gateway:
             vocabulary_tokens=fleet.vocabulary_tokens(),
             context_tokens=fleet.context_tokens(),
         )
-        names = self._scheduler.model_names(job)
-        if turn_request.model is not None and turn_request.model not in names:
-            raise PeerProtocolError(
-                f"model: {turn_request.model[:_MODEL_CHARS]!r} is not what job {job} trains; "
-                f"leave it out or name {' or '.join(sorted(names))}"
-            )
+        self._check_model(job, turn_request.model)
         return turn_request
+
+    def _check_model(self, job: JobId, model: str | None) -> None:
+        """Raises HTTPNotFound, as vLLM does, and Exhausted where an engine that has never been up
+        may have the model."""
+        names = self._scheduler.model_names(job)
+        if model is None or model in names:
+            return
+        why = f"model: {model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+        if not self._scheduler.fleet.is_described():
+            raise Exhausted(f"{why}nor is any engine's model known yet")
+        raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request)
@@ -266,7 +272,10 @@ class Gateway:
             version=published.version,
             cut_exact=published.cut_open_turns,
         )
-        return json_reply(VersionSwitched(version=published.version, engines=engines))
+        active = self._scheduler.is_active(job)
+        return json_reply(
+            VersionSwitched(version=published.version, engines=engines, active=active)
+        )
 
     async def _activate(self, request: web.Request) -> web.Response:
         return json_reply(await self._activated(request))

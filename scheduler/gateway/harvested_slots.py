@@ -12,6 +12,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
 from harvester.contracts.wire.leases import (
     IdleForecast,
@@ -87,6 +88,7 @@ class Harvest:
         self._demands = demands
         self._tenant_of = tenant_of
         self._refusals: list[SlotRefusal] = []
+        self._limits: dict[SlotId, EventLimit] = {}
         self._doubted: set[LeaseId] = set()
         self._wake = asyncio.Event()
         self.budgets = ServiceBudgets(state, clock)
@@ -309,6 +311,7 @@ class Harvest:
             # Its offer was not known when it was taken over from an earlier process.
         else:
             self._record(lease.lease)
+            self._log_lease(lease, "begins")
         offer = self._offer(lease.slot, lease.agent)
         if offer is None:
             return
@@ -324,6 +327,15 @@ class Harvest:
         if all(other.slot != lease.slot for other in self.leases.values()):
             self._fleet.remove(self._guest_id(lease.slot), reason)
         self._record(lease.lease)
+        self._log_lease(lease, f"ends: {reason}")
+
+    def _log_lease(self, lease: Lease, what: str) -> None:
+        """A slot whose production flaps gets a few lines, then one a minute."""
+        limit = self._limits.setdefault(lease.slot, EventLimit(burst=6.0, per_s=1 / 60))
+        if limit.admits(now=self._clock.now()):
+            omitted = f" ({before} lines left out before)" if (before := limit.taken()) else ""
+            told = "slot %s of agent %s: lease %d of job %s %s%s"
+            _log.info(told, lease.slot, lease.agent, lease.epoch, lease.job, what, omitted)
 
     def _record(self, name: LeaseId) -> None:
         """Tried again at each look while the state file cannot take it. A restart asks the agent

@@ -167,6 +167,8 @@ def _kept(
         if rule is not None and not _is_neutral(value, rule):
             raise PeerProtocolError(f"{where}{name}: {rule.instead}")
         if rule is None and name not in honoured:
+            if not where and name in _Sampling.__struct_fields__:
+                raise PeerProtocolError(f"{name}: it belongs in sampling_params")
             raise no_such_field(name, honoured, where)
     # Null is left out, as vLLM takes it for every field, unless it is a value of its own: without
     # log-probabilities is not the default.

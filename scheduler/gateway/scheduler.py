@@ -1,10 +1,11 @@
 """The scheduler of one gateway, put together: policies, their shells, durable state, metrics."""
 
 import asyncio
+import logging
 import secrets
 import sqlite3
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -45,6 +46,8 @@ from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, Gatewa
 from scheduler.gateway.turns import TurnRunner
 from scheduler.model import BASE_VERSION, Engine, EngineKind
 
+_log = logging.getLogger(__name__)
+
 _EXPIRED_S = 0.25
 """Period of checks for expired switches and answers, and of tries to record what is not, in s."""
 # Session ids seen, to count trajectories once; forgotten together when there are too many.
@@ -79,6 +82,8 @@ class Scheduler:
         self.switches = JobSwitches(state, clock, self._switched)
         self.exported: dict[tuple[JobId, str], int] = {}
         """Ledger totals that the metrics have had."""
+        self._refusals: dict[JobId, str] = {}
+        """The last refusal of each job's announcements."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
         moved = {"moved_after_s": settings.timeouts.guest_stall_s}
         routing = RoutingPolicy(msgspec.convert(moved | settings.routing, RoutingConfig))
@@ -219,6 +224,9 @@ class Scheduler:
                 self.fleet.observe(
                     VersionPublished(job=job, store=facts.store, version=facts.version)
                 )
+        for job, given in self.jobs.items():
+            told = "job %s of tenant %s is registered, at version %d"
+            _log.info(told, job, given.tenant, self.version_of(job))
         if active is not None:
             self.fleet.observe(JobActivated(job=active))
 
@@ -332,6 +340,22 @@ class Scheduler:
         published = self.fleet.policy.published(job)
         return published.version if published else BASE_VERSION
 
+    def is_active(self, job: JobId) -> bool:
+        target = self.fleet.policy.target
+        return target is not None and target.job == job
+
+    @contextmanager
+    def _logging_refusals(self, job: JobId, what: str) -> Iterator[None]:
+        """One line for a refusal, however often it is repeated."""
+        try:
+            yield
+        except (Stale, Exhausted) as error:
+            if self._refusals.get(job) != (refusal := f"{what}: {error}"):
+                _log.warning("job %s: %s", job, refusal)
+            self._refusals[job] = refusal
+            raise
+        self._refusals.pop(job, None)
+
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
     ) -> dict[EngineId, SwitchState]:
@@ -341,25 +365,30 @@ class Scheduler:
         cannot be recorded: then nothing has moved.
         """
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
-        await self.fleet.stage(job, store=store, version=version)
-        target = self.fleet.policy.target
-        serves = target is None or target.job == job
-        self._observe(
-            published,
-            lambda: self.state.publish(job, store=store, version=version, activate=serves),
-        )
-        if serves:
-            await self._settle(job, version)
+        with self._logging_refusals(job, f"version {version} of store {store}"):
+            await self.fleet.stage(job, store=store, version=version)
+            serves = self.is_active(job) or self.fleet.policy.target is None
+            newer = version > self.version_of(job)
+            self._observe(
+                published,
+                lambda: self.state.publish(job, store=store, version=version, activate=serves),
+            )
+            if newer:
+                told = "job %s: version %d of store %s is announced%s"
+                _log.info(told, job, version, store, "" if serves else "; the job is not active")
+            if serves:
+                await self._settle(job, version)
         return self.fleet.policy.switch_states(job, version) if self._sees_engines(job) else {}
 
     async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
         """Serve this job from now on. Raises Stale while it has published nothing to load, and
         Exhausted as `publish` does."""
-        self._observe(JobActivated(job=job), lambda: self.state.activate(job))
-        self.harvest.wake()
-        target = self.fleet.policy.target
-        assert target is not None
-        await self._settle(job, target.version)
+        with self._logging_refusals(job, "activation"):
+            self._observe(JobActivated(job=job), lambda: self.state.activate(job))
+            self.harvest.wake()
+            target = self.fleet.policy.target
+            assert target is not None
+            await self._settle(job, target.version)
         return target.version, self.fleet.policy.switch_states(job, target.version)
 
     def _switched(self, job: JobId, switch: Switch, on: bool) -> None:

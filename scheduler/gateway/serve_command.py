@@ -18,10 +18,12 @@ _YOUNG_OBJECTS = 10_000
 def gateway(
     config: Annotated[Path, typer.Option(help="YAML or JSON file with the gateway's settings.")],
     check_config: Annotated[bool, typer.Option(help="Check the file and stop.")] = False,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run the rollout gateway with its scheduler."""
+    """Run the rollout gateway with its scheduler; `rosemux status --gateway URL` shows it."""
     import uvloop
 
+    from harvester.platform.logs import begin_log
     from scheduler.gateway.settings import load_settings
     from scheduler.gateway.tenants import Tenants
 
@@ -31,6 +33,7 @@ def gateway(
     if check_config:
         typer.echo(f"{config} is good: {len(settings.engines)} engines, {len(settings.jobs)} jobs")
         return
+    begin_log(log_level)
     # State and journals hold the ids of leases, with which every reader could end them.
     os.umask(0o077)
     uvloop.run(serve(settings, tenants))

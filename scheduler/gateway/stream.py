@@ -7,6 +7,7 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.wire.rollouts import Span, TokenLogprob
+from harvester.platform.http_kit import message_of
 
 MAX_EVENT_BYTES = 64 << 20
 """The routed experts of a long turn come in one event."""
@@ -47,7 +48,7 @@ class _Chunk(msgspec.Struct, Generic[L]):
     def fault(self) -> str:
         """The error that the engine reports; empty without one."""
         raw = bytes(self.error)
-        return "" if raw in (b"", b"null") else raw[:500].decode(errors="replace")
+        return "" if raw in (b"", b"null") else message_of(raw)[:500]
 
     @property
     def fault_status(self) -> int:

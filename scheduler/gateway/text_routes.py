@@ -12,12 +12,13 @@ client that leaves takes all of its turns with it.
 
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId
 from harvester.contracts.wire.leases import SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -86,6 +87,7 @@ _MEDIA = frozenset(
 )
 _MESSAGE_TEXTS = ("reasoning_content", "reasoning", "content")
 """Texts of a chat message, as vLLM's parsers part the output; the first is the older name."""
+_NO_PROMPT: Body = {"token_ids": (0,), "sampling_params": {"max_tokens": 1}}
 _OVER = Choice(finish_reason=FinishReason.LENGTH)
 JobOf: TypeAlias = Callable[[web.Request], JobId]
 Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
@@ -141,6 +143,9 @@ class TextRoutes:
         job = self._job_of(request)
         body, named = await json_object(request), request.headers.get(REQUEST_ID_HEADER)
         text = _TextRequest(dialect, job, body, named)
+        with suppress(Exhausted):
+            # Refused at once for what needs no prompt; an engine to come may have the model.
+            self._admit(job, text.generate(_NO_PROMPT, 0))
         rendered = await self._renderer.render(dialect, text.to_render)
         check_count(len(rendered))
         prompts = [self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)]

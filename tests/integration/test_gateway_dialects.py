@@ -94,7 +94,7 @@ async def test_a_stream_carries_the_same_text_and_ends_with_usage() -> None:
 
 async def test_faults_have_openai_s_form_whoever_finds_them() -> None:
     async with served() as (_, client):
-        with pytest.raises(openai.BadRequestError, match="is not what job job trains"):
+        with pytest.raises(openai.NotFoundError, match="is not what job job trains"):
             await client.chat.completions.create(model="other", messages=HELLO)
         with pytest.raises(openai.BadRequestError, match="must be non-negative"):
             await client.chat.completions.create(model="job", messages=HELLO, temperature=-1)
@@ -201,7 +201,7 @@ async def test_miles_gets_what_its_rollout_reads_of_a_reply() -> None:
     assert (status, told["text"]) == (200, text_of(made))
     assert [entry[1] for entry in told["meta_info"]["output_token_logprobs"]] == made
     assert told["meta_info"]["finish_reason"]["type"] == "length"
-    assert (refused[0], "another" in refused[1]["error"]) == (400, True)
+    assert (refused[0], "another" in refused[1]["error"]) == (404, True)
 
 
 async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:

@@ -166,7 +166,6 @@ async def test_a_client_that_timed_out_and_asks_again_gets_its_turn(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": "another"}, "model: 'another'"),
         ({"weight_verson": {"exact": 3}}, "did you mean 'weight_version'"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"features": {"mm_hashes": {}}}, "features"),

@@ -134,7 +134,23 @@ def test_the_example_publishes_and_the_gateway_serves_it(
         text=True,
         timeout=60,
     )
-    assert printed.splitlines()[-1] == "every dedicated engine serves it"
+    assert printed.splitlines()[-1] == "served"
+
+
+async def test_a_version_of_a_job_that_is_not_active_is_announced_and_not_served(
+    tmp_path: Path,
+) -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    async with gateway_on(engine, jobs=[{"id": "other", "active": True}, {"id": "job"}]) as one:
+        url = f"{one.url}/v1/jobs/job"
+        with Publisher(tmp_path / "job.store", announce=url) as publisher:
+            await in_thread(lambda: published(publisher))
+            assert await in_thread(lambda: publisher.announced(ANSWER_S)) == "announced, not active"
+            assert engine.version == 0
+        reply = (await one.publish(2))[1]
+        assert (reply["version"], reply["active"]) == (2, False)
+        assert (await one.post("/v1/jobs/job/activate", {}))[1]["active"]
+        assert engine.version == 2
 
 
 def test_an_address_that_is_no_job_s_is_refused_before_anything_is_published(

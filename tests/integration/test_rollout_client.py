@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
-from harvester.contracts.wire.rollouts import Choice, FinishReason
+from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
 from tests.integration.conftest import Served
@@ -201,6 +201,27 @@ async def test_a_client_that_begins_while_the_gateway_is_away_uses_the_engines_t
         one._watch._silence.silent = True
         with pytest.raises(Exhausted, match="has the numerics"):
             await one.generate(PROMPT, sampling(5), equal_numerics="other")
+
+
+@pytest.mark.parametrize("fallback", [True, False])
+async def test_the_wait_of_a_pin_bounds_a_turn_without_a_gateway(fallback: bool) -> None:
+    away = AsyncRolloutClient("http://127.0.0.1:9", "job", silence_s=0.2, fallback=fallback)
+    began_s = asyncio.get_running_loop().time()
+    async with away as client, asyncio.timeout(10):
+        with pytest.raises(Exhausted, match="gave up after"):
+            await client.generate(
+                PROMPT, sampling(5), weight_version=VersionPin(exact=1, wait_s=1.0)
+            )
+    assert asyncio.get_running_loop().time() - began_s >= 1.0
+
+
+async def test_a_pin_without_patience_still_takes_the_engine_that_meets_it(
+    fake_engine: Start,
+) -> None:
+    dedicated, pin = {"e0": fake_engine().url}, VersionPin(exact=0, wait_s=0.0)
+    away = AsyncRolloutClient("http://127.0.0.1:9", "job", dedicated=dedicated, silence_s=SILENCE_S)
+    async with away as client:
+        assert_whole(await client.generate(PROMPT, sampling(5), weight_version=pin), 5)
 
 
 async def test_an_option_that_does_not_exist_is_refused_as_a_misspelt_pin_is_none(

@@ -15,9 +15,9 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
 from harvester.contracts.ids import WeightVersion, checked_name
-from harvester.contracts.wire.rollouts import PublishedVersion
+from harvester.contracts.wire.rollouts import AnnounceState, PublishedVersion, VersionSwitched
 from harvester.platform.backoff import Backoff, RetryLimits
 from harvester.platform.http_kit import HttpRefusal, posted
 from harvester.platform.loop_thread import LoopThread
@@ -49,16 +49,17 @@ class Announcer:
         self._clock = clock
         self._loop = LoopThread("weight-announce")
         self._task: asyncio.Task[None] | None = None
-        self._in_force = threading.Event()
-        self._in_force.set()
+        self._state = AnnounceState.SERVED
+        self._announced = threading.Event()
+        self._announced.set()
 
     def announce(self, version: WeightVersion) -> None:
-        self._in_force.clear()
+        self._announced.clear()
         self._loop.call(self._begin, version)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the newest version is in force at every gateway within this time."""
-        return self._in_force.wait(timeout_s)
+    def wait(self, timeout_s: float) -> AnnounceState:
+        """The newest version's state once every gateway has it, or after this time."""
+        return self._state if self._announced.wait(timeout_s) else AnnounceState.PENDING
 
     def close(self, timeout_s: float) -> None:
         if not self.wait(timeout_s):
@@ -75,14 +76,16 @@ class Announcer:
         async with aiohttp.ClientSession() as session:
             told = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
         if all(told):
-            self._in_force.set()
+            behind = AnnounceState.NOT_ACTIVE in told
+            self._state = AnnounceState.NOT_ACTIVE if behind else AnnounceState.SERVED
+            self._announced.set()
 
-    async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> bool:
+    async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> AnnounceState:
         backoff = Backoff(_LIMITS, self._clock, random=Random(body))
         warned = False
         while True:
             try:
-                await posted(
+                reply = await posted(
                     session,
                     f"{url}/versions",
                     body,
@@ -92,11 +95,19 @@ class Announcer:
                 )
             except HttpRefusal as error:
                 _LOG.error("a version is not announced: %s", error)
-                return False
+                return AnnounceState.PENDING
             except Exhausted as error:
                 if not warned:
                     _LOG.warning("a version is announced again until a gateway takes it: %s", error)
                 warned = True
             else:
-                return True
+                return _state_of(reply)
             await asyncio.sleep(backoff.wait_s() or _LIMITS.wait_max_s)
+
+
+def _state_of(reply: bytes) -> AnnounceState:
+    try:
+        active = msgspec.json.decode(reply, type=VersionSwitched).active
+    except UNDECODABLE:
+        active = True  # Taken all the same.
+    return AnnounceState.SERVED if active else AnnounceState.NOT_ACTIVE

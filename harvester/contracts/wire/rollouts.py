@@ -256,3 +256,15 @@ class SwitchState(StrEnum):
 class VersionSwitched(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion
     engines: dict[EngineId, SwitchState]
+    active: bool = True
+    """Whether the engines serve the job; if not, the version waits for its activation."""
+
+
+class AnnounceState(StrEnum):
+    """State of a publisher's newest version at its gateways; empty, so false, until all have it."""
+
+    PENDING = ""
+    SERVED = "served"
+    """Every dedicated engine serves it."""
+    NOT_ACTIVE = "announced, not active"
+    """At one gateway or more the engines serve another job; they load it when it is activated."""

@@ -1,11 +1,13 @@
-"""Two counts for each engine: broken attempts in a row, and weights that another scheduler changed.
+"""Three counts for each engine: broken attempts in a row, weights that another scheduler changed,
+and losses that the log has.
 
 Reads no clock.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from harvester.contracts.doubling import doubled_s
+from harvester.contracts.event_limit import EventLimit
 
 MOST_IN_A_ROW = 3
 FORGOTTEN_S = 300.0
@@ -55,3 +57,25 @@ class ForeignUpdates:
             wait_s = doubled_s(_FIRST_S, self.times - 2, most_s=_LONGEST_S)
         self.until_s = now + wait_s
         return self.times == 1
+
+
+@dataclass(slots=True)
+class EngineLog:
+    """The log's lines about an engine: each join, loss and return at once, and of one that flaps a
+    few, then one a minute. A line that is left out is due until the log has the engine's state."""
+
+    up: bool = False
+    losses: int = 0
+    fault: str = ""
+    """Reason of the last loss."""
+    limit: EventLimit = field(default_factory=lambda: EventLimit(burst=6.0, per_s=1 / 60))
+
+    def line(self, *, up: bool, losses: int, now: float) -> str:
+        """The line that is due; empty without one."""
+        lost = losses - self.losses
+        if (up == self.up and not lost) or not self.limit.admits(now=now):
+            return ""
+        self.up, self.losses = up, losses
+        state = ("is back" if losses else "is up") if up else "is lost"
+        since = f", {lost} losses since the last line" if lost > 1 or (up and lost) else ""
+        return f"{state}{since}{f': {self.fault}' if lost else ''}"

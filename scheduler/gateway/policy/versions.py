@@ -132,8 +132,10 @@ class VersionPolicy:
         return at.state if at else None
 
     def version(self, engine: EngineId) -> WeightVersion | None:
+        """The version that it was brought to last; None while it has been brought to none since it
+        joined: its weights are unknown."""
         at = self._engines.get(engine)
-        return at.version if at else None
+        return at.version if at and at.job != NO_JOB else None
 
     def serves(self, engine: EngineId, job: JobId, version: WeightVersion) -> bool:
         at = self._engines.get(engine)

@@ -66,7 +66,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
     ),
     (
         VersionSwitched(version=WeightVersion(5), engines={EngineId("e"): SwitchState.SWITCHED}),
-        b'{"version":5,"engines":{"e":"switched"}}',
+        b'{"version":5,"engines":{"e":"switched"},"active":true}',
     ),
     (
         Opened(actor="a", policy="p", config={"k": 1}, config_hash="h", wall="w"),

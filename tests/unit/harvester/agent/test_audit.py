@@ -14,12 +14,12 @@ import pytest
 
 from harvester.agent import agent_process
 from harvester.agent.audit_file import AuditFile
-from harvester.agent.audit_log import EventLimit
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, LoadedConfig
 from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
 from harvester.contracts.clock import VirtualClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.process import ProcessId, process_ids

@@ -27,6 +27,7 @@ from harvester.platform.http_kit import (
     errors_as_replies,
     json_reply,
     listen,
+    message_of,
     run_until,
     serving,
     token_required,
@@ -52,6 +53,22 @@ async def _reply(error: Exception, **options: Any) -> tuple[int, Any, str | None
 )
 async def test_an_error_has_one_status_in_every_service(error: Exception, status: int) -> None:
     assert await _reply(error) == (status, {"error": "x"}, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":{"message":"Invalid grammar","type":"BadRequestError","code":400}}', "Invalid"),
+        (b'{"object":"error","message":"Invalid grammar","code":400}', "Invalid grammar"),
+        (b'{"error":"Invalid grammar"}', "Invalid grammar"),
+        (b'{"error":{"code":400}}', '{"error":{"code":400}}'),
+        (b'{"detail":[1]}', '{"detail":[1]}'),
+        (b"Invalid \xff", "Invalid \ufffd"),
+    ],
+)
+def test_the_message_of_an_error_is_its_words_alone(body: bytes, message: str) -> None:
+    assert message_of(body).startswith(message)
+    assert (message_of(body)[0] == "{") == (message[0] == "{")
 
 
 async def test_a_service_adds_statuses_and_the_closest_class_wins() -> None:

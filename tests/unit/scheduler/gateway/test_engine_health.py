@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from scheduler.gateway.policy.engine_health import (
     FORGOTTEN_S,
     MOST_IN_A_ROW,
+    EngineLog,
     FaultStreak,
     ForeignUpdates,
 )
@@ -52,3 +53,23 @@ def test_a_foreign_change_after_the_memory_s_end_is_reported_again() -> None:
     changes.seen(now=1)
     assert changes.seen(now=2 + FORGOTTEN_S)
     assert changes.until_s <= 2 + FORGOTTEN_S
+
+
+def test_the_log_has_each_join_loss_and_return_at_once() -> None:
+    log = EngineLog()
+    assert log.line(up=False, losses=0, now=0.0) == ""
+    assert log.line(up=True, losses=0, now=1.0) == "is up"
+    log.fault = "no answer"
+    assert log.line(up=False, losses=1, now=2.0) == "is lost: no answer"
+    assert log.line(up=True, losses=1, now=3.0) == "is back"
+    assert log.line(up=True, losses=1, now=4.0) == ""
+
+
+def test_an_engine_that_flaps_has_few_lines_and_its_last_state_in_the_end() -> None:
+    log = EngineLog(fault="no answer")
+    lines = [log.line(up=at % 2 == 0, losses=(at + 1) // 2, now=float(at)) for at in range(601)]
+    assert 6 <= sum(map(bool, lines)) <= 6 + 10
+    later = [log.line(up=True, losses=300, now=601.0 + at) for at in range(120)]
+    (last,) = filter(None, [lines[-1], *later])
+    assert last.startswith("is back, ")
+    assert last.endswith("losses since the last line: no answer")

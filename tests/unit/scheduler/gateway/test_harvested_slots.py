@@ -228,6 +228,26 @@ async def test_a_lease_whose_reply_names_another_is_dropped_at_once(
     assert says in caplog.text
 
 
+async def test_the_log_names_leases_that_begin_and_end_and_bounds_those_of_one_slot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    stage = Stage()
+    await stage.looks()
+    lease = stage.held[SLOTS[0]]
+    assert f"slot slot0 of agent n: lease {lease.epoch} of job job begins" in caplog.messages
+    stage.harvest._end(lease, "ended by its agent: breach")
+    assert "lease 1 of job job ends: ended by its agent: breach" in caplog.messages[-1]
+    assert not any(lease.lease in message for message in caplog.messages), "its id is a secret"
+    caplog.clear()
+    for _ in range(100):
+        stage.harvest._end(lease, "breach")
+    assert len(caplog.messages) == 4
+    stage.clock.at_s += 60.0
+    stage.harvest._end(lease, "breach")
+    assert caplog.messages[-1].endswith("breach (96 lines left out before)")
+
+
 async def test_the_forecast_of_a_lease_reaches_the_fleet_and_that_of_an_offer_the_policy() -> None:
     stage = Stage()
     forecasts = tuple(

@@ -31,7 +31,9 @@ def test_gives_the_same_tokens_however_the_bytes_are_cut(tokens, cuts) -> None:
 
 def test_an_error_event_is_a_chunk_with_an_error() -> None:
     (chunk,) = EventStream().feed(b'data: {"error": {"message": "boom"}}\n\n')
-    assert "boom" in chunk.fault
+    assert chunk.fault == "boom"
+    (chunk,) = EventStream().feed(b'data: {"error": {"message": "", "code": 400}}\n\n')
+    assert chunk.fault, "an error without words is one"
     (chunk,) = EventStream().feed(b'data: {"error": null, "choices": []}\n\n')
     assert chunk.fault == ""
 

@@ -1,0 +1,70 @@
+"""Requests that are refused: at once where no engine is needed for it, in one plain sentence."""
+
+import asyncio
+
+import pytest
+
+from harvester.contracts.errors import PeerProtocolError
+from scheduler import AsyncRolloutClient
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, gateway_on
+
+TEXTS = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+}
+
+
+def fake() -> FakeEngine:
+    return FakeEngine(step_s=0.001, epoch=None)
+
+
+async def described(gateway: GatewayInProcess) -> None:
+    await gateway.until(gateway.scheduler.fleet.is_described)
+
+
+@pytest.mark.parametrize("route", TEXTS)
+async def test_a_text_that_no_engine_could_serve_is_refused_at_once_while_none_is_up(
+    route: str,
+) -> None:
+    async with gateway_on(fake()) as gateway:
+        await described(gateway)
+        await gateway.sites[0].close()
+        async with asyncio.timeout(5):
+            status, reply = await gateway.post(route, TEXTS[route] | {"model": "other"})
+            assert (status, reply["error"]["code"]) == (404, 404)
+            assert "'other' is not what job job trains" in reply["error"]["message"]
+            pins = {"weight_version": {"exact": 3, "minimum": 5}}
+            status, reply = await gateway.post(route, TEXTS[route] | pins)
+            assert (status, "older than minimum" in reply["error"]["message"]) == (400, True)
+
+
+async def test_a_model_that_an_engine_to_come_may_have_is_refused_for_now_only() -> None:
+    async with gateway_on("http://127.0.0.1:9", timeouts={"queue_s": 0.3}) as gateway:
+        status, reply = await gateway.generate("r", 2, model="other")
+        assert (status, "known yet" in reply["error"]["message"]) == (503, True)
+        for route, text in TEXTS.items():
+            status, reply = await gateway.post(route, text | {"model": "other"})
+            assert (status, "no dedicated engine is up" in reply["error"]["message"]) == (503, True)
+
+
+async def test_a_token_request_for_another_model_gets_vllm_s_status() -> None:
+    async with gateway_on(fake()) as gateway:
+        await described(gateway)
+        status, reply = await gateway.generate("r", 2, model="another")
+        assert (status, reply["error"]["type"]) == (404, "NotFoundError")
+        assert "model: 'another'" in reply["error"]["message"]
+        assert (await gateway.generate("r", 2, model="job"))[0] == 200
+
+
+async def test_an_engine_s_refusal_reaches_the_client_as_one_sentence() -> None:
+    engine = fake()
+    engine.answers = {str(PROMPT[0]): 400}
+    async with (
+        gateway_on(engine) as gateway,
+        AsyncRolloutClient(gateway.url, "job", fallback=False) as client,
+    ):
+        status, reply = await gateway.generate("r", 2)
+        assert (status, reply["error"]["message"]) == (400, "not this one")
+        with pytest.raises(PeerProtocolError, match=r"generate: 400: not this one$"):
+            await client.generate(PROMPT, {"max_tokens": 2})
