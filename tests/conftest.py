@@ -1,18 +1,42 @@
 """Fixtures of several folders: the real engines, started once a session and on demand."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.file_queue import place_of, unit_of
+
 if TYPE_CHECKING:
+    from xdist.scheduler import LoadFileScheduling
+
     from tests.integration.engine_slot import EngineSlot
 
 # Compiling a loop, or a busy machine, takes as long as it takes.
 # How fast examples are made says how loaded the machine is, nothing else.
 settings.register_profile("rosemux", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rosemux")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=place_of)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadFileScheduling | None":
+    if config.getvalue("dist") != "loadfile":
+        return None
+    # Only pytest-xdist calls this.
+    from xdist.scheduler import LoadFileScheduling
+
+    class FileQueue(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return FileQueue(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
+from tests.integration.forked_program import ForkedProgram
 
 HERE = Path(__file__).parent
 _GATEWAY = (
@@ -37,10 +38,14 @@ _GATEWAY = (
 class Served:
     """A child process whose first line ends with its address."""
 
-    def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, *arguments: str, forked: bool = False) -> None:
+        self.process: subprocess.Popen[str] | ForkedProgram
+        if forked:
+            self.process = ForkedProgram(*arguments)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], stdout=subprocess.PIPE, text=True
+            )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[-1]
 
@@ -84,7 +89,7 @@ def fake_engine() -> Iterator[Callable[..., Served]]:
         arguments = [str(HERE / "fake_engine.py"), "--step-s", str(step_s), "--port", str(port)]
         if epoch is not None:
             arguments += ["--epoch", str(epoch)]
-        started.append(Served(*arguments))
+        started.append(Served(*arguments, forked=True))
         return started[-1]
 
     yield start
@@ -94,10 +99,13 @@ def fake_engine() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """Starts the real gateway process on the given engines."""
+    """Starts the real gateway process on the given engines, in the caller's network namespace if
+    not `forked`."""
     started: list[Served] = []
 
-    def start(*engines: Served, descriptors: int = 0, **settings: Any) -> Served:
+    def start(
+        *engines: Served, descriptors: int = 0, forked: bool = True, **settings: Any
+    ) -> Served:
         limit = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({descriptors},) * 2); "
         listed = [
             {"id": f"e{index}", "url": engine.url, "concurrency": 8}
@@ -107,7 +115,8 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         given["timeouts"] = {"health_s": 0.1, "queue_s": 10, **given.get("timeouts", {})}
         path = tmp_path / f"gateway{len(started)}.json"
         path.write_text(json.dumps(given))
-        started.append(Served("-c", limit * bool(descriptors) + _GATEWAY, str(path)))
+        program = limit * bool(descriptors) + _GATEWAY
+        started.append(Served("-c", program, str(path), forked=forked))
         return started[-1]
 
     yield start

@@ -24,7 +24,7 @@ from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
-from coserve.vllm.launch import EngineSpec, GpuShare
+from coserve.vllm.launch import NO_COMPILER, EngineSpec, GpuShare
 from examples.grpo.model import PolicyShape, write_checkpoint
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import (
@@ -326,8 +326,11 @@ def started_slot(
             agent.say(GrantMode.UNGATED)
         try:
             for url, (name, command) in zip(urls, commands.items(), strict=True):
+                # The contract suite asks production for log-probabilities too.
                 children[name] = processes.start(
-                    name, command.arguments, environment=command.environment
+                    name,
+                    command.arguments,
+                    environment=command.environment | (NO_COMPILER if gpu is None else {}),
                 )
                 if gpu is not None:
                     # An engine sizes itself by the free memory at its start.

@@ -83,7 +83,7 @@ class Site:
             ],
         }
         with self.gateway.entered():
-            return gateway(**given | settings).url
+            return gateway(forked=False, **given | settings).url
 
     @asynccontextmanager
     async def client(

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from coserve.vllm.launch import NO_COMPILER
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -21,6 +23,7 @@ def run_child(module: str, root: Path, *arguments: str, timeout_s: float = 400) 
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        **NO_COMPILER,
     }
     done = subprocess.run(
         [sys.executable, "-m", module, str(root), *arguments],

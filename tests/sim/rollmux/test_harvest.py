@@ -13,6 +13,7 @@ from benchmarks.rollmux.lease_supply import LeaseSupply
 from scheduler.model import PhaseSpec
 from scheduler.sim.rollmux.arms import ARMS, run_arm, summary
 from scheduler.sim.rollmux.disruptions import Disruptions
+from scheduler.sim.rollmux.ledger import RunResult
 from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, w1
 
 _RNG = np.random.Generator(np.random.PCG64(3))
@@ -30,15 +31,19 @@ def often_revoked(jobs: list[SimulatedJob]) -> HarvestResult:
     return run_harvest(jobs, LeaseSupply(given_s=UNEVEN, turns_s=OFTEN), record=True)
 
 
+@pytest.fixture(scope="module")
+def without(jobs: list[SimulatedJob]) -> RunResult:
+    return run_arm(ARMS["ours"], jobs, seed=5, record=True)
+
+
 @pytest.mark.parametrize(
     "supply",
     [LeaseSupply(given_s=UNEVEN, turns_s=(0.0,)), LeaseSupply(given_s=UNEVEN, slots_ratio=0.0)],
     ids=["revoked before anything began", "no slots"],
 )
 def test_without_leases_in_force_the_run_equals_the_planner_s_without_leases(
-    jobs: list[SimulatedJob], supply: LeaseSupply
+    jobs: list[SimulatedJob], without: RunResult, supply: LeaseSupply
 ) -> None:
-    without = run_arm(ARMS["ours"], jobs, seed=5, record=True)
     revoked = run_harvest(jobs, supply, record=True)
     assert revoked.run.ledger.events == without.ledger.events
     assert revoked.run.ledger.dollars == without.ledger.dollars
