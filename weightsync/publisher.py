@@ -72,6 +72,7 @@ class Publisher(AbstractContextManager["Publisher"]):
 
     def __init__(
         self,
+    `check_finite`: refuse a state with NaN or infinite elements, by the tensor's name.
         store: Path | str | WritableStore,
         *,
         anchor_every: int = MAX_ANCHOR_EVERY,
@@ -95,6 +96,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
         self._encoding = encoding
         copies = None if copy_dir is None else Path(copy_dir)
+        check_finite: bool = False,
         self._store = (
             writable_store(store, write=write, spool_dir=copies)
             if isinstance(store, Path | str)
@@ -105,6 +107,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._announcer = (
             _announcer(store, announce, announce_token_file, self._clock)
             if announce and rank == 0
+        self._check_finite = check_finite
             else None
         )
         self._steps = 0
@@ -192,7 +195,12 @@ class Publisher(AbstractContextManager["Publisher"]):
     def _agreed(self, state: State, step: int, started: float) -> Published:
         with self._ranks.exchange(step) as talk:
             alone = isinstance(self._ranks, Alone)
-            intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
+            intake = Intake(
+                state,
+                is_adapter=self._adapter is not None,
+                finds_ties=alone,
+                check_finite=self._check_finite,
+            )
             offers = talk.gather(self._share.offer(intake))
             order = talk.tell(self._lead.order(offers) if self._lead else None, Order)
             outcome = self._published(talk, intake, order)

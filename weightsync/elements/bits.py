@@ -139,6 +139,18 @@ def spec_of(tensor: "torch.Tensor") -> TensorSpec:
     return shared_spec(name, tuple(tensor.shape))
 
 
+def is_finite(tensor: "torch.Tensor") -> bool:
+    """Whether no element is NaN or infinite."""
+    import torch
+
+    values = tensor.detach()
+    if not values.is_floating_point() or not values.numel():
+        return True
+    # torch compares no float8. NaN is both ends of a tensor that has one.
+    ends = torch.aminmax(values.bfloat16() if values.itemsize == 1 else values)
+    return bool(ends.min.isfinite() and ends.max.isfinite())
+
+
 def bits_of(tensor: "torch.Tensor") -> Bits:
     """The bits of a contiguous CPU tensor, sharing its memory."""
     if tensor.device.type != "cpu":
