@@ -9,8 +9,9 @@ none gathers. The publisher compares with its own copy of the last published sta
 trainer's list of changes, and updates that copy only after the new version is in the store.
 """
 
+import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,13 @@ from weightsync.publish.version_writer import VersionWriter
 if TYPE_CHECKING:
     from weightsync.publish.announcer import Announcer
 
+_LOG = logging.getLogger(__name__)
 MAX_ANCHOR_EVERY = 25
 IN_FLIGHT_BYTES = 64 << 20
 SHARD_BYTES = 32 << 20
 ANNOUNCE_S = 10.0
+_SILENT_S = 3.0
+"""Longest wait for compiled loops without a word: they are loaded in less time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class Publisher(AbstractContextManager["Publisher"]):
     default the store's own, which an object store lacks. `write`: writer for files of a directory.
     `announce`: the job's URL at each gateway (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells
     it of every version, in the background, with the bearer token of `announce_token_file`.
+    `check_finite`: refuse a state with NaN or infinite elements, by the tensor's name.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         write: FileWriter = write_durably,
         announce: str | Sequence[str] = (),
         announce_token_file: Path | str | None = None,
+        check_finite: bool = False,
     ) -> None:
         _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
         self._encoding = encoding
@@ -102,6 +108,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             else store
         )
         self._adapter = adapter
+        self._check_finite = check_finite
         self._clock = clock or MonotonicClock()
         self._announcer = (
             _announcer(store, announce, announce_token_file, self._clock)
@@ -112,6 +119,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._lead: VersionWriter | None = None
         words = _ranks_dir(self._store, ranks, ranks_dir)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
+        self._compiling: Future[None] | None = None
         with ExitStack() as undo:
             if rank == 0:
                 found = self._store.reader()
@@ -146,9 +154,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         self.close()
 
     def close(self) -> None:
-        """Release the store's lock; a last announcement is waited for, at most 10 s."""
+        """Release the store's lock, after the loops are compiled, so that the next process finds
+        them; a last announcement is waited for, at most 10 s."""
         if self._announcer is not None:
             self._announcer.close(ANNOUNCE_S)
+        self._await_compiled()
         self._pool.shutdown()
         self._copy.close()
         if self._lead is not None:
@@ -191,14 +201,26 @@ class Publisher(AbstractContextManager["Publisher"]):
         return published
 
     def _warm_up(self) -> None:
-        """Compile for the model's element types before the first change."""
-        if self._encoding is Encoding.ROSEMUX:
-            warm_up(spec.width_bytes for spec in self._copy.contents.layout.values())
+        """Compile for the model's element types while the trainer makes the first change."""
+        widths = {spec.width_bytes for spec in self._copy.contents.layout.values()}
+        if widths and self._encoding is Encoding.ROSEMUX:
+            self._compiling = self._pool.submit(warm_up, widths)
+
+    def _await_compiled(self) -> None:
+        """An error of the compiler shows where the loops are called."""
+        if self._compiling is not None and wait([self._compiling], _SILENT_S).not_done:
+            _LOG.warning("waiting for loops that are being compiled, once for each machine")
+            wait([self._compiling])
 
     def _agreed(self, state: State, step: int, started: float) -> Published:
         with self._ranks.exchange(step) as talk:
             alone = isinstance(self._ranks, Alone)
-            intake = Intake(state, is_adapter=self._adapter is not None, finds_ties=alone)
+            intake = Intake(
+                state,
+                is_adapter=self._adapter is not None,
+                finds_ties=alone,
+                check_finite=self._check_finite,
+            )
             offers = talk.gather(self._share.offer(intake))
             order = talk.tell(self._lead.order(offers) if self._lead else None, Order)
             outcome = self._published(talk, intake, order)
@@ -226,6 +248,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self, talk: RankExchange, intake: Intake, order: Order, draft: Draft
     ) -> WrittenShare:
         if order.base:
+            self._await_compiled()
             return self._share.write_delta(draft, intake)
         holdings = talk.gather(self._share.take(intake))
         settled = talk.tell(self._lead.settle(holdings) if self._lead else None, Settled)

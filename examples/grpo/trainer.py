@@ -93,8 +93,11 @@ async def opened_run(
     on_progress: Callable[[float], None] = lambda _ratio: None,
 ) -> AsyncGenerator[TrainingRun, None]:
     """The job's run, with its gateway and its store; `around_collect` may wrap its rollouts."""
+    from weightsync.encoding.codec import warm_up
     from weightsync.publisher import Publisher
 
+    # Now, since what is measured later shares the core.
+    warm_up()
     clock = MonotonicClock()
     # What the demo measures is the gateway.
     async with AsyncRolloutClient(config.gateway_url, config.job, fallback=False) as gateway:

@@ -42,7 +42,6 @@ _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
-_FAULT_CHARS = 300
 _DRAIN_S = 1.0
 """The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
@@ -285,7 +284,7 @@ class EngineClient:
                     states = {worker.state for worker in workers}
                     if "running" not in states:
                         faults = (each.message for each in workers if each.state == "failed")
-                        return StageReply(states == {"ready"}, next(faults, "")[:_FAULT_CHARS])
+                        return StageReply(states == {"ready"}, next(faults, "")[:_MESSAGE_CHARS])
                     await asyncio.sleep(_STAGE_POLL_S)
         except _BROKEN:
             return StageReply(ready=False)

@@ -31,6 +31,7 @@ from scheduler.gateway.policy.versions_events import (
     EngineJoined,
     EngineLeft,
     EngineUpdated,
+    JobVersion,
     QuiesceEngine,
     RefusePublish,
     Retarget,
@@ -75,6 +76,7 @@ class EngineFleet:
         self._observing = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
+        self._staging = asyncio.Lock()
         self._parked: set[JobId] = set()
         self.last_refusal = ""
         self._active_job: JobId | None = None
@@ -264,15 +266,20 @@ class EngineFleet:
         """Largest context of the engines; 0 while none is known."""
         return max((member.context_tokens for member in self.members.values()), default=0)
 
-    async def stage(self, job: JobId, *, store: str, version: WeightVersion) -> None:
-        """Engines that serve the job prepare its next version while their turns run.
+    async def stage(self, wanted: JobVersion) -> None:
+        """Engines prepare the version that they serve next while their turns run.
 
         Waits for the dedicated ones only, and not for long: it only shortens the switch. Raises
         Exhausted where all of them tell that they cannot load it, since a switch would leave the
         job without an engine. A store may show a version later to them than to its publisher.
+        One version at a time: an engine keeps the preparation of the last one only.
         """
-        target = self.policy.target
-        if target is None or target.job != job or target.version >= version:
+        async with self._staging:
+            await self._stage(wanted)
+
+    async def _stage(self, wanted: JobVersion) -> None:
+        store, version = wanted.store, wanted.version
+        if wanted == self.policy.target or not version:
             return
 
         def staging(kind: EngineKind) -> list[asyncio.Task[StageReply]]:

@@ -40,7 +40,12 @@ from scheduler.gateway.policy.routing_events import (
 )
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.gateway.policy.versions import VersionPolicy
-from scheduler.gateway.policy.versions_events import JobActivated, VersionPublished, VersionsConfig
+from scheduler.gateway.policy.versions_events import (
+    JobActivated,
+    JobVersion,
+    VersionPublished,
+    VersionsConfig,
+)
 from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
@@ -222,7 +227,9 @@ class Scheduler:
         for job, facts in stored:
             if job in self.jobs and facts.version:
                 self.fleet.observe(
-                    VersionPublished(job=job, store=facts.store, version=facts.version)
+                    VersionPublished(
+                        job=job, store=facts.store, version=facts.version, resumed=True
+                    )
                 )
         for job, given in self.jobs.items():
             told = "job %s of tenant %s is registered, at version %d"
@@ -365,9 +372,11 @@ class Scheduler:
         cannot be recorded: then nothing has moved.
         """
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
+        policy = self.fleet.policy
         with self._logging_refusals(job, f"version {version} of store {store}"):
-            await self.fleet.stage(job, store=store, version=version)
-            serves = self.is_active(job) or self.fleet.policy.target is None
+            if self._takes_engines(job) and not policy.refusal(published):
+                await self.fleet.stage(JobVersion(job=job, store=store, version=version))
+            serves = self._takes_engines(job)
             newer = version > self.version_of(job)
             self._observe(
                 published,
@@ -378,12 +387,18 @@ class Scheduler:
                 _log.info(told, job, version, store, "" if serves else "; the job is not active")
             if serves:
                 await self._settle(job, version)
-        return self.fleet.policy.switch_states(job, version) if self._sees_engines(job) else {}
+        return policy.switch_states(job, version) if self._sees_engines(job) else {}
+
+    def _takes_engines(self, job: JobId) -> bool:
+        """Whether its publish leads the engines."""
+        return self.is_active(job) or self.fleet.policy.target is None
 
     async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
         """Serve this job from now on. Raises Stale while it has published nothing to load, and
         Exhausted as `publish` does."""
         with self._logging_refusals(job, "activation"):
+            if (published := self.fleet.policy.published(job)) is not None:
+                await self.fleet.stage(published)
             self._observe(JobActivated(job=job), lambda: self.state.activate(job))
             self.harvest.wake()
             target = self.fleet.policy.target

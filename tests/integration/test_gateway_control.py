@@ -263,3 +263,59 @@ async def test_a_version_that_the_engines_see_a_moment_later_is_published(
         assert not published.done()
         fake.stage_fault = ""
         assert (await published)[0] == 200
+
+
+async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_fleet, "STAGE_S", 0.2)
+    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    fake = engine()
+    async with gateway_on(fake, jobs=[{"id": "job"}, {"id": "other"}]) as gateway:
+        await gateway.until(lambda: all(m.up for m in gateway.scheduler.fleet.members.values()))
+        fake.stage_fault = "version 50 is not published yet"
+        status, reply = await gateway.publish(50)
+        assert (status, reply["error"][:19]) == (503, "nothing was changed")
+        fake.stage_fault = ""
+        assert (await gateway.publish(1))[0] == 200, "a lower number has its turn"
+
+
+async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_fleet, "STAGE_S", 0.2)
+    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    fake = engine()
+    jobs = [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(fake, jobs=jobs) as gateway:
+        assert (await gateway.publish(2))[0] == 200
+        wrong, right = {"version": 50, "store": "wrong"}, {"version": 1, "store": "right"}
+        assert (await gateway.post("/v1/jobs/other/versions", wrong))[0] == 200
+        fake.stage_fault = "store wrong holds another model"
+        status, reply = await gateway.post("/v1/jobs/other/activate", {})
+        assert status == 503
+        assert "another model" in reply["error"]
+        said = await gateway.status()
+        assert (said["active_job"], said["settled"]) == ("job", True)
+        turn = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}}
+        assert (await gateway.post("/jobs/job/inference/v1/generate", turn))[0] == 200
+        fake.stage_fault = ""
+        assert (await gateway.post("/v1/jobs/other/versions", right))[0] == 200
+        status, reply = await gateway.post("/v1/jobs/other/activate", {})
+        assert (status, reply["version"]) == (200, 1)
+        assert (await gateway.post("/v1/jobs/other/versions", wrong | {"version": 1}))[0] == 409
+
+
+async def test_a_store_that_no_engine_could_load_is_left_for_another() -> None:
+    fake = engine()
+    async with gateway_on(fake, versions={"retry_s": 0.1}) as gateway:
+        fake.fail_updates = 1000
+        wrong = {"version": 50, "store": "wrong"}
+        publish = asyncio.create_task(gateway.post("/v1/jobs/job/versions", wrong))
+        await gateway.until(lambda: fake.fail_updates < 1000)
+        right = asyncio.create_task(gateway.publish(1))
+        await gateway.until(lambda: gateway.scheduler.version_of(JobId("job")) == 1)
+        fake.fail_updates = 0
+        status, reply = await right
+        assert (status, reply["engines"]) == (200, {"e0": "switched"})
+        assert (await publish)[0] == 503

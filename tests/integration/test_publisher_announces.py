@@ -18,10 +18,17 @@ from tests.integration.conftest import Served
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import Site, gateway_on
 from weightsync import Publisher
+from weightsync.encoding.codec import warm_up
 
 ANSWER_S = 20.0
 STEP_S = 2.0
 """A publish of a few bytes takes milliseconds; a gateway's timeouts are minutes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """On a new machine, loops are compiled for as long as it takes."""
+    warm_up((2, 4))
 
 
 def published(publisher: Publisher) -> int:

@@ -74,6 +74,9 @@ class TensorSpec:
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
     @cached_property
     def width_bytes(self) -> int:
         return WIDTHS_BY_DTYPE[self.dtype]
@@ -89,6 +92,23 @@ class TensorSpec:
 
 Layout: TypeAlias = Mapping[str, TensorSpec]
 """Names and specs of all tensors of one checkpoint."""
+_SHOWN, _SHOWN_CHARS = 3, 64
+"""Tensors that an error names, and the most of a name that it repeats."""
+
+
+def difference(expected: Layout, found: Layout) -> str:
+    """The first tensors that `found` lacks, has too or has in another form, for a message."""
+
+    def described(name: str) -> str:
+        spec, wanted = found.get(name), expected.get(name)
+        form = f"is {spec}, not {wanted}" if wanted else "is extra"
+        return f"{name[:_SHOWN_CHARS]} {form if spec else 'is missing'}"
+
+    differing = sorted(
+        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+    )
+    more = [f"{len(differing) - _SHOWN} more"] if len(differing) > _SHOWN else []
+    return "; ".join([*map(described, differing[:_SHOWN]), *more])
 
 
 @lru_cache(maxsize=1 << 12)
@@ -119,6 +139,18 @@ def spec_of(tensor: "torch.Tensor") -> TensorSpec:
     return shared_spec(name, tuple(tensor.shape))
 
 
+def is_finite(tensor: "torch.Tensor") -> bool:
+    """Whether no element is NaN or infinite."""
+    import torch
+
+    values = tensor.detach()
+    if not values.is_floating_point() or not values.numel():
+        return True
+    # torch compares no float8. NaN is both ends of a tensor that has one.
+    ends = torch.aminmax(values.bfloat16() if values.itemsize == 1 else values)
+    return bool(ends.min.isfinite() and ends.max.isfinite())
+
+
 def bits_of(tensor: "torch.Tensor") -> Bits:
     """The bits of a contiguous CPU tensor, sharing its memory."""
     if tensor.device.type != "cpu":
@@ -133,9 +165,7 @@ def bits_of(tensor: "torch.Tensor") -> Bits:
 def bits_from_bytes(data: Bytes, spec: TensorSpec) -> Bits:
     """Raw little-endian bytes as the bits of a tensor, in the same memory; raises Corrupt."""
     if data.size != spec.size_bytes:
-        raise Corrupt(
-            f"{data.size} bytes where {spec.dtype}{list(spec.shape)} needs {spec.size_bytes}"
-        )
+        raise Corrupt(f"{data.size} bytes where {spec} needs {spec.size_bytes}")
     return data.view(UNSIGNED_NUMPY[spec.width_bytes])
 
 

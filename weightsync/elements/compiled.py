@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
+from numba.core import types
 from numba.core.caching import NullCache
 from numba.extending import intrinsic
 
@@ -53,6 +54,11 @@ def generated(signature: Callable[..., Any]) -> Callable[[Callable[..., Any]], A
     return made
 
 
+def is_cached() -> bool:
+    """Whether another process loads the loops that this one compiles."""
+    return not any(isinstance(loop._cache, NullCache) for loop in _loops)
+
+
 def forget_cache() -> None:
     """Compile without cache files from now on: the cache cannot be written or read."""
     for loop in _loops:
@@ -63,5 +69,8 @@ def _loop(loop: Any) -> Any:
     # Refused where there is no directory that this user may write.
     with suppress(RuntimeError):
         loop.enable_caching()
+    template_of = loop.get_call_template
+    # numba would compile once more for every number that is constant where a loop is called.
+    loop.get_call_template = lambda args, named: template_of((*map(types.unliteral, args),), named)
     _loops.append(loop)
     return loop

@@ -12,6 +12,7 @@ rosemux payload: bytes format, layout, width; varint elements; then by layout
 where a stream is varint packed length, bytes (see stream.py).
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +22,7 @@ import numpy as np
 from harvester.contracts.errors import Unsupported
 from weightsync.elements import kernels, state_hash
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec, bytes_of
-from weightsync.elements.compiled import forget_cache
+from weightsync.elements.compiled import forget_cache, is_cached
 from weightsync.encoding.delta import (
     Delta,
     checked_apply,
@@ -193,6 +194,7 @@ _DTYPE_OF_WIDTH = {1: "I8", 2: "BF16", 4: "F32", 8: "I64"}
 WIDTHS_BYTES = frozenset(_DTYPE_OF_WIDTH)
 _WARM_ELEMENTS = 1 << 14
 _warm: set[int] = set()
+_LOG = logging.getLogger(__name__)
 
 
 def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
@@ -209,6 +211,8 @@ def warm_up(widths_bytes: Iterable[int] = (2,)) -> None:
             forget_cache()
             _warm_up(width)
         _warm.add(width)
+        if not is_cached():
+            _LOG.warning("no cache can be written, so every process compiles: set NUMBA_CACHE_DIR")
 
 
 def _warm_up(width_bytes: int) -> None:

@@ -305,5 +305,7 @@ def _write_codes(planes: npt.NDArray[np.uint8], codes: Bytes, wide: npt.NDArray[
 
 @compiled
 def _put(payload: Bytes, at: int, part: Bytes) -> int:
-    payload[at : at + part.size] = part
+    # Not a slice, for which numba compiles how its shapes read in an error.
+    for i in range(part.size):
+        payload[at + i] = part[i]
     return at + part.size

@@ -160,7 +160,8 @@ def _apply(
     planes = np.empty((bits.itemsize, far), dtype=np.uint8)
     for plane in range(bits.itemsize):
         start = row[_PLANES] + plane * row[_PLANE_STEP]
-        planes[plane] = payloads[start : start + far]
+        for i in range(far):
+            planes[plane, i] = payloads[start + i]
     apply_sparse(
         bits,
         data,

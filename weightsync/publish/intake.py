@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harvester.contracts.errors import ConfigError, Unsupported
-from weightsync.elements.bits import Bits, TensorSpec, bits_of, spec_of
+from weightsync.elements.bits import Bits, TensorSpec, bits_of, is_finite, spec_of
 from weightsync.layout.shard import MAX_NAME_CHARS
 from weightsync.layout.slices import SliceRecord
 
@@ -131,14 +131,18 @@ class Piece:
     record: SliceRecord | None
     tensor: "torch.Tensor | None"
     """None once the next piece was requested, which frees memory for gathering it."""
+    check_finite: bool = False
 
     def bits(self, *, own: bool) -> Bits:
-        """Flat bits in host memory; with `own`, not the trainer's own memory."""
+        """Flat bits in host memory; with `own`, not the trainer's own memory. Raises ConfigError
+        for elements that `check_finite` refuses."""
         if self.tensor is None:
             raise ValueError(f"{self.entry} was already released")
         tensor = self.tensor
         if tensor.device.type == "meta":
             raise Unsupported(f"{self.entry} is on the meta device: it has no values")
+        if self.check_finite and not is_finite(tensor):
+            raise ConfigError(f"{self.entry} has NaN or infinite elements: nothing is published")
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return bits_of(tensor.detach().cpu().contiguous())
         return bits_of(tensor.detach().clone() if own else tensor)
@@ -147,10 +151,18 @@ class Piece:
 class Intake:
     """Iterate over it once. Only a state dict sets `pieces` and `ties` beforehand."""
 
-    def __init__(self, state: State, *, is_adapter: bool = False, finds_ties: bool = True) -> None:
+    def __init__(
+        self,
+        state: State,
+        *,
+        is_adapter: bool = False,
+        finds_ties: bool = True,
+        check_finite: bool = False,
+    ) -> None:
         self.is_lasting = isinstance(state, Mapping)
         self._is_adapter = is_adapter
         self._finds_ties = finds_ties
+        self._check_finite = check_finite
         self._coming: Iterable[tuple[str, Any]] = (
             sorted(state.items()) if isinstance(state, Mapping) else state
         )
@@ -197,7 +209,8 @@ class Intake:
             raise Unsupported(f"tensor name {name[:80]!r}: 1 to {MAX_NAME_CHARS} characters")
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
-        return Piece(entry, spec_of(part.tensor), part.record, part.tensor)
+        spec = spec_of(part.tensor)
+        return Piece(entry, spec, part.record, part.tensor, self._check_finite)
 
 
 def _begin(piece: Piece) -> int:

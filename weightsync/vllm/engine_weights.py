@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from harvester.contracts.ids import WeightVersion
-from weightsync.elements.bits import Layout
+from weightsync.elements.bits import Layout, difference
 from weightsync.reading.memory_room import STAGING_BYTES
 from weightsync.receive.staged import Applied, Staged, tried_foreign
 from weightsync.receiver import Receiver
@@ -231,7 +231,10 @@ class EngineWeights:
         """Raises ConfigError for another model's version, with nothing touched."""
         staged = receiver.prepare(current, wanted.version, held=held)
         if target is not None and target.layout() != staged.layout:
-            raise ConfigError(f"store {wanted.store} holds another model than this engine's")
+            other = difference(target.layout(), staged.layout)
+            raise ConfigError(
+                f"store {wanted.store} holds another model than this engine's: {other}"
+            )
         if isinstance(target, RankMap):
             target.check_unplaced(staged.parts, staged.table)
         return staged

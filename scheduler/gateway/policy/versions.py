@@ -72,6 +72,8 @@ class _Engine:
     job: JobId = NO_JOB
     version: WeightVersion = BASE_VERSION
     failed_at_s: float = 0.0
+    loads: str = ""
+    """The store of its last update."""
 
     def serves(self, job: JobId, version: WeightVersion) -> bool:
         return self.state is EngineState.SERVING and (self.job, self.version) == (job, version)
@@ -91,6 +93,8 @@ class VersionPolicy:
         self._config = config
         self._engines: dict[EngineId, _Engine] = {}
         self._published: dict[JobId, JobVersion] = {}
+        self._served: dict[JobId, WeightVersion] = {}
+        """The newest version of each job that an engine has served."""
         self._target: JobVersion | None = None
         self._settled = True
 
@@ -102,6 +106,7 @@ class VersionPolicy:
         """Versions and target, and the engines where a journal file goes on in another."""
         return {
             "published": [msgspec.to_builtins(job) for job in self._published.values()],
+            "served": dict(self._served),
             "target": self._target.job if self._target else None,
             "settled": self._settled,
             "engines": msgspec.to_builtins(self._engines),
@@ -110,6 +115,7 @@ class VersionPolicy:
     def restore(self, snapshot: dict[str, Any]) -> None:
         jobs = msgspec.convert(snapshot["published"], list[JobVersion])
         self._published = {job.job: job for job in jobs}
+        self._served = dict(snapshot.get("served", {}))
         target = snapshot["target"]
         self._target = None if target is None else self._published[JobId(target)]
         self._settled = snapshot["settled"]
@@ -154,8 +160,12 @@ class VersionPolicy:
             if (before and before.version) or not any(at.version for at in self._engines.values()):
                 return ""
             return f"job {event.job} has published nothing; publish a version before activating it"
-        # A version of a job is of one store for good: its number alone says what an engine holds.
+        # A version of a job is of one store for good, once an engine has served it: its number
+        # alone says what an engine holds. Another store may have been announced by mistake.
+        served = self._served.get(event.job, BASE_VERSION)
         if before is None or event.version > before.version:
+            return ""
+        if event.version > served and event.store != before.store:
             return ""
         if (event.store, event.version) == (before.store, before.version):
             return ""
@@ -196,6 +206,8 @@ class VersionPolicy:
             return [RefusePublish(job=event.job, version=event.version, reason=reason)]
         now_at = JobVersion(job=event.job, store=event.store, version=event.version)
         self._published[event.job] = now_at
+        if event.resumed:
+            self._served[event.job] = event.version
         if self._target is None or self._target.job == event.job:
             return self._retarget(now_at, cut_exact=event.cut_exact)
         return []
@@ -230,7 +242,8 @@ class VersionPolicy:
         at.job, at.version = event.job, event.version
         target = self._target
         assert target is not None
-        if (at.job, at.version) == (target.job, target.version):
+        if (at.job, at.loads, at.version) == (target.job, target.store, target.version):
+            self._served[at.job] = at.version
             return self._advance(event.engine, SwitchTrigger.UPDATED)
         # The target moved on meanwhile; no turn can be open on an engine in update.
         return [self._update(event.engine, target)]
@@ -268,6 +281,7 @@ class VersionPolicy:
         return QuiesceEngine(engine=engine, cut_exact=cut_exact, reason=reason)
 
     def _update(self, engine: EngineId, to: JobVersion) -> UpdateEngine:
+        self._engines[engine].loads = to.store
         return UpdateEngine(engine=engine, job=to.job, store=to.store, version=to.version)
 
     def _settle(self) -> list[VersionsEffect]:

@@ -30,6 +30,8 @@ class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, tag="version_p
     version: WeightVersion
     cut_exact: bool = False
     """End turns pinned to the old version, with partial output, instead of waiting for them."""
+    resumed: bool = False
+    """From the state of the previous process, whose engines may have served it."""
 
 
 class JobActivated(msgspec.Struct, frozen=True, kw_only=True, tag="job_activated"):

@@ -1,6 +1,7 @@
 """Publishing: versions appear whole or not at all, and numbers are never used twice."""
 
 import errno
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.ids import WeightVersion
+from weightsync import publisher as publisher_module
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
 from weightsync.publisher import Published, Publisher
@@ -44,6 +46,46 @@ def _received(store: Path, version: int, like: State) -> State:
     held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
     Receiver(store).sync(None, WeightVersion(version), TensorTarget(held))
     return held
+
+
+def test_a_full_version_is_published_before_its_loops_are_compiled(
+    tmp_path: Path,
+    states: tuple[State, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiled = threading.Event()
+
+    def compile_slowly(widths: set[int]) -> None:
+        assert widths == {1, 2, 4, 8}
+        assert compiled.wait(5)
+
+    monkeypatch.setattr(publisher_module, "warm_up", compile_slowly)
+    monkeypatch.setattr(publisher_module, "_SILENT_S", 0.01)
+    with Publisher(tmp_path / "store") as publisher:
+        assert publisher.publish(states[0]).version == 1
+        assert Receiver(tmp_path / "store").latest() == 1
+        threading.Timer(0.1, compiled.set).start()
+        assert publisher.publish(states[1]).version == 2
+        assert compiled.is_set()
+    assert "being compiled" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_by_name_where_they_are_checked(
+    tmp_path: Path, dtype: torch.dtype, value: float
+) -> None:
+    state = {"a": torch.ones(9, dtype=dtype), "steps": torch.ones(1, dtype=torch.int64)}
+    state["nothing"] = torch.ones(0)
+    wrong = {**state, "a": torch.tensor([1.0] * 8 + [value]).to(dtype)}
+    with Publisher(tmp_path / "store", check_finite=True) as publisher:
+        for version in (1, 2):
+            with pytest.raises(ConfigError, match="a has NaN or infinite elements"):
+                publisher.publish(wrong)
+            assert publisher.publish(state).version == version
+    with Publisher(tmp_path / "other") as publisher:
+        publisher.publish(wrong)
 
 
 def test_a_step_costs_a_fraction_of_the_state(published: tuple[Path, list[Published]]) -> None:

@@ -139,6 +139,41 @@ def test_versions_only_rise_and_a_repeated_publish_settles_again() -> None:
     assert _kinds(policy.observe(_publish(5), now=1.0)) == [SettlePublish]
 
 
+def test_another_store_takes_the_place_of_one_that_no_engine_has_served() -> None:
+    policy = _serving(_join("d"))
+    policy.observe(_publish(50, OTHER, store="wrong"), now=1.0)
+    assert policy.observe(_publish(1, OTHER), now=1.1) == ()
+    policy.observe(JobActivated(job=OTHER), now=1.2)
+    (update,) = policy.observe(_emptied("d"), now=1.3)
+    assert (update.store, update.version) == ("other.store", 1)
+    policy.observe(_updated("d", 1, OTHER), now=1.4)
+    (refused,) = policy.observe(_publish(1, OTHER, store="wrong"), now=1.5)
+    assert isinstance(refused, RefusePublish)
+
+
+def test_versions_of_one_store_only_rise_although_no_engine_has_served_them() -> None:
+    policy = _serving(_join("d"))
+    policy.observe(_publish(6), now=1.0)
+    assert _kinds(policy.observe(_publish(5), now=1.1)) == [RefusePublish]
+
+
+def test_the_store_of_the_previous_process_keeps_its_place() -> None:
+    policy = VersionPolicy(VersionsConfig())
+    policy.observe(_publish(5, resumed=True), now=0.0)
+    assert _kinds(policy.observe(_publish(4, store="again"), now=1.0)) == [RefusePublish]
+
+
+def test_an_engine_that_loads_a_version_of_the_former_store_does_not_serve_it() -> None:
+    policy = _serving(_join("d"))
+    policy.observe(_publish(2, store="wrong"), now=1.0)
+    policy.observe(_emptied("d"), now=1.1)
+    policy.observe(_publish(2), now=1.2)
+    (update,) = policy.observe(_updated("d", 2), now=1.3)
+    assert isinstance(update, UpdateEngine)
+    assert update.store == "job.store"
+    assert _kinds(policy.observe(_updated("d", 2), now=1.4)) == [ServeEngine, SettlePublish]
+
+
 @pytest.mark.parametrize("version", [4, 5])
 def test_a_version_of_another_store_is_refused_unless_it_is_a_higher_one(version: int) -> None:
     policy = _serving(_join("d"), version=5)

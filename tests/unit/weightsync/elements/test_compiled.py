@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+
+from weightsync.elements.compiled import compiled
 
 ROOT = Path(__file__).parents[4]
 PACKAGES = ("weightsync", "harvester")
@@ -75,6 +78,19 @@ def test_no_change_of_any_element_type_compiles_anything_after_the_warm_up(tmp_p
     assert said.split() == ["compiled", "later:", "0"]
 
 
+def test_a_loop_has_one_form_for_constant_numbers_and_others() -> None:
+    @compiled
+    def inner(number: int) -> int:
+        return number + 1
+
+    @compiled
+    def outer(number: int) -> int:
+        return inner(3) + inner(number)
+
+    assert outer(4) == 9
+    assert len(cast(Any, inner).signatures) == 1
+
+
 @pytest.fixture
 def read_only_packages(tmp_path: Path) -> Path:
     """Copies of the packages without a writable cache directory: a file stands in its place."""
@@ -100,8 +116,10 @@ print(kernels.count_changes(np.zeros(3, np.uint16), np.array([0, 1, 1], np.uint1
 
 def test_a_cache_that_cannot_be_written_costs_time_and_no_version(tmp_path: Path) -> None:
     code = """
+import logging, sys
 import numpy as np
 from numba.core.caching import IndexDataCacheFile
+logging.basicConfig(stream=sys.stdout)
 def full(self, key, data):
     raise OSError(28, "No space left on device")
 IndexDataCacheFile.save = full
@@ -117,4 +135,6 @@ codec.warm_up((2,))
 print(len(saved))
 """
     said = _run(code, PYTHONPATH=str(ROOT), NUMBA_CACHE_DIR=str(tmp_path))
-    assert said.split() == ["2"]
+    *warned, saves = said.splitlines()
+    assert (len(warned), saves) == (1, "2")
+    assert "set NUMBA_CACHE_DIR" in warned[0]

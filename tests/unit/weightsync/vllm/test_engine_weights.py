@@ -123,17 +123,20 @@ def test_another_expected_state_is_refused_before_anything_is_touched(
     assert weights.report() == before
 
 
-def test_a_store_of_another_model_is_refused_before_anything_is_touched(
+def test_a_store_of_another_model_is_refused_by_tensor_before_anything_is_touched(
     weights: EngineWeights,
     model: PlainModel,
     states: tuple[State, ...],
     published: tuple[Path, list[Published]],
 ) -> None:
     with Publisher(published[0].parent / "other") as publisher:
-        publisher.publish({"layer.weight": states[0]["layer.weight"]})
+        part = {"layer.weight": states[0]["layer.weight"][:2], "head": torch.ones(1)}
+        publisher.publish({**states[0], **part, "moments": torch.ones(1), "z": torch.ones(1)})
     weights.load(wanted(3))
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match="another model") as refused:
         weights.load(wanted(1, "other"))
+    differing = "head is extra; layer.weight is BF16[2, 30], not BF16[40, 30]; moments is extra"
+    assert str(refused.value).endswith(f"{differing}; 1 more")
     assert model.holds(states[2])
     assert weights.is_loaded
 
