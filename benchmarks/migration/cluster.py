@@ -117,7 +117,9 @@ class Cluster:
         return turn
 
     async def publish(self, store: str) -> None:
-        await self.scheduler.publish(JOB, store=store, version=WeightVersion(1), cut_exact=False)
+        await self.scheduler.versions.publish(
+            JOB, store=store, version=WeightVersion(1), cut_exact=False
+        )
 
     @property
     def counters(self) -> TurnCounters:

@@ -122,11 +122,11 @@ class EngineListRoutes:
         """
         job = self._job_of(request)
         pulled = await decoded_body(request, PulledWeights, most_bytes=SMALL_BODY_BYTES)
-        version, current = WeightVersion(pulled.target_version), self._scheduler.version_of(job)
+        version, versions = WeightVersion(pulled.target_version), self._scheduler.versions
         if version != BASE_VERSION:
             store = checked_name(PurePosixPath(pulled.source_dir).name, what="source_dir")
-            await self._scheduler.publish(job, store=store, version=version, cut_exact=False)
-        elif current != BASE_VERSION:
+            await versions.publish(job, store=store, version=version, cut_exact=False)
+        elif (current := versions.newest(job)) != BASE_VERSION:
             raise Stale(
                 f"job {job} is at version {current} of an earlier run, and versions only rise; "
                 "begin this run as another job"
@@ -138,7 +138,7 @@ class EngineListRoutes:
     async def _loaded(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
         loaded = await decoded_body(request, LoadedWeights, most_bytes=SMALL_BODY_BYTES)
-        version = str(self._scheduler.version_of(job))
+        version = str(self._scheduler.versions.newest(job))
         if loaded.weight_version != version:
             raise PeerProtocolError(
                 f"weight_version {loaded.weight_version!r}: job {job} is at {version}, and engines "

@@ -266,13 +266,13 @@ class Gateway:
     async def _publish(self, request: web.Request) -> web.Response:
         job = self._job(request)
         published = await decoded_body(request, PublishedVersion, most_bytes=SMALL_BODY_BYTES)
-        engines = await self._scheduler.publish(
+        engines = await self._scheduler.versions.publish(
             job,
             store=checked_name(published.store, what="store"),
             version=published.version,
             cut_exact=published.cut_open_turns,
         )
-        active = self._scheduler.is_active(job)
+        active = self._scheduler.versions.is_active(job)
         return json_reply(
             VersionSwitched(version=published.version, engines=engines, active=active)
         )
@@ -287,7 +287,7 @@ class Gateway:
                 reason="another tenant's job is served and has open turns; try again when they "
                 "have ended, or let the operator activate"
             )
-        version, engines = await self._scheduler.activate(job)
+        version, engines = await self._scheduler.versions.activate(job)
         return VersionSwitched(version=WeightVersion(version), engines=engines)
 
     def _displaces(self, tenant: str | None) -> bool:

@@ -1,20 +1,18 @@
 """The scheduler of one gateway, put together: policies, their shells, durable state, metrics."""
 
 import asyncio
-import logging
 import secrets
-import sqlite3
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Coroutine, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, Stale
-from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId, WeightVersion
-from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt, SwitchState
+from harvester.contracts.errors import Exhausted
+from harvester.contracts.ids import EngineId, JobId, SlotId, TenantId, TrajectoryId
+from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt
 from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
@@ -29,6 +27,7 @@ from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.job_pauses import JobPauses, PauseMode
 from scheduler.gateway.job_switches import JobSwitches, Switch
+from scheduler.gateway.job_versions import JobVersions
 from scheduler.gateway.open_turns import ClientRequest, Listen, OpenTurns
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
@@ -41,17 +40,12 @@ from scheduler.gateway.policy.routing_events import (
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
-    JobActivated,
-    JobVersion,
-    VersionPublished,
     VersionsConfig,
 )
 from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
-from scheduler.model import BASE_VERSION, Engine, EngineKind
-
-_log = logging.getLogger(__name__)
+from scheduler.model import Engine, EngineKind
 
 _EXPIRED_S = 0.25
 """Period of checks for expired switches and answers, and of tries to record what is not, in s."""
@@ -87,8 +81,6 @@ class Scheduler:
         self.switches = JobSwitches(state, clock, self._switched)
         self.exported: dict[tuple[JobId, str], int] = {}
         """Ledger totals that the metrics have had."""
-        self._refusals: dict[JobId, str] = {}
-        """The last refusal of each job's announcements."""
         self._sessions: set[tuple[JobId, TrajectoryId]] = set()
         moved = {"moved_after_s": settings.timeouts.guest_stall_s}
         routing = RoutingPolicy(msgspec.convert(moved | settings.routing, RoutingConfig))
@@ -132,6 +124,13 @@ class Scheduler:
             for job, ledger in self.ledgers.items()
         }
         self.harvest = self._make_harvest()
+        self.versions = JobVersions(
+            self.jobs,
+            self.fleet,
+            state,
+            publish_s=times.publish_s,
+            on_activated=self.harvest.wake,
+        )
         self.fleet.leasable_contexts = self.harvest.leasable_contexts
         self.dispatcher.on_queued = self.harvest.wake
         self.runner.on_lease_refused = self.harvest.refused
@@ -212,30 +211,10 @@ class Scheduler:
     def _resume(self) -> None:
         for job in self.state.parked():
             self.fleet.use_dedicated(job, enabled=False)
-        active: JobId | None = None
         for job, facts in self.state.jobs().items():
-            if job not in self.jobs:
-                continue
-            if facts.harvesting is not None:
+            if job in self.jobs and facts.harvesting is not None:
                 self._harvesting[job] = facts.harvesting
-            if facts.active:
-                active = job
-        configured = next((job for job, given in self.jobs.items() if given.active), None)
-        active = active or configured or (next(iter(self.jobs)) if len(self.jobs) == 1 else None)
-        # The active job's version first: the first publish that the policy hears sets its target.
-        stored = sorted(self.state.jobs().items(), key=lambda item: item[0] != active)
-        for job, facts in stored:
-            if job in self.jobs and facts.version:
-                self.fleet.observe(
-                    VersionPublished(
-                        job=job, store=facts.store, version=facts.version, resumed=True
-                    )
-                )
-        for job, given in self.jobs.items():
-            told = "job %s of tenant %s is registered, at version %d"
-            _log.info(told, job, given.tenant, self.version_of(job))
-        if active is not None:
-            self.fleet.observe(JobActivated(job=active))
+        self.versions.resume()
 
     async def _policy_fault(self) -> None:
         """Raises an error of a policy: turns that it had placed would wait for ever."""
@@ -293,7 +272,7 @@ class Scheduler:
             trajectory=trajectory,
             on_turn=on_turn,
             on_begin=lambda: self._count_session(job, trajectory),
-            newest=self.version_of(job),
+            newest=self.versions.newest(job),
             part_of=part_of,
         )
 
@@ -341,70 +320,6 @@ class Scheduler:
         """Model names that a request of the job may use."""
         models = {member.model for member in self.fleet.members.values()}
         return {job, self.jobs[job].adapter or job, *filter(None, models)}
-
-    def version_of(self, job: JobId) -> WeightVersion:
-        """The job's newest published version; 0 before the first."""
-        published = self.fleet.policy.published(job)
-        return published.version if published else BASE_VERSION
-
-    def is_active(self, job: JobId) -> bool:
-        target = self.fleet.policy.target
-        return target is not None and target.job == job
-
-    @contextmanager
-    def _logging_refusals(self, job: JobId, what: str) -> Iterator[None]:
-        """One line for a refusal, however often it is repeated."""
-        try:
-            yield
-        except (Stale, Exhausted) as error:
-            if self._refusals.get(job) != (refusal := f"{what}: {error}"):
-                _log.warning("job %s: %s", job, refusal)
-            self._refusals[job] = refusal
-            raise
-        self._refusals.pop(job, None)
-
-    async def publish(
-        self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
-    ) -> dict[EngineId, SwitchState]:
-        """The engines, unless they serve another tenant's job.
-
-        Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
-        cannot be recorded: then nothing has moved.
-        """
-        published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
-        policy = self.fleet.policy
-        with self._logging_refusals(job, f"version {version} of store {store}"):
-            if self._takes_engines(job) and not policy.refusal(published):
-                await self.fleet.stage(JobVersion(job=job, store=store, version=version))
-            serves = self._takes_engines(job)
-            newer = version > self.version_of(job)
-            self._observe(
-                published,
-                lambda: self.state.publish(job, store=store, version=version, activate=serves),
-            )
-            if newer:
-                told = "job %s: version %d of store %s is announced%s"
-                _log.info(told, job, version, store, "" if serves else "; the job is not active")
-            if serves:
-                await self._settle(job, version)
-        return policy.switch_states(job, version) if self._sees_engines(job) else {}
-
-    def _takes_engines(self, job: JobId) -> bool:
-        """Whether its publish leads the engines."""
-        return self.is_active(job) or self.fleet.policy.target is None
-
-    async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
-        """Serve this job from now on. Raises Stale while it has published nothing to load, and
-        Exhausted as `publish` does."""
-        with self._logging_refusals(job, "activation"):
-            if (published := self.fleet.policy.published(job)) is not None:
-                await self.fleet.stage(published)
-            self._observe(JobActivated(job=job), lambda: self.state.activate(job))
-            self.harvest.wake()
-            target = self.fleet.policy.target
-            assert target is not None
-            await self._settle(job, target.version)
-        return target.version, self.fleet.policy.switch_states(job, target.version)
 
     def _switched(self, job: JobId, switch: Switch, on: bool) -> None:
         match switch:
@@ -476,38 +391,6 @@ class Scheduler:
             self.switches.expire(now=now)
             self._versions_log.look(now=now)
             self._capacity_log.look(now=now)
-
-    def _sees_engines(self, job: JobId) -> bool:
-        """Whether they serve a job of the same tenant, or none."""
-        target = self.fleet.policy.target
-        return target is None or self.jobs[target.job].tenant == self.jobs[job].tenant
-
-    def _observe(self, event: VersionPublished | JobActivated, record: Callable[[], None]) -> None:
-        """Recorded before the fleet moves. Raises Stale, and Exhausted if it cannot be recorded."""
-        if not self.fleet.policy.refusal(event):
-            try:
-                record()
-            except sqlite3.Error as error:
-                raise Exhausted(
-                    f"nothing was changed: state_file cannot be written: {error}"
-                ) from error
-        self.fleet.last_refusal = ""
-        self.fleet.observe(event)
-        if self.fleet.last_refusal:
-            raise Stale(self.fleet.last_refusal)
-
-    async def _settle(self, job: JobId, version: WeightVersion) -> None:
-        timeout_s = self.settings.timeouts.publish_s
-        if not await self.fleet.settled(job, version, timeout_s=timeout_s):
-            faults = [
-                f"{member.engine.engine}: {member.fault}"
-                for member in self.fleet.members.values()
-                if member.fault and self._sees_engines(job)
-            ]
-            raise Exhausted(
-                f"version {version} of {job} is not served by every dedicated engine "
-                f"after at most {timeout_s:.0f} s" + "; ".join(["", *faults])
-            )
 
     def _count_session(self, job: JobId, trajectory: TrajectoryId) -> None:
         if (job, trajectory) not in self._sessions:

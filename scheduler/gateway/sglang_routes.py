@@ -110,7 +110,7 @@ class SglangRoutes:
     async def _info(self, request: web.Request) -> web.Response:
         job = self._job_of(request)
         names = self._scheduler.model_names(job)
-        version = self._scheduler.version_of(job)
+        version = self._scheduler.versions.newest(job)
         return json_reply(
             {
                 "model_path": sorted(names)[0],
@@ -125,7 +125,7 @@ class SglangRoutes:
         )
 
     async def _weight_version(self, request: web.Request) -> web.Response:
-        version = self._scheduler.version_of(self._job_of(request))
+        version = self._scheduler.versions.newest(self._job_of(request))
         return json_reply({"weight_version": str(version)})
 
     def _vllm_config(self) -> Body:

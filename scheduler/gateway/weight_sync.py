@@ -187,7 +187,7 @@ class WeightSyncRoutes:
     async def _update(self, job: JobId, request: web.Request) -> ControlReply:
         info = (await _decoded(request, WeightUpdate)).update_info
         store, version = checked_name(info.store, what="store"), info.version
-        await self._scheduler.publish(job, store=store, version=version, cut_exact=False)
+        await self._scheduler.versions.publish(job, store=store, version=version, cut_exact=False)
         self._updated[job] = version
         return ControlReply(message="Weights updated")
 
@@ -202,7 +202,7 @@ class WeightSyncRoutes:
 
     async def _label(self, job: JobId, request: web.Request) -> ControlReply:
         label = (await _decoded(request, WeightVersionLabel)).new_version
-        version = str(self._scheduler.version_of(job))
+        version = str(self._scheduler.versions.newest(job))
         if label != version:
             raise PeerProtocolError(
                 f"new_version {label!r}: the job is at {version}; a version's number is given by "
@@ -231,7 +231,7 @@ class WeightSyncRoutes:
         return ControlReply(is_paused=self._scheduler.is_paused(job))
 
     async def _weight_info(self, job: JobId, _request: web.Request) -> ControlReply:
-        return ControlReply(weight_version=str(self._scheduler.version_of(job)))
+        return ControlReply(weight_version=str(self._scheduler.versions.newest(job)))
 
     async def _world_size(self, _job: JobId, _request: web.Request) -> ControlReply:
         return ControlReply(world_size=1)

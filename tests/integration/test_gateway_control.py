@@ -314,7 +314,7 @@ async def test_a_store_that_no_engine_could_load_is_left_for_another() -> None:
         publish = asyncio.create_task(gateway.post("/v1/jobs/job/versions", wrong))
         await gateway.until(lambda: fake.fail_updates < 1000)
         right = asyncio.create_task(gateway.publish(1))
-        await gateway.until(lambda: gateway.scheduler.version_of(JobId("job")) == 1)
+        await gateway.until(lambda: gateway.scheduler.versions.newest(JobId("job")) == 1)
         fake.fail_updates = 0
         status, reply = await right
         assert (status, reply["engines"]) == (200, {"e0": "switched"})

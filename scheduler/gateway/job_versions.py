@@ -1,0 +1,154 @@
+"""Versions that jobs publish, and which job the engines serve: recorded before the fleet moves."""
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from harvester.contracts.errors import Exhausted, Stale
+from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.rollouts import SwitchState
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.gateway_state import SchedulerState
+from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
+from scheduler.gateway.settings import GatewayJobSettings
+from scheduler.model import BASE_VERSION
+
+_log = logging.getLogger(__name__)
+
+
+class JobVersions:
+    def __init__(
+        self,
+        jobs: Mapping[JobId, GatewayJobSettings],
+        fleet: EngineFleet,
+        state: SchedulerState,
+        *,
+        publish_s: float,
+        on_activated: Callable[[], None],
+    ) -> None:
+        """`publish_s`: longest wait for the dedicated engines."""
+        self._jobs = jobs
+        self._fleet = fleet
+        self._state = state
+        self._publish_s = publish_s
+        self._on_activated = on_activated
+        self._refusals: dict[JobId, str] = {}
+        """The last refusal of each job's announcements."""
+
+    def newest(self, job: JobId) -> WeightVersion:
+        """The job's newest published version; 0 before the first."""
+        published = self._fleet.policy.published(job)
+        return published.version if published else BASE_VERSION
+
+    def is_active(self, job: JobId) -> bool:
+        target = self._fleet.policy.target
+        return target is not None and target.job == job
+
+    def resume(self) -> None:
+        """Takes up versions and the active job of the previous process."""
+        stored = self._state.jobs()
+        active = next((job for job in self._jobs if job in stored and stored[job].active), None)
+        configured = next((job for job, given in self._jobs.items() if given.active), None)
+        only = next(iter(self._jobs)) if len(self._jobs) == 1 else None
+        active = active or configured or only
+        # The active job's version first: the first publish that the policy hears sets its target.
+        for job, facts in sorted(stored.items(), key=lambda item: item[0] != active):
+            if job in self._jobs and facts.version:
+                self._fleet.observe(
+                    VersionPublished(
+                        job=job, store=facts.store, version=facts.version, resumed=True
+                    )
+                )
+        for job, given in self._jobs.items():
+            told = "job %s of tenant %s is registered, at version %d"
+            _log.info(told, job, given.tenant, self.newest(job))
+        if active is not None:
+            self._fleet.observe(JobActivated(job=active))
+
+    async def publish(
+        self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
+    ) -> dict[EngineId, SwitchState]:
+        """The engines, unless they serve another tenant's job.
+
+        Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
+        cannot be recorded: then nothing has moved.
+        """
+        published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
+        policy = self._fleet.policy
+        with self._logging_refusals(job, f"version {version} of store {store}"):
+            if self._takes_engines(job) and not policy.refusal(published):
+                await self._fleet.stage(JobVersion(job=job, store=store, version=version))
+            serves = self._takes_engines(job)
+            newer = version > self.newest(job)
+            self._observe(
+                published,
+                lambda: self._state.publish(job, store=store, version=version, activate=serves),
+            )
+            if newer:
+                told = "job %s: version %d of store %s is announced%s"
+                _log.info(told, job, version, store, "" if serves else "; the job is not active")
+            if serves:
+                await self._settle(job, version)
+        return policy.switch_states(job, version) if self._sees_engines(job) else {}
+
+    async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
+        """Serve this job from now on. Raises Stale while it has published nothing to load, and
+        Exhausted as `publish` does."""
+        policy = self._fleet.policy
+        with self._logging_refusals(job, "activation"):
+            if (published := policy.published(job)) is not None:
+                await self._fleet.stage(published)
+            self._observe(JobActivated(job=job), lambda: self._state.activate(job))
+            self._on_activated()
+            target = policy.target
+            assert target is not None
+            await self._settle(job, target.version)
+        return target.version, policy.switch_states(job, target.version)
+
+    def _takes_engines(self, job: JobId) -> bool:
+        """Whether its publish leads the engines."""
+        return self.is_active(job) or self._fleet.policy.target is None
+
+    def _sees_engines(self, job: JobId) -> bool:
+        """Whether they serve a job of the same tenant, or none."""
+        target = self._fleet.policy.target
+        return target is None or self._jobs[target.job].tenant == self._jobs[job].tenant
+
+    def _observe(self, event: VersionPublished | JobActivated, record: Callable[[], None]) -> None:
+        """Recorded before the fleet moves. Raises Stale, and Exhausted if it cannot be recorded."""
+        if not self._fleet.policy.refusal(event):
+            try:
+                record()
+            except sqlite3.Error as error:
+                raise Exhausted(
+                    f"nothing was changed: state_file cannot be written: {error}"
+                ) from error
+        self._fleet.last_refusal = ""
+        self._fleet.observe(event)
+        if self._fleet.last_refusal:
+            raise Stale(self._fleet.last_refusal)
+
+    async def _settle(self, job: JobId, version: WeightVersion) -> None:
+        if not await self._fleet.settled(job, version, timeout_s=self._publish_s):
+            faults = [
+                f"{member.engine.engine}: {member.fault}"
+                for member in self._fleet.members.values()
+                if member.fault and self._sees_engines(job)
+            ]
+            raise Exhausted(
+                f"version {version} of {job} is not served by every dedicated engine "
+                f"after at most {self._publish_s:.0f} s" + "; ".join(["", *faults])
+            )
+
+    @contextmanager
+    def _logging_refusals(self, job: JobId, what: str) -> Iterator[None]:
+        """One line for a refusal, however often it is repeated."""
+        try:
+            yield
+        except (Stale, Exhausted) as error:
+            if self._refusals.get(job) != (refusal := f"{what}: {error}"):
+                _log.warning("job %s: %s", job, refusal)
+            self._refusals[job] = refusal
+            raise
+        self._refusals.pop(job, None)
