@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
 STAGE_AGAIN_S = 1.0
+_LATE_FOR_S = 5.0
+"""Time after which an event loop that was late is not taken for the cause of a timeout."""
 
 
 class EngineFleet:
@@ -77,6 +79,7 @@ class EngineFleet:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
         self._staging = asyncio.Lock()
+        self._late_at_s = float("-inf")
         self._parked: set[JobId] = set()
         self.last_refusal = ""
         self._active_job: JobId | None = None
@@ -210,11 +213,19 @@ class EngineFleet:
                 self.weights_changed(member)
             case Change.PROCESS:
                 self.down(member, str(error))
+            case Change.UNKNOWN if self._clock.now() - self._late_at_s < _LATE_FOR_S:
+                # It may have answered in time, and this event loop not have read it. Turns taken
+                # off it, each on trial apart, would keep the loop late.
+                return Change.NONE
             case Change.UNKNOWN:
                 self.down(member, str(error), cut=Cut.DOUBT)
             case Change.NONE if streams:
                 self.down(member, f"it breaks stream upon stream: {error}", cut=Cut.STREAMS)
         return change
+
+    def was_late(self) -> None:
+        """The event loop has just been late: silence may be its own."""
+        self._late_at_s = self._clock.now()
 
     def answered(self, member: Member, change: Change) -> None:
         """Applies a probe's result to a member that is down."""

@@ -12,7 +12,11 @@ _TOGETHER_S = 0.1
 """Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
 as some of them."""
 _STREAMED_TOGETHER_S = 0.02
-"""The same for a streamed reply, while they come faster: one that comes alone waits for nothing."""
+"""The same for a streamed reply, while reads are less than `_FAST_S` apart: where tokens come
+slower, or the event loop is late, there is nothing to wait for."""
+_FAST_S = 0.03
+_ONE_READ_S = 0.001
+"""Chunks this close came in one read, which says nothing of their pace."""
 
 
 class Cut(StrEnum):
@@ -46,7 +50,7 @@ class RunningAttempt:
     began_s: float
     heard_s: float
     gap_s: float = math.inf
-    """Time between the last two chunks, in s; 0 for chunks that were read together."""
+    """Time between the last two reads that brought chunks, in s."""
     course: TurnCourse = field(default_factory=TurnCourse)
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
@@ -71,9 +75,11 @@ class RunningAttempt:
 
     def hear(self, *, now: float, pause_s: float) -> None:
         """A chunk came; a gap of more than `pause_s` before it was a pause."""
-        self.gap_s, self.heard_s = now - self.heard_s, now
-        if self.gap_s > pause_s:
-            self.paused_s += self.gap_s
+        gap_s, self.heard_s = now - self.heard_s, now
+        if gap_s > _ONE_READ_S:
+            self.gap_s = gap_s
+        if gap_s > pause_s:
+            self.paused_s += gap_s
 
     @property
     def together_s(self) -> float:
@@ -82,7 +88,7 @@ class RunningAttempt:
             return 0.0
         if not self.turn.is_streamed:
             return _TOGETHER_S
-        return _STREAMED_TOGETHER_S if self.gap_s < _STREAMED_TOGETHER_S else 0.0
+        return _STREAMED_TOGETHER_S if self.gap_s < _FAST_S else 0.0
 
     def excuse(self, silence_s: float, *, now: float) -> None:
         """Takes time in which the gateway itself did not listen off the silence."""

@@ -39,6 +39,8 @@ class StallWatch:
             # An event loop that is late has read no engine meanwhile: that silence is its own.
             # Counted as the engines', an overload would move every turn, and so never end.
             late_s = max(0.0, self._clock.now() - due_s)
+            if late_s > WATCH_S:
+                self._fleet.was_late()
             self._dispatcher.observe(TimePassed())
             moving = 0
             for member in tuple(self._fleet.members.values()):

@@ -12,8 +12,10 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.engine_client import EngineUnreachable
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.trajectories import TurnLedger
@@ -49,6 +51,9 @@ class Client:
         if fault is not None:
             raise fault
         return self.described
+
+    async def became(self) -> Change:
+        return Change.UNKNOWN
 
     def forget(self) -> None:
         pass
@@ -137,5 +142,24 @@ async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
     clock.advance_to(60.0)
     fleet.observe(TimePassed())
     assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    await fleet.close()
+    await asyncio.sleep(0)
+
+
+async def test_a_timeout_beside_a_late_event_loop_is_no_engine_s_silence() -> None:
+    clock = VirtualClock()
+    fleet = _fleet(clock)
+    fleet.observe(JobActivated(job=JOB))
+    member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
+    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    silent = EngineUnreachable("TimeoutError", Change.NONE)
+    clock.advance_to(10.0)
+    fleet.was_late()
+    clock.advance_to(14.0)
+    assert await fleet.attempt_broke(member, silent, began_s=12.0) is Change.NONE
+    assert member.up
+    clock.advance_to(16.0)
+    assert await fleet.attempt_broke(member, silent, began_s=14.0) is Change.UNKNOWN
+    assert not member.up
     await fleet.close()
     await asyncio.sleep(0)

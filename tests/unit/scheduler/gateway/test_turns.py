@@ -45,13 +45,17 @@ def test_an_engine_without_a_gate_never_pauses() -> None:
 def test_tokens_of_a_stream_wait_for_more_only_behind_the_first_and_while_they_come_fast() -> None:
     attempt = _attempt()
     attempt.turn.is_streamed = True
-    attempt.hear(now=10.001, pause_s=math.inf)
+    attempt.hear(now=10.002, pause_s=math.inf)
     assert attempt.together_s == 0.0, "nothing waits before the first token"
     attempt.tokens = 1
     assert attempt.together_s == 0.02
-    attempt.hear(now=10.031, pause_s=math.inf)
+    attempt.hear(now=10.023, pause_s=math.inf)
+    assert attempt.together_s == 0.02
+    attempt.hear(now=10.123, pause_s=math.inf)
     assert attempt.together_s == 0.0, "a token that comes alone would wait for nothing"
-    attempt.hear(now=10.032, pause_s=math.inf)
+    attempt.hear(now=10.1231, pause_s=math.inf)
+    assert attempt.together_s == 0.0, "two that a late event loop reads at once came as slowly"
+    attempt.hear(now=10.126, pause_s=math.inf)
     assert attempt.together_s == 0.02
     attempt.turn.is_streamed = False
     assert attempt.together_s == 0.1
