@@ -27,12 +27,12 @@ HARSH = Disruptions(seed=1, node_mtbf_s=40 * 3600.0, leaving_ratio=0.2)
 @pytest.fixture(
     scope="module",
     params=[
-        ("ours", 14, UNDISTURBED),
-        ("ours", 12, SYNCED),
+        ("ours", 10, UNDISTURBED),
+        ("ours", 8, SYNCED),
         ("rollmux_paper", 16, UNDISTURBED),
         ("greedy", 16, UNDISTURBED),
-        ("ours", 14, HARSH),
-        ("ours_resubmit", 14, HARSH),
+        ("ours", 10, HARSH),
+        ("ours_resubmit", 10, HARSH),
         ("rollmux_paper", 24, HARSH),
     ],
     ids=str,
@@ -217,7 +217,7 @@ def test_nothing_happens_on_a_node_after_it_failed(told: Told) -> None:
 
 @pytest.mark.parametrize("arm", sorted(ARMS))
 def test_the_same_seed_gives_the_same_events(arm: str) -> None:
-    jobs = w1(8, jobs=8)
+    jobs = w1(8, jobs=6)
     first, second = (
         run_arm(ARMS[arm], jobs, seed=8, record=True, disruptions=HARSH).ledger.events
         for _ in range(2)
