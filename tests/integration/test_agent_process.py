@@ -237,7 +237,7 @@ def test_sigterm_leaves_a_closed_expired_page_under_a_raised_epoch(
     agent: Agent, harvesting: Any
 ) -> None:
     agent.process.terminate()
-    assert agent.process.wait(timeout=5) == 0
+    assert agent.process.wait(timeout=20) == 0
     assert agent.reading().fault is PageFault.EXPIRED
     left = agent.pages.grant_reader().read_left().record
     assert left is not None
