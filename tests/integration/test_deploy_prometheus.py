@@ -51,6 +51,8 @@ EXPORTERS = {
     "vllm-rollout": Exporter.VLLM,
 }
 LABEL_VALUES = {
+    "horizon": ("10", "30", "120"),
+    "percentile": ("10", "50", "90"),
     "action": ("lift", "settle", "kill"),
     "backend": ("idle-group", "idle", "time-slicing", "mps", "none"),
     "bound": ("low", "mean", "high"),
