@@ -10,14 +10,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, RoseMuxError
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineClient, EngineLost, StageReply
+from scheduler.gateway.engine_client import EngineClient, EngineLost
 from scheduler.gateway.fleet_member import Member, numerics_of
-from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.engine_health import EngineLog
 from scheduler.gateway.policy.routing_events import (
     ContextLimited,
@@ -31,7 +29,6 @@ from scheduler.gateway.policy.versions_events import (
     EngineJoined,
     EngineLeft,
     EngineUpdated,
-    JobVersion,
     QuiesceEngine,
     RefusePublish,
     Retarget,
@@ -47,12 +44,6 @@ from scheduler.model import Engine, EngineKind, Lease
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-STAGE_S = 10.0
-"""Longest wait for engines that prepare a version while they sample."""
-STAGE_AGAIN_S = 1.0
-_LATE_FOR_S = 5.0
-"""Time after which an event loop that was late is not taken for the cause of a timeout."""
 
 
 class EngineFleet:
@@ -78,8 +69,6 @@ class EngineFleet:
         self._observing = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Event()
-        self._staging = asyncio.Lock()
-        self._late_at_s = float("-inf")
         self._parked: set[JobId] = set()
         self.last_refusal = ""
         self._active_job: JobId | None = None
@@ -94,10 +83,6 @@ class EngineFleet:
         """Called with an error of the policy, whose effects are lost with it."""
         self.on_lost: Callable[[Member, str], None] = lambda _member, _fault: None
         """Called while its turns still are on it, also if it is in doubt."""
-        self.on_proved: Callable[[Member, tuple[RunningAttempt, ...], bool], None] = (
-            lambda _member, _attempts, _dead: None
-        )
-        """Called once it is known whether a silent engine died, with the attempts that it had."""
 
     def add(
         self,
@@ -180,65 +165,6 @@ class EngineFleet:
         self._offer(member)
         self.review_contexts()
 
-    def weights_changed(self, member: Member) -> None:
-        """Another caller changed its weights: it gets the version again, each time later."""
-        if not member.up:
-            return
-        fault = (
-            "another client changes its weights; let one scheduler own the "
-            "engine and remove it from all other configurations"
-        )
-        member.foreign_changes.seen(now=self._clock.now())
-        self.down(member, fault, cut=Cut.WEIGHTS)
-
-    async def attempt_broke(self, member: Member, error: RoseMuxError, *, began_s: float) -> Change:
-        """Probes the engine of a broken attempt for a change, and marks it down unless it is NONE.
-
-        Returns UNKNOWN also if another attempt already saw the loss: the engine may be back by
-        now. An engine that only breaks stream after stream is marked down for a moment.
-        """
-        losses = member.losses
-        streams = isinstance(error, EngineLost) and member.streak.fail(
-            began_s=began_s, now=self._clock.now()
-        )
-        change = getattr(error, "change", Change.NONE)
-        if change is Change.NONE and member.up:
-            if member.probing is None or member.probing.done():
-                member.probing = self._spawn(member.client.became())
-            change = await asyncio.shield(member.probing)
-        if member.losses != losses or not member.up:
-            return Change.UNKNOWN
-        match change:
-            case Change.WEIGHTS:
-                self.weights_changed(member)
-            case Change.PROCESS:
-                self.down(member, str(error))
-            case Change.UNKNOWN if self._clock.now() - self._late_at_s < _LATE_FOR_S:
-                # It may have answered in time, and this event loop not have read it. Turns taken
-                # off it, each on trial apart, would keep the loop late.
-                return Change.NONE
-            case Change.UNKNOWN:
-                self.down(member, str(error), cut=Cut.DOUBT)
-            case Change.NONE if streams:
-                self.down(member, f"it breaks stream upon stream: {error}", cut=Cut.STREAMS)
-        return change
-
-    def was_late(self) -> None:
-        """The event loop has just been late: silence may be its own."""
-        self._late_at_s = self._clock.now()
-
-    def answered(self, member: Member, change: Change) -> None:
-        """Applies a probe's result to a member that is down."""
-        if change is Change.UNKNOWN or self.members.get(member.engine.engine) is not member:
-            return
-        dead = change is Change.PROCESS
-        if (lost := member.doubted) is not None:
-            member.doubted = None
-            member.client.forget()
-            self.on_proved(member, lost, dead)
-        if not dead:
-            self.up(member)
-
     def may_use_dedicated(self, job: JobId) -> bool:
         return job not in self._parked
 
@@ -276,40 +202,6 @@ class EngineFleet:
     def context_tokens(self) -> int:
         """Largest context of the engines; 0 while none is known."""
         return max((member.context_tokens for member in self.members.values()), default=0)
-
-    async def stage(self, wanted: JobVersion) -> None:
-        """Engines prepare the version that they serve next while their turns run.
-
-        Waits for the dedicated ones only, and not for long: it only shortens the switch. Raises
-        Exhausted where all of them tell that they cannot load it, since a switch would leave the
-        job without an engine. A store may show a version later to them than to its publisher.
-        One version at a time: an engine keeps the preparation of the last one only.
-        """
-        async with self._staging:
-            await self._stage(wanted)
-
-    async def _stage(self, wanted: JobVersion) -> None:
-        store, version = wanted.store, wanted.version
-        if wanted == self.policy.target or not version:
-            return
-
-        def staging(kind: EngineKind) -> list[asyncio.Task[StageReply]]:
-            return [
-                self._spawn(member.client.stage(store=store, version=version, timeout_s=STAGE_S))
-                for member in self.members.values()
-                if member.up and member.engine.kind is kind
-            ]
-
-        staging(EngineKind.GUEST)
-        until_s = self._clock.now() + STAGE_S
-        while True:
-            faults = [one.fault for one in await asyncio.gather(*staging(EngineKind.DEDICATED))]
-            if not faults or not all(faults):
-                return
-            if self._clock.now() >= until_s:
-                what = f"no engine can load version {version} of store {store}"
-                raise Exhausted(f"nothing was changed: {what}: {faults[0]}")
-            await asyncio.sleep(STAGE_AGAIN_S)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)
@@ -427,7 +319,7 @@ class EngineFleet:
                 self._quiesce(self.members[effect.engine], effect)
             case UpdateEngine():
                 member = self.members[effect.engine]
-                member.updating = self._spawn(self._update(member, effect))
+                member.updating = self.spawn(self._update(member, effect))
             case ServeEngine():
                 self._serve(self.members[effect.engine])
             case SettlePublish():
@@ -556,36 +448,11 @@ class EngineFleet:
         self._changed.set()
         self._changed.clear()
 
-    def _spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def watch_health(fleet: EngineFleet, clock: Clock, *, period_s: float) -> None:
-    """Bring engines that answer into the fleet and give failed updates their next try."""
-    while True:
-        now = clock.now()
-        members = fleet.members.values()
-        waiting = [m for m in members if not m.up and now >= m.foreign_changes.until_s]
-        quiet = [m for m in members if m.up and not m.running and not m.updating]
-        changed = await asyncio.gather(*(member.client.changed(frugal=True) for member in quiet))
-        for member, change in zip(quiet, changed, strict=True):
-            if change is Change.WEIGHTS and not member.updating:
-                fleet.weights_changed(member)
-            elif change is Change.PROCESS and not member.updating:
-                fleet.down(member, "no engine or another one answers in its place")
-        became = await asyncio.gather(*(member.client.became() for member in waiting))
-        for member, change in zip(waiting, became, strict=True):
-            if not member.losses:
-                fleet.log_fault(member, member.client.health_fault)
-                member.fault = member.client.health_fault
-            fleet.answered(member, change)
-        for member in fleet.members.values():
-            fleet.log_state(member)
-        fleet.observe(TimePassed())
-        await asyncio.sleep(period_s)
 
 
 def dedicated_places(fleet: EngineFleet) -> int:

@@ -12,6 +12,7 @@ from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
 from scheduler.gateway.settings import GatewayJobSettings
+from scheduler.gateway.version_staging import VersionStaging
 from scheduler.model import BASE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class JobVersions:
         self,
         jobs: Mapping[JobId, GatewayJobSettings],
         fleet: EngineFleet,
+        staging: VersionStaging,
         state: SchedulerState,
         *,
         publish_s: float,
@@ -30,6 +32,7 @@ class JobVersions:
         """`publish_s`: longest wait for the dedicated engines."""
         self._jobs = jobs
         self._fleet = fleet
+        self._staging = staging
         self._state = state
         self._publish_s = publish_s
         self._on_activated = on_activated
@@ -78,7 +81,7 @@ class JobVersions:
         policy = self._fleet.policy
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if self._takes_engines(job) and not policy.refusal(published):
-                await self._fleet.stage(JobVersion(job=job, store=store, version=version))
+                await self._staging.prepare(JobVersion(job=job, store=store, version=version))
             serves = self._takes_engines(job)
             newer = version > self.newest(job)
             self._observe(
@@ -98,7 +101,7 @@ class JobVersions:
         policy = self._fleet.policy
         with self._logging_refusals(job, "activation"):
             if (published := policy.published(job)) is not None:
-                await self._fleet.stage(published)
+                await self._staging.prepare(published)
             self._observe(JobActivated(job=job), lambda: self._state.activate(job))
             self._on_activated()
             target = policy.target

@@ -20,7 +20,8 @@ from scheduler.gateway.agent_client import AgentClient
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.engine_connections import EngineConnections
-from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places, watch_health
+from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places
+from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
@@ -45,6 +46,7 @@ from scheduler.gateway.policy.versions_events import (
 from scheduler.gateway.renderer import Renderer
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
+from scheduler.gateway.version_staging import VersionStaging
 from scheduler.model import Engine, EngineKind
 
 _EXPIRED_S = 0.25
@@ -103,8 +105,14 @@ class Scheduler:
         self.fleet.on_served = lambda member, seconds: self.metrics.switch_s.labels(
             member.engine.kind
         ).observe(seconds)
+        self.probing = EngineProbing(self.fleet, clock)
         self.runner = TurnRunner(
-            self.fleet, self.dispatcher, clock, timeouts=times, max_attempts=settings.max_attempts
+            self.fleet,
+            self.probing,
+            self.dispatcher,
+            clock,
+            timeouts=times,
+            max_attempts=settings.max_attempts,
         )
         self.runner.on_left = self._count_tokens
         self.runner.returns_partial = self._returns_partial
@@ -127,6 +135,7 @@ class Scheduler:
         self.versions = JobVersions(
             self.jobs,
             self.fleet,
+            VersionStaging(self.fleet, clock),
             state,
             publish_s=times.publish_s,
             on_activated=self.harvest.wake,
@@ -199,7 +208,7 @@ class Scheduler:
                     self._engine_client(given.url, given),
                 )
         loops: list[Coroutine[Any, Any, None]] = [
-            watch_health(self.fleet, self._clock, period_s=times.health_s),
+            self.probing.run(period_s=times.health_s),
             self.runner.stalls.run(),
             self._watch_expired(),
         ]

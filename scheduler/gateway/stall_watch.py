@@ -5,6 +5,7 @@ import asyncio
 from harvester.contracts.clock import Clock
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.policy.course import FirstTokens
 from scheduler.gateway.policy.versions_events import TimePassed
@@ -19,6 +20,7 @@ class StallWatch:
     def __init__(
         self,
         fleet: EngineFleet,
+        probing: EngineProbing,
         dispatcher: Dispatcher,
         clock: Clock,
         timeouts: Timeouts,
@@ -26,6 +28,7 @@ class StallWatch:
     ) -> None:
         """`first_tokens`: of dedicated engines, since a guest's gate may be closed before one."""
         self._fleet = fleet
+        self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
@@ -40,7 +43,7 @@ class StallWatch:
             # Counted as the engines', an overload would move every turn, and so never end.
             late_s = max(0.0, self._clock.now() - due_s)
             if late_s > WATCH_S:
-                self._fleet.was_late()
+                self._probing.was_late()
             self._dispatcher.observe(TimePassed())
             moving = 0
             for member in tuple(self._fleet.members.values()):

@@ -24,6 +24,7 @@ from scheduler.gateway.engine_client import (
     RequestRefused,
 )
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
@@ -54,6 +55,7 @@ class TurnRunner:
     def __init__(
         self,
         fleet: EngineFleet,
+        probing: EngineProbing,
         dispatcher: Dispatcher,
         clock: Clock,
         *,
@@ -61,6 +63,7 @@ class TurnRunner:
         max_attempts: int,
     ) -> None:
         self._fleet = fleet
+        self._probing = probing
         self._dispatcher = dispatcher
         self._clock = clock
         self._timeouts = timeouts
@@ -74,7 +77,7 @@ class TurnRunner:
         self._first_tokens = FirstTokens()
         """First-token times of dedicated engines only: a guest's gate may be closed before one."""
         self.blame = RequestBlame()
-        self.stalls = StallWatch(fleet, dispatcher, clock, timeouts, self._first_tokens)
+        self.stalls = StallWatch(fleet, probing, dispatcher, clock, timeouts, self._first_tokens)
         self.on_left: Callable[[Turn, Member, int], None] = lambda _turn, _member, _tokens: None
         """Called with an attempt's tokens when it has ended."""
         self.returns_partial: Callable[[Turn], bool] = lambda _turn: False
@@ -83,7 +86,7 @@ class TurnRunner:
         """Called with the cause for each turn that has tokens and loses its engine."""
         self.on_lease_refused: Callable[[Member], None] = lambda _member: None
         fleet.on_lost = self._engine_lost
-        fleet.on_proved = self._engine_proved
+        probing.on_proved = self._engine_proved
 
     async def run(self, turn: Turn, on_tokens: Callable[[], None] | None) -> RefuseTurn | None:
         """Serve the turn to its end. Returns a refusal only before the first token.
@@ -308,7 +311,7 @@ class TurnRunner:
         except RequestFailed as error:
             why, pause_s = str(error), _FAILED_PAUSE_S
             running.broke_s = self._clock.now()
-            if await self._fleet.attempt_broke(member, error, began_s=running.began_s):
+            if await self._probing.attempt_broke(member, error, began_s=running.began_s):
                 turn.lose(attempt)
                 course.why = f"{engine}: {why}"
                 return
@@ -326,7 +329,7 @@ class TurnRunner:
             running.reached = False
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
-            await self._fleet.attempt_broke(member, error, began_s=running.began_s)
+            await self._probing.attempt_broke(member, error, began_s=running.began_s)
             return
         except EngineLost as error:
             running.broke_s = self._clock.now()
@@ -336,7 +339,7 @@ class TurnRunner:
                 course.interruption = Cut.WEIGHTS
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
-            change = await self._fleet.attempt_broke(member, error, began_s=running.began_s)
+            change = await self._probing.attempt_broke(member, error, began_s=running.began_s)
             if change is Change.NONE and not running.tokens:
                 # Nothing else limits the retry rate of a request that breaks every stream.
                 course.avoid(engine, _ABORTED_PAUSE_S, course.why, now=self._clock.now())

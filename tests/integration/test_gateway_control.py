@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.gateway import engine_fleet
+from scheduler.gateway import version_staging
 from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from tests.integration.fake_engine import FakeEngine
@@ -232,8 +232,8 @@ async def test_errors_of_vllms_route_have_vllms_form() -> None:
 async def test_a_version_that_no_engine_can_load_changes_nothing_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_fleet, "STAGE_S", 0.2)
-    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
+    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
     engines = [engine(), engine()]
     async with gateway_on(*engines) as gateway:
         assert (await gateway.publish(2))[0] == 200
@@ -253,7 +253,7 @@ async def test_a_version_that_no_engine_can_load_changes_nothing_and_says_why(
 async def test_a_version_that_the_engines_see_a_moment_later_is_published(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
     fake = engine()
     async with gateway_on(fake) as gateway:
         await gateway.publish(2)
@@ -268,8 +268,8 @@ async def test_a_version_that_the_engines_see_a_moment_later_is_published(
 async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_fleet, "STAGE_S", 0.2)
-    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
+    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
     fake = engine()
     async with gateway_on(fake, jobs=[{"id": "job"}, {"id": "other"}]) as gateway:
         await gateway.until(lambda: all(m.up for m in gateway.scheduler.fleet.members.values()))
@@ -283,8 +283,8 @@ async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it(
 async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_fleet, "STAGE_S", 0.2)
-    monkeypatch.setattr(engine_fleet, "STAGE_AGAIN_S", 0.02)
+    monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
+    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
     fake = engine()
     jobs = [{"id": "job", "active": True}, {"id": "other"}]
     async with gateway_on(fake, jobs=jobs) as gateway:

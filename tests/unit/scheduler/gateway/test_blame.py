@@ -31,6 +31,7 @@ from scheduler.gateway.engine_client import (
     RequestRefused,
 )
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy import repeated_deaths
 from scheduler.gateway.policy.blame import (
@@ -357,7 +358,10 @@ class Cluster:
         dispatcher = Dispatcher(RoutingPolicy(RoutingConfig()), clock, queue_s=60)
         log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
         self.fleet = EngineFleet(versions, dispatcher, log, clock, update_s=1)
-        self.runner = TurnRunner(self.fleet, dispatcher, clock, timeouts=Timeouts(), max_attempts=8)
+        self.probing = EngineProbing(self.fleet, clock)
+        self.runner = TurnRunner(
+            self.fleet, self.probing, dispatcher, clock, timeouts=Timeouts(), max_attempts=8
+        )
         self.runner.blame.policy = blame or BlamePolicy(quiet_s=0, held_s=0)
         self.ledger = TurnLedger(JOB)
         self.clients = [Client(poison) for _ in range(engines)]
@@ -387,7 +391,7 @@ class Cluster:
         while True:
             for member, client in zip(self.members, self.clients, strict=True):
                 if not member.up and not client.gone:
-                    self.fleet.answered(member, await client.became())
+                    self.probing.answered(member, await client.became())
                     client.dead, client.served_life = False, client.life
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -14,6 +14,7 @@ from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
 from scheduler.gateway.engine_client import EngineUnreachable
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.routing import RoutingPolicy
@@ -152,14 +153,14 @@ async def test_a_timeout_beside_a_late_event_loop_is_no_engine_s_silence() -> No
     fleet.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
     assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
-    silent = EngineUnreachable("TimeoutError", Change.NONE)
+    silent, probing = EngineUnreachable("TimeoutError", Change.NONE), EngineProbing(fleet, clock)
     clock.advance_to(10.0)
-    fleet.was_late()
+    probing.was_late()
     clock.advance_to(14.0)
-    assert await fleet.attempt_broke(member, silent, began_s=12.0) is Change.NONE
+    assert await probing.attempt_broke(member, silent, began_s=12.0) is Change.NONE
     assert member.up
     clock.advance_to(16.0)
-    assert await fleet.attempt_broke(member, silent, began_s=14.0) is Change.UNKNOWN
+    assert await probing.attempt_broke(member, silent, began_s=14.0) is Change.UNKNOWN
     assert not member.up
     await fleet.close()
     await asyncio.sleep(0)

@@ -1,0 +1,56 @@
+"""Engines prepare the version that they serve next while their turns run."""
+
+import asyncio
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted
+from scheduler.gateway.engine_client import StageReply
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.policy.versions_events import JobVersion
+from scheduler.model import EngineKind
+
+STAGE_S = 10.0
+"""Longest wait for engines that prepare a version while they sample."""
+STAGE_AGAIN_S = 1.0
+
+
+class VersionStaging:
+    """One version at a time: an engine keeps the preparation of the last one only."""
+
+    def __init__(self, fleet: EngineFleet, clock: Clock) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._lock = asyncio.Lock()
+
+    async def prepare(self, wanted: JobVersion) -> None:
+        """Waits for the dedicated ones only, and not for long: it only shortens the switch.
+
+        Raises Exhausted where all of them tell that they cannot load it, since a switch would leave
+        the job without an engine. A store may show a version later to them than to its publisher.
+        """
+        async with self._lock:
+            await self._prepare(wanted)
+
+    async def _prepare(self, wanted: JobVersion) -> None:
+        if wanted == self._fleet.policy.target or not wanted.version:
+            return
+        self._staging(wanted, EngineKind.GUEST)
+        until_s = self._clock.now() + STAGE_S
+        while True:
+            replies = await asyncio.gather(*self._staging(wanted, EngineKind.DEDICATED))
+            faults = [each.fault for each in replies]
+            if not faults or not all(faults):
+                return
+            if self._clock.now() >= until_s:
+                what = f"no engine can load version {wanted.version} of store {wanted.store}"
+                raise Exhausted(f"nothing was changed: {what}: {faults[0]}")
+            await asyncio.sleep(STAGE_AGAIN_S)
+
+    def _staging(self, wanted: JobVersion, kind: EngineKind) -> list[asyncio.Task[StageReply]]:
+        return [
+            self._fleet.spawn(
+                member.client.stage(store=wanted.store, version=wanted.version, timeout_s=STAGE_S)
+            )
+            for member in self._fleet.members.values()
+            if member.up and member.engine.kind is kind
+        ]
