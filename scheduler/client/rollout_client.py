@@ -134,6 +134,7 @@ class AsyncRolloutClient:
             files.check()
         self._headers = {"Content-Type": "application/json", JOB_HEADER: self._job}
         self._fallback = fallback
+        self._silence_s = silence_s
         self._retries = retries
         self._clock = clock or MonotonicClock()
         self._http: aiohttp.ClientSession | None = None
@@ -325,9 +326,10 @@ class AsyncRolloutClient:
                     since_s, received = self._clock.now(), len(turn.token_ids)
                 waited_s = self._clock.now() - since_s
                 unmet = isinstance(broken, _PinUnmet)
-                if not unmet and (direct or not self._fallback) and pin_s is not None:
+                unanswered_s = self._watch.unanswered_s
+                if not unmet and unanswered_s >= self._silence_s and pin_s is not None:
                     # Nothing says whether the pin is met, and no engine has the turn.
-                    unmet, waited_s = True, min(waited_s, self._watch.unanswered_s)
+                    unmet, waited_s = True, min(waited_s, unanswered_s)
                 unmet &= waited_s >= (_PIN_S if pin_s is None else pin_s)
             backoff.received(len(turn.token_ids))
             wait_s = None if unmet else backoff.wait_s(retry_after_s=asked_s)
@@ -375,6 +377,9 @@ class AsyncRolloutClient:
             if reply.status not in PASSING:
                 raise problem
             asked_s = retry_after_s(reply.headers.get("Retry-After"), most_s=RETRY_AFTER_MAX_S)
+            if reply.status in (409, 429):
+                # The gateway's own word, which no proxy in front of it says.
+                self._watch.hear()
             kind = _PinUnmet if reply.status == 409 else Interrupted
             raise kind(str(problem), retry_after_s=asked_s)
         self._watch.hear()

@@ -29,6 +29,7 @@ from scheduler.gateway.policy.versions_events import (
     EngineJoined,
     EngineLeft,
     EngineUpdated,
+    JobVersion,
     QuiesceEngine,
     RefusePublish,
     Retarget,
@@ -279,20 +280,16 @@ class EngineFleet:
             self.on_fault(error)
             raise
 
-    async def settled(self, job: JobId, version: WeightVersion, *, timeout_s: float) -> bool:
-        """Wait until every dedicated engine serves it. False: it took too long or was overtaken."""
-
-        def is_target() -> bool:
-            target = self.policy.target
-            return target is not None and (target.job, target.version) == (job, version)
-
+    async def settled(self, wanted: JobVersion, *, timeout_s: float) -> bool:
+        """Wait until every dedicated engine serves it. False: it took too long or was overtaken,
+        which another store of the same number does too."""
         try:
             async with asyncio.timeout(timeout_s):
-                while is_target() and not self.policy.settled:
+                while self.policy.target == wanted and not self.policy.settled:
                     await self._changed.wait()
         except TimeoutError:
             return False
-        return is_target()
+        return self.policy.target == wanted
 
     async def close(self) -> None:
         tasks = [*self._tasks]

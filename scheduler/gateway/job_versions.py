@@ -78,10 +78,10 @@ class JobVersions:
         cannot be recorded: then nothing has moved.
         """
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
-        policy = self._fleet.policy
+        policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
-            if self._takes_engines(job) and not policy.refusal(published):
-                await self._staging.prepare(JobVersion(job=job, store=store, version=version))
+            if self._takes_engines(job):
+                await self._staging.prepare(wanted)
             serves = self._takes_engines(job)
             newer = version > self.newest(job)
             self._observe(
@@ -92,7 +92,7 @@ class JobVersions:
                 told = "job %s: version %d of store %s is announced%s"
                 _log.info(told, job, version, store, "" if serves else "; the job is not active")
             if serves:
-                await self._settle(job, version)
+                await self._settle(wanted)
         return policy.switch_states(job, version) if self._sees_engines(job) else {}
 
     async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
@@ -100,13 +100,17 @@ class JobVersions:
         Exhausted as `publish` does."""
         policy = self._fleet.policy
         with self._logging_refusals(job, "activation"):
-            if (published := policy.published(job)) is not None:
+            prepared = None
+            # Another version may be published meanwhile, and is the one that is served then.
+            while (published := policy.published(job)) not in (None, prepared):
+                assert published is not None
                 await self._staging.prepare(published)
+                prepared = published
             self._observe(JobActivated(job=job), lambda: self._state.activate(job))
             self._on_activated()
             target = policy.target
             assert target is not None
-            await self._settle(job, target.version)
+            await self._settle(target)
         return target.version, policy.switch_states(job, target.version)
 
     def _takes_engines(self, job: JobId) -> bool:
@@ -132,15 +136,15 @@ class JobVersions:
         if self._fleet.last_refusal:
             raise Stale(self._fleet.last_refusal)
 
-    async def _settle(self, job: JobId, version: WeightVersion) -> None:
-        if not await self._fleet.settled(job, version, timeout_s=self._publish_s):
+    async def _settle(self, wanted: JobVersion) -> None:
+        if not await self._fleet.settled(wanted, timeout_s=self._publish_s):
             faults = [
                 f"{member.engine.engine}: {member.fault}"
                 for member in self._fleet.members.values()
-                if member.fault and self._sees_engines(job)
+                if member.fault and self._sees_engines(wanted.job)
             ]
             raise Exhausted(
-                f"version {version} of {job} is not served by every dedicated engine "
+                f"version {wanted.version} of {wanted.job} is not served by every dedicated engine "
                 f"after at most {self._publish_s:.0f} s" + "; ".join(["", *faults])
             )
 

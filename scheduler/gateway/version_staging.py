@@ -1,12 +1,13 @@
 """Engines prepare the version that they serve next while their turns run."""
 
 import asyncio
+import math
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_client import StageReply
 from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.policy.versions_events import JobVersion
+from scheduler.gateway.policy.versions_events import JobVersion, VersionPublished
 from scheduler.model import EngineKind
 
 STAGE_S = 10.0
@@ -23,21 +24,22 @@ class VersionStaging:
         self._lock = asyncio.Lock()
 
     async def prepare(self, wanted: JobVersion) -> None:
-        """Waits for the dedicated ones only, and not for long: it only shortens the switch.
+        """Waits for the dedicated ones only, and not for long: it only shortens the switch. A
+        version that the policy would refuse is not prepared.
 
         Raises Exhausted where all of them tell that they cannot load it, since a switch would leave
         the job without an engine. A store may show a version later to them than to its publisher.
         """
-        async with self._lock:
-            await self._prepare(wanted)
-
-    async def _prepare(self, wanted: JobVersion) -> None:
-        if wanted == self._fleet.policy.target or not wanted.version:
-            return
-        self._staging(wanted, EngineKind.GUEST)
-        until_s = self._clock.now() + STAGE_S
+        until_s = math.inf
         while True:
-            replies = await asyncio.gather(*self._staging(wanted, EngineKind.DEDICATED))
+            # For one try: a version that no engine can load holds up no other.
+            async with self._lock:
+                if not self._is_next(wanted):
+                    return
+                if until_s == math.inf:
+                    until_s = self._clock.now() + STAGE_S
+                    self._staging(wanted, EngineKind.GUEST)
+                replies = await asyncio.gather(*self._staging(wanted, EngineKind.DEDICATED))
             faults = [each.fault for each in replies]
             if not faults or not all(faults):
                 return
@@ -45,6 +47,12 @@ class VersionStaging:
                 what = f"no engine can load version {wanted.version} of store {wanted.store}"
                 raise Exhausted(f"nothing was changed: {what}: {faults[0]}")
             await asyncio.sleep(STAGE_AGAIN_S)
+
+    def _is_next(self, wanted: JobVersion) -> bool:
+        """Not where it was overtaken in the meantime, or is loaded already."""
+        policy = self._fleet.policy
+        event = VersionPublished(job=wanted.job, store=wanted.store, version=wanted.version)
+        return bool(wanted.version) and wanted != policy.target and not policy.refusal(event)
 
     def _staging(self, wanted: JobVersion, kind: EngineKind) -> list[asyncio.Task[StageReply]]:
         return [

@@ -7,6 +7,7 @@ import pytest
 
 from harvester.contracts.ids import JobId
 from scheduler.gateway import version_staging
+from scheduler.gateway.engine_client import StageReply
 from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from tests.integration.fake_engine import FakeEngine
@@ -306,16 +307,84 @@ async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_nam
         assert (await gateway.post("/v1/jobs/other/versions", wrong | {"version": 1}))[0] == 409
 
 
-async def test_a_store_that_no_engine_could_load_is_left_for_another() -> None:
+@pytest.mark.parametrize("number", [50, 1])
+async def test_a_store_that_no_engine_could_load_is_left_for_another(number: int) -> None:
     fake = engine()
     async with gateway_on(fake, versions={"retry_s": 0.1}) as gateway:
         fake.fail_updates = 1000
-        wrong = {"version": 50, "store": "wrong"}
+        wrong, right = {"version": number, "store": "wrong"}, {"version": 1, "store": "right"}
         publish = asyncio.create_task(gateway.post("/v1/jobs/job/versions", wrong))
         await gateway.until(lambda: fake.fail_updates < 1000)
-        right = asyncio.create_task(gateway.publish(1))
-        await gateway.until(lambda: gateway.scheduler.versions.newest(JobId("job")) == 1)
+        second = asyncio.create_task(gateway.post("/v1/jobs/job/versions", right))
+        policy = gateway.scheduler.fleet.policy
+        await gateway.until(lambda: policy.target is not None and policy.target.store == "right")
         fake.fail_updates = 0
-        status, reply = await right
+        status, reply = await second
         assert (status, reply["engines"]) == (200, {"e0": "switched"})
-        assert (await publish)[0] == 503
+        assert (await publish)[0] == 503, "another store of the same number is not this one"
+
+
+class SlowStaging:
+    """Each preparation takes a moment, and is written down; the store `bad` cannot be loaded."""
+
+    def __init__(self, gateway: GatewayInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.prepared: list[tuple[str, int]] = []
+        for member in gateway.scheduler.fleet.members.values():
+            monkeypatch.setattr(member.client, "stage", self._stage)
+
+    async def _stage(self, *, store: str, version: int, timeout_s: float) -> StageReply:
+        self.prepared.append((store, int(version)))
+        await asyncio.sleep(0.2)
+        return StageReply(store != "bad", "another model" if store == "bad" else "")
+
+
+async def test_a_version_that_is_published_during_an_activation_is_prepared_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(version_staging, "STAGE_S", 0.5)
+    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
+    fake, jobs = engine(), [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(fake, jobs=jobs) as gateway:
+        assert (await gateway.publish(2))[0] == 200
+        good, bad = {"version": 1, "store": "good"}, {"version": 2, "store": "bad"}
+        assert (await gateway.post("/v1/jobs/other/versions", good))[0] == 200
+        staging = SlowStaging(gateway, monkeypatch)
+        activation = asyncio.create_task(gateway.post("/v1/jobs/other/activate", {}))
+        await gateway.until(lambda: staging.prepared)
+        assert (await gateway.post("/v1/jobs/other/versions", bad))[0] == 200
+        assert (await activation)[0] == 503
+        said = await gateway.status()
+        assert (said["active_job"], said["settled"]) == ("job", True)
+
+
+async def test_activations_that_no_engine_can_serve_hold_up_no_publish_of_another_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake, jobs = engine(), [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(fake, jobs=jobs) as gateway:
+        assert (await gateway.publish(2))[0] == 200
+        bad = {"version": 50, "store": "bad"}
+        assert (await gateway.post("/v1/jobs/other/versions", bad))[0] == 200
+        staging = SlowStaging(gateway, monkeypatch)
+        activations = [
+            asyncio.create_task(gateway.post("/v1/jobs/other/activate", {})) for _ in range(3)
+        ]
+        await gateway.until(lambda: staging.prepared)
+        async with asyncio.timeout(version_staging.STAGE_S / 2):
+            assert (await gateway.publish(3))[0] == 200
+        for activation in activations:
+            activation.cancel()
+        await asyncio.gather(*activations, return_exceptions=True)
+
+
+async def test_a_publish_that_is_overtaken_is_not_prepared_over_the_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with gateway_on(engine()) as gateway:
+        assert (await gateway.publish(1))[0] == 200
+        staging = SlowStaging(gateway, monkeypatch)
+        newer = asyncio.create_task(gateway.publish(3))
+        await gateway.until(lambda: staging.prepared)
+        assert (await gateway.publish(2))[0] == 409
+        assert (await newer)[0] == 200
+        assert [version for _, version in staging.prepared] == [3]

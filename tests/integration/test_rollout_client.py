@@ -204,13 +204,16 @@ async def test_a_client_that_begins_while_the_gateway_is_away_uses_the_engines_t
 
 
 @pytest.mark.parametrize("fallback", [True, False])
-async def test_the_wait_of_a_pin_bounds_a_turn_without_a_gateway(fallback: bool) -> None:
-    away = AsyncRolloutClient("http://127.0.0.1:9", "job", silence_s=0.2, fallback=fallback)
+@pytest.mark.parametrize(("wait_s", "silence_s"), [(1.0, 0.2), (0.0, 1.0)])
+async def test_the_wait_of_a_pin_bounds_a_turn_without_a_gateway_and_silence_is_its_least(
+    fallback: bool, wait_s: float, silence_s: float
+) -> None:
+    away = AsyncRolloutClient("http://127.0.0.1:9", "job", silence_s=silence_s, fallback=fallback)
     began_s = asyncio.get_running_loop().time()
     async with away as client, asyncio.timeout(10):
         with pytest.raises(Exhausted, match="gave up after"):
             await client.generate(
-                PROMPT, sampling(5), weight_version=VersionPin(exact=1, wait_s=1.0)
+                PROMPT, sampling(5), weight_version=VersionPin(exact=1, wait_s=wait_s)
             )
     assert asyncio.get_running_loop().time() - began_s >= 1.0
 

@@ -52,9 +52,6 @@ class _Line:
     begun_on: dict[EngineId, deque[QueuedTurn]] = field(default_factory=dict)
     """Those of rank BEGUN again, by the last engine of their trajectory."""
 
-    def __len__(self) -> int:
-        return sum(map(len, self.waiting))
-
 
 class TurnQueue:
     def __init__(self) -> None:
@@ -79,8 +76,9 @@ class TurnQueue:
         self._queued.pop(turn, None)
 
     def has_line(self, turn: TurnArrived) -> bool:
-        """Whether others have waited before it in its line since the queue was last seen to."""
-        return bool(self._lines.get(self.line_key(turn), ()))
+        """Whether others wait in its line."""
+        line = self._lines.get(self.line_key(turn))
+        return line is not None and self._any_waits(line)
 
     def line_key(self, turn: TurnArrived) -> LineKey:
         fits = bisect_left(self._contexts, turn.context_tokens)
@@ -130,7 +128,11 @@ class TurnQueue:
     def drop_empty_lines(self) -> None:
         """A queue that never is empty would gather a line for each version and each set of engines
         to avoid that ever was."""
-        self._lines = {key: line for key, line in self._lines.items() if line} if self else {}
+        if self:
+            lines = self._lines.items()
+            self._lines = {key: line for key, line in lines if self._any_waits(line)}
+        else:
+            self._lines.clear()
 
     def _enter(self, queued: QueuedTurn) -> None:
         line = self._lines.setdefault(self.line_key(queued.turn), _Line())
@@ -152,6 +154,9 @@ class TurnQueue:
         while waiting and not self._waits(waiting[0]):
             waiting.popleft()
         return waiting[0] if waiting else None
+
+    def _any_waits(self, line: _Line) -> bool:
+        return any(self._first(line, rank) is not None for rank in QueueRank)
 
     def _waits(self, queued: QueuedTurn) -> bool:
         return self._queued.get(queued.turn.turn) is queued

@@ -23,6 +23,7 @@ from scheduler.gateway.policy.trajectories import TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     JobActivated,
+    JobVersion,
     TimePassed,
     VersionPublished,
     VersionsConfig,
@@ -69,6 +70,10 @@ def _running() -> RunningAttempt:
     return RunningAttempt(turn, began_s=0.0, heard_s=0.0)
 
 
+def _version(number: int) -> JobVersion:
+    return JobVersion(job=JOB, store="s" if number else "", version=WeightVersion(number))
+
+
 def _fleet(clock: VirtualClock) -> EngineFleet:
     versions = VersionPolicy(VersionsConfig(min_dedicated=1))
     log = DecisionLog(None, versions, {}, max_bytes=1 << 16, now=0.0)
@@ -88,7 +93,7 @@ async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_sti
     fleet = _fleet(VirtualClock())
     fleet.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    assert await fleet.settled(_version(0), timeout_s=5)
 
     placed_at, first = WeightVersion(0), _running()
     assert fleet.began(ENGINE, first, placed_at) is member
@@ -96,7 +101,7 @@ async def test_a_turn_begins_only_where_the_version_that_it_was_placed_at_is_sti
 
     fleet.observe(VersionPublished(job=JOB, store="s", version=WeightVersion(1)))
     assert fleet.began(ENGINE, _running(), placed_at) is None
-    assert await fleet.settled(JOB, WeightVersion(1), timeout_s=5)
+    assert await fleet.settled(_version(1), timeout_s=5)
     assert fleet.began(ENGINE, _running(), placed_at) is None
     assert not member.running
     assert fleet.began(ENGINE, _running(), WeightVersion(1)) is member
@@ -114,7 +119,7 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
         fleet, Client(EngineDescription(vocabulary=32)), EngineId("g0"), EngineKind.GUEST
     )
     first = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    assert await fleet.settled(_version(0), timeout_s=5)
     await asyncio.gather(*fleet._tasks)
     running = _running()
     assert fleet.began(EngineId("g0"), running, WeightVersion(0)) is guest
@@ -137,12 +142,12 @@ async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
     fleet = _fleet(clock)
     fleet.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(fault=RuntimeError("a bug")), ENGINE, EngineKind.DEDICATED)
-    assert not await fleet.settled(JOB, WeightVersion(0), timeout_s=0.05)
+    assert not await fleet.settled(_version(0), timeout_s=0.05)
     assert member.fault == "RuntimeError: a bug"
     assert "a bug" in caplog.text
     clock.advance_to(60.0)
     fleet.observe(TimePassed())
-    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    assert await fleet.settled(_version(0), timeout_s=5)
     await fleet.close()
     await asyncio.sleep(0)
 
@@ -152,7 +157,7 @@ async def test_a_timeout_beside_a_late_event_loop_is_no_engine_s_silence() -> No
     fleet = _fleet(clock)
     fleet.observe(JobActivated(job=JOB))
     member = _joined(fleet, Client(), ENGINE, EngineKind.DEDICATED)
-    assert await fleet.settled(JOB, WeightVersion(0), timeout_s=5)
+    assert await fleet.settled(_version(0), timeout_s=5)
     silent, probing = EngineUnreachable("TimeoutError", Change.NONE), EngineProbing(fleet, clock)
     clock.advance_to(10.0)
     probing.was_late()

@@ -820,6 +820,19 @@ def test_a_turn_that_comes_again_keeps_its_place_in_the_queue_and_is_not_refused
         assert _went(policy.observe(TurnLeft(turn=ended), now=4)) == {gets: "a"}
 
 
+def test_a_turn_behind_refused_ones_is_placed_where_an_engine_is_free() -> None:
+    policy = _policy(_offer("a", concurrency=4), queue_turns=1)
+    for name in ("1", "2"):
+        policy.observe(_turn(name), now=0)
+    for name in ("1", "2"):
+        policy.observe(TurnLeft(turn=name, refused_s=5.0), now=0)
+    policy.observe(_turn("long", context_tokens=25), now=1)
+    policy.observe(_turn("other", avoid=(EngineId("a"),), resumed=True), now=1)
+    policy.observe(ContextLimited(tokens=20), now=4.9)
+    (effect,) = policy.observe(_turn("new"), now=5.1)
+    assert isinstance(effect, DispatchTurn), "the queue is full, and its line is empty"
+
+
 def test_memory_of_a_busy_queue_is_bounded_by_the_turns_that_wait() -> None:
     policy = _policy(_offer("a", concurrency=1))
     policy.observe(_turn("running"), now=0)
@@ -831,7 +844,8 @@ def test_memory_of_a_busy_queue_is_bounded_by_the_turns_that_wait() -> None:
             policy.observe(TimePassed(), now=2 + step)
             policy.observe(TurnWithdrawn(turn=name), now=2 + step)
     policy.observe(TimePassed(), now=60)
-    assert sum(map(len, policy._queue._lines.values())) <= 3
+    lines = policy._queue._lines.values()
+    assert sum(len(waiting) for line in lines for waiting in line.waiting) <= 3
     assert len(policy._queue._lines) <= 2
 
 
