@@ -39,8 +39,7 @@ class Operation:
     kinds: tuple[str, ...] = (JSON,)
     """Content types of the answer; none: it has no body."""
     query: tuple[str, ...] = ()
-    names_turns: bool = False
-    """Whether headers may name the trajectory and the request."""
+    headers: tuple[str, ...] = ()
     fails: tuple[str, ...] = (JSON,)
     """Content types of an answer that is not 200."""
 
@@ -52,8 +51,7 @@ def document(
     parameters: Callable[[str, Operation], Iterable[Parameter]] = lambda _path, _operation: (),
     servers: tuple[dict[str, Any], ...] = ({"url": "/"},),
 ) -> dict[str, Any]:
-    """As OpenAPI 3.1. `operations` by `METHOD /path`; `parameters` beside those of path and
-    query."""
+    """As OpenAPI 3.1. `operations` by `METHOD /path`; `parameters` beside its own."""
     kinds = [kind for each in operations.values() for kind in (each.takes, each.answers)]
     known = [kind for kind in kinds if kind is not None]
     schemas, components = msgspec.json.schema_components(
@@ -103,7 +101,8 @@ def _response(schema: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
 
 def _own_parameters(path: str, operation: Operation) -> list[Parameter]:
     parts = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    return [*(("path", part) for part in parts), *(("query", name) for name in operation.query)]
+    places = {"path": parts, "query": operation.query, "header": operation.headers}
+    return [(place, name) for place, names in places.items() for name in names]
 
 
 def _parameter(place: str, name: str) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
 _EVENTS = "text/event-stream"
 _OBJECT = dict[str, Any]
 _STREAMED = (JSON, _EVENTS)
+_TURN_HEADERS = (*SESSION_HEADERS, REQUEST_ID_HEADER)
+"""Those that may name the trajectory and the request."""
 _EITHER_CONTROL: Mapping[str, Operation] = {
     "POST /init_weight_transfer_engine": Operation(
         "Begin weight transfer; init_info must be empty",
@@ -76,12 +78,14 @@ OPERATIONS: Mapping[str, Operation] = {
         GenerateRequest,
         GenerateReply,
         _STREAMED,
-        names_turns=True,
+        headers=_TURN_HEADERS,
     ),
     "POST /v1/chat/completions": Operation(
-        "OpenAI's", _OBJECT, _OBJECT, _STREAMED, names_turns=True
+        "OpenAI's", _OBJECT, _OBJECT, _STREAMED, headers=_TURN_HEADERS
     ),
-    "POST /v1/completions": Operation("OpenAI's", _OBJECT, _OBJECT, _STREAMED, names_turns=True),
+    "POST /v1/completions": Operation(
+        "OpenAI's", _OBJECT, _OBJECT, _STREAMED, headers=_TURN_HEADERS
+    ),
     "POST /v1/chat/completions/render": Operation("vLLM's, by the renderer", _OBJECT),
     "POST /v1/completions/render": Operation(
         "vLLM's, by the renderer", _OBJECT, _OBJECT | list[_OBJECT]
@@ -91,7 +95,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /tokenize": Operation("vLLM's, by the renderer", _OBJECT),
     "POST /detokenize": Operation("vLLM's, by the renderer", _OBJECT),
     "POST /generate": Operation(
-        "SGLang's", _OBJECT, _OBJECT | list[_OBJECT], _STREAMED, names_turns=True
+        "SGLang's", _OBJECT, _OBJECT | list[_OBJECT], _STREAMED, headers=_TURN_HEADERS
     ),
     **{
         each: Operation("200 while an engine is up", kinds=())
@@ -129,7 +133,7 @@ OPERATIONS: Mapping[str, Operation] = {
             FinishSession,
             Aborted,
             query=("session_id",),
-            names_turns=True,
+            headers=_TURN_HEADERS,
         )
         for name in ("finish_session", "close_session")
     },
@@ -181,11 +185,8 @@ def document() -> dict[str, Any]:
             "variables": {"base_job": {"default": "job"}},
         },
     )
-    return openapi_document("gateway", OPERATIONS, parameters=_headers, servers=servers)
+    return openapi_document("gateway", OPERATIONS, parameters=_job_header, servers=servers)
 
 
-def _headers(path: str, operation: Operation) -> list[Parameter]:
-    names = [] if "{job}" in path else [JOB_HEADER]
-    if operation.names_turns:
-        names += [*SESSION_HEADERS, REQUEST_ID_HEADER]
-    return [("header", name) for name in names]
+def _job_header(path: str, _operation: Operation) -> list[Parameter]:
+    return [] if "{job}" in path else [("header", JOB_HEADER)]
