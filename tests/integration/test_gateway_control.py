@@ -230,11 +230,14 @@ async def test_errors_of_vllms_route_have_vllms_form() -> None:
             assert "sampling_params" in error["message"]
 
 
-async def test_a_version_that_no_engine_can_load_changes_nothing_and_says_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def quick_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
     monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
+
+
+@pytest.mark.usefixtures("quick_staging")
+async def test_a_version_that_no_engine_can_load_changes_nothing_and_says_why() -> None:
     engines = [engine(), engine()]
     async with gateway_on(*engines) as gateway:
         assert (await gateway.publish(2))[0] == 200
@@ -266,11 +269,8 @@ async def test_a_version_that_the_engines_see_a_moment_later_is_published(
         assert (await published)[0] == 200
 
 
-async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
-    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
+@pytest.mark.usefixtures("quick_staging")
+async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it() -> None:
     fake = engine()
     async with gateway_on(fake, jobs=[{"id": "job"}, {"id": "other"}]) as gateway:
         await gateway.until(lambda: all(m.up for m in gateway.scheduler.fleet.members.values()))
@@ -281,11 +281,8 @@ async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it(
         assert (await gateway.publish(1))[0] == 200, "a lower number has its turn"
 
 
-async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
-    monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
+@pytest.mark.usefixtures("quick_staging")
+async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another() -> None:
     fake = engine()
     jobs = [{"id": "job", "active": True}, {"id": "other"}]
     async with gateway_on(fake, jobs=jobs) as gateway:
