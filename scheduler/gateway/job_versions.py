@@ -100,10 +100,9 @@ class JobVersions:
         Exhausted as `publish` does."""
         policy = self._fleet.policy
         with self._logging_refusals(job, "activation"):
-            prepared = None
+            prepared: JobVersion | None = None
             # Another version may be published meanwhile, and is the one that is served then.
-            while (published := policy.published(job)) not in (None, prepared):
-                assert published is not None
+            while (published := policy.published(job)) and published != prepared:
                 await self._staging.prepare(published)
                 prepared = published
             self._observe(JobActivated(job=job), lambda: self._state.activate(job))
