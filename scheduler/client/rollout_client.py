@@ -327,7 +327,9 @@ class AsyncRolloutClient:
                 waited_s = self._clock.now() - since_s
                 unmet = isinstance(broken, _PinUnmet)
                 unanswered_s = self._watch.unanswered_s
-                if not unmet and unanswered_s >= self._silence_s and pin_s is not None:
+                asked_all = direct or not self._fallback
+                silent = asked_all and unanswered_s >= self._silence_s
+                if not unmet and silent and pin_s is not None:
                     # Nothing says whether the pin is met, and no engine has the turn.
                     unmet, waited_s = True, min(waited_s, unanswered_s)
                 unmet &= waited_s >= (_PIN_S if pin_s is None else pin_s)

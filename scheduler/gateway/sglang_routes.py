@@ -24,7 +24,7 @@ from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.stopped_text import text_tokens, without_stop
+from scheduler.gateway.stopped_text import early_parts, text_tokens, without_stop
 from scheduler.gateway.text_fields import PIN_FIELDS, SESSION_FIELDS
 from scheduler.gateway.text_logprobs import prompt_logprobs
 from scheduler.gateway.text_routes import (
@@ -182,7 +182,20 @@ class SglangRoutes:
         self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
     ) -> list[str]:
         """Each choice's text, without what ended it, as SGLang's: clients that send token ids grade
-        it too. One call for the choices of a request."""
+        it too."""
+        texts, early = await self._decoded(choices, turns), early_parts(choices, turns)
+        befores = [""] * len(texts)
+        if any(early):
+            befores = await self._decoded([part or Choice() for part in early], turns)
+        return [
+            without_stop(text, choice, turn.sampling_params, before_chars=len(before))
+            for text, choice, turn, before in zip(texts, choices, turns, befores, strict=True)
+        ]
+
+    async def _decoded(
+        self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
+    ) -> list[str]:
+        """One call for the choices of a request."""
         texts, sampling = [""] * len(choices), turns[0].sampling_params
         prompts, responses, places = [], [], []
         for place, (choice, turn) in enumerate(zip(choices, turns, strict=True)):
@@ -200,7 +213,7 @@ class SglangRoutes:
             responses,
         )
         for place, each in zip(places, told["choices"], strict=True):
-            texts[place] = without_stop(each["text"], choices[place], sampling)
+            texts[place] = each["text"]
         return texts
 
 

@@ -35,7 +35,14 @@ from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect, Streamed
 from scheduler.gateway.requests import checked_trajectory
 from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.stopped_text import StoppedText, StoppedTexts, text_tokens, without_stop
+from scheduler.gateway.stopped_text import (
+    StoppedText,
+    StoppedTexts,
+    early_parts,
+    in_parts,
+    text_tokens,
+    without_stop,
+)
 from scheduler.gateway.text_fields import OWN_FIELDS, PIN_FIELDS, SESSION_FIELDS, check_fields
 from scheduler.gateway.text_logprobs import (
     name_by_id,
@@ -167,18 +174,16 @@ class TextRoutes:
     ) -> Body:
         choices = [turn.choice() for turn in samples.turns if turn is not None]
         per_prompt = len(turns) // len(prompts)
-        responses = []
-        for index, prompt in enumerate(prompts):
-            own = choices[index * per_prompt : (index + 1) * per_prompt]
-            told = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
-            responses.append({"request_id": text.name, "choices": told})
-        reply = await self._renderer.derender(
-            text.dialect, text.to_render, [list(prompt.token_ids) for prompt in prompts], responses
-        )
+        reply = await self._derendered(text, prompts, choices)
+        early, before = early_parts(choices, turns), reply
+        if any(early):
+            parts = [part or choice for part, choice in zip(early, choices, strict=True)]
+            before = await self._derendered(text, prompts, parts)
         reply |= {"id": text.name, "model": text.model}
         for index, told in enumerate(reply["choices"]):
             choice = msgspec.structs.replace(choices[index], index=index)
-            text.end_text(told, choice, turns[index])
+            part = before["choices"][index] if early[index] else None
+            text.end_text(told, choice, turns[index], before=part)
             text.complete(told, choice, turns[index])
             first = index - index % per_prompt
             if text.dialect.many:
@@ -191,6 +196,19 @@ class TextRoutes:
             if text.returns_ids:
                 reply["prompt_token_ids"] = prompts[0].token_ids
         return reply
+
+    async def _derendered(
+        self, text: "_TextRequest", prompts: list[GenerateRequest], choices: list[Choice]
+    ) -> Body:
+        per_prompt = len(choices) // len(prompts)
+        responses = []
+        for index, prompt in enumerate(prompts):
+            own = choices[index * per_prompt : (index + 1) * per_prompt]
+            told = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
+            responses.append({"request_id": text.name, "choices": told})
+        return await self._renderer.derender(
+            text.dialect, text.to_render, [list(prompt.token_ids) for prompt in prompts], responses
+        )
 
     async def _echo(
         self, text: "_TextRequest", told: Body, turn: GenerateRequest, scores: Body
@@ -229,7 +247,7 @@ class TextRoutes:
         options = text.stream_options
         created = 0
         async with event_stream(request) as send:
-            async for choice in samples.chunks(every_s=CHUNK_PERIOD_S):
+            async for choice in in_parts(samples.chunks(every_s=CHUNK_PERIOD_S), turns):
                 turn, first = turns[choice.index], choice.index not in states
                 chunk = {
                     "request_id": text.name,
@@ -250,7 +268,7 @@ class TextRoutes:
                 for each in told["choices"]:
                     if not text_tokens(choice, turn):
                         # Rendered from a token that is no text of it, since vLLM needs one.
-                        text.change_text(each, lambda _text: "")
+                        text.end_text(each, choice, turn)
                     text.change_streamed(each, texts[choice.index], choice)
                     text.complete(each, choice, turn)
                     if not first:
@@ -379,20 +397,21 @@ class _TextRequest:
                 end = _OVER if place < newest else choice
                 holder[name] = held[name].feed(text or "", end)
 
-    def change_text(self, told: Body, change: Callable[[str], str]) -> None:
-        """Changes the last text of a choice of the reply, where it has one."""
+    def end_text(
+        self, told: Body, choice: Choice, turn: GenerateRequest, *, before: Body | None = None
+    ) -> None:
+        """Cuts the whole text of a choice at its stop string, and empties that of no tokens.
+        `before`: the choice of its `early_parts`, where it has one."""
         holder, names = self._texts(told)
-        for name in reversed(names):
-            if isinstance(holder.get(name), str) and holder[name]:
-                holder[name] = change(holder[name])
-                return
-
-    def end_text(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
-        """Cuts the whole text of a choice at its stop string, and empties that of no tokens."""
-        if not text_tokens(choice, turn):
-            self.change_text(told, lambda _text: "")
-        else:
-            self.change_text(told, lambda text: without_stop(text, choice, turn.sampling_params))
+        name = next((each for each in reversed(names) if holder.get(each)), None)
+        if name is None or not isinstance(text := holder[name], str):
+            return
+        early = self._texts(before)[0].get(name) if before else None
+        holder[name] = (
+            without_stop(text, choice, turn.sampling_params, before_chars=len(early or ""))
+            if text_tokens(choice, turn)
+            else ""
+        )
 
     def complete(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
         """Adds to a choice of the reply what the renderer does not know of."""

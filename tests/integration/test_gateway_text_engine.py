@@ -172,6 +172,20 @@ async def test_a_stop_string_ends_the_text_as_the_engine_s_own(engine: str, name
             await same(gateway, engine, route, body | stops, streams=streams)
 
 
+async def test_the_first_stop_string_after_min_tokens_ends_a_text_of_nothing_else(
+    engine: str,
+) -> None:
+    route, body = ASKED["completion"]
+    async with gateway_on(engine) as gateway:
+        text = "er"
+        asked = {"model": "job", "prompt": text, "add_special_tokens": False}
+        (token,) = (await told(engine, "/tokenize", asked))["tokens"]
+        repeated = {"logit_bias": {token: 100.0}, "stop": [text, text * 2], "min_tokens": 4}
+        await same(gateway, engine, route, body | repeated)
+        (choice,) = (await told(gateway.url, route, body | repeated))["choices"]
+        assert choice["text"] == text * 4
+
+
 async def same(
     gateway: GatewayInProcess,
     engine: str,

@@ -16,6 +16,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
+from scheduler.client.gateway_watch import GatewayWatch
 from tests.integration.conftest import Served
 from tests.integration.gateway_in_process import PROMPT, continued
 
@@ -224,6 +225,17 @@ async def test_a_pin_without_patience_still_takes_the_engine_that_meets_it(
     dedicated, pin = {"e0": fake_engine().url}, VersionPin(exact=0, wait_s=0.0)
     away = AsyncRolloutClient("http://127.0.0.1:9", "job", dedicated=dedicated, silence_s=SILENCE_S)
     async with away as client:
+        assert_whole(await client.generate(PROMPT, sampling(5), weight_version=pin), 5)
+
+
+async def test_a_pin_without_patience_asks_the_engines_before_it_gives_up(
+    fake_engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway's silence may end its patience before a probe has found it silent."""
+    dedicated, pin = {"e0": fake_engine().url}, VersionPin(exact=0, wait_s=0.0)
+    away = AsyncRolloutClient("http://127.0.0.1:9", "job", dedicated=dedicated, silence_s=SILENCE_S)
+    async with away as client:
+        monkeypatch.setattr(GatewayWatch, "unanswered_s", SILENCE_S)
         assert_whole(await client.generate(PROMPT, sampling(5), weight_version=pin), 5)
 
 

@@ -1,5 +1,6 @@
 """Streamed text without its stop string, and the identity of a trajectory in many dialects."""
 
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from harvester.contracts.wire.rollouts import (
 )
 from scheduler.gateway.renderer import CHAT, COMPLETION
 from scheduler.gateway.requests import decode_generate
-from scheduler.gateway.stopped_text import StoppedText, text_tokens, without_stop
+from scheduler.gateway.stopped_text import StoppedText, in_parts, text_tokens, without_stop
 from scheduler.gateway.text_logprobs import named, prompt_logprobs
 from scheduler.gateway.text_routes import (
     MAX_TURNS,
@@ -78,17 +79,48 @@ def test_a_stop_string_that_is_wanted_stays() -> None:
     assert cut("repetition", "repetition") == "repetition", "a reason, no string"
 
 
-def cut(whole: str, reason: int | str, *stops: str, min_tokens: int = 0) -> str:
+def cut(whole: str, reason: int | str, *stops: str, min_tokens: int = 0, before: str = "") -> str:
     sampling = SamplingParams(max_tokens=9, min_tokens=min_tokens, stop=stops)
-    return without_stop(whole, Choice(stop_reason=reason), sampling)
+    ended = Choice(stop_reason=reason)
+    return without_stop(whole, ended, sampling, before_chars=len(before))
 
 
 def test_a_stop_string_before_min_tokens_ends_no_text() -> None:
     """vLLM looks for them in later tokens only; one token may hold several."""
-    assert cut("aXbcdX", "X", "X", min_tokens=4) == "aXbcd"
-    assert cut("a\nfoo\n\n", "\n", "\n", min_tokens=2) == "a\nfoo"
-    held = StoppedText(turn_with("XY", min_tokens=4))
-    assert sent(held, ["a", "XY", "b", "cXYdXY"], stop="XY") == "aXYbcXYd"
+    assert cut("aXbcdX", "X", "X", min_tokens=4, before="aXbcd") == "aXbcd"
+    assert cut("a\nfoo\n\n", "\n", "\n", min_tokens=2, before="a\nfoo") == "a\nfoo"
+    assert cut("erererer", "er", "er", min_tokens=3, before="ererer") == "ererer"
+    assert cut("erererer", "rere", "rere", min_tokens=2, before="erer") == "e"
+    assert cut("aXb", "X", "X", min_tokens=1, before="aX") == "aXb", "never said by an engine"
+
+
+@pytest.mark.parametrize("whole", ["ererer", "aXYbXYcd", "XYXYXY", "aXbXYX"])
+@pytest.mark.parametrize("min_tokens", [1, 2, 3])
+async def test_a_stream_s_last_token_says_which_stop_string_ended_it(
+    whole: str, min_tokens: int
+) -> None:
+    """Each character is a token, all of them in one chunk."""
+    turn = turn_with("er", "XY", "X", min_tokens=min_tokens)
+    for end in range(1, len(whole) + 1):
+        for stop in ("er", "XY", "X"):
+            if not whole[:end].endswith(stop) or end <= min_tokens:
+                continue
+            ended = Choice(
+                token_ids=tuple(map(ord, whole[:end])),
+                logprobs=Logprobs(tuple(TokenLogprob(ord(each), 0.0) for each in whole[:end])),
+                finish_reason=FinishReason.STOP,
+                stop_reason=stop,
+            )
+            parts = [part async for part in in_parts(one_chunk(ended), [turn])]
+            assert [token for part in parts for token in part.token_ids] == list(ended.token_ids)
+            assert all(len(part.logprobs.content) == len(part.token_ids) for part in parts)
+            held = StoppedText(turn)
+            sent = [held.feed("".join(map(chr, part.token_ids)), part) for part in parts]
+            assert "".join(sent) == whole[:end].removesuffix(stop)
+
+
+async def one_chunk(choice: Choice) -> AsyncIterator[Choice]:
+    yield choice
 
 
 @pytest.mark.parametrize("given", ["\udcff", "a\r\nb", "r" * 500])
@@ -121,9 +153,9 @@ def test_a_last_chunk_without_text_gives_what_was_held_back() -> None:
 
 def test_reasoning_ends_before_its_stop_string_and_is_whole_where_content_begins() -> None:
     request = _TextRequest(CHAT, JobId("job"), {"messages": []})
-    ended = Choice(finish_reason=FinishReason.STOP, stop_reason="END")
+    ended = Choice(token_ids=(1,), finish_reason=FinishReason.STOP, stop_reason="END")
     message = {"reasoning": "so itEND", "content": ""}
-    request.change_text({"message": message}, lambda text: text.removesuffix("END"))
+    request.end_text({"message": message}, ended, turn_with("END"))
     assert message == {"reasoning": "so it", "content": ""}
     held, made = request.stopped_texts(turn_with("END")), {"reasoning": "", "content": ""}
     deltas: list[dict[str, Any]] = [
