@@ -76,8 +76,8 @@ class EngineFleet:
         self._served: tuple[JobId, WeightVersion] | None = None
         """The job and the version that the log has."""
         self._context_limit: int | None = None
-        self.leasable_contexts: Callable[[], Iterable[int]] = tuple
-        """Contexts of engines that may yet be leased; 0 is not known."""
+        self.leasable: Callable[[], Iterable[EngineDescription]] = tuple
+        """Engines that may yet be leased."""
         dispatcher.on_forgotten = self._forgotten
         self.on_served: Callable[[Member, float], None] = lambda _member, _seconds: None
         self.on_fault: Callable[[Exception], None] = lambda _error: None
@@ -154,7 +154,8 @@ class EngineFleet:
 
     def review_contexts(self) -> None:
         """Turns that no engine fits are refused, once it is known of every engine."""
-        known = [*(m.context_tokens for m in self.members.values()), *self.leasable_contexts()]
+        leasable = [engine.context_tokens for engine in self.leasable()]
+        known = [*(m.context_tokens for m in self.members.values()), *leasable]
         limit = max(known) if known and all(known) else None
         if limit != self._context_limit:
             self._context_limit = limit
@@ -196,9 +197,10 @@ class EngineFleet:
         known = (member.vocabulary_tokens for member in self.members.values())
         return min((tokens for tokens in known if tokens), default=None)
 
-    def is_described(self) -> bool:
-        """Whether an engine's model is known, which the others have too, or there is none."""
-        return not self.members or any(each.description for each in self.members.values())
+    def models(self) -> set[str]:
+        """Model names of the engines that are known."""
+        names = [member.model for member in self.members.values()]
+        return {*filter(None, [*names, *(engine.model for engine in self.leasable())])}
 
     def context_tokens(self) -> int:
         """Largest context of the engines; 0 while none is known."""

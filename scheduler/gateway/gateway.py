@@ -254,12 +254,12 @@ class Gateway:
 
     def _check_model(self, job: JobId, model: str | None) -> None:
         """Raises HTTPNotFound, as vLLM does, and Exhausted where an engine that has never been up
-        may have the model."""
+        or offered may have the model."""
         names = self._scheduler.model_names(job)
         if model is None or model in names:
             return
         why = f"model: {model[:_MODEL_CHARS]!r} is not what job {job} trains; "
-        if not self._scheduler.fleet.is_described():
+        if self._scheduler.may_meet_other_models():
             raise Exhausted(f"{why}nor is any engine's model known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
 

@@ -14,6 +14,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
+from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.leases import (
     IdleForecast,
     LeaseEnded,
@@ -99,10 +100,10 @@ class Harvest:
         self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
         self.silent_agents: dict[str, str] = {}
 
-    def leasable_contexts(self) -> list[int]:
-        """Context lengths of slots that this scheduler may lease, leased or not; 0 is unknown."""
+    def leasable(self) -> list[EngineDescription]:
+        """The engines of slots that this scheduler may lease, leased or not."""
         return [
-            offer.engine.context_tokens
+            offer.engine
             for _, offer in self.offers.values()
             if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
             and not self._fleet.clash_of(offer.engine)

@@ -140,7 +140,7 @@ class Scheduler:
             publish_s=times.publish_s,
             on_activated=self.harvest.wake,
         )
-        self.fleet.leasable_contexts = self.harvest.leasable_contexts
+        self.fleet.leasable = self.harvest.leasable
         self.dispatcher.on_queued = self.harvest.wake
         self.runner.on_lease_refused = self.harvest.refused
 
@@ -327,8 +327,11 @@ class Scheduler:
 
     def model_names(self, job: JobId) -> set[str]:
         """Model names that a request of the job may use."""
-        models = {member.model for member in self.fleet.members.values()}
-        return {job, self.jobs[job].adapter or job, *filter(None, models)}
+        return {job, self.jobs[job].adapter or job, *self.fleet.models()}
+
+    def may_meet_other_models(self) -> bool:
+        """Whether no engine's model is known yet, though there are engines to come."""
+        return not self.fleet.models() and bool(self.fleet.members or self.settings.agents)
 
     def _switched(self, job: JobId, switch: Switch, on: bool) -> None:
         match switch:

@@ -189,6 +189,10 @@ class WeightSyncRoutes:
         store, version = checked_name(info.store, what="store"), info.version
         await self._scheduler.versions.publish(job, store=store, version=version, cut_exact=False)
         self._updated[job] = version
+        if not self._scheduler.versions.is_active(job):
+            return ControlReply(
+                message=f"Version {version} is announced; engines load it once the job is active"
+            )
         return ControlReply(message="Weights updated")
 
     async def _finish(self, job: JobId, request: web.Request) -> ControlReply:

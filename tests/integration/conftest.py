@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from harvester.contracts.ids import Epoch, LeaseId, NodeId, SlotId
+from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.leases import (
     EndReason,
     LeaseEnded,
@@ -130,6 +131,7 @@ class FakeAgent:
     def __init__(self) -> None:
         self.url = ""
         self.engine_url = "http://127.0.0.1:9"
+        self.engine = EngineDescription()
         self.offered = True
         self.epoch = 0
         self.lease: LeaseGranted | None = None
@@ -175,6 +177,7 @@ class FakeAgent:
             state=state if self.offered else SlotState.OFF,
             engine_url=self.engine_url,
             model="m",
+            engine=self.engine,
             epoch=Epoch(self.epoch),
             concurrency=4,
             kv_tokens=1000,

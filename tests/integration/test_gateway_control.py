@@ -281,6 +281,16 @@ async def test_the_first_store_of_a_job_is_refused_where_no_engine_can_load_it()
         assert (await gateway.publish(1))[0] == 200, "a lower number has its turn"
 
 
+async def test_an_update_of_a_job_that_is_not_active_says_that_it_is_announced_only() -> None:
+    jobs = [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(engine(), jobs=jobs) as gateway:
+        update = {"update_info": {"store": "store", "version": 1}}
+        for job, says in (("job", "updated"), ("other", "once the job is active")):
+            status, reply = await gateway.post(f"/jobs/{job}/update_weights", update)
+            assert status == 200
+            assert says in reply["message"]
+
+
 @pytest.mark.usefixtures("quick_staging")
 async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another() -> None:
     fake = engine()

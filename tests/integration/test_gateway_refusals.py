@@ -5,7 +5,9 @@ import asyncio
 import pytest
 
 from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.wire.engines import EngineDescription
 from scheduler import AsyncRolloutClient
+from tests.integration.conftest import FakeAgent
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, gateway_on
 
@@ -20,7 +22,7 @@ def fake() -> FakeEngine:
 
 
 async def described(gateway: GatewayInProcess) -> None:
-    await gateway.until(gateway.scheduler.fleet.is_described)
+    await gateway.until(gateway.scheduler.fleet.models)
 
 
 @pytest.mark.parametrize("route", TEXTS)
@@ -46,6 +48,24 @@ async def test_a_model_that_an_engine_to_come_may_have_is_refused_for_now_only()
         for route, text in TEXTS.items():
             status, reply = await gateway.post(route, text | {"model": "other"})
             assert (status, "no dedicated engine is up" in reply["error"]["message"]) == (503, True)
+
+
+async def test_a_guest_s_model_is_known_as_soon_as_it_is_offered(fake_agent: FakeAgent) -> None:
+    """Without a dedicated engine, and before its first lease."""
+    fake_agent.offered = False
+    settings = {
+        "agents": [{"id": "agent", "url": fake_agent.url}],
+        "capacity_period_s": 0.05,
+        "timeouts": {"queue_s": 0.3},
+    }
+    async with gateway_on(**settings) as gateway:
+        status, reply = await gateway.generate("r0", 2, model="guest")
+        assert (status, "known yet" in reply["error"]["message"]) == (503, True)
+        fake_agent.engine, fake_agent.offered = EngineDescription(model="guest"), True
+        await gateway.until(gateway.scheduler.fleet.models)
+        assert (await gateway.generate("r1", 2, model="other"))[0] == 404
+        status, reply = await gateway.generate("r2", 2, model="guest")
+        assert (status, "known yet" in str(reply)) == (503, False), "no engine at that address"
 
 
 async def test_a_token_request_for_another_model_gets_vllm_s_status() -> None:
