@@ -54,7 +54,7 @@ async def measure(given: argparse.Namespace, found: dict[str, Any]) -> None:
     """Adds each part's result to `found` as soon as it has ended."""
     parts = given.only or PARTS
     if "forced" in parts:
-        turns = given.turns or (2 if given.quick else 12)
+        turns = given.turns or (2 if given.quick else 16)
         found["forced"] = await measured_moves(turns=turns, seed=given.seed)
     if not {"faults", "bias"} & set(parts):
         return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.migration import records, reference
-from benchmarks.migration.bias import POLICIES, Sample, p_values, power
+from benchmarks.migration.bias import LEAST_P, POLICIES, Sample, interval, p_values, power
 from benchmarks.migration.deployment import JOB, Deployment
 from benchmarks.migration.draws import DrawnToken, report
 from benchmarks.migration.faults import evidence_of, rolling_out, verdict_on
@@ -24,8 +24,10 @@ from benchmarks.migration.rollout_plan import bias_plan
 
 CALM, MOVED = "calm", "moved"
 _PERIOD_S = 0.4
-LEAST_P, MOST_Z = 0.001, 4.0
-"""Beyond them a run convicts: a fair one in two of 1,000 runs, by eight z and a p-value."""
+MOST_Z = 4.0
+"""Beyond it a run convicts: a fair one in two of 1,000 runs, by eight z and the p-value."""
+_LEAST_POWER = 0.8
+"""A test that would miss a biased policy more often shows nothing."""
 
 
 async def measured_bias(
@@ -164,10 +166,15 @@ def bias_faults(found: Mapping[str, Any]) -> dict[str, Any]:
             faults[f"draws of {part}"] = worst
     if not found["moved_turns"][MOVED]:
         faults["moved_turns"] = 0
+    weak = {each: of for each, of in found["power_against"].items() if of < _LEAST_POWER}
+    if weak:
+        faults["power_against"] = weak
     return faults
 
 
-def judged_bias(samples: dict[str, Sequence[Sample]] | Any, *, seed: int) -> dict[str, Any]:
+def judged_bias(
+    samples: Mapping[str, Sequence[Sample]], *, seed: int, power_rounds: int = 40
+) -> dict[str, Any]:
     calm, moved = samples[CALM], samples[MOVED]
     found = p_values(calm, moved, seed=seed)
     return {
@@ -176,9 +183,11 @@ def judged_bias(samples: dict[str, Sequence[Sample]] | Any, *, seed: int) -> dic
         "turns": {arm: len(own) for arm, own in samples.items()},
         "moved_turns": {arm: sum(one.moves > 0 for one in own) for arm, own in samples.items()},
         "mean_length": {arm: _mean([one.length for one in own]) for arm, own in samples.items()},
+        "length_moved_less_calm": asdict(interval(calm, moved)),
         "mean_reward": {arm: _mean([one.reward for one in own]) for arm, own in samples.items()},
         "power_against": {
-            policy: power(calm, moved, policy=policy, seed=seed) for policy in POLICIES
+            policy: power(calm, moved, policy=policy, seed=seed, rounds=power_rounds)
+            for policy in POLICIES
         },
     }
 

@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,7 @@ class Cluster:
         self, scheduler: Scheduler, session: aiohttp.ClientSession, urls: list[str]
     ) -> None:
         self.scheduler = scheduler
+        self.clock = MonotonicClock()
         self._session = session
         self._urls = urls
 
@@ -89,9 +92,17 @@ class Cluster:
                 await asyncio.sleep(0.2)
 
     async def turn(
-        self, name: str, prompt: list[int], sampling: dict[str, Any], *, moves: list[int]
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        *,
+        moves: Sequence[int] = (),
+        moves_s: Sequence[float] = (),
     ) -> Turn:
-        """Serves a turn, which leaves its engine at each number of tokens of `moves`.
+        """Serves a turn, which leaves its engine at each number of tokens of `moves`, streamed, or
+        at each time of `moves_s`, in s from its start, as a whole reply, whose tokens are read
+        together.
 
         At the first it goes to the other engine, later to either: a stalled engine is avoided for
         some seconds.
@@ -99,19 +110,27 @@ class Cluster:
         body = {"request_id": name, "token_ids": prompt, "sampling_params": sampling}
         request = decode_generate(json.dumps(body).encode())
         left = sorted(moves)
+        causes = chain([Cut.STALL], repeat(Cut.SWITCH))
+        timers: list[asyncio.TimerHandle] = []
 
         def on_turn(turn: Turn) -> Any:
+            turn.is_streamed = not moves_s
+            move = partial(self._move, turn, causes)
+            loop = asyncio.get_running_loop()
+            timers.extend(loop.call_later(at_s, move) for at_s in moves_s)
+
             def moved() -> None:
                 if left and len(turn.token_ids) >= left[0] and not turn.ended:
-                    first = len(left) == len(moves)
                     left.pop(0)
-                    self._move(turn, Cut.STALL if first else Cut.SWITCH)
+                    move()
 
             return moved
 
         turn, refused = await self.scheduler.generate(
             JOB, TrajectoryId(name), request, on_turn=on_turn
         )
+        for timer in timers:
+            timer.cancel()
         if refused is not None:
             raise RuntimeError(f"{name}: {refused.reason}")
         return turn
@@ -130,11 +149,11 @@ class Cluster:
         async with self._session.post(f"{self._urls[0]}/detokenize", json=body) as reply:
             return str((await reply.json())["prompt"])
 
-    def _move(self, turn: Turn, why: Cut) -> None:
+    def _move(self, turn: Turn, causes: Iterator[Cut]) -> None:
         for member in self.scheduler.fleet.members.values():
             for running in member.running:
                 if isinstance(running, RunningAttempt) and running.turn is turn:
-                    running.cut(why)
+                    running.cut(next(causes))
 
 
 @asynccontextmanager

@@ -4,8 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.stats import binomtest
+
 from scheduler.gateway.policy.trajectories import Turn
 
+_MOVED_SHARE = 0.5
+"""Least share of planned moves. Those of a whole reply fall on times, and some behind its end; two
+within tokens that are read together are one."""
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
 
@@ -16,6 +21,7 @@ class Pair:
     tokens: int
     moves: int
     """Changes of engine by the moved turn's spans."""
+    planned_moves: int
     identical: bool
     """Ids, finish reason and stop reason."""
     first_difference: int | None
@@ -24,7 +30,7 @@ class Pair:
     ends: tuple[str, str]
 
     @classmethod
-    def of(cls, setting: str, still: Turn, moved: Turn) -> "Pair":
+    def of(cls, setting: str, still: Turn, moved: Turn, *, planned_moves: int) -> "Pair":
         pairs = zip(still.token_ids, moved.token_ids, strict=False)
         first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
         if first is None and len(still.token_ids) != len(moved.token_ids):
@@ -34,6 +40,7 @@ class Pair:
             setting=setting,
             tokens=len(still.token_ids),
             moves=max(0, len(moved.choice().spans) - 1),
+            planned_moves=planned_moves,
             identical=first is None and ends[0] == ends[1],
             first_difference=first,
             gap_nats=None if first is None else _gap(still, first),
@@ -64,7 +71,9 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
         "turns": len(moved),
         "unmoved": len(pairs) - len(moved),
         "moves": sum(pair.moves for pair in moved),
+        "planned_moves": sum(pair.planned_moves for pair in pairs),
         "identical_share": _share(moved),
+        "identical_share_at_least": _least_share(moved),
         "differing": [
             {
                 "setting": pair.setting,
@@ -89,16 +98,30 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def differing(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasons for which a run convicts: moved turns that differ by more than a tie, or none; an
-    adapter that changes nothing."""
+    """Reasons for which a run convicts: moved turns that differ by more than a tie, or few moves of
+    those that were planned; seeded turns that left at one token and differ, or none; an adapter
+    that changes nothing."""
     faults: dict[str, Any] = {}
     for name, part in (("differing", found), ("lora", found["lora"])):
         unlike = [each for each in part["differing"] if not each["tie"]]
-        if unlike or not part["turns"]:
-            faults[name] = unlike
+        few = part["moves"] < _MOVED_SHARE * part["planned_moves"] or not part["turns"]
+        if unlike or few:
+            faults[name] = unlike or f"{part['moves']} of {part['planned_moves']} moves"
+    seeded = found["seeded"]
+    alike = min(seeded["equal_to_each_other"], seeded["equal_up_to_the_move"])
+    if alike < seeded["turns"] or seeded["turns"] < _MOVED_SHARE * found["turns_each"]:
+        faults["seeded"] = seeded
     if not found["lora"]["unlike_base"]:
         faults["unlike_base"] = 0
     return faults
+
+
+def _least_share(pairs: Sequence[Pair]) -> float | None:
+    """The lower end of the exact 95 % interval of the share."""
+    if not pairs:
+        return None
+    identical = sum(pair.identical for pair in pairs)
+    return float(binomtest(identical, len(pairs)).proportion_ci().low)
 
 
 def _share(pairs: Sequence[Pair]) -> float | None:

@@ -248,7 +248,11 @@ async def measured_faults(
         "verdict": verdict,
         "planned": dict(planned := Counter(fault.kind for fault in script)),
         "struck": dict(struck),
-        "unstruck": sorted(kind for kind in planned if not struck[kind]),
+        "unstruck": {
+            kind: [struck[kind], count]
+            for kind, count in sorted(planned.items())
+            if struck[kind] < _STRUCK_RATIO * count
+        },
         "versions": len(deployment.states),
         "took_s": took_s,
         "gateway": (await deployment.status())["jobs"]["job"]["turns"],
@@ -290,21 +294,29 @@ def verdict_on(evidence: Evidence, deployment: Deployment, model: Path) -> dict[
         exchanged = {version: states[after] for version, after in following.items()}
         truths = reference.truths(model, exchanged, evidence.requests)
         control = judged(replace(evidence, truths=truths))
-        found["exchanged_weights"] = [control.wrong_span, verdict.judged_spans]
+        found["exchanged_weights"] = [control.wrong_span, verdict.spans]
     return found
 
 
+_STRUCK_RATIO = 0.8
+"""Least share of the planned faults of each kind that must have struck."""
+_UNKNOWN_RATIO = 0.05
+"""Share of spans whose engine may have been gone before its workers reported their weights."""
 _CONTROL_RATIO = 0.8
 """Share of spans that the judge must convict when it is given other weights. Spans of few tokens
 that all versions rate alike are not."""
 
 
 def convicted(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasons for which a run misses its goals: counters above 0, faults that never struck."""
+    """Reasons for which a run misses its goals: counters above 0, faults that struck too seldom, a
+    judge that knew too few engines' weights, or that convicts too little of other weights."""
     counters = {name: found["verdict"][name] for name in CONVICTING if found["verdict"][name]}
     control, spans = found["verdict"].get("exchanged_weights", (1, 1))
     if control < _CONTROL_RATIO * spans:
         counters["exchanged_weights"] = [control, spans]
+    unknown, spans = found["verdict"]["unknown_weights_spans"], found["verdict"]["spans"]
+    if unknown > _UNKNOWN_RATIO * spans:
+        counters["unknown_weights_spans"] = [unknown, spans]
     return counters | ({"unstruck": found["unstruck"]} if found["unstruck"] else {})
 
 

@@ -2,8 +2,9 @@
 
 Two real engines in float32 follow a store through the gateway. Each setting of the sampling surface
 is asked for twice: once unmoved, once cut and moved to the other engine at one to three random
-tokens. Greedy, so that the ids must be equal; a turn that differs is listed with the gap between
-the two best candidates where it first does. The control moves the same turns as longer prompts.
+tokens, half of the turns streamed, half as whole replies. Greedy, so that the ids must be equal; a
+turn that differs is listed with the gap between the two best candidates where it first does. The
+control moves the same turns as longer prompts.
 Then the same engines, started anew, follow a store of LoRA adapters.
 """
 
@@ -27,6 +28,7 @@ from benchmarks.migration.model import (
     write_model,
 )
 from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, Setting
+from scheduler.gateway import running_attempt
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.trajectories import Turn
 
@@ -46,7 +48,8 @@ async def measured_moves(*, turns: int, seed: int) -> dict[str, Any]:
                 await both.publish("store")
                 pairs = await _pairs(both, turns=turns, random=Random(seed))
                 base = await _greedy_turns(both, turns=turns, random=Random(seed))
-                seeded = await _seeded(both, turns=turns, random=Random(seed))
+                with each_token_alone():
+                    seeded = await _seeded(both, turns=turns, random=Random(seed))
                 counters = asdict(both.counters)
                 with output_as_prompt():
                     control = await _pairs(both, turns=turns, random=Random(seed), name="control")
@@ -86,10 +89,17 @@ def output_as_prompt() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def each_token_alone() -> Iterator[None]:
+    """Tokens of streams are not read together, so that two turns can be cut at the same one."""
+    with mock.patch.object(running_attempt, "STREAMED_TOGETHER_S", 0.0):
+        yield
+
+
 async def _greedy_turns(both: Cluster, *, turns: int, random: Random) -> list[list[int]]:
     done = []
     for number in range(turns):
-        turn = await both.turn(f"base-{number}", _prompt(random), _greedy({}), moves=[])
+        turn = await both.turn(f"base-{number}", _prompt(random), _greedy({}))
         done.append(list(turn.token_ids))
     return done
 
@@ -110,7 +120,7 @@ async def _pairs(
     pairs = []
     for number in range(turns):
         prompt = _prompt(random)
-        plain = await both.turn(f"{name}-plain-{number}", prompt, _greedy({}), moves=[])
+        plain = await both.turn(f"{name}-plain-{number}", prompt, _greedy({}))
         pieces = [await both.text([token]) for token in plain.token_ids]
         for setting in surface:
             pair = _pair(both, setting, number, prompt, pieces, plain.token_ids, random)
@@ -129,7 +139,7 @@ async def _seeded(both: Cluster, *, turns: int, random: Random) -> dict[str, int
         prompt = [BOS_ID, *(random.randrange(FIRST_ID, VOCABULARY) for _ in range(12))]
         sampling = _greedy({"temperature": 1.0, "seed": random.randrange(1 << 31)})
         at = [random.randrange(2, MAX_TOKENS - 8)]
-        still = await both.turn(f"seeded-{number}", prompt, sampling, moves=[])
+        still = await both.turn(f"seeded-{number}", prompt, sampling)
         one, other = [
             await both.turn(f"seeded-{number}-{again}", prompt, sampling, moves=at)
             for again in ("a", "b")
@@ -157,11 +167,16 @@ async def _pair(
     sampling = _greedy(setting.sampling(pieces, plain, random))
     prompt = [*prompt, *setting.ends_prompt]
     name = f"{setting.name}-{number}".replace(" ", "_").replace(",", "")
-    still = await both.turn(f"{name}-still", prompt, sampling, moves=[])
+    began_s = both.clock.now()
+    still = await both.turn(f"{name}-still", prompt, sampling)
+    each_s = (both.clock.now() - began_s) / len(still.token_ids)
     last = len(still.token_ids) - 1
     moves = [random.randint(1, last) for _ in range(random.randint(1, 3))] if last >= 1 else []
-    moved = await both.turn(f"{name}-moved", prompt, sampling, moves=moves)
-    return Pair.of(setting.name, still, moved)
+    how: dict[str, Any] = {"moves": moves}
+    if number % 2:
+        how = {"moves_s": [each_s * (at + random.random()) for at in moves]}
+    moved = await both.turn(f"{name}-moved", prompt, sampling, **how)
+    return Pair.of(setting.name, still, moved, planned_moves=len(set(moves)))
 
 
 def _greedy(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ broken_setting     turns whose tokens or text break a sampling setting (settings
 lost_to_others     turns among the lost and truncated that were on an engine while a poison request
                    failed it, or that were blamed for it (422)
 poison_passed      poison requests that were not answered with an error
+pin_broken         spans older than the version that their request asked for at least
 """
 
 from collections import Counter, defaultdict
@@ -44,8 +45,9 @@ TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
 LOGPROB_NATS = 1e-2
 """Engine and reference round differently; versions differ by far more."""
-IN_FLIGHT_S = 0.25
-"""Tokens this young may not have been read when their stream ended."""
+IN_FLIGHT_S = 0.05
+"""Tokens this young may not have been read when their stream ended. Below the time for which the
+gateway lets tokens wait to be read together: all that has come must be read at a cut."""
 _FINDINGS = 40
 CONVICTING = (
     "lost",
@@ -57,6 +59,7 @@ CONVICTING = (
     "broken_setting",
     "lost_to_others",
     "poison_passed",
+    "pin_broken",
 )
 """Counters that must be 0."""
 
@@ -111,6 +114,9 @@ class Verdict:
     broken_setting: int = 0
     lost_to_others: int = 0
     poison_passed: int = 0
+    pin_broken: int = 0
+    pinned: int = 0
+    """Turns that asked for a least version."""
     judged_tokens: int = 0
     """Compared with the weights."""
     judged_choices: int = 0
@@ -121,6 +127,7 @@ class Verdict:
     worst_logprob_nats: float = 0.0
     in_flight_tokens: int = 0
     """Sent by an engine, not yet read when the stream ended, and sampled anew."""
+    spans: int = 0
     judged_spans: int = 0
     """Spans of engines whose weights were known by hash."""
     unknown_weights_spans: int = 0
@@ -210,6 +217,7 @@ class _TurnJudge:
         self._chain(last, reply)
         self._attempt_settings(last)
         self._spans(reply)
+        self._pins(last, reply)
         self._tokens(last, reply)
 
     def _note(self, counter: str, what: str, by: int = 1) -> None:
@@ -334,9 +342,19 @@ class _TurnJudge:
                 self._note("wrong_span", f"{span} does not follow token {at}")
                 return
             at = span["end"]
+            self.verdict.spans += 1
             self._span_of_engine(span)
         if at != len(reply.token_ids):
             self._note("wrong_span", f"{len(reply.token_ids) - at} tokens without a span")
+
+    def _pins(self, last: RequestRecord, reply: Reply) -> None:
+        pins = last.body.get("weight_version")
+        if pins is None:
+            return
+        self.verdict.pinned += 1
+        for span in reply.spans:
+            if span["version"] < pins["minimum"]:
+                self._note("pin_broken", f"{span} for {pins}")
 
     def _span_of_engine(self, span: dict[str, Any]) -> None:
         wanted = self.evidence.hashes.get(span["version"])

@@ -145,6 +145,15 @@ def _processed(logits: Any, claim: Claim) -> Any:
     if top_k := sampling.get("top_k", 0):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = torch.where(logits < least, -inf, logits)
+    if min_p := sampling.get("min_p", 0.0):
+        probabilities = logits.softmax(dim=-1)
+        least = min_p * probabilities.max(dim=-1, keepdim=True).values
+        logits = torch.where(probabilities < least, -inf, logits)
+    if (top_p := sampling.get("top_p", 1.0)) < 1:
+        ascending, places = logits.sort(dim=-1)
+        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        outside[:, -1] = False
+        logits = torch.where(outside.gather(1, places.argsort(dim=-1)), -inf, logits)
     return logits
 
 

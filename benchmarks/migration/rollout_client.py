@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -55,27 +56,36 @@ class RolloutClient:
 
     async def _trajectory(self, planned: PlannedTrajectory) -> None:
         context: list[int] = []
+        version = 0
         for number, turn in enumerate(planned.turns):
             context += turn.new_tokens
             await self._may_begin.wait()
             self._open += 1
-            output = await self._turn(planned.name, number, turn, context)
+            pins = {"weight_version": {"minimum": version}} if turn.pinned and version else {}
+            reply = await self._turn(planned.name, number, turn, context, pins)
             self._open -= 1
             self._say_if_idle()
-            if output is None:
+            if not (reply.whole and reply.finish_reasons[-1:] in (["stop"], ["length"])):
                 break
-            context += output
+            context += reply.token_ids
+            version = max(span["version"] for span in reply.spans)
         self._ended += 1
         say(f"ended {self._ended}")
 
     async def _turn(
-        self, trajectory: str, number: int, turn: PlannedTurn, context: list[int]
-    ) -> list[int] | None:
+        self,
+        trajectory: str,
+        number: int,
+        turn: PlannedTurn,
+        context: list[int],
+        pins: dict[str, Any],
+    ) -> Reply:
         body = {
             "request_id": f"{trajectory}-{number}",
             "token_ids": list(context),
             "sampling_params": turn.sampling,
             "stream": turn.stream,
+            **pins,
         }
         if turn.breaks_off_after_s is not None:
             first = RequestRecord(trajectory=trajectory, body=body, sent_s=self._clock.now())
@@ -87,10 +97,10 @@ class RolloutClient:
                 self._write(first)
             else:
                 # It was answered in time.
-                return self._output(first)
+                return Reply.of(first)
         record = RequestRecord(trajectory=trajectory, body=body, sent_s=self._clock.now())
         await self._send(record)
-        return self._output(record)
+        return Reply.of(record)
 
     async def _send(self, record: RequestRecord) -> None:
         headers = {"X-Session-ID": record.trajectory}
@@ -112,12 +122,6 @@ class RolloutClient:
     def _write(self, record: RequestRecord) -> None:
         record.ended_s = self._clock.now()
         append(self._record, record)
-
-    @staticmethod
-    def _output(record: RequestRecord) -> list[int] | None:
-        reply = Reply.of(record)
-        ended = reply.whole and reply.finish_reasons[-1:] in (["stop"], ["length"])
-        return reply.token_ids if ended else None
 
     def _say_if_idle(self) -> None:
         if not self._may_begin.is_set() and not self._open:

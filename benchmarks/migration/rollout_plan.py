@@ -26,6 +26,8 @@ class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Appended to the trajectory's context: the prompt, later a tool's output."""
     sampling: dict[str, Any]
     stream: bool = False
+    pinned: bool = False
+    """Asks for no version older than the trajectory has had."""
     breaks_off_after_s: float | None = None
     """The client closes its connection then, and sends the same request again."""
 
@@ -73,14 +75,21 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
     once = [(FaultKind.KILL, dedicated[0]), (FaultKind.IDLE_RESTART, dedicated[-1])]
     if trajectories >= 500:
         once += [(FaultKind.KILL, dedicated[-1]), (FaultKind.IDLE_RESTART, dedicated[0])]
+        once += [(FaultKind.KILL, guest)] * bool(guest)
     often, seldom = max(4, trajectories // 10), max(3, trajectories // 25)
     faults = []
     for place, (kind, engine) in enumerate(once, start=1):
         at = trajectories * place // (len(once) + 1)
         faults.append(Fault(at_ended=at, kind=kind, engine=engine))
-    for kind in (FaultKind.STALL, FaultKind.SWITCH, FaultKind.END_THEN_CUT, FaultKind.END_TORN):
-        for _ in range(seldom if kind in (FaultKind.STALL, FaultKind.SWITCH) else often):
-            engine = random.choice(dedicated) if kind is not FaultKind.SWITCH else ""
+    torn = [*dedicated, guest] if guest else dedicated
+    for kind, count, engines in (
+        (FaultKind.STALL, seldom, dedicated),
+        (FaultKind.SWITCH, seldom, [""]),
+        (FaultKind.END_THEN_CUT, often, torn),
+        (FaultKind.END_TORN, often, torn),
+    ):
+        for _ in range(count):
+            engine = random.choice(engines)
             faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=engine))
     for kind in (FaultKind.REVOKE, FaultKind.STALE_EPOCH, FaultKind.EVICTED_KV):
         for _ in range(often if guest else 0):
@@ -120,6 +129,7 @@ def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> 
                     new_tokens=new,
                     sampling=sampling,
                     stream=random.random() < 0.5,
+                    pinned=bool(turns) and random.random() < 0.5,
                     breaks_off_after_s=random.uniform(0.02, 0.5) if random.random() < 0.1 else None,
                 )
             )
@@ -151,7 +161,14 @@ def _sampling(random: Random, max_tokens: int) -> dict[str, Any]:
     if how < 0.6:
         return sampling | {"temperature": 0.0}
     seed = {"seed": random.randrange(1 << 31)} if how < 0.8 else {}
-    drawn = random.choice([{"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}])
+    drawn = random.choice(
+        [
+            {"temperature": 1.0},
+            {"temperature": 0.7, "top_k": 20},
+            {"temperature": 1.0, "top_p": 0.9},
+            {"temperature": 0.8, "min_p": 0.05},
+        ]
+    )
     return sampling | drawn | seed
 
 
@@ -173,7 +190,8 @@ def _place(random: Random, trajectories: int) -> int:
 
 
 def bias_plan(seed: int, turns: int, *, blocks: int, arms: tuple[str, str]) -> list[Any]:
-    """Short sampled turns in alternating blocks; both arms have the same prompts and settings."""
+    """Short sampled turns in alternating blocks; both arms have the same prompts and settings. Half
+    of them have a seed, and half of each kind are streamed."""
     random = Random(f"bias {seed}")
     stops = sorted(random.sample(range(FIRST_ID, VOCABULARY), 24))
     each = turns // (2 * blocks)
@@ -188,7 +206,7 @@ def bias_plan(seed: int, turns: int, *, blocks: int, arms: tuple[str, str]) -> l
                 }  # fmt: skip
                 if number % 2:
                     sampling["seed"] = random.randrange(1 << 31)
-                turn = PlannedTurn(new_tokens=prompt, sampling=sampling)
+                turn = PlannedTurn(new_tokens=prompt, sampling=sampling, stream=number % 4 >= 2)
                 name = f"{arm}-{block}-{number}"
                 plan.append(PlannedTrajectory(name=name, turns=[turn], arm=f"{arm} {block}"))
     return plan

@@ -8,10 +8,10 @@ from enum import StrEnum
 from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.trajectories import Turn
 
-_TOGETHER_S = 0.1
+TOGETHER_S = 0.1
 """Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
 as some of them."""
-_STREAMED_TOGETHER_S = 0.02
+STREAMED_TOGETHER_S = 0.02
 """The same for a streamed reply, while reads are less than `_FAST_S` apart: where tokens come
 slower, or the event loop is late, there is nothing to wait for."""
 _FAST_S = 0.03
@@ -87,8 +87,8 @@ class RunningAttempt:
         if not self.tokens:
             return 0.0
         if not self.turn.is_streamed:
-            return _TOGETHER_S
-        return _STREAMED_TOGETHER_S if self.gap_s < _FAST_S else 0.0
+            return TOGETHER_S
+        return STREAMED_TOGETHER_S if self.gap_s < _FAST_S else 0.0
 
     def excuse(self, silence_s: float, *, now: float) -> None:
         """Takes time in which the gateway itself did not listen off the silence."""

@@ -3,8 +3,16 @@
 import numpy as np
 import pytest
 
-from benchmarks.migration.bias import Sample, dropping_moved, p_values, paired_p_value, power
-from benchmarks.migration.bias_run import judged_bias
+from benchmarks.migration.bias import (
+    LEAST_P,
+    Sample,
+    dropping_moved,
+    p_values,
+    paired_p_value,
+    power,
+)
+from benchmarks.migration.bias_run import bias_faults, judged_bias
+from benchmarks.migration.judge import CONVICTING
 
 STOP_P = 0.06
 PAIRS = 1500
@@ -62,6 +70,17 @@ def test_a_policy_that_favours_unmoved_turns_is_caught(policy: str) -> None:
     assert power(calm, moved, policy=policy, seed=5, rounds=20) > 0.9
 
 
+def test_the_least_p_value_of_a_biased_run_convicts_it() -> None:
+    calm = [Sample.of(str(pair), [3] * 11) for pair in range(PAIRS)]
+    moved = [Sample.of(str(pair), [3] * 61, moves=pair % 2) for pair in range(PAIRS)]
+    report = judged_bias({"calm": calm, "moved": moved}, seed=1, power_rounds=1)
+    assert report["bias_p_value"] < LEAST_P / 4
+    assert report["length_moved_less_calm"] == {"mean": 50.0, "low": 50.0, "high": 50.0}
+    verdict = dict.fromkeys(CONVICTING, 0)
+    faults = bias_faults(report | {"verdict": verdict, "draws": {}})
+    assert "bias_p_value" in faults
+
+
 def test_a_policy_that_keeps_all_turns_is_not() -> None:
     random = np.random.default_rng(6)
     calm, moved = arm(random, moving=False), arm(random, moving=True)
@@ -73,7 +92,7 @@ def test_a_policy_that_keeps_all_turns_is_not() -> None:
 def test_the_report_names_both_arms_and_the_power_against_each_policy() -> None:
     random = np.random.default_rng(8)
     samples = {"calm": arm(random, moving=False), "moved": arm(random, moving=True)}
-    report = judged_bias(samples, seed=9)
+    report = judged_bias(samples, seed=9, power_rounds=12)
     assert report["bias_p_value"] > 0.01
     assert report["moved_turns"]["calm"] == 0 < report["moved_turns"]["moved"]
     caught = report["power_against"]

@@ -85,17 +85,24 @@ def test_tokens_behind_the_next_attempt_s_context_were_thrown_away_whatever_came
 
 CLEAN = {"verdict": dict.fromkeys(
     ("lost", "duplicated", "wrong_span", "resampled_tokens", "truncated_by_place", "overrun",
-     "broken_setting", "lost_to_others", "poison_passed"), 0)}  # fmt: skip
+     "broken_setting", "lost_to_others", "poison_passed", "pin_broken", "unknown_weights_spans"),
+    0) | {"spans": 100}}  # fmt: skip
 
 
 def test_a_run_of_bias_convicts_by_counters_p_value_draws_and_for_want_of_moves() -> None:
     calm = {"ends_z": 1.0, "logprob_z": -2.0}
-    clean = CLEAN | {"bias_p_value": 0.2, "draws": {"moved": calm}, "moved_turns": {"moved": 9}}
+    clean = CLEAN | {
+        "bias_p_value": 0.2,
+        "draws": {"moved": calm},
+        "moved_turns": {"moved": 9},
+        "power_against": {"dropping_moved": 1.0},
+    }
     assert bias_faults(clean) == {}
     for change in (
         {"bias_p_value": 0.0005},
         {"draws": {"moved": calm, "thrown_away": {"ends_z": -4.5, "logprob_z": 0.0}}},
         {"moved_turns": {"moved": 0}},
+        {"power_against": {"dropping_moved": 0.5}},
         {"verdict": CLEAN["verdict"] | {"lost": 1}},
     ):
         assert len(bias_faults(clean | change)) == 1
@@ -103,16 +110,33 @@ def test_a_run_of_bias_convicts_by_counters_p_value_draws_and_for_want_of_moves(
 
 def test_forced_moves_convict_by_a_difference_that_is_no_tie_and_for_want_of_moves() -> None:
     tie = {"setting": "EOS", "tie": True}
-    other, good = tie | {"tie": False}, {"turns": 5, "differing": [tie], "unlike_base": 5}
+    seeded = {"turns": 9, "equal_to_each_other": 9, "equal_up_to_the_move": 9}
+    other, good = (
+        tie | {"tie": False},
+        {
+            "turns": 5,
+            "turns_each": 10,
+            "moves": 9,
+            "planned_moves": 10,
+            "differing": [tie],
+            "unlike_base": 5,
+            "seeded": seeded,
+        },
+    )
     assert differing(good | {"lora": good}) == {}
-    for bad in ({"differing": [tie, other]}, {"turns": 0, "differing": []}, {"unlike_base": 0}):
+    few = ({"differing": [tie, other]}, {"turns": 0, "differing": []}, {"moves": 4})
+    for bad in (*few, {"unlike_base": 0}):
         assert differing(good | {"lora": good | bad})
-    for bad in ({"differing": [tie, other]}, {"turns": 0, "differing": []}):
+    for bad in few:
         assert differing(good | bad | {"lora": good})
+    for change in ({"turns": 0}, {"equal_to_each_other": 8}, {"equal_up_to_the_move": 8}):
+        assert differing(good | {"lora": good, "seeded": seeded | change})
 
 
 def test_a_judge_that_convicts_too_little_of_other_weights_convicts_the_run() -> None:
-    clean = {"verdict": CLEAN["verdict"] | {"exchanged_weights": [91, 100]}, "unstruck": []}
+    clean = {"verdict": CLEAN["verdict"] | {"exchanged_weights": [91, 100]}, "unstruck": {}}
     assert convicted(clean) == {}
-    blind = {"verdict": CLEAN["verdict"] | {"exchanged_weights": [0, 100]}, "unstruck": []}
-    assert convicted(blind) == {"exchanged_weights": [0, 100]}
+    for change in ({"exchanged_weights": [0, 100]}, {"unknown_weights_spans": 6}):
+        blind = clean | {"verdict": clean["verdict"] | change}
+        assert len(convicted(blind)) == 1
+    assert convicted(clean | {"unstruck": {"kill": [0, 2]}}) == {"unstruck": {"kill": [0, 2]}}
