@@ -55,7 +55,7 @@ class Streams:
         self, exchanges: Sequence[Exchange], check: Callable[[Exchange], None], outside: Outside
     ) -> None:
         at_ns = self.at_s * _NS
-        self.held = sum(each.first_ns <= at_ns < each.last_ns for each in exchanges)
+        self.held = sum(0 < each.first_ns <= at_ns < each.last_ns for each in exchanges)
         self.faults = sum(_is_faulty(each, check) for each in exchanges)
         if outside.first_ms.size:
             self.first_token_p99_ms = float(np.percentile(outside.first_ms, 99))

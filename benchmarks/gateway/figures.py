@@ -32,8 +32,8 @@ class Outside:
     def of(cls, exchanges: Sequence[Exchange], times: Times) -> "Outside":
         first, whole = [], []
         for exchange in exchanges:
-            if exchange.number not in times or not exchange.last_ns:
-                continue  # It has not ended, which its check says.
+            if exchange.number not in times or not (exchange.first_ns and exchange.last_ns):
+                continue  # It has not begun or not ended, which its check says.
             had_ns, first_ns, last_ns = times[exchange.number]
             before_ns = had_ns - exchange.scheduled_ns
             first.append(before_ns + exchange.first_ns - first_ns)

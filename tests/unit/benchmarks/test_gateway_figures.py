@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.gateway.comparison import Streams
 from benchmarks.gateway.figures import Interval, Outside, added, mean_ratio
 from benchmarks.gateway.load import Exchange
 
@@ -62,3 +63,22 @@ def test_a_ratio_is_the_same_whichever_way_it_is_read() -> None:
 def test_refuses_an_interval_over_one_round() -> None:
     with pytest.raises(ValueError, match="needs two rounds, not 1"):
         Interval.over([1.0])
+
+
+def test_a_stream_without_a_byte_is_held_by_nothing_and_waited_in_no_figure() -> None:
+    """Its `last_ns` is the time at which the run closed it."""
+    begun = exchange(7, scheduled_ms=0.0, first_ms=12.0, last_ms=103.0)
+    unbegun = Exchange(8, SECOND_NS, last_ns=begun.last_ns)
+    had = {
+        number: [SECOND_NS, SECOND_NS + 10_000_000, SECOND_NS + 100_000_000] for number in (7, 8)
+    }
+    outside = Outside.of([begun, unbegun], had)
+    assert outside.first_ms == pytest.approx([2.0])
+    streams = Streams(router="rosemux", at_s=1.05)
+
+    def check(each: Exchange) -> None:
+        if not each.first_ns:
+            raise ValueError("no token")
+
+    streams.count([begun, unbegun], check, outside)
+    assert (streams.held, streams.faults) == (1, 1)

@@ -321,6 +321,16 @@ def poison_answered(case: Case) -> None:
     case.poison = frozenset({"t0"})
 
 
+def older_than_its_pin(case: Case) -> None:
+    case.request.body["weight_version"] = {"minimum": 2}
+
+
+def dropped_buffer(case: Case) -> None:
+    """Tokens that waited to be read together were not read at the cut."""
+    tokens_sampled_again(case)
+    case.attempts[0].passed = [(11.0, 3), (case.attempts[0].ended_s - 0.09, 2)]
+
+
 def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
     return HeldRecord(
         engine=held.engine, identity=held.identity, version=held.version, state_hash=state_hash
@@ -370,6 +380,8 @@ def replace_held(held: HeldRecord, state_hash: str) -> HeldRecord:
         (seed_begun_again, {"broken_setting": 1}),
         (seed_dropped, {"broken_setting": 1}),
         (poison_answered, {"poison_passed": 1}),
+        (older_than_its_pin, {"pin_broken": 1}),
+        (dropped_buffer, {"resampled_tokens": 2}),
     ],
 )
 def test_the_judge_convicts_a_tampered_record_of_just_that(
