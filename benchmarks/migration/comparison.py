@@ -8,7 +8,7 @@ from scipy.stats import binomtest
 
 from scheduler.gateway.policy.trajectories import Turn
 
-_MOVED_SHARE = 0.5
+_MOVED_SHARE = 0.8
 """Least share of planned moves. Those of a whole reply fall on times, and some behind its end; two
 within tokens that are read together are one."""
 TIE_NATS = 1e-3
@@ -20,7 +20,9 @@ class Pair:
     setting: str
     tokens: int
     moves: int
-    """Changes of engine by the moved turn's spans."""
+    """Attempts that went on where one was cut, on the other engine or the same."""
+    engine_changes: int
+    """By the moved turn's spans."""
     planned_moves: int
     identical: bool
     """Ids, finish reason and stop reason."""
@@ -39,7 +41,8 @@ class Pair:
         return cls(
             setting=setting,
             tokens=len(still.token_ids),
-            moves=max(0, len(moved.choice().spans) - 1),
+            moves=moved.attempts - 1,
+            engine_changes=max(0, len(moved.choice().spans) - 1),
             planned_moves=planned_moves,
             identical=first is None and ends[0] == ends[1],
             first_difference=first,
@@ -64,13 +67,14 @@ def _gap(turn: Turn, at: int) -> float | None:
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """`identical_share` counts turns that moved at all; the others are counted as `unmoved`."""
-    moved = [pair for pair in pairs if pair.moves]
+    """`identical_share` counts turns that changed their engine; others are `unmoved`."""
+    moved = [pair for pair in pairs if pair.engine_changes]
     settings = sorted({pair.setting for pair in pairs})
     return {
         "turns": len(moved),
         "unmoved": len(pairs) - len(moved),
-        "moves": sum(pair.moves for pair in moved),
+        "moves": sum(pair.moves for pair in pairs),
+        "engine_changes": sum(pair.engine_changes for pair in moved),
         "planned_moves": sum(pair.planned_moves for pair in pairs),
         "identical_share": _share(moved),
         "identical_share_at_least": _least_share(moved),

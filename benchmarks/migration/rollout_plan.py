@@ -75,25 +75,30 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
     once = [(FaultKind.KILL, dedicated[0]), (FaultKind.IDLE_RESTART, dedicated[-1])]
     if trajectories >= 500:
         once += [(FaultKind.KILL, dedicated[-1]), (FaultKind.IDLE_RESTART, dedicated[0])]
-        once += [(FaultKind.KILL, guest)] * bool(guest)
+        once[:0] = [(FaultKind.KILL, guest)] * bool(guest)
     often, seldom = max(4, trajectories // 10), max(3, trajectories // 25)
     faults = []
     for place, (kind, engine) in enumerate(once, start=1):
         at = trajectories * place // (len(once) + 1)
         faults.append(Fault(at_ended=at, kind=kind, engine=engine))
-    torn = [*dedicated, guest] if guest else dedicated
+    # Between so many revoked leases few turns reach the guest, and fewer end there.
+    rare = max(1, trajectories // 300)
     for kind, count, engines in (
         (FaultKind.STALL, seldom, dedicated),
         (FaultKind.SWITCH, seldom, [""]),
-        (FaultKind.END_THEN_CUT, often, torn),
-        (FaultKind.END_TORN, often, torn),
+        (FaultKind.END_THEN_CUT, often, dedicated),
+        (FaultKind.END_TORN, often, dedicated),
+        (FaultKind.END_THEN_CUT, rare, [guest]),
+        (FaultKind.END_TORN, rare, [guest]),
+        (FaultKind.REVOKE, often, [guest]),
+        (FaultKind.EVICTED_KV, often, [guest]),
+        (FaultKind.STALE_EPOCH, max(1, often // 3), [guest]),
     ):
+        if engines == [guest] and not guest:
+            continue
         for _ in range(count):
             engine = random.choice(engines)
             faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=engine))
-    for kind in (FaultKind.REVOKE, FaultKind.STALE_EPOCH, FaultKind.EVICTED_KV):
-        for _ in range(often if guest else 0):
-            faults.append(Fault(at_ended=_place(random, trajectories), kind=kind, engine=guest))
     return sorted(faults, key=lambda fault: (fault.at_ended, fault.kind, fault.engine))
 
 

@@ -67,12 +67,17 @@ async def test_with_a_grant_it_generates_tokens_with_their_logprobs(slot: Engine
 async def test_a_guest_whose_steps_delay_arrivals_rests_between_them_and_ends_its_turn(
     slot: EngineSlot,
 ) -> None:
-    production = ProductionModel(prefill_base_s=0.1)
+    began_ns = monotonic_ns()
+    await slot.begin(60).ended()
+    step_s = (monotonic_ns() - began_ns) / 60e9
+    epsilon = 0.01
+    # Arrivals bear less than one step in the mean; with a rest they bear up to six times as much.
+    production = ProductionModel(prefill_base_s=0.4 * step_s / epsilon)
     slot.agent.say(
         GrantMode.OPEN,
         ttft_slo_s=10.0,
         itl_slo_s=10.0,
-        epsilon=0.01,
+        epsilon=epsilon,
         blocking_ratio=1.0,
         production=production,
         pulses=(FAKE_PULSE,),
