@@ -19,6 +19,8 @@ LEAST_P = 0.001
 PERMUTATIONS = 20_000
 """The least p-value of a measure is one in so many, twice that of both: far below `LEAST_P`."""
 _POWER_PERMUTATIONS = 4_000
+LOST_ENDS = 1 / 7
+"""Share of the ends that the policy `losing_ends` loses."""
 _BATCH = 2_000
 _POINTS = 65
 """Quantiles at which the distributions are compared."""
@@ -144,7 +146,7 @@ def losing_ends(
     longest = max(sample.length for sample in calm)
     kept = []
     for sample in moved:
-        lost = sample.length < longest and random.random() < 1 / 7
+        lost = sample.length < longest and random.random() < LOST_ENDS
         more = calm[int(random.integers(len(calm)))].length if lost else 0.0
         kept.append(replace(sample, length=min(longest, sample.length + more)))
     return kept

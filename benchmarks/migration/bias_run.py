@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.migration import records, reference
-from benchmarks.migration.bias import LEAST_P, POLICIES, Sample, interval, p_values, power
+from benchmarks.migration.bias import (
+    LEAST_P,
+    LOST_ENDS,
+    POLICIES,
+    Sample,
+    interval,
+    p_values,
+    power,
+)
 from benchmarks.migration.deployment import JOB, Deployment
-from benchmarks.migration.draws import DrawnToken, report
+from benchmarks.migration.draws import DrawnToken, power_against_lost_ends, report
 from benchmarks.migration.faults import evidence_of, rolling_out, verdict_on
 from benchmarks.migration.judge import CONVICTING, Evidence
 from benchmarks.migration.records import AttemptRecord, Reply, RequestRecord
@@ -27,7 +35,7 @@ _PERIOD_S = 0.4
 MOST_Z = 4.0
 """Beyond it a run convicts: a fair one in two of 1,000 runs, by eight z and the p-value."""
 _LEAST_POWER = 0.8
-"""A test that would miss a biased policy more often shows nothing."""
+"""A run that would miss a biased policy more often shows nothing."""
 
 
 async def measured_bias(
@@ -59,10 +67,15 @@ async def measured_bias(
     names = {each.name for each in plan}
     evidence = evidence_of(deployment, model, names, poison=frozenset())
     found = judged_bias(samples, seed=seed)
-    found["draws"] = {arm: asdict(report(drawn(evidence, arm))) for arm in (CALM, MOVED)} | {
-        part: asdict(report(tokens))
+    draws = {arm: report(drawn(evidence, arm)) for arm in (CALM, MOVED)}
+    # A loss of ends is what `ends_z` is for; lengths alone show a large one only.
+    caught = power_against_lost_ends(draws[MOVED], share=LOST_ENDS, most_z=MOST_Z)
+    found["power_of_draws"] = {"losing_ends": caught}
+    draws |= {
+        part: report(tokens)
         for part, tokens in at_moves(evidence, model, deployment.states).items()
     }
+    found["draws"] = {part: asdict(each) for part, each in draws.items()}
     verdict = verdict_on(evidence, deployment, model)
     return found | {"took_s": took_s, "seed": seed, "verdict": verdict}
 
@@ -166,7 +179,11 @@ def bias_faults(found: Mapping[str, Any]) -> dict[str, Any]:
             faults[f"draws of {part}"] = worst
     if not found["moved_turns"][MOVED]:
         faults["moved_turns"] = 0
-    weak = {each: of for each, of in found["power_against"].items() if of < _LEAST_POWER}
+    either = {
+        policy: max(caught, found["power_of_draws"].get(policy, 0.0))
+        for policy, caught in found["power_against"].items()
+    }
+    weak = {policy: caught for policy, caught in either.items() if caught < _LEAST_POWER}
     if weak:
         faults["power_against"] = weak
     return faults

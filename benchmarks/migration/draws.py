@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 
+from scipy.stats import norm
+
 from benchmarks.migration.judge import TokenTruth
 
 
@@ -29,6 +31,8 @@ class DrawReport:
     tokens: int
     ends: int
     expected_ends: float
+    ends_sd: float
+    """Standard deviation of the number of ends."""
     ends_z: float
     logprob_z: float
     """The sum of log-probabilities: above 0 where likely tokens come too often."""
@@ -49,9 +53,17 @@ def report(tokens: Iterable[DrawnToken]) -> DrawReport:
         tokens=count,
         ends=ends,
         expected_ends=expected,
+        ends_sd=sqrt(variance),
         ends_z=_z(ends - expected, variance),
         logprob_z=_z(logprob_excess, logprob_variance),
     )
+
+
+def power_against_lost_ends(found: DrawReport, *, share: float, most_z: float) -> float:
+    """Chance that a fair sampler whose moves lose this share of all ends falls below `-most_z`."""
+    if not found.ends_sd:
+        return 0.0
+    return float(norm.cdf(share * found.expected_ends / found.ends_sd - most_z))
 
 
 def _z(excess: float, variance: float) -> float:

@@ -77,7 +77,8 @@ def test_the_least_p_value_of_a_biased_run_convicts_it() -> None:
     assert report["bias_p_value"] < LEAST_P / 4
     assert report["length_moved_less_calm"] == {"mean": 50.0, "low": 50.0, "high": 50.0}
     verdict = dict.fromkeys(CONVICTING, 0)
-    faults = bias_faults(report | {"verdict": verdict, "draws": {}})
+    draws = {"draws": {}, "power_of_draws": {}}
+    faults = bias_faults(report | {"verdict": verdict} | draws)
     assert "bias_p_value" in faults
 
 

@@ -4,8 +4,14 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 
-from benchmarks.migration.draws import DrawnToken, DrawReport, report
+from benchmarks.migration.draws import (
+    DrawnToken,
+    DrawReport,
+    power_against_lost_ends,
+    report,
+)
 from benchmarks.migration.judge import TokenTruth
 
 END, VOCABULARY, PLACES, LONGEST = 0, 6, 256, 64
@@ -89,4 +95,15 @@ def test_a_report_of_three_tokens_is_that_of_the_hand_s() -> None:
 
 
 def test_nothing_drawn_is_no_finding() -> None:
-    assert report([]) == DrawReport(0, 0, 0.0, 0.0, 0.0)
+    assert report([]) == DrawReport(0, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_power_against_lost_ends_is_how_often_such_a_sampler_is_convicted() -> None:
+    random = np.random.default_rng(5)
+    fair = sampled(random, turns=300)
+    caught = [sampled(random, turns=300, ends_lost=0.14).ends_z < -2 for _ in range(60)]
+    # Of a lost end the draw in its place may be one too.
+    share = 0.14 * (1 - fair.expected_ends / fair.tokens)
+    expected = power_against_lost_ends(fair, share=share, most_z=2)
+    assert 0.3 < expected < 0.9
+    assert np.mean(caught) == pytest.approx(expected, abs=0.25)

@@ -95,7 +95,8 @@ def test_a_run_of_bias_convicts_by_counters_p_value_draws_and_for_want_of_moves(
         "bias_p_value": 0.2,
         "draws": {"moved": calm},
         "moved_turns": {"moved": 9},
-        "power_against": {"dropping_moved": 1.0},
+        "power_against": {"dropping_moved": 1.0, "losing_ends": 0.1},
+        "power_of_draws": {"losing_ends": 0.9},
     }
     assert bias_faults(clean) == {}
     for change in (
@@ -103,6 +104,7 @@ def test_a_run_of_bias_convicts_by_counters_p_value_draws_and_for_want_of_moves(
         {"draws": {"moved": calm, "thrown_away": {"ends_z": -4.5, "logprob_z": 0.0}}},
         {"moved_turns": {"moved": 0}},
         {"power_against": {"dropping_moved": 0.5}},
+        {"power_of_draws": {"losing_ends": 0.5}},
         {"verdict": CLEAN["verdict"] | {"lost": 1}},
     ):
         assert len(bias_faults(clean | change)) == 1
