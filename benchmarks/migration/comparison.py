@@ -22,7 +22,7 @@ class Pair:
     moves: int
     """Attempts that went on where one was cut, on the other engine or the same."""
     engine_changes: int
-    """By the moved turn's spans."""
+    """Counted by the moved turn's spans."""
     planned_moves: int
     identical: bool
     """Ids, finish reason and stop reason."""
