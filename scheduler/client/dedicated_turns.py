@@ -103,7 +103,7 @@ class DedicatedTurns:
         first = xxhash.xxh3_64_intdigest(turn.trajectory.encode()) % max(1, len(engines))
         why = self._last_fault
         if not engines:
-            why = self._watch.fault or "it has named no dedicated engine of the job"
+            why = self._watch.fault or "the gateway has named no dedicated engine of the job"
         for engine in engines[first:] + engines[:first]:
             if self._avoid_until_s.get(engine, -math.inf) > self._clock.now():
                 continue
@@ -122,7 +122,7 @@ class DedicatedTurns:
                 why = f"{engine} does not go on from output, which the turn's sampling counts"
             else:
                 return engine, adopted
-        raise Interrupted(f"the gateway is silent, and no engine takes the turn: {why}")
+        raise Interrupted(f"{self._watch.silence}, and no engine takes the turn: {why}")
 
     async def _adopt(self, engine: EngineId) -> _Adopted:
         client = EngineClient(

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import aiohttp
 import msgspec
@@ -97,8 +97,15 @@ class GatewayWatch:
         """Whether the gateway has named the job's engines, and the weights that they hold."""
         self.fault = ""
         """Why it has not, where it answers."""
+        self._unanswered = ""
+        """Why the last probe had no answer."""
         self.store = ""
         self.version = WeightVersion(0)
+
+    @property
+    def silence(self) -> str:
+        """The words for a gateway that is silent."""
+        return "the gateway is silent" + f" ({self._unanswered})" * bool(self._unanswered)
 
     @property
     def silent(self) -> bool:
@@ -143,7 +150,7 @@ class GatewayWatch:
         learned_s = -_LEARN_S
         while True:
             began_s = self._clock.now()
-            with suppress(aiohttp.ClientError, TimeoutError, *UNDECODABLE):
+            try:
                 due = began_s - learned_s >= _LEARN_S
                 if await self._probe("/v1/status" if due else "/healthz"):
                     learned_s = began_s if due else learned_s
@@ -153,6 +160,9 @@ class GatewayWatch:
                         return
                     await asyncio.sleep(self._silence_s / 4)
                     continue
+                self._unanswered = "it answers 503"
+            except (aiohttp.ClientError, TimeoutError, *UNDECODABLE) as error:
+                self._unanswered = str(error) or "no answer in time"
             self._silence.miss(began_s=began_s, now=self._clock.now())
             if self.silent:
                 while self._cuts:

@@ -5,6 +5,7 @@ received once is part of its turn, whatever fails afterwards.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, PeerProtocolError
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -69,6 +71,8 @@ class TurnOptions(TypedDict, total=False):
     equal_numerics: bool | str
     """All tokens by engines of one numerics label: the first engine's, or this one."""
 
+
+_log = logging.getLogger(__name__)
 
 RETRIES = RetryLimits(give_up_s=inf, attempts_max=60, wait_max_s=1.0, progress_bytes=1)
 """About a minute of pauses: longer than an engine's version switch or restart. Each token that
@@ -140,6 +144,7 @@ class AsyncRolloutClient:
         self._http: aiohttp.ClientSession | None = None
         self._ledger = TurnLedger(self._job)
         self._cuts: dict[str, asyncio.Timeout] = {}
+        self._warnings = EventLimit(burst=6.0, per_s=1 / 60)
         self._watch = GatewayWatch(
             self._gateway,
             self._job,
@@ -342,6 +347,9 @@ class AsyncRolloutClient:
                 turn.fault = str(error)
                 turn.end(FinishReason.ABORT, lost=True)
                 return
+            if self._warnings.admits(now=self._clock.now()):
+                more = f" ({self._warnings.taken()} more such tries)" * bool(self._warnings.omitted)
+                _log.warning("turn %s is tried again: %s%s", turn.request.request_id, why, more)
             await asyncio.sleep(wait_s)
 
     async def _at_gateway(
@@ -359,7 +367,7 @@ class AsyncRolloutClient:
                     ) as reply:
                         await self._read(reply, turn, at_gateway, on_tokens)
         except TimeoutError as error:
-            raise Interrupted("the gateway is silent") from error
+            raise Interrupted(self._watch.silence) from error
         except HttpRefusal as error:
             if not turn.token_ids:
                 raise

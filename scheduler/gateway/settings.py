@@ -198,10 +198,14 @@ class GatewaySettings(_Settings):
 
     @model_validator(mode="after")
     def _consistent(self) -> "GatewaySettings":
+        # A guest's address is its agent's to say.
+        dedicated = [each for each in self.engines if each.kind is EngineKind.DEDICATED]
         for what, names in (
             ("engine", [engine.id for engine in self.engines]),
             ("agent", [agent.id for agent in self.agents]),
             ("job", [job.id for job in self.jobs]),
+            ("engine's url", [engine.url for engine in dedicated]),
+            ("agent's url", [agent.url for agent in self.agents]),
         ):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:

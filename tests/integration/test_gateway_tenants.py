@@ -128,9 +128,10 @@ async def test_a_refusal_and_a_publish_name_no_job_or_engine_of_another_tenant(
         turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
         status, told = await answered(gateway, "b", "/inference/v1/generate", turn)
         message = json.loads(told)["error"]["message"]
+        activate = "POST /v1/jobs/job-b/activate"
         assert (status, message) == (
             503,
-            "job job-b is not active (another one is); activate it first",
+            f"job job-b is not active (another one is); activate it first: {activate}",
         )
         engines = {}
         for role, job in (("a", "job-a2"), ("b", "job-b")):

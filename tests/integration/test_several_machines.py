@@ -238,13 +238,13 @@ async def test_a_wrong_token_or_authority_keeps_an_engine_out_and_is_reported(
     folder.mkdir()
     foreign = str(Authority(folder).file)
     wrong = token_file(site.folder, "rotated", WRONG)
-    url = site.proxy(site.east, site.engine(site.east))
+    east, west = (site.proxy(each, site.engine(each)) for each in (site.east, site.west))
     service = site.gateway_on(
         gateway,
         {},
         engines=[
-            {"id": "token", "url": url, "token_file": str(wrong), "ca_file": site.ca},
-            {"id": "ca", "url": url, "token_file": site.token(ENGINE), "ca_file": foreign},
+            {"id": "token", "url": east, "token_file": str(wrong), "ca_file": site.ca},
+            {"id": "ca", "url": west, "token_file": site.token(ENGINE), "ca_file": foreign},
         ],
     )
     async with site.client(service) as peer:

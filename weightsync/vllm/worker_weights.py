@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from harvester.contracts.errors import ConfigError, PeerProtocolError
+from harvester.contracts.errors import ConfigError, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import checked_name
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.layout import cut_delta
@@ -28,6 +28,7 @@ from weightsync.vllm.layers import check_experts_beside_adapters
 from weightsync.vllm.lora_slots import LoraSlots
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.rank_parts import is_partial
+from weightsync.vllm.stager import StageState, StageStatus
 
 ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
@@ -96,10 +97,15 @@ class WorkerWeights:
             self._weights = AdaptedWeights(base, AdapterStores(root), slots)
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
-        """Prepare a version in the background; returns its state and a message."""
+        """Prepare a version in the background; returns its state and a message. A store that is not
+        there is a failure like one of its versions: whoever asks must hear of it."""
         if self._asleep:
             return {"state": "asleep", "message": "the update prepares by itself"}
-        status = self._weights.stage(update_info.requested())
+        try:
+            status = self._weights.stage(update_info.requested())
+        except (RoseMuxError, OSError) as error:
+            message = f"{type(error).__name__}: {error}"
+            status = StageStatus(state=StageState.FAILED, message=message)
         return {"state": status.state.value, "message": status.message}
 
     def set_asleep(self, *, asleep: bool) -> None:

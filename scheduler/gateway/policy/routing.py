@@ -254,7 +254,8 @@ class RoutingPolicy:
         if target is None or turn.job != target.job:
             # The active job may be another tenant's: its name is not told.
             active = "another one is" if target else "none is"
-            reason = f"job {turn.job} is not active ({active}); activate it first"
+            how = f"POST /v1/jobs/{turn.job}/activate"
+            reason = f"job {turn.job} is not active ({active}); activate it first: {how}"
             return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
         if self._is_too_long(turn):
             reason = (

@@ -35,6 +35,10 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
         ({"engines": [{"id": "x", "url": "file:///etc/passwd"}]}, "engines.0.url"),
         ({"engines": [{"id": "x", "url": "http://h:1", "kind": "guest"}]}, "slot"),
         ({"engines": GOOD["engines"] * 2}, "listed twice"),
+        (
+            {"engines": [{"id": "a", "url": "http://h:1"}, {"id": "b", "url": "http://h:1"}]},
+            "engine's url http://h:1 is listed twice",
+        ),
         ({"engines": []}, "at least one engine"),
         ({"jobs": []}, "jobs"),
         ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),

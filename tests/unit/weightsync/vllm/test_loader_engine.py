@@ -127,6 +127,13 @@ def test_a_version_is_loaded_without_taking_the_model_apart(
     assert worker.said == [("start", False), "finish"] * 2
 
 
+def test_a_store_that_is_not_there_fails_to_be_staged_in_words(worker: Any) -> None:
+    """An error without an answer would let the gateway switch to it."""
+    reply = worker.rosemux_stage(store="nowhere", version=2)
+    assert reply["state"] == "failed"
+    assert "no weight store at" in reply["message"]
+
+
 def test_a_version_is_staged_before_the_first_update(
     worker: Any, states: tuple[State, ...]
 ) -> None:
