@@ -88,11 +88,11 @@ class GatewayReport(msgspec.Struct, frozen=True):
 
     def lines(self) -> Iterator[str]:
         if self.active_job:
-            served = "served by all" if self.settled else "not yet served by all"
-            yield (
-                f"Job {self.active_job} is active at version {self.target_version}, {served} "
-                "dedicated engines that are up"
-            )
+            up = any(each.up for each in self.engines.values() if each.kind == "dedicated")
+            served = "served" if self.settled else "not yet served"
+            served += " by all dedicated engines that are up"
+            served = served if up else "no dedicated engine is up"
+            yield f"Job {self.active_job} is active at version {self.target_version}, {served}"
         else:
             yield "Another tenant's job is active" if self.active_job == "" else "No job is active"
         yield (

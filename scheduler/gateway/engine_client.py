@@ -347,7 +347,9 @@ class EngineClient:
         for worker in [each.of(adapter) for each in held]:
             if (worker.store, worker.version) != (wanted.store, wanted.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
-                raise EngineLost(f"a worker holds {named}")
+                unknown = " and this gateway has no record of a version: publish the next one, "
+                unknown += "give its state_file back, or restart the engine"
+                raise EngineLost(f"a worker holds {named}" + unknown * (not wanted.version))
         if not held:
             raise EngineLost("no worker reports its weights")
         return description

@@ -223,7 +223,9 @@ class _Asked:
     def __init__(self, body: Body) -> None:
         for name, value in body.items():
             if name not in _FIELDS and value not in _NEUTRAL:
-                raise PeerProtocolError(f"{name}: not offered; leave it out")
+                known = name in (*_NAMES, *_SAME, *_GRAMMARS)
+                what = "it belongs in sampling_params" if known else "not offered; leave it out"
+                raise PeerProtocolError(f"{name}: {what}")
         text, ids = body.get("text"), body.get("input_ids")
         if (text is None) == (ids is None):
             raise PeerProtocolError("send either text or input_ids")
@@ -363,5 +365,7 @@ def _translated(sampling: Body) -> Body:
         elif name == "no_stop_trim":
             told["include_stop_str_in_output"] = value
         elif value not in _NEUTRAL and (name, value) != ("custom_params", _TOP_P_IDS):
-            raise PeerProtocolError(f"sampling_params.{name}: not offered; leave it out")
+            named = next((ours for ours, its in _NAMES.items() if its == name), None)
+            what = f"SGLang's name is {named}" if named else "not offered; leave it out"
+            raise PeerProtocolError(f"sampling_params.{name}: {what}")
     return told

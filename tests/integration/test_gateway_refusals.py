@@ -77,6 +77,23 @@ async def test_a_token_request_for_another_model_gets_vllm_s_status() -> None:
         assert (await gateway.generate("r", 2, model="job"))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"max_new_tokens": 4}, "max_new_tokens: it belongs in sampling_params"),
+        ({"sampling_params": {"max_tokens": 4}}, "SGLang's name is max_new_tokens"),
+        ({"sampling_params": {"mystery": 4}}, "sampling_params.mystery: not offered"),
+    ],
+)
+async def test_a_field_of_another_place_or_dialect_is_refused_with_the_right_one(
+    more: dict[str, object], says: str
+) -> None:
+    """Left out instead, it would silently have its default."""
+    async with gateway_on(fake()) as gateway:
+        status, reply = await gateway.post("/generate", {"input_ids": PROMPT} | more)
+        assert (status, says in str(reply)) == (400, True)
+
+
 async def test_an_engine_s_refusal_reaches_the_client_as_one_sentence() -> None:
     engine = fake()
     engine.answers = {str(PROMPT[0]): 400}

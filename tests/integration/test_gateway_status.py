@@ -44,6 +44,15 @@ async def test_the_command_shows_engines_jobs_and_turns_of_a_gateway(
     assert "Turns: 0 on engines, 0 wait for a place, 0 for a version" in shown
 
 
+async def test_a_job_without_an_engine_is_not_called_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    async with gateway_on("http://127.0.0.1:9") as gateway:
+        shown = await printed(gateway.url, tmp_path, capsys)
+    assert "Job job is active at version 0, no dedicated engine is up" in shown
+
+
 def test_leases_slots_and_what_is_wrong_are_lines_of_their_own() -> None:
     given: dict[str, Any] = {
         **dict.fromkeys(("active_job", "target_version")),

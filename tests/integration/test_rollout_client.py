@@ -219,6 +219,21 @@ async def test_the_wait_of_a_pin_bounds_a_turn_without_a_gateway_and_silence_is_
     assert asyncio.get_running_loop().time() - began_s >= 1.0
 
 
+async def test_a_wrong_address_is_in_the_log_long_before_the_client_gives_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away = AsyncRolloutClient("http://127.0.0.1:9", "job", silence_s=0.1, retries=QUICK)
+    async with away as client:
+        with pytest.raises(Exhausted, match="Cannot connect"):
+            await client.generate(PROMPT, sampling(5))
+        told = [each.message for each in caplog.records if "is tried again" in each.message]
+        assert "Cannot connect to host 127.0.0.1:9" in told[0]
+        for _ in range(12):
+            with pytest.raises(Exhausted):
+                await client.generate(PROMPT, sampling(5))
+    assert sum("is tried again" in each.message for each in caplog.records) <= 7
+
+
 async def test_a_pin_without_patience_still_takes_the_engine_that_meets_it(
     fake_engine: Start,
 ) -> None:
