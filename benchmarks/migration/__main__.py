@@ -6,6 +6,7 @@ leases and version switches, `bias` compares sampled turns with and without move
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from contextlib import AsyncExitStack
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a new folder for records and logs")
     given = parser.parse_args()
+    # So that the engines end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found: dict[str, Any] = {}
     try:
         uvloop.run(measure(given, found))

@@ -28,12 +28,12 @@ from benchmarks.migration.model import (
     write_model,
 )
 from benchmarks.migration.surface import LORA_SURFACE, MAX_TOKENS, SURFACE, Setting
+from benchmarks.testbed.prerequisites import free_ports
 from scheduler.gateway import running_attempt
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.policy.trajectories import Turn
 
 CONTEXT_TOKENS = 512
-PORTS = [18461, 18462]
 
 
 async def measured_moves(*, turns: int, seed: int) -> dict[str, Any]:
@@ -42,8 +42,9 @@ async def measured_moves(*, turns: int, seed: int) -> dict[str, Any]:
         texts = [path.read_text() for path in sorted(Path("docs").glob("*.md"))]
         write_model(root / "model", texts=texts, context_tokens=CONTEXT_TOKENS, seed=seed)
         publish_model(root / "model", root / "store")
-        with engines(root / "model", ports=PORTS, context_tokens=CONTEXT_TOKENS, logs=root):
-            async with cluster(PORTS) as both:
+        ports = free_ports(2)
+        with engines(root / "model", ports=ports, context_tokens=CONTEXT_TOKENS, logs=root):
+            async with cluster(ports) as both:
                 await both.ready()
                 await both.publish("store")
                 pairs = await _pairs(both, turns=turns, random=Random(seed))
@@ -61,14 +62,15 @@ async def measured_moves(*, turns: int, seed: int) -> dict[str, Any]:
 async def _adapted(root: Path, base: list[list[int]], *, turns: int, seed: int) -> dict[str, Any]:
     """Moved turns of a LoRA adapter; `unlike_base` of its greedy turns differ from the model's."""
     lora.publish_adapter(root / "model", root, seed=seed)
+    ports = free_ports(2)
     with engines(
         root / "model",
-        ports=PORTS,
+        ports=ports,
         context_tokens=CONTEXT_TOKENS,
         logs=root,
         arguments=lora.ENGINE_ARGUMENTS,
     ):
-        async with cluster(PORTS, adapter=lora.NAME) as both:
+        async with cluster(ports, adapter=lora.NAME) as both:
             await both.ready()
             await both.publish("lora")
             own = await _greedy_turns(both, turns=turns, random=Random(seed))
