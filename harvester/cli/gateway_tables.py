@@ -88,10 +88,10 @@ class GatewayReport(msgspec.Struct, frozen=True):
 
     def lines(self) -> Iterator[str]:
         if self.active_job:
-            up = any(each.up for each in self.engines.values() if each.kind == "dedicated")
-            served = "served" if self.settled else "not yet served"
-            served += " by all dedicated engines that are up"
-            served = served if up else "no dedicated engine is up"
+            served = "no dedicated engine is up"
+            if any(each.up for each in self.engines.values() if each.kind == "dedicated"):
+                not_yet = "" if self.settled else "not yet "
+                served = f"{not_yet}served by all dedicated engines that are up"
             yield f"Job {self.active_job} is active at version {self.target_version}, {served}"
         else:
             yield "Another tenant's job is active" if self.active_job == "" else "No job is active"

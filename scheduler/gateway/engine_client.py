@@ -42,6 +42,10 @@ _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"
 _MESSAGE_CHARS = 500
 _STAGE_POLL_S = 0.02
+_UNKNOWN_VERSION = (
+    " and this gateway has no record of a version: publish the next one, give its state_file back, "
+    "or restart the engine"
+)
 _DRAIN_S = 1.0
 """The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
@@ -347,9 +351,8 @@ class EngineClient:
         for worker in [each.of(adapter) for each in held]:
             if (worker.store, worker.version) != (wanted.store, wanted.version):
                 named = f"{worker.store} {worker.version}" if worker.store else "its first weights"
-                unknown = " and this gateway has no record of a version: publish the next one, "
-                unknown += "give its state_file back, or restart the engine"
-                raise EngineLost(f"a worker holds {named}" + unknown * (not wanted.version))
+                remedy = "" if wanted.version else _UNKNOWN_VERSION
+                raise EngineLost(f"a worker holds {named}{remedy}")
         if not held:
             raise EngineLost("no worker reports its weights")
         return description
