@@ -1,12 +1,14 @@
 """Fixtures of several folders: the real engines, started once a session and on demand."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.file_queue import place_of, unit_of
+from tests.integration.forked_program import preload_engines
 
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
@@ -22,6 +24,13 @@ settings.load_profile("rosemux")
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place_of)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly or not find_spec("vllm"):
+        return
+    if any(item.get_closest_marker("engine") for item in session.items):
+        preload_engines()
 
 
 @pytest.hookimpl(optionalhook=True)

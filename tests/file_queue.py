@@ -5,6 +5,8 @@ A long file that is begun last leaves the other process without work. The two en
 its own.
 """
 
+from itertools import zip_longest
+
 import pytest
 
 SLOT = "engine_slot"
@@ -20,39 +22,53 @@ SLOT_FILES = frozenset(
         "integration/test_proxied_engine.py",
     }
 )
-LONGEST = (
+_ENGINES = (
     SLOT,
     "integration/test_weightsync_parallel.py",
     "integration/test_shipped_path.py",
-    "integration/test_weightsync_vllm.py",
     "integration/test_production_shapes.py",
-    "integration/test_replaced_engine.py",
     "integration/test_unlike_pairs.py",
-    "integration/test_weightsync_foreign.py",
-    "integration/test_weightsync_adapter.py",
-    "integration/test_weightsync_adapter_ranks.py",
-    "integration/test_weightsync_derived.py",
     "integration/test_continuation_engine.py",
+    "integration/test_replaced_engine.py",
+    "integration/test_gateway_text_engine.py",
+    "integration/test_guest_stopped.py",
+    "integration/test_weightsync_vllm.py",
+    "integration/test_weightsync_adapter_ranks.py",
+    "integration/test_slime_hook.py",
+    "integration/test_weightsync_foreign.py",
+    "integration/test_weightsync_derived.py",
+    "integration/test_weightsync_adapter.py",
+)
+_OTHERS = (
     "contract/weightsync/test_sources.py",
-    "sim/rollmux/test_events_tell_everything.py",
-    "gpu/test_weights.py",
-    "integration/test_gpu_slot_known_device.py",
-    "unit/benchmarks/testbed/test_round_ratios.py",
-    "sim/rollmux/test_harvest.py",
     "integration/test_gpu_slot_rehearsal.py",
+    "integration/test_demo_learning.py",
+    "sim/rollmux/test_events_tell_everything.py",
+    "integration/test_gpu_slot_known_device.py",
     "integration/test_several_machines.py",
+    "unit/benchmarks/testbed/test_round_ratios.py",
+    "integration/test_lock_install.py",
     "unit/coserve/law/test_phantom.py",
+    "integration/test_agent_process.py",
+    "gpu/test_weights.py",
     "integration/test_gateway_pressure.py",
     "contract/weightsync/test_partial_pulls.py",
-    "integration/test_agent_process.py",
-    "integration/test_demo_learning.py",
-    "unit/benchmarks/test_weightsync_tensors.py",
+    "integration/test_demo_trainer.py",
+    "sim/rollmux/test_harvest.py",
+    "integration/test_weight_faults.py",
+    "integration/test_phase_processes.py",
     "integration/test_planned_processes.py",
-    "integration/test_phase_ray.py",
+    "integration/test_weight_transport.py",
     "unit/benchmarks/test_weightsync_memory.py",
+    "integration/test_phase_ray.py",
+    "unit/benchmarks/test_weightsync_tensors.py",
 )
-"""From the longest, those with engines first; the others follow as they were found. The first two
-without engines compile unlike loops, which later files find in the cache."""
+LONGEST = tuple(
+    unit for pair in zip_longest(_ENGINES, _OTHERS) for unit in pair if unit is not None
+)
+"""From the longest, the others follow as they were found. Engines keep the cores busy and much of
+the rest waits, so they take turns. The first of the others compiles loops that later files find in
+the cache."""
 
 
 def unit_of(nodeid: str) -> str:

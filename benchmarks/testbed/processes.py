@@ -85,8 +85,12 @@ class Child:
 class Processes:
     """Context manager; leaving it ends everything."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(
+        self, log_dir: Path, *, begin: "Callable[..., subprocess.Popen[bytes]]" = subprocess.Popen
+    ) -> None:
+        """`begin` is called as `subprocess.Popen` is."""
         self._log_dir = log_dir
+        self._begin = begin
         self._children: list[Child] = []
         self._sockets: str | None = None
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -127,7 +131,7 @@ class Processes:
             self._sockets = tempfile.mkdtemp(prefix="rosemux-")
         sockets = {"VLLM_RPC_BASE_PATH": self._sockets}
         with log.open("wb") as file:
-            process = subprocess.Popen(
+            process = self._begin(
                 list(arguments),
                 env={**os.environ, **sockets, **(environment or {})},
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
@@ -137,7 +141,7 @@ class Processes:
                 # neither nice nor the idle class counts from one to another.
                 process_group=0,
                 # Runs before any thread of ours is started; it only makes system calls.
-                preexec_fn=_prepared(core, nice),  # noqa: PLW1509
+                preexec_fn=_prepared(core, nice),
             )
         child = Child(name, process, log)
         self._children.append(child)

@@ -6,6 +6,7 @@ busy machine makes the tests slow and not red.
 """
 
 import asyncio
+import subprocess
 import threading
 import time
 import urllib.request
@@ -40,6 +41,7 @@ from harvester.contracts.page.seal import SEQUENCE_OFFSET
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.gateway.stream import EventStream
+from tests.integration.forked_program import begin_engine
 
 PRODUCTION = "production"
 PRODUCTION_PULSE = pulse_page(PRODUCTION, 0)
@@ -319,7 +321,8 @@ def started_slot(
     }
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     children: dict[str, Child] = {}
-    with Processes(root / "logs") as processes:
+    begin = begin_engine if gpu is None else subprocess.Popen
+    with Processes(root / "logs", begin=begin) as processes:
         agent = FakeAgent(pages)
         if gpu is not None:
             # A start's passes wait long for slack without grants.
@@ -361,7 +364,7 @@ def served_model(
         extra_arguments=tuple(arguments),
     )
     command = launch.dedicated(spec, weights=root / "weights")
-    with Processes(root / "logs") as processes:
+    with Processes(root / "logs", begin=begin_engine) as processes:
         started = processes.start(name, command.arguments, environment=command.environment)
         url = f"http://127.0.0.1:{spec.port}"
         wait_for(url, started)

@@ -1,35 +1,81 @@
 """Programs forked from a process that has imported what they use.
 
 Starting Python and importing aiohttp takes longer than most tests of the gateway, and hundreds of
-them start three programs. A forked one has memory, signals and an exit status of its own too.
+them start three programs. Importing vLLM takes most of an engine's start. A forked program has
+memory, signals and an exit status of its own too.
 """
 
+import atexit
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, Any, cast
+from unittest.mock import patch
+
+from coserve.vllm.launch import NO_COMPILER, STEADY_HEAP
+from harvester.platform.parent import end_with
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    ["scheduler.gateway.gateway", "scheduler.gateway.scheduler", "uvloop"]
-)
+_GATEWAY = ["scheduler.gateway.gateway", "scheduler.gateway.scheduler", "uvloop"]
+_ENGINE = [
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen2",
+]
+_READ_AT_IMPORT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    **STEADY_HEAP,
+    **NO_COMPILER,
+}
+"""Variables that a fork sets too late, for what its libraries have read by then."""
+FORK_CORE = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
+"""For an engine's core and ranks, which on a CPU import vLLM again otherwise."""
+_FORKS.set_forkserver_preload(_GATEWAY)
+
+
+def preload_engines() -> None:
+    """Has forks of this session find vLLM imported; before the first of them."""
+    _FORKS.set_forkserver_preload([*_GATEWAY, *_ENGINE])
+    with patch.dict(os.environ, _READ_AT_IMPORT):
+        forkserver.ensure_running()
 
 
 class ForkedProgram:
-    """Python as `Popen([sys.executable, *arguments], stdout=PIPE)` starts it, with `-c` or a file.
+    """Python as `Popen([sys.executable, *arguments])` starts it, with `-c`, `-m` or a file.
 
     The network namespace is that of the session, whichever the caller is in.
     """
 
-    def __init__(self, *arguments: str) -> None:
-        reading, writing = os.pipe()
-        self.stdout = os.fdopen(reading)
+    stdin = None
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        log: IO[bytes] | None = None,
+        grouped: bool = False,
+    ) -> None:
+        """Standard output is `stdout`, or goes to `log` with the errors; `grouped` makes a process
+        group."""
+        self.stdout: IO[str] | None = None
+        if log is None:
+            reading, writing = os.pipe()
+            self.stdout = os.fdopen(reading)
+        else:
+            writing = os.dup(log.fileno())
         # Pytest gives a test that captures output other descriptors than the fork server has.
-        streams = Connection(writing, readable=False), Connection(os.dup(2), readable=False)
-        given = arguments, *streams, dict(os.environ), str(Path.cwd())
+        errors = os.dup(2 if log is None else log.fileno())
+        streams = [Connection(stream, readable=False) for stream in (writing, errors)]
+        environment = dict(os.environ if env is None else env)
+        given = arguments, *streams, environment, str(Path.cwd()), grouped
         self._process = _FORKS.Process(target=_run, args=given, daemon=True)
         self._process.start()
         for stream in streams:
@@ -40,6 +86,10 @@ class ForkedProgram:
         assert self._process.pid is not None
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
     def poll(self) -> int | None:
         return self._process.exitcode
 
@@ -49,6 +99,35 @@ class ForkedProgram:
             raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return status
 
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def begin_engine(
+    arguments: Sequence[str], *, env: Mapping[str, str], stdout: Any, **_settings: Any
+) -> "subprocess.Popen[bytes]":
+    """An engine on the CPU, as `subprocess.Popen` would start it."""
+    program, *words = arguments
+    assert program == sys.executable
+    forked = ForkedProgram(*words, env={**env, **FORK_CORE}, log=stdout, grouped=True)
+    return cast("subprocess.Popen[bytes]", forked)
+
+
+def output_of(*arguments: str, log: Path, env: Mapping[str, str], timeout_s: float = 280.0) -> str:
+    """Output of a program with an engine in it; a failure ends the test with its log."""
+    with log.open("wb") as file:
+        program = ForkedProgram(*arguments, env={**os.environ, **env, **FORK_CORE}, log=file)
+    try:
+        status = program.wait(timeout_s)
+    finally:
+        program.kill()
+    said = log.read_text(errors="replace")
+    assert status == 0, said[-4000:]
+    return said
+
 
 def _run(
     arguments: tuple[str, ...],
@@ -56,16 +135,33 @@ def _run(
     err: Connection,
     environment: dict[str, str],
     directory: str,
+    grouped: bool,
 ) -> None:
+    end_with(os.getppid())
+    if grouped:
+        os.setpgid(0, 0)
+    # Ranks are processes of their own, which a daemon must not have.
+    multiprocessing.current_process().daemon = False
     for number, stream in enumerate((out, err), start=1):
         os.dup2(stream.fileno(), number)
         stream.close()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    if arguments[0] == "-c":
-        sys.argv = ["-c", *arguments[2:]]
-        exec(arguments[1], {"__name__": "__main__"})
+    try:
+        _run_python(*arguments)
+    finally:
+        # A process of `multiprocessing` leaves them out, and an engine's processes would stay.
+        atexit._run_exitfuncs()
+
+
+def _run_python(first: str, *rest: str) -> None:
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(rest[0], {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = [*rest]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [*arguments]
-        runpy.run_path(arguments[0], run_name="__main__")
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")

@@ -1,14 +1,13 @@
 """Real vLLM in one process: output that a request brings counts as the engine's own."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.forked_program import output_of
 
 pytestmark = pytest.mark.engine
 
@@ -86,16 +85,12 @@ def child(tmp_path: Path, **variables: str) -> dict[str, Any]:
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": str(Path.cwd()),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path / "model")],
-        env=os.environ | settings | variables,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    said = output_of(
+        *("-c", CHILD, str(tmp_path / "model")),
+        log=tmp_path / "child.log",
+        env=settings | variables,
     )
-    lines = [line for line in done.stdout.splitlines() if "FOUND" in line]
-    assert lines, done.stderr[-3000:]
+    lines = [line for line in said.splitlines() if "FOUND" in line]
     found: dict[str, Any] = json.loads(lines[-1].partition("FOUND ")[2])
     return found
 

@@ -1,17 +1,17 @@
 """A real engine whose first step a tight grant limits to a few tokens."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.forked_program import output_of
 
 pytestmark = pytest.mark.engine
 
 # A process of its own: the fault that this test is about kills the process that meets it.
 GENERATE = """
 import sys
+
 import vllm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -42,14 +42,5 @@ ENVIRONMENT = {
 
 
 def test_an_engine_survives_a_first_step_of_one_token(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", GENERATE, str(tmp_path / "model")],
-        cwd=tmp_path,
-        env=os.environ | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "tokens 6" in done.stdout
+    command = ("-c", GENERATE, str(tmp_path / "model"))
+    assert "tokens 6" in output_of(*command, log=tmp_path / "child.log", env=ENVIRONMENT)

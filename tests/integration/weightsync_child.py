@@ -1,21 +1,17 @@
 """Runs one process of engines for tests of weightsync, and reads its report."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from coserve.vllm.launch import NO_COMPILER
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.integration.forked_program import output_of
 
 
 def run_child(module: str, root: Path, *arguments: str, timeout_s: float = 400) -> dict[str, Any]:
     """`seen.json` of a module that was given a directory; the stores are in `stores` below it."""
     (root / "stores").mkdir()
-    environment = os.environ | {
+    environment = {
         "ROSEMUX_WEIGHT_ROOT": str(root / "stores"),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -25,15 +21,7 @@ def run_child(module: str, root: Path, *arguments: str, timeout_s: float = 400) 
         "VLLM_LOGGING_LEVEL": "WARNING",
         **NO_COMPILER,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", module, str(root), *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = ("-m", module, str(root), *arguments)
+    output_of(*command, log=root / "child.log", env=environment, timeout_s=timeout_s)
     result: dict[str, Any] = json.loads((root / "seen.json").read_text())
     return result
