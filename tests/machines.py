@@ -16,7 +16,6 @@ import pytest
 
 _NETWORK = 0x40000000
 """CLONE_NEWNET of setns(2)."""
-_OWN = Path("/proc/thread-self/ns/net")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +27,14 @@ class Machine:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Sockets and processes that this thread makes in the block are the machine's."""
-        with _OWN.open() as before, Path(f"/run/netns/{self.namespace}").open() as there:
-            _enter(there.fileno())
-            try:
-                yield
-            finally:
-                _enter(before.fileno())
+        before = own_network()
+        try:
+            with Path(f"/run/netns/{self.namespace}").open() as there:
+                enter_network(there.fileno())
+            yield
+        finally:
+            enter_network(before)
+            os.close(before)
 
     def plug(self, *, connected: bool) -> None:
         """Pulls the machine's cable out of the switch, or puts it back."""
@@ -87,10 +88,19 @@ def _namespace(stack: ExitStack, name: str) -> None:
     _ip("-n", name, "link", "set", "lo", "up")
 
 
-def _enter(descriptor: int) -> None:
+def own_network() -> int:
+    """Descriptor of this thread's network namespace."""
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+
+
+def enter_network(descriptor: int) -> None:
+    """This thread's sockets and processes are of that namespace; root's alone if it is another."""
+    own = own_network()
+    same = os.path.samestat(os.fstat(own), os.fstat(descriptor))
+    os.close(own)
     # os.setns is Python 3.12's.
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, _NETWORK) != 0:
+    if not same and libc.setns(descriptor, _NETWORK) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,16 +35,10 @@ _GATEWAY = (
 
 
 class Served:
-    """A child process whose first line ends with its address."""
+    """A Python program whose first line ends with its address."""
 
-    def __init__(self, *arguments: str, forked: bool = False) -> None:
-        self.process: subprocess.Popen[str] | ForkedProgram
-        if forked:
-            self.process = ForkedProgram(*arguments)
-        else:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments], stdout=subprocess.PIPE, text=True
-            )
+    def __init__(self, *arguments: str) -> None:
+        self.process = ForkedProgram(*arguments)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[-1]
 
@@ -90,7 +82,7 @@ def fake_engine() -> Iterator[Callable[..., Served]]:
         arguments = [str(HERE / "fake_engine.py"), "--step-s", str(step_s), "--port", str(port)]
         if epoch is not None:
             arguments += ["--epoch", str(epoch)]
-        started.append(Served(*arguments, forked=True))
+        started.append(Served(*arguments))
         return started[-1]
 
     yield start
@@ -100,13 +92,10 @@ def fake_engine() -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """Starts the real gateway process on the given engines, in the caller's network namespace if
-    not `forked`."""
+    """Starts the real gateway process on the given engines."""
     started: list[Served] = []
 
-    def start(
-        *engines: Served, descriptors: int = 0, forked: bool = True, **settings: Any
-    ) -> Served:
+    def start(*engines: Served, descriptors: int = 0, **settings: Any) -> Served:
         limit = f"import resource as r; r.setrlimit(r.RLIMIT_NOFILE, ({descriptors},) * 2); "
         listed = [
             {"id": f"e{index}", "url": engine.url, "concurrency": 8}
@@ -117,7 +106,7 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
         path = tmp_path / f"gateway{len(started)}.json"
         path.write_text(json.dumps(given))
         program = limit * bool(descriptors) + _GATEWAY
-        started.append(Served("-c", program, str(path), forked=forked))
+        started.append(Served("-c", program, str(path)))
         return started[-1]
 
     yield start

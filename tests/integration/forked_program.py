@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from coserve.vllm.launch import NO_COMPILER, STEADY_HEAP
 from harvester.platform.parent import end_with
+from tests.machines import enter_network, own_network
 
 _FORKS = multiprocessing.get_context("forkserver")
 _GATEWAY = ["scheduler.gateway.gateway", "scheduler.gateway.scheduler", "uvloop"]
@@ -49,10 +50,8 @@ def preload_engines() -> None:
 
 
 class ForkedProgram:
-    """Python as `Popen([sys.executable, *arguments])` starts it, with `-c`, `-m` or a file.
-
-    The network namespace is that of the session, whichever the caller is in.
-    """
+    """Python as `Popen([sys.executable, *arguments])` starts it, with `-c`, `-m` or a file, in the
+    caller's network namespace."""
 
     stdin = None
 
@@ -74,6 +73,7 @@ class ForkedProgram:
         # Pytest gives a test that captures output other descriptors than the fork server has.
         errors = os.dup(2 if log is None else log.fileno())
         streams = [Connection(stream, readable=False) for stream in (writing, errors)]
+        streams.append(Connection(own_network(), writable=False))
         environment = dict(os.environ if env is None else env)
         given = arguments, *streams, environment, str(Path.cwd()), grouped
         self._process = _FORKS.Process(target=_run, args=given, daemon=True)
@@ -133,6 +133,7 @@ def _run(
     arguments: tuple[str, ...],
     out: Connection,
     err: Connection,
+    network: Connection,
     environment: dict[str, str],
     directory: str,
     grouped: bool,
@@ -142,6 +143,8 @@ def _run(
         os.setpgid(0, 0)
     # Ranks are processes of their own, which a daemon must not have.
     multiprocessing.current_process().daemon = False
+    enter_network(network.fileno())
+    network.close()
     for number, stream in enumerate((out, err), start=1):
         os.dup2(stream.fileno(), number)
         stream.close()

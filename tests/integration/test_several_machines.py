@@ -4,7 +4,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
 from tests.certificates import Authority, token_file
 from tests.integration.conftest import HERE, FakeAgent, Served
+from tests.integration.forked_program import begin_engine
 from tests.integration.gateway_in_process import PROMPT, continued
 from tests.machines import Machine, machines
 
 ENGINE, DATA, TENANT, AGENT, WRONG = (letter * 20 for letter in "edtaw")
+CONTEXT_TOKENS = 1024
 Start = Callable[..., Served]
 
 
@@ -52,11 +54,11 @@ class Site:
         """On the machine's loopback."""
         return self.serve(machine, str(HERE / "fake_engine.py"), *arguments)
 
-    def proxy(self, machine: Machine, engine: Served, *, client_ca: Path | None = None) -> str:
-        """URL of a proxy of the engine, for other machines: by tokens, or by certificates."""
+    def proxy(self, machine: Machine, engine: str, *, client_ca: Path | None = None) -> str:
+        """URL, for other machines, of a proxy of the engine: by tokens, or by certificates."""
         made = self.authority.signs(machine.namespace, machine.address)
         options = {
-            "--engine": engine.url,
+            "--engine": engine,
             "--host": machine.address,
             "--port": "0",
             "--cert": str(made.cert_file),
@@ -83,7 +85,7 @@ class Site:
             ],
         }
         with self.gateway.entered():
-            return gateway(forked=False, **given | settings).url
+            return gateway(**given | settings).url
 
     @asynccontextmanager
     async def client(
@@ -153,7 +155,7 @@ def all_up(status: Any) -> bool:
 
 async def test_turns_and_versions_pass_by_tls_and_tokens(site: Site, gateway: Start) -> None:
     urls = {
-        machine.namespace: site.proxy(machine, site.engine(machine))
+        machine.namespace: site.proxy(machine, site.engine(machine).url)
         for machine in (site.east, site.west)
     }
     service = site.gateway_on(gateway, urls)
@@ -172,7 +174,7 @@ async def test_no_other_machine_reaches_an_engine_past_its_proxy(
     site: Site, gateway: Start
 ) -> None:
     engine = site.engine(site.east)
-    url = site.proxy(site.east, engine)
+    url = site.proxy(site.east, engine.url)
     service = site.gateway_on(gateway, {"east": url})
     port = engine.url.rpartition(":")[2]
     with site.trainer.entered():
@@ -208,7 +210,7 @@ async def test_certificates_of_clients_stand_for_tokens(site: Site, gateway: Sta
     clients = Authority(site.folder, "clients")
     shown = clients.signs("client")
     pair = {"cert_file": str(shown.cert_file), "key_file": str(shown.key_file)}
-    url = site.proxy(site.east, site.engine(site.east), client_ca=clients.file)
+    url = site.proxy(site.east, site.engine(site.east).url, client_ca=clients.file)
     engine = {"id": "east", "url": url, "ca_file": site.ca, **pair}
     made = site.authority.signs("gateway", site.gateway.address)
     tls = {"cert_file": str(made.cert_file), "key_file": str(made.key_file)}
@@ -238,7 +240,7 @@ async def test_a_wrong_token_or_authority_keeps_an_engine_out_and_is_reported(
     folder.mkdir()
     foreign = str(Authority(folder).file)
     wrong = token_file(site.folder, "rotated", WRONG)
-    east, west = (site.proxy(each, site.engine(each)) for each in (site.east, site.west))
+    east, west = (site.proxy(each, site.engine(each).url) for each in (site.east, site.west))
     service = site.gateway_on(
         gateway,
         {},
@@ -262,7 +264,7 @@ async def test_a_machine_that_is_cut_off_loses_its_turn_to_another_exactly(
     site: Site, gateway: Start
 ) -> None:
     east, west = (site.engine(machine, "--step-s", "0.02") for machine in (site.east, site.west))
-    urls = {"east": site.proxy(site.east, east), "west": site.proxy(site.west, west)}
+    urls = {"east": site.proxy(site.east, east.url), "west": site.proxy(site.west, west.url)}
     service = site.gateway_on(gateway, urls, timeouts={"stall_s": 0.5})
     async with site.client(service) as peer:
         await until(peer, all_up)
@@ -294,11 +296,87 @@ async def test_a_machine_that_is_cut_off_loses_its_turn_to_another_exactly(
         assert (await generate(peer, "after", 20))["token_ids"] == continued(PROMPT, 20, version=0)
 
 
+@contextmanager
+def real_engines(root: Path, *at: Machine) -> Iterator[dict[str, str]]:
+    """URLs of a dedicated vLLM on each machine's loopback; their store is `root`/weights/job, its
+    version 1 the model `root`/model."""
+    # They import torch, and vLLM's capabilities.
+    from benchmarks.migration.model import ENGINE_ARGUMENTS, publish_model, write_model
+    from benchmarks.testbed.processes import Processes
+    from coserve.vllm import launch
+    from coserve.vllm.capabilities import capabilities, installed_vllm_version
+    from tests.integration.engine_slot import wait_for
+
+    write_model(root / "model", texts=["one two"], context_tokens=CONTEXT_TOKENS, seed=3)
+    publish_model(root / "model", root / "weights" / "job")
+    urls = {}
+    with Processes(root / "logs", begin=begin_engine) as processes:
+        children = {}
+        for machine in at:
+            spec = launch.EngineSpec(
+                name=machine.namespace,
+                model=root / "model",
+                port=8002,
+                max_model_len=CONTEXT_TOKENS,
+                max_num_seqs=4,
+                vllm=capabilities(installed_vllm_version()),
+                extra_arguments=(*ENGINE_ARGUMENTS, "--served-model-name", "job"),
+            )
+            command = launch.dedicated(spec, weights=root / "weights")
+            with machine.entered():
+                children[machine] = processes.start(
+                    machine.namespace, command.arguments, environment=command.environment
+                )
+        for machine, child in children.items():
+            urls[machine.namespace] = f"http://127.0.0.1:{spec.port}"
+            with machine.entered():
+                wait_for(urls[machine.namespace], child)
+        yield urls
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(400)
+async def test_vllm_on_the_machine_that_is_left_goes_on_with_the_same_tokens(
+    site: Site, gateway: Start
+) -> None:
+    pytest.importorskip("vllm")
+    machines_of = {machine.namespace: machine for machine in (site.east, site.west)}
+    with real_engines(site.folder, *machines_of.values()) as engines:
+        urls = {name: site.proxy(machines_of[name], url) for name, url in engines.items()}
+        service = site.gateway_on(gateway, urls, timeouts={"stall_s": 2.0})
+        async with site.client(service) as peer:
+            await until(peer, all_up)
+            published = {"version": 1, "store": "job"}
+            assert (await answer(peer, "POST", "/v1/jobs/job/versions", published))[0] == 200
+            greedy = {"max_tokens": 900, "temperature": 0.0, "ignore_eos": True}
+            asked = {"token_ids": PROMPT, "sampling_params": greedy | {"frequency_penalty": 0.2}}
+            status, calm = await answer(peer, "POST", "/inference/v1/generate", asked)
+            assert status == 200, calm
+            async with peer.post("/inference/v1/generate", json=asked | {"stream": True}) as reply:
+                raw = await reply.content.readline()
+                state = (await answer(peer, "GET", "/v1/status"))[1]
+                (busy,) = (name for name, each in state["engines"].items() if each["open_turns"])
+                machines_of[busy].plug(connected=False)
+                raw += await reply.read()
+            events = (line[6:] for line in raw.splitlines() if line.startswith(b"data: {"))
+            choices = [choice for event in events for choice in json.loads(event)["choices"]]
+            tokens = [token for choice in choices for token in choice["token_ids"]]
+            assert tokens == calm["choices"][0]["token_ids"]
+            spans = [span for choice in choices for span in choice["spans"]]
+            assert {span["engine"] for span in spans} == urls.keys()
+            assert {span["version"] for span in spans} == {1}
+            # It comes back with the weights that it had.
+            machines_of[busy].plug(connected=True)
+            await until(peer, all_up, within_s=60)
+            state = (await answer(peer, "GET", "/v1/status"))[1]
+            assert {each["version"] for each in state["engines"].values()} == {1}
+
+
 async def test_a_slow_machine_serves_as_fast_as_its_link_and_loses_nothing(
     site: Site, gateway: Start
 ) -> None:
     urls = {
-        machine.namespace: site.proxy(machine, site.engine(machine))
+        machine.namespace: site.proxy(machine, site.engine(machine).url)
         for machine in (site.east, site.west)
     }
     service = site.gateway_on(gateway, urls)
@@ -317,7 +395,7 @@ async def test_a_guest_on_another_machine_is_leased_and_serves(
     site: Site, gateway: Start, fake_agent: FakeAgent
 ) -> None:
     guest = site.engine(site.west, "--epoch", "1")
-    fake_agent.engine_url = site.proxy(site.west, guest)
+    fake_agent.engine_url = site.proxy(site.west, guest.url)
     app = fake_agent.app()
     app.middlewares.append(token_required(partial(is_sent, AGENT.encode()), of="agent"))
     tls = site.authority.server("agent", site.west.address)
