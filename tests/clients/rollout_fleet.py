@@ -29,6 +29,7 @@ from harvester.contracts.page import GrantMode, PageDirectory
 from harvester.contracts.wire.leases import LeaseGranted
 from tests.integration import engine_slot
 from tests.integration.conftest import FakeAgent
+from tests.integration.forked_program import begin_forked, preload_engines
 
 JOB = "policy"
 CONTEXT_TOKENS = 1024
@@ -105,7 +106,8 @@ async def rollout_fleet(root: Path) -> AsyncIterator[RolloutFleet]:
 
     paths = RunPaths(run=root, pages=pages_root, logs=logs, cache=root / "cache")
     try:
-        with Processes(logs) as processes:
+        preload_engines()
+        with Processes(logs, begin=begin_forked) as processes:
             parts = Parts(processes=processes, paths=paths, clock=MonotonicClock())
             parts.engine("dedicated", launch.dedicated(spec("dedicated"), weights=weights))
             parts.engine("guest", launch.guest(spec("guest"), pages=pages.path, weights=weights))

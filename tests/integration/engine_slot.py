@@ -41,7 +41,7 @@ from harvester.contracts.page.seal import SEQUENCE_OFFSET
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
 from scheduler.gateway.stream import EventStream
-from tests.integration.forked_program import begin_engine
+from tests.integration.forked_program import begin_forked
 
 PRODUCTION = "production"
 PRODUCTION_PULSE = pulse_page(PRODUCTION, 0)
@@ -321,7 +321,7 @@ def started_slot(
     }
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     children: dict[str, Child] = {}
-    begin = begin_engine if gpu is None else subprocess.Popen
+    begin = begin_forked if gpu is None else subprocess.Popen
     with Processes(root / "logs", begin=begin) as processes:
         agent = FakeAgent(pages)
         if gpu is not None:
@@ -364,7 +364,7 @@ def served_model(
         extra_arguments=tuple(arguments),
     )
     command = launch.dedicated(spec, weights=root / "weights")
-    with Processes(root / "logs", begin=begin_engine) as processes:
+    with Processes(root / "logs", begin=begin_forked) as processes:
         started = processes.start(name, command.arguments, environment=command.environment)
         url = f"http://127.0.0.1:{spec.port}"
         wait_for(url, started)

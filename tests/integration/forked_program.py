@@ -106,10 +106,10 @@ class ForkedProgram:
         self._process.kill()
 
 
-def begin_engine(
+def begin_forked(
     arguments: Sequence[str], *, env: Mapping[str, str], stdout: Any, **_settings: Any
 ) -> "subprocess.Popen[bytes]":
-    """An engine on the CPU, as `subprocess.Popen` would start it."""
+    """Python as `subprocess.Popen` would start it, without a core or a priority of its own."""
     program, *words = arguments
     assert program == sys.executable
     forked = ForkedProgram(*words, env={**env, **FORK_CORE}, log=stdout, grouped=True)

@@ -32,7 +32,7 @@ from tests.integration.engine_slot import (
     until,
     wait_for,
 )
-from tests.integration.forked_program import begin_engine
+from tests.integration.forked_program import begin_forked
 
 pytestmark = pytest.mark.engine
 
@@ -55,7 +55,7 @@ def production(
         place = arguments.index("--middleware")
         del arguments[place : place + 2]
     environment = {**command.environment, **variables}
-    with Processes(root / "logs", begin=begin_engine) as processes:
+    with Processes(root / "logs", begin=begin_forked) as processes:
         child = processes.start(NAME, arguments, environment=environment)
         url = f"http://127.0.0.1:{port}"
         wait_for(url, child)

@@ -38,7 +38,7 @@ from harvester.contracts.page import (
 from harvester.policy.production import kv_usage_ratio
 from harvester.policy.sample import KillSwitch, LeaseView
 from tests.integration.engine_slot import CONTEXT_TOKENS, SHAPE, completed, until, wait_for
-from tests.integration.forked_program import begin_engine
+from tests.integration.forked_program import begin_forked
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -106,7 +106,7 @@ def started(root: Path) -> Iterator[WideProduction]:
     module = arguments.index("-m")
     arguments[module : module + 2] = [str(SERVE)]
     arguments += ["--api-server-count", "2"]
-    with Processes(root / "logs", begin=begin_engine) as processes:
+    with Processes(root / "logs", begin=begin_forked) as processes:
         child = processes.start("wide", arguments, environment=command.environment)
         url = f"http://127.0.0.1:{port}"
         wait_for(url, child, within_s=START_S)

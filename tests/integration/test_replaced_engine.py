@@ -78,7 +78,7 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
     from coserve.vllm.capabilities import capabilities, installed_vllm_version
     from examples.grpo.model import PolicyShape, write_checkpoint
     from tests.integration.engine_slot import wait_for
-    from tests.integration.forked_program import begin_engine
+    from tests.integration.forked_program import begin_forked
 
     shape = PolicyShape(
         hidden=128, intermediate=256, layers=2, heads=2, kv_heads=2, context_tokens=CONTEXT_TOKENS
@@ -95,7 +95,7 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
     )
     command = launch.dedicated(spec, weights=tmp_path / "weights")
     url = f"http://127.0.0.1:{spec.port}"
-    with Processes(tmp_path / "logs", begin=begin_engine) as processes:
+    with Processes(tmp_path / "logs", begin=begin_forked) as processes:
         running = []
 
         def start() -> str:

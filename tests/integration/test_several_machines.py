@@ -18,7 +18,7 @@ from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
 from tests.certificates import Authority, token_file
 from tests.integration.conftest import HERE, FakeAgent, Served
-from tests.integration.forked_program import begin_engine
+from tests.integration.forked_program import begin_forked
 from tests.integration.gateway_in_process import PROMPT, continued
 from tests.machines import Machine, machines
 
@@ -310,7 +310,7 @@ def real_engines(root: Path, *at: Machine) -> Iterator[dict[str, str]]:
     write_model(root / "model", texts=["one two"], context_tokens=CONTEXT_TOKENS, seed=3)
     publish_model(root / "model", root / "weights" / "job")
     urls = {}
-    with Processes(root / "logs", begin=begin_engine) as processes:
+    with Processes(root / "logs", begin=begin_forked) as processes:
         children = {}
         for machine in at:
             spec = launch.EngineSpec(
