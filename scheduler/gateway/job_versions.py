@@ -89,12 +89,12 @@ class JobVersions:
             if self._takes_engines(job):
                 await self._staging.prepare(wanted, patience_s=SHOWN_S)
             serves = self._takes_engines(job)
-            newer = version > self.newest(job)
+            new = wanted != policy.published(job)
             self._observe(
                 published,
                 lambda: self._state.publish(job, store=store, version=version, activate=serves),
             )
-            if newer:
+            if new:
                 self._announced_s[job] = self._clock.now()
                 told = "job %s: version %d of store %s is announced%s"
                 _log.info(told, job, version, store, "" if serves else "; the job is not active")

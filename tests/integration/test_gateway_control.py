@@ -293,7 +293,10 @@ async def test_an_update_of_a_job_that_is_not_active_says_that_it_is_announced_o
 
 
 @pytest.mark.usefixtures("quick_staging")
-async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another() -> None:
+async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     fake = engine()
     jobs = [{"id": "job", "active": True}, {"id": "other"}]
     async with gateway_on(fake, jobs=jobs) as gateway:
@@ -310,6 +313,7 @@ async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_nam
         assert (await gateway.post("/jobs/job/inference/v1/generate", turn))[0] == 200
         fake.stage_fault = ""
         assert (await gateway.post("/v1/jobs/other/versions", right))[0] == 200
+        assert "version 1 of store right is announced" in caplog.text
         status, reply = await gateway.post("/v1/jobs/other/activate", {})
         assert (status, reply["version"]) == (200, 1)
         assert (await gateway.post("/v1/jobs/other/versions", wrong | {"version": 1}))[0] == 409
