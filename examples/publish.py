@@ -60,7 +60,7 @@ def main() -> None:
             f"version {published.version}: {published.bytes_sent} of {published.bytes_dense} bytes"
         )
         state = publisher.announced(timeout_s=150)
-    print(state or "the gateway has not confirmed it yet")
+        print(state or f"not in force: {publisher.announce_faults}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ class StoreTransfer:
         """Returns when every dedicated engine serves the version; harvested ones catch up."""
         self.version = self._publisher.publish(iterator).version
         if not self._publisher.announced(self._timeout_s):
-            raise TimeoutError(f"version {self.version} is published, and not in force everywhere")
+            why = self._publisher.announce_faults
+            raise TimeoutError(f"version {self.version} is published, and not in force: {why}")
 
     def resume(self) -> None:
         """Left to the gateway."""

@@ -21,7 +21,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
@@ -36,11 +35,11 @@ from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.tls import ServerTls, open_to_network
 from harvester.platform.yaml_file import (
     Where,
-    explained,
     named,
     parse_fields,
     parse_value,
     read_text,
+    validated,
 )
 from harvester.policy.bounds import Range, beyond, slo_warnings
 from harvester.policy.settings import Mode, SlotSettings, more_careful
@@ -440,10 +439,7 @@ def read_agent_config(
                 notes.append(f"variable {name} gives {given} over {was} in {path}")
     for dotted, value in (flags or {}).items():
         _put(values, dotted.split("."), value, origin=f"flag {dotted}")
-    try:
-        config = AgentConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explained(error, text, path)) from error
+    config = validated(AgentConfig, values, text, path)
 
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, said, text, path) for where, said in found]

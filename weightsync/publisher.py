@@ -165,13 +165,19 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._lead.close()
 
     def announced(self, timeout_s: float) -> AnnounceState:
-        """State of the newest version once all gateways have it, or after this time.
+        """State of the newest version once all gateways have it or refuse it, or after this time.
 
         `served`: every dedicated engine serves it. `announced, not active`, also true: a gateway
         has it and its engines serve another job, until this one is activated. Empty, so false: a
-        gateway has not confirmed it yet, or refuses it.
+        gateway has not confirmed it yet, or refuses it; `announce_faults` says which and why.
         """
         return AnnounceState.SERVED if self._announcer is None else self._announcer.wait(timeout_s)
+
+    @property
+    def announce_faults(self) -> dict[str, str]:
+        """Why gateways do not have the newest version, in the words of each or of the connection,
+        by the job's URL there."""
+        return {} if self._announcer is None else {**self._announcer.faults}
 
     def publish(self, state: State, *, step: int | None = None) -> Published:
         """Write the next version; returns when it is durable and LATEST names it.

@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.errors import UNDECODABLE
+from harvester.contracts.errors import UNDECODABLE, reason_of
 from harvester.contracts.page import PageDirectory, Pulse, engine_of
 from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
 from harvester.platform.http_kit import body_of
@@ -132,7 +132,7 @@ class MetricsProbe:
             levels = await self._read(session)
             problem = "a series is missing or not a number" if levels is None else ""
         except (aiohttp.ClientError, TimeoutError) as error:
-            levels, problem = None, str(error) or type(error).__name__
+            levels, problem = None, reason_of(error)
         if bool(problem) != self._failing:
             self._failing = bool(problem)
             _log.warning("scrape of %s: %s", self._url, problem or "works again")

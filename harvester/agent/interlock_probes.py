@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, reason_of
 from harvester.platform.http_kit import body_of
 from harvester.platform.nvml import GpuReading
 from harvester.platform.peer import Peer
@@ -286,7 +286,7 @@ async def _in_daemon(work: Callable[[], T]) -> T:
 
 
 def _fault(url: str, error: Exception) -> str:
-    return f"{url}: {str(error) or type(error).__name__}"
+    return f"{url}: {reason_of(error)}"
 
 
 def _log_change(before: str, after: str) -> None:

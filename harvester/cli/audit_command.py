@@ -21,8 +21,7 @@ from harvester.contracts.errors import ConfigError
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _CONFIG_SUFFIXES = (".yaml", ".yml")
-PIPE_COLUMNS = 400
-"""A pipe has no width of its own: each row is one line."""
+_PIPE_COLUMNS = 400
 ROWS_MAX = 1000
 """A row takes 1 ms and 10 KB, and an audit may have a million events."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -52,12 +51,11 @@ def audit(
         for event in events:
             typer.echo(msgspec.json.encode(event).decode())
         return
-    width = None if sys.stdout.isatty() else PIPE_COLUMNS
     latest, found = deque[AuditEvent](maxlen=ROWS_MAX), 0
     for event in events:
         latest.append(event)
         found += 1
-    Console(highlight=False, width=width).print(_table(latest))
+    row_console().print(_table(latest))
     if found > len(latest):
         text = f"the latest {len(latest)} of {found} events: choose with --since, or --json for all"
         typer.echo(f"rosemux audit: {text}", err=True)
@@ -129,6 +127,11 @@ def _table(events: Iterable[AuditEvent]) -> Table:
             )
         )
     return table
+
+
+def row_console() -> Console:
+    """A terminal's width; a pipe has none of its own, and each row of a table is one line there."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
 def printable(text: str) -> Text:

@@ -1,12 +1,19 @@
 """A gateway's status as tables: its engines, jobs, leases and slots, and what waits."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import msgspec
 from rich.table import Table
 
 from harvester.cli.audit_command import printable
 from harvester.contracts.wire.stops import Stop
+
+_NAMES = ("engine", "url", "job", "store", "lease", "agent", "slot")
+"""Columns of names, which are as long as their owner likes."""
+_COUNTS = ("started", "completed", "aborted", "migrated", "retried")
+_BAD_ENDS = ("refused", "lost", "failed", "duplicated", "undelivered")
+"""Counts of turns that are 0 where nothing is wrong."""
+_NUMBERS = (*_COUNTS, "tokens", "of guests", "version", "turns", "ends in", "idle")
 
 
 class _Engine(msgspec.Struct, frozen=True):
@@ -60,33 +67,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
     silent_agents: dict[str, str]
     unrecorded: list[str]
 
-    def tables(self) -> Iterator[Table]:
-        table = _table("Engines", "engine", "kind", "state", "version", "turns", "url", "fault")
-        for name, each in self.engines.items():
-            state = (each.state or "up") if each.up else "down"
-            turns = f"{each.open_turns} of {each.concurrency}"
-            _add(table, name, each.kind, state, each.version, turns, each.url, each.fault)
-        yield table
-        table = _table("Jobs", "job", "state", "version", "store", "may use", "turns", "tokens")
-        for name, job in self.jobs.items():
-            state = "active" if name == self.active_job else "not active"
-            uses = {"dedicated engines": job.dedicated, "leases": job.harvesting}
-            may_use = ", ".join(what for what, may in uses.items() if may)
-            state += ", paused" if job.paused else ""
-            turns, tokens = _counts(job.turns), _counts(job.tokens)
-            _add(table, name, state, job.version, job.store, may_use, turns, tokens)
-        yield table
-        table = _table("Leases", "lease", "agent", "job", "ends in")
-        for lease in self.leases:
-            _add(table, lease.lease, lease.agent, lease.job, f"{lease.left_s:.0f} s")
-        yield table
-        table = _table("Slots", "slot", "agent", "state", "idle")
-        for name, slot in self.slots.items():
-            idle = "unknown" if slot.idle_ratio is None else f"{slot.idle_ratio:.0%}"
-            _add(table, name, slot.agent, slot.state, idle)
-        yield table
-
-    def lines(self) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
         if self.active_job:
             served = "no dedicated engine is up"
             if any(each.up for each in self.engines.values() if each.kind == "dedicated"):
@@ -95,10 +76,43 @@ class GatewayReport(msgspec.Struct, frozen=True):
             yield f"Job {self.active_job} is active at version {self.target_version}, {served}"
         else:
             yield "Another tenant's job is active" if self.active_job == "" else "No job is active"
-        yield (
-            f"Turns: {self.open_turns} on engines, {self.queued_turns} wait for a place, "
-            f"{self.held_turns} for a version or numerics that no engine has"
-        )
+        held = f", {self.held_turns} for a version or numerics" if self.held_turns else ""
+        yield f"Turns: {self.open_turns} on engines, {self.queued_turns} wait for a place{held}"
+
+    def tables(self) -> Iterator[Table]:
+        """Those that have rows."""
+        engines = _table("engine", "kind", "state", "version", "turns", "url")
+        for name, each in self.engines.items():
+            state = (each.state or "up") if each.up else "down"
+            turns = f"{each.open_turns} of {each.concurrency}"
+            _add(engines, name, each.kind, state, each.version, turns, each.url)
+        jobs = _table("job", "state", "version", "store", "may use")
+        counts = _table("job", *_COUNTS, "tokens", "of guests")
+        for name, job in self.jobs.items():
+            state = "active" if name == self.active_job else "not active"
+            uses = {"dedicated": job.dedicated, "leases": job.harvesting}
+            may_use = ", ".join(what for what, may in uses.items() if may)
+            state += ", paused" if job.paused else ""
+            _add(jobs, name, state, job.version, job.store, may_use)
+            ends = (job.turns.get(what, 0) for what in _COUNTS)
+            _add(counts, name, *ends, sum(job.tokens.values()), job.tokens.get("guest", 0))
+        leases = _table("lease", "agent", "job", "ends in")
+        for lease in self.leases:
+            _add(leases, lease.lease, lease.agent, lease.job, f"{lease.left_s:.0f} s")
+        slots = _table("slot", "agent", "state", "idle")
+        for name, slot in self.slots.items():
+            idle = "unknown" if slot.idle_ratio is None else f"{slot.idle_ratio:.0%}"
+            _add(slots, name, slot.agent, slot.state, idle)
+        yield from (each for each in (engines, jobs, counts, leases, slots) if each.rows)
+
+    def faults(self) -> Iterator[str]:
+        for name, engine in self.engines.items():
+            if engine.fault:
+                yield f"Engine {name}: {engine.fault}"
+        for name, job in self.jobs.items():
+            bad = (f"{job.turns[what]} {what}" for what in _BAD_ENDS if job.turns.get(what))
+            if ends := ", ".join(bad):
+                yield f"Turns of job {name}: {ends}"
         for stop in self.stops:
             yield f"Stopped, {stop.tenant or 'all tenants'}: {stop.text}"
         for agent, fault in self.silent_agents.items():
@@ -107,13 +121,18 @@ class GatewayReport(msgspec.Struct, frozen=True):
             yield f"Not recorded, see the gateway's log: {', '.join(self.unrecorded)}"
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left")
+def _table(*columns: str) -> Table:
+    """Where the terminal is narrow, names are cut and nothing is wrapped."""
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=name not in _NAMES)
+        if name in _NUMBERS:
+            table.columns[-1].justify = "right"
+    return table
 
 
 def _add(table: Table, *cells: object) -> None:
-    table.add_row(*(printable("" if cell is None else str(cell)) for cell in cells))
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    shown = [printable("" if cell is None else str(cell)) for cell in cells]
+    for each in shown:
+        each.no_wrap, each.overflow = True, "ellipsis"
+    table.add_row(*shown)

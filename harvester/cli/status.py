@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.contracts.clock import monotonic_ns
@@ -45,7 +45,7 @@ def status(
     key_file: KeyFile = None,
 ) -> None:
     """Show the slots of this machine, and what an agent or a gateway says of itself."""
-    console = Console()
+    console = row_console()
     directories = _slot_directories(pages)
     if not directories and agent_url is None and gateway_url is None:
         raise ConfigError(
@@ -67,11 +67,11 @@ def status(
             console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
     if gateway_url is not None:
         report = call(gateway_url, "/v1/status", GatewayReport, credentials, option="--gateway")
+        console.print(*map(printable, report.summary()), sep="\n")
         for table in report.tables():
-            if table.rows:
-                console.print(table)
-        for line in report.lines():
-            console.print(line, markup=False, highlight=False)
+            console.print("", table, sep="\n")
+        if faults := [*map(printable, report.faults())]:
+            console.print("", *faults, sep="\n")
 
 
 def _slot_directories(pages: Path) -> list[PageDirectory]:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from harvester.cli.audit_command import PIPE_COLUMNS, printable
+from harvester.cli.audit_command import printable, row_console
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
@@ -75,8 +75,7 @@ def _print_once(view: "AgentsView", interval: float) -> None:
     view.table()
     time.sleep(interval)
     table = view.table()
-    console = Console(highlight=False)
-    Console(highlight=False, width=None if console.is_terminal else PIPE_COLUMNS).print(table)
+    row_console().print(table)
     if not view.answered:
         raise Exhausted("no agent gives an answer")
 

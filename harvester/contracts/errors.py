@@ -21,6 +21,11 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 through as Python's own errors."""
 
 
+def reason_of(error: BaseException) -> str:
+    """An error's message, or its class where it has none: a timeout says nothing."""
+    return str(error) or type(error).__name__
+
+
 class RoseMuxError(Exception):
     """Root of every error that RoseMux raises on purpose."""
 

@@ -4,6 +4,8 @@ Names from outside never become paths: `checked_name` admits only what is a harm
 """
 
 import re
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import NewType
 
 from harvester.contracts.errors import PeerProtocolError
@@ -45,3 +47,9 @@ def checked_name(name: str, *, what: str) -> str:
             "starting with a letter or digit"
         )
     return name
+
+
+def unknown_field(name: str, offered: Collection[str]) -> str:
+    """The words for a field that nothing reads, with the nearest name that is read."""
+    near = get_close_matches(name[:200], offered, n=1)
+    return f"no such field; {f'did you mean {near[0]!r}?' if near else 'leave it out'}"

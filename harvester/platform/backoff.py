@@ -103,7 +103,8 @@ class Backoff:
     def exhausted(self, why: str) -> Exhausted:
         """The error of a caller that asked for a pause and got none."""
         waited_s = self._clock.now() - self._progress_s
-        return Exhausted(f"{why}; gave up after {waited_s:.3g} s, try again later")
+        ended = f"; gave up after {waited_s:.3g} s, try again later"
+        return Exhausted(why + ended * (self._limits.attempts_max > 1))
 
 
 def retry_after_s(header: str | None, *, most_s: float) -> float:

@@ -46,6 +46,8 @@ IDLE_S: Final = 75.0
 requests: longer than clients and most proxies keep a connection themselves."""
 COUNT_READ: Final[web.RequestKey[Callable[[int], None]]] = web.RequestKey("count_read")
 """Called with the bytes read so far of a body whose length is not known before."""
+_COUNTED_BODY: Final = web.RequestKey("counted_body", bytes)
+"""The body once it was read so; aiohttp itself keeps the others."""
 _SHOWN_CHARS: Final = 500
 _BACKLOG: Final = 4096
 """Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
@@ -130,11 +132,14 @@ async def whole_body(request: web.Request) -> bytes:
         async with asyncio.timeout(BODY_S):
             if (count := request.get(COUNT_READ)) is None:
                 return await request.read()
+            if _COUNTED_BODY in request:
+                return request[_COUNTED_BODY]
             body = bytearray()
             while part := await request.content.readany():
                 body += part
                 count(len(body))
-            return bytes(body)
+            request[_COUNTED_BODY] = bytes(body)
+            return request[_COUNTED_BODY]
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise PeerProtocolError(f"body: {error}") from error
     except TimeoutError as error:

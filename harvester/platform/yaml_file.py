@@ -1,13 +1,20 @@
 """A YAML file of settings, and its mistakes named by field and line. Decides nothing."""
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import unknown_field
+
+M = TypeVar("M", bound=BaseModel)
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -78,16 +85,43 @@ def parse_fields(text: str, path: Path | None) -> dict[str, Any]:
     return values
 
 
-def explained(error: ValidationError, text: str, path: Path | None) -> str:
-    """Every mistake with its field and, where it came from the file, its line."""
-    mistakes = []
-    for problem in error.errors(include_url=False, include_context=False):
-        mistake = named(problem["loc"], problem["msg"], text, path)
-        # What is missing at the top has no line; it belongs into the file all the same.
-        if problem["type"] == "missing" and path is not None and len(problem["loc"]) == 1:
-            mistake = f"{path}: {mistake}"
-        mistakes.append(mistake)
-    return "; ".join(mistakes)
+def validated(model: type[M], values: Mapping[str, Any], text: str, path: Path | None) -> M:
+    """Raises ConfigError, which names every wrong field and, where it came from the file's text,
+    its line."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+        mistakes = (_mistake(each, model, text, path) for each in problems)
+        raise ConfigError("; ".join(mistakes)) from error
+
+
+def _mistake(problem: ErrorDetails, model: type[BaseModel], text: str, path: Path | None) -> str:
+    where, message = problem["loc"], problem["msg"]
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        message = unknown_field(str(where[-1]), _fields_at(model, where[:-1]))
+    mistake = named(where, message, text, path)
+    # What is missing at the top has no line; it belongs into the file all the same.
+    at_top = problem["type"] == "missing" and path is not None and len(where) == 1
+    return f"{path}: {mistake}" if at_top else mistake
+
+
+def _fields_at(model: type[BaseModel], where: Where) -> set[str]:
+    """Names of the fields that may stand there."""
+    fields: dict[str, Any] = dict(_fields_of(model))
+    for step in where:
+        if step in fields:  # Else it is an item's number, a key, or the kind of a union.
+            fields = dict(_fields_of(fields[str(step)]))
+    return {*fields}
+
+
+def _fields_of(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Names and types of the fields of the models and dataclasses in a type."""
+    if isinstance(kind, type) and (issubclass(kind, BaseModel) or is_dataclass(kind)):
+        for name, field in signature(kind).parameters.items():
+            yield name, field.annotation
+    for part in get_args(kind):
+        yield from _fields_of(part)
 
 
 def named(where: Where, message: str, text: str, path: Path | None) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
@@ -81,11 +82,14 @@ class GatewayWatch:
         clock: Clock,
         *,
         silence_s: float,
+        warn_s: float,
+        warnings: EventLimit,
         engines: Mapping[str, str],
     ) -> None:
+        """`warn_s`: where it is less than `silence_s`, a longer wait for an answer is logged."""
         self._gateway = gateway
         self._job, self._headers, self._clock = job, dict(headers), clock
-        self._silence_s = silence_s
+        self._silence_s, self._warn_s, self._warnings = silence_s, warn_s, warnings
         self._silence = GatewaySilence(silence_s, now=clock.now())
         self._open = 0
         self._task: asyncio.Task[None] | None = None
@@ -97,6 +101,8 @@ class GatewayWatch:
         """Whether the gateway has named the job's engines, and the weights that they hold."""
         self.fault = ""
         """Why it has not, where it answers."""
+        self._warned = False
+        """Whether the log has the present silence."""
         self._unanswered = ""
         """Why the last probe had no answer."""
         self.store = ""
@@ -116,6 +122,7 @@ class GatewayWatch:
         return self._clock.now() - self._silence.heard_s
 
     def hear(self) -> None:
+        self._warned = False
         self._silence.hear(now=self._clock.now())
 
     @contextmanager
@@ -171,8 +178,12 @@ class GatewayWatch:
 
     async def _probe(self, path: str) -> bool:
         timeout = aiohttp.ClientTimeout(total=self._silence_s)
-        async with self._gateway().get(path, headers=self._headers, timeout=timeout) as reply:
-            content = await body_of(reply, most_bytes=_STATUS_BYTES)
+        warning = asyncio.ensure_future(self._warn())
+        try:
+            async with self._gateway().get(path, headers=self._headers, timeout=timeout) as reply:
+                content = await body_of(reply, most_bytes=_STATUS_BYTES)
+        finally:
+            warning.cancel()
         if path == "/v1/status" and reply.status == 200:
             self._learn(_DECODER.decode(content))
         elif path == "/v1/status" and reply.status != 503:
@@ -182,6 +193,15 @@ class GatewayWatch:
             self.fault = fault
         # It ends where it answers 503; any other answer is one.
         return reply.status != 503
+
+    async def _warn(self) -> None:
+        await asyncio.sleep(self._warn_s)
+        # An answer that came while this process stood still is read first.
+        await asyncio.sleep(self._warn_s / 8)
+        if not self._warned and self._warnings.admits(now=self._clock.now()):
+            told = "the gateway %s has not answered for %.3g s; turns wait for it"
+            _log.warning(told, self._gateway().url, self.unanswered_s)
+        self._warned = True
 
     def _learn(self, status: _Status) -> None:
         self.learned, self.fault = True, ""

@@ -101,9 +101,10 @@ class AsyncRolloutClient:
     serve turns on the job's dedicated engines, as the gateway last listed them, while the gateway
     has not answered for `silence_s`; replies are then streamed, so that no received token is lost.
     Without it turns wait for the gateway, and are requested again after a minute without an answer
-    of its `/healthz`. `engines`: the same files for those engines, where they are behind engine
-    proxies; a token for data is enough. `dedicated`: URLs of engines by name that hold the job's
-    weights and no others, to fall back on while the gateway has never answered.
+    of its `/healthz`, of which the log tells after `silence_s`. `engines`: the same files for those
+    engines, where they are behind engine proxies; a token for data is enough. `dedicated`: URLs of
+    engines by name that hold the job's weights and no others, to fall back on while the gateway has
+    never answered.
     """
 
     def __init__(
@@ -151,6 +152,8 @@ class AsyncRolloutClient:
             self._headers,
             self._clock,
             silence_s=silence_s if fallback else max(silence_s, _HUNG_S),
+            warn_s=silence_s,
+            warnings=self._warnings,
             engines=dedicated or {},
         )
         self._dedicated = DedicatedTurns(self._session, self._watch, self._clock, engines)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError, reason_of
 from harvester.contracts.ids import Epoch, LeaseId, NodeId, checked_name
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
@@ -137,7 +137,7 @@ class AgentClient:
                     raw = await body_of(response, most_bytes=MAX_REPLY_BYTES)
                     status = response.status
             except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-                fault = f"{method} {path}: {error!r}"
+                fault = f"{method} {path}: {reason_of(error)}"
                 continue
             try:
                 return decoder.decode(raw)

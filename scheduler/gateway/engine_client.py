@@ -18,6 +18,7 @@ from harvester.contracts.errors import (
     PeerProtocolError,
     RoseMuxError,
     Stale,
+    reason_of,
 )
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
@@ -258,7 +259,7 @@ class EngineClient:
         try:
             report, _ = await self._identity_client.report()
         except _BROKEN as error:
-            raise EngineLost(f"what the engine is: {error!r}") from error
+            raise EngineLost(f"what the engine is: {reason_of(error)}") from error
         return report.description
 
     async def changed(self, *, frugal: bool = False) -> Change:
@@ -316,7 +317,7 @@ class EngineClient:
         except (*_BROKEN, EngineLost) as error:
             self.forget()
             what = f"switch to {store} {version}" if version else "version 0"
-            raise EngineLost(f"{what}: {error!r}") from error
+            raise EngineLost(f"{what}: {reason_of(error)}") from error
 
     async def _load(self, store: str, version: WeightVersion, adapter: str | None) -> None:
         named = {} if adapter is None else {"adapter": adapter}
@@ -339,7 +340,7 @@ class EngineClient:
         try:
             description, held = await self._identified(updated=True)
         except _BROKEN as error:
-            raise EngineLost(f"what the engine holds: {error!r}") from error
+            raise EngineLost(f"what the engine holds: {reason_of(error)}") from error
         if len({(worker.store, worker.version) for worker in held}) != 1:
             raise EngineLost("its workers do not report the same weights")
         return description, held[0]
@@ -415,7 +416,7 @@ class EngineClient:
         try:
             status, _ = await self._identity_client.get("/health")
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            self.health_fault = f"/health: {error or type(error).__name__}"
+            self.health_fault = f"/health: {reason_of(error)}"
             return _left_by(error)
         self.health_fault = (
             "" if status == 200 else f"/health: HTTP {status}{_ADVICE.get(status, '')}"

@@ -5,6 +5,7 @@ The shell around the version policy: it carries out quiesce, update and serve, a
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -282,12 +283,18 @@ class EngineFleet:
             self.on_fault(error)
             raise
 
-    async def settled(self, wanted: JobVersion, *, timeout_s: float) -> bool:
+    async def settled(
+        self, wanted: JobVersion, *, timeout_s: float, patience_s: float = math.inf
+    ) -> bool:
         """Wait until every dedicated engine serves it. False: it took too long or was overtaken,
-        which another store of the same number does too."""
+        which another store of the same number does too, or all that do not serve it cannot load it
+        after `patience_s`."""
+        until_s = self._clock.now() + patience_s
         try:
             async with asyncio.timeout(timeout_s):
                 while self.policy.target == wanted and not self.policy.settled:
+                    if self.policy.failing and self._clock.now() >= until_s:
+                        return False
                     await self._changed.wait()
         except TimeoutError:
             return False
@@ -376,7 +383,9 @@ class EngineFleet:
                     engine=effect.engine, job=effect.job, version=effect.version, fault=fault
                 )
             )
-            if not fault:
+            if fault:
+                self._wake_publishers()
+            else:
                 self._end_clashes()
 
     def clash_of(self, guest: EngineDescription) -> str:

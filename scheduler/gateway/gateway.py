@@ -55,7 +55,13 @@ from scheduler.gateway.engine_client import RequestRefused
 from scheduler.gateway.engine_list_routes import EngineListRoutes
 from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status
-from scheduler.gateway.job_paths import job_named, route_of, with_base_paths
+from scheduler.gateway.job_paths import (
+    JOB_OF_MODEL,
+    job_named,
+    job_of_model,
+    route_of,
+    with_base_paths,
+)
 from scheduler.gateway.job_switches import Switch, SwitchRequest
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import document
@@ -198,7 +204,10 @@ class Gateway:
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if route_of(request) not in _LARGE_BODY_ROUTES:
             return await handler(request)
-        tenant = self._scheduler.jobs[self._job(request)].tenant
+        jobs, possible = self._scheduler.jobs, self._possible_jobs(request)
+        tenants = {jobs[job].tenant for job in possible}
+        # Which of several jobs is meant, the body may say.
+        tenant = tenants.pop() if len(tenants) == 1 else OPERATOR
         if self._connections.held >= self._room:
             _tell_once("no room for connections beside %d requests: raise ulimit -n", self._room)
         with self._connections.holding(tenant, 1), ExitStack() as held:
@@ -208,6 +217,12 @@ class Gateway:
             else:
                 count(request.content_length)
             request[HELD_BODY] = held
+            if len(possible) > 1:
+                body = await whole_body(request)
+                adapters = filter(None, (job.adapter for job in jobs.values()))
+                models = {*self._scheduler.fleet.models(), *adapters}
+                if (job := job_of_model(body, possible, models)) is not None:
+                    request[JOB_OF_MODEL] = job
             return await handler(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -334,19 +349,24 @@ class Gateway:
 
     def _job(self, request: web.Request) -> JobId:
         """The job that is meant, if the caller may speak for it."""
-        tenant, job = self._tenant(request), job_named(request)
-        jobs = self._scheduler.jobs
+        possible = self._possible_jobs(request)
+        if len(possible) != 1:
+            names = f"several jobs: {', '.join(possible)[:_MODEL_CHARS]}" if possible else "no job"
+            raise PeerProtocolError(
+                f"send the header {JOB_HEADER}, use /jobs/NAME as the base path, or sample from "
+                f"the job's name as `model`: this caller has {names}"
+            )
+        return possible[0]
+
+    def _possible_jobs(self, request: web.Request) -> list[JobId]:
+        """The job that the request names, else all that the caller may speak for."""
+        tenant, job, jobs = self._tenant(request), job_named(request), self._scheduler.jobs
+        own = [name for name in jobs if tenant in (None, jobs[name].tenant)]
         if job is None:
-            own = [name for name in jobs if tenant in (None, jobs[name].tenant)]
-            if len(own) != 1:
-                raise PeerProtocolError(
-                    f"send the header {JOB_HEADER}, or use /jobs/NAME as the base path: there are "
-                    "several jobs"
-                )
-            job = own[0]
-        if job not in jobs or (tenant is not None and jobs[job].tenant != tenant):
+            return own
+        if job not in own:
             raise PeerProtocolError(f"job {job} is not configured for this caller")
-        return job
+        return [job]
 
     def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
         """The caller; None: the operator, and everyone where there are no tokens."""

@@ -1,17 +1,29 @@
-"""Base path of a job, /jobs/NAME: every route again, for clients that can send no header.
+"""The job that a request names: by its path, its header, or the model of its body.
 
-A name selects one of the configured jobs, and nothing else: it is no path of a file.
+The base path /jobs/NAME has every route again, for clients that can send no header. A name selects
+one of the configured jobs, and nothing else: it is no path of a file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
-from harvester.contracts.errors import PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
 from harvester.contracts.ids import JobId, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 
 JOB_BASE = "/jobs/{base_job}"
+JOB_OF_MODEL: Final = web.RequestKey("job_of_model", JobId)
+"""The job whose name the body has as its model."""
+
+
+class _Body(msgspec.Struct, frozen=True):
+    model: Any = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
 
 
 def with_base_paths(routes: Iterable[web.RouteDef]) -> list[web.RouteDef]:
@@ -30,7 +42,7 @@ def route_of(request: web.Request) -> str:
 
 
 def job_named(request: web.Request) -> JobId | None:
-    """The job that the path names, else the header; None where neither does.
+    """The job that the path names, else the header, else the body's model; None where none does.
 
     Raises PeerProtocolError where the route and its base path name different jobs.
     """
@@ -38,5 +50,24 @@ def job_named(request: web.Request) -> JobId | None:
     named = {matched[each] for each in ("job", "base_job") if each in matched}
     if len(named) > 1:
         raise PeerProtocolError("the path names two jobs; leave the base path out")
-    given = next(iter(named), request.headers.get(JOB_HEADER))
+    given = next(iter(named), request.headers.get(JOB_HEADER, request.get(JOB_OF_MODEL)))
     return None if given is None else JobId(checked_name(given, what="job"))
+
+
+def job_of_model(body: bytes, jobs: Collection[JobId], models: Collection[str]) -> JobId | None:
+    """The job of `jobs` that the body names as its model. `models`: names that models have.
+
+    Raises PeerProtocolError where a model has the job's name.
+    """
+    try:
+        model = _BODY.decode(body).model
+    except UNDECODABLE:
+        return None  # The route's own decoder says why.
+    if model not in jobs:
+        return None
+    if model in models:
+        raise PeerProtocolError(
+            f"model: {model} is a served model and a job; name the job by the header {JOB_HEADER}, "
+            "or by the base path /jobs/NAME"
+        )
+    return JobId(model)

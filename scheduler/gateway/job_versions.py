@@ -1,10 +1,12 @@
 """Versions that jobs publish, and which job the engines serve: recorded before the fleet moves."""
 
 import logging
+import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, Stale
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.rollouts import SwitchState
@@ -12,7 +14,7 @@ from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
 from scheduler.gateway.settings import GatewayJobSettings
-from scheduler.gateway.version_staging import VersionStaging
+from scheduler.gateway.version_staging import SHOWN_S, VersionStaging
 from scheduler.model import BASE_VERSION
 
 _log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ class JobVersions:
         fleet: EngineFleet,
         staging: VersionStaging,
         state: SchedulerState,
+        clock: Clock,
         *,
         publish_s: float,
         on_activated: Callable[[], None],
@@ -34,6 +37,9 @@ class JobVersions:
         self._fleet = fleet
         self._staging = staging
         self._state = state
+        self._clock = clock
+        self._announced_s: dict[JobId, float] = {}
+        """The time of each job's newest version; none of one that was taken up."""
         self._publish_s = publish_s
         self._on_activated = on_activated
         self._refusals: dict[JobId, str] = {}
@@ -81,18 +87,19 @@ class JobVersions:
         policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if self._takes_engines(job):
-                await self._staging.prepare(wanted)
+                await self._staging.prepare(wanted, patience_s=SHOWN_S)
             serves = self._takes_engines(job)
-            newer = version > self.newest(job)
+            new = wanted != policy.published(job)
             self._observe(
                 published,
                 lambda: self._state.publish(job, store=store, version=version, activate=serves),
             )
-            if newer:
+            if new:
+                self._announced_s[job] = self._clock.now()
                 told = "job %s: version %d of store %s is announced%s"
                 _log.info(told, job, version, store, "" if serves else "; the job is not active")
             if serves:
-                await self._settle(wanted)
+                await self._settle(wanted, patience_s=SHOWN_S)
         return policy.switch_states(job, version) if self._sees_engines(job) else {}
 
     async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
@@ -103,13 +110,13 @@ class JobVersions:
             prepared: JobVersion | None = None
             # Another version may be published meanwhile, and is the one that is served then.
             while (published := policy.published(job)) and published != prepared:
-                await self._staging.prepare(published)
+                await self._staging.prepare(published, patience_s=self._patience_s(job))
                 prepared = published
             self._observe(JobActivated(job=job), lambda: self._state.activate(job))
             self._on_activated()
             target = policy.target
             assert target is not None
-            await self._settle(target)
+            await self._settle(target, patience_s=self._patience_s(job))
         return target.version, policy.switch_states(job, target.version)
 
     def _takes_engines(self, job: JobId) -> bool:
@@ -135,16 +142,20 @@ class JobVersions:
         if self._fleet.last_refusal:
             raise Stale(self._fleet.last_refusal)
 
-    async def _settle(self, wanted: JobVersion) -> None:
-        if not await self._fleet.settled(wanted, timeout_s=self._publish_s):
+    def _patience_s(self, job: JobId) -> float:
+        """Time for which the job's newest version may yet come to be seen by engines."""
+        return self._announced_s.get(job, -math.inf) + SHOWN_S - self._clock.now()
+
+    async def _settle(self, wanted: JobVersion, *, patience_s: float) -> None:
+        if not await self._fleet.settled(wanted, timeout_s=self._publish_s, patience_s=patience_s):
             faults = [
                 f"{member.engine.engine}: {member.fault}"
                 for member in self._fleet.members.values()
                 if member.fault and self._sees_engines(wanted.job)
             ]
             raise Exhausted(
-                f"version {wanted.version} of {wanted.job} is not served by every dedicated engine "
-                f"after at most {self._publish_s:.0f} s" + "; ".join(["", *faults])
+                f"version {wanted.version} of {wanted.job} is not served by every dedicated engine"
+                + "; ".join(["", *faults])
             )
 
     @contextmanager

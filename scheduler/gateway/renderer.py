@@ -14,7 +14,13 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError, RoseMuxError
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    Exhausted,
+    PeerProtocolError,
+    RoseMuxError,
+    reason_of,
+)
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.settings import Timeouts
@@ -190,7 +196,7 @@ class Renderer:
                     shown = raw[:200].decode(errors="replace")
                     fault = f"{peer.url}{path}: {response.status} {shown}"
                 except _BROKEN as error:
-                    fault = f"{peer.url}{path}: {error!r}"
+                    fault = f"{peer.url}{path}: {reason_of(error)}"
                     away &= isinstance(error, ConnectionFailed)
         self._found(away=away)
         raise (_Away if away else Interrupted)(fault)

@@ -17,17 +17,18 @@ class RequestBlame:
         self.policy = BlamePolicy()
         self.deaths = RepeatedDeaths()
 
-    def suspected(self, turn: Turn) -> str:
+    def suspected(self, turn: Turn, now: float) -> str:
         """The request's name while it is suspected; "" above suspicion."""
         if self.policy.idle:
             return ""
         name = suspected_as(turn)
-        return name if self.policy.suspected(name) else ""
+        return name if self.policy.suspected(name, now=now) else ""
 
-    def tried_apart(self, turn: Turn) -> str:
+    def tried_apart(self, turn: Turn, now: float) -> str:
         """Name under which no two turns are tried at once, nor two names on one engine; "" for a
         turn that is placed like any other."""
-        return turn.prompt_mark if self.deaths.apart(turn.prompt_mark) else self.suspected(turn)
+        apart = self.deaths.apart(turn.prompt_mark)
+        return turn.prompt_mark if apart else self.suspected(turn, now)
 
     def quarantined(self, turn: Turn, now: float) -> str:
         """The reason; "" while it may be tried."""
@@ -37,7 +38,7 @@ class RequestBlame:
     def verdict_in_s(self, turn: Turn, now: float) -> float:
         """Time for which the turn is not placed, in s: until its verdict, or its trial."""
         verdict_in_s = self.deaths.verdict_in_s(turn.prompt_mark, now=now)
-        return max(verdict_in_s, self.policy.trial_in_s(self.suspected(turn), now=now))
+        return max(verdict_in_s, self.policy.trial_in_s(self.suspected(turn, now), now=now))
 
     def began(self, running: RunningAttempt, engine: EngineId, now: float) -> None:
         self.policy.placed(running.trial, engine)

@@ -7,7 +7,6 @@ with its neutral value, since clients send their defaults.
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from operator import attrgetter
 from types import NoneType
@@ -16,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
-from harvester.contracts.ids import TrajectoryId, WeightVersion
+from harvester.contracts.ids import TrajectoryId, WeightVersion, unknown_field
 from harvester.contracts.wire.rollouts import (
     EMITTED_ARGUMENT,
     ENDED_ARGUMENT,
@@ -25,6 +24,7 @@ from harvester.contracts.wire.rollouts import (
     TRAJECTORY_ARGUMENT,
     GenerateRequest,
     SamplingParams,
+    VersionPin,
 )
 
 UNKNOWN_VOCABULARY_TOKENS = 1 << 19
@@ -149,6 +149,8 @@ def _decode_without_neutral_fields(body: bytes) -> _Request:
             given = _FIELDS.decode(request["sampling_params"])
             sampling = _kept(given, _Sampling, REFUSED_SAMPLING_FIELDS, "sampling_params.")
             request["sampling_params"] = msgspec.Raw(msgspec.json.encode(sampling))
+        if "weight_version" in request:
+            _check_pin(request["weight_version"])
         return _DECODER.decode(msgspec.json.encode(request))
     except UNDECODABLE as error:
         raise PeerProtocolError(f"generate request: {error}") from error
@@ -179,6 +181,22 @@ def _kept(
     }
 
 
+def _check_pin(value: msgspec.Raw) -> None:
+    """Raises PeerProtocolError for what is no object, or has a field that is none of a pin's."""
+    pin = msgspec.json.decode(value)
+    if not isinstance(pin, dict):
+        # A number alone is not taken: it may be meant as the least version too.
+        number = pin if str(pin).isdecimal() and len(str(pin)) < 20 else "N"
+        given = bytes(value)[:_NEUTRAL_BYTES].decode(errors="replace")
+        raise PeerProtocolError(
+            f'weight_version: {given} is no object; send {{"exact": {number}}} for this version '
+            f'alone, {{"minimum": {number}}} for it and newer ones'
+        )
+    for name in pin:
+        if name not in VersionPin.__struct_fields__:
+            raise no_such_field(name, VersionPin.__struct_fields__, "weight_version.")
+
+
 @cache
 def _nullable(struct: type[msgspec.Struct]) -> frozenset[str]:
     """Names of the fields that may be null."""
@@ -188,9 +206,7 @@ def _nullable(struct: type[msgspec.Struct]) -> frozenset[str]:
 
 def no_such_field(name: str, offered: Collection[str], where: str = "") -> PeerProtocolError:
     """The error for a field that nothing reads, with the nearest one that is read."""
-    near = get_close_matches(name[:_MAX_ID_CHARS], offered, n=1)
-    known = f"did you mean {near[0]!r}?" if near else "leave it out"
-    return PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: no such field; {known}")
+    return PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: {unknown_field(name, offered)}")
 
 
 def _is_neutral(value: msgspec.Raw, rule: RefusedField) -> bool:

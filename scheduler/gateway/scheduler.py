@@ -137,6 +137,7 @@ class Scheduler:
             self.fleet,
             VersionStaging(self.fleet, clock),
             state,
+            clock,
             publish_s=times.publish_s,
             on_activated=self.harvest.wake,
         )

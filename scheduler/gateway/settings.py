@@ -5,13 +5,12 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import NAME_PATTERN
+from harvester.contracts.ids import NAME_PATTERN, unknown_field
 from harvester.contracts.wire.rollouts import OnInterrupt
 from harvester.platform.tls import NO_CREDENTIALS, Credentials, ServerTls, open_to_network
-from harvester.platform.yaml_file import explained, parse_fields, read_text
+from harvester.platform.yaml_file import parse_fields, read_text, validated
 from scheduler.gateway.policy.capacity import CapacityConfig
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionsConfig
@@ -32,6 +31,19 @@ Url = Annotated[
     str, Field(pattern=r"^https?://[A-Za-z0-9.\-_\[\]:]+$"), AfterValidator(_with_a_port)
 ]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+def _of_policy(kind: type[msgspec.Struct]) -> AfterValidator:
+    """Raises ValueError for what is no field of the policy's configuration."""
+
+    def check(given: dict[str, Any]) -> dict[str, Any]:
+        for name in given:
+            if name not in kind.__struct_fields__:
+                raise ValueError(f"{name}: {unknown_field(name, kind.__struct_fields__)}")
+        msgspec.convert(given, kind)
+        return given
+
+    return AfterValidator(check)
 
 
 class _Settings(BaseModel):
@@ -189,11 +201,11 @@ class GatewaySettings(_Settings):
     capacity_period_s: Seconds = 1.0
     timeouts: Timeouts = Timeouts()
     answers: AnswerSettings = AnswerSettings()
-    routing: dict[str, Any] = {}
+    routing: Annotated[dict[str, Any], _of_policy(RoutingConfig)] = {}
     """Fields of RoutingConfig."""
-    capacity: dict[str, Any] = {}
+    capacity: Annotated[dict[str, Any], _of_policy(CapacityConfig)] = {}
     """Fields of CapacityConfig."""
-    versions: dict[str, Any] = {}
+    versions: Annotated[dict[str, Any], _of_policy(VersionsConfig)] = {}
     """Fields of VersionsConfig."""
 
     @model_validator(mode="after")
@@ -218,12 +230,6 @@ class GatewaySettings(_Settings):
             raise ValueError(fault)
         if not self.engines and not self.agents:
             raise ValueError("list at least one engine or one agent")
-        for kind, given in (
-            (RoutingConfig, self.routing),
-            (CapacityConfig, self.capacity),
-            (VersionsConfig, self.versions),
-        ):
-            msgspec.convert(given, kind)
         return self
 
     def check_files(self) -> None:
@@ -238,8 +244,4 @@ class GatewaySettings(_Settings):
 def load_settings(path: Path) -> GatewaySettings:
     """Raises ConfigError, naming each field that is wrong with its line."""
     text = read_text(path)
-    try:
-        settings = GatewaySettings.model_validate(parse_fields(text, path))
-    except ValidationError as error:
-        raise ConfigError(explained(error, text, path)) from error
-    return settings
+    return validated(GatewaySettings, parse_fields(text, path), text, path)

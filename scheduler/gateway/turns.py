@@ -152,7 +152,7 @@ class TurnRunner:
     ) -> DispatchTurn | RefuseTurn | None:
         """The turn's placement, or None to review the turn again. `now`: the time of its review; a
         verdict that falls due after it delays the turn until the next review."""
-        course.suspect = suspect = self.blame.tried_apart(turn)
+        course.suspect = suspect = self.blame.tried_apart(turn, now)
         if wait_s := self.blame.verdict_in_s(turn, now):
             await asyncio.sleep(min(wait_s, WATCH_S))
             return None
@@ -172,7 +172,7 @@ class TurnRunner:
         )
         # A request of the same content may have failed engines while this one waited.
         now = self._clock.now()
-        unforeseen = self.blame.suspected(turn) and not suspect
+        unforeseen = self.blame.suspected(turn, now) and not suspect
         held = self.blame.quarantined(turn, now) or unforeseen or self.blame.verdict_in_s(turn, now)
         if isinstance(placed, DispatchTurn) and held:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
@@ -222,7 +222,7 @@ class TurnRunner:
         """One attempt on one engine."""
         now, engine = self._clock.now(), placed.engine
         running = RunningAttempt(
-            turn, began_s=now, heard_s=now, course=course, trial=self.blame.suspected(turn)
+            turn, began_s=now, heard_s=now, course=course, trial=self.blame.suspected(turn, now)
         )
         course.interruption = ""
         there = self._fleet.members.get(engine)
@@ -237,7 +237,7 @@ class TurnRunner:
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         self.blame.began(running, engine, now)
-        self._cleared(turn, bool(course.suspect) and not self.blame.tried_apart(turn))
+        self._cleared(turn, bool(course.suspect) and not self.blame.tried_apart(turn, now))
         try:
             _check_request(turn, member)
             attempt = turn.begin(

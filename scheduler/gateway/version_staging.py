@@ -12,6 +12,8 @@ from scheduler.model import EngineKind
 
 STAGE_S = 10.0
 """Longest wait for engines that prepare a version while they sample."""
+SHOWN_S = 10.0
+"""A store may show a new version so much later to engines than to its publisher."""
 STAGE_AGAIN_S = 1.0
 
 
@@ -23,12 +25,12 @@ class VersionStaging:
         self._clock = clock
         self._lock = asyncio.Lock()
 
-    async def prepare(self, wanted: JobVersion) -> None:
+    async def prepare(self, wanted: JobVersion, *, patience_s: float) -> None:
         """Waits for the dedicated ones only, and not for long: it only shortens the switch. A
         version that the policy would refuse is not prepared.
 
-        Raises Exhausted where all of them tell that they cannot load it, since a switch would leave
-        the job without an engine. A store may show a version later to them than to its publisher.
+        Raises Exhausted where all of them tell for `patience_s` that they cannot load it, since a
+        switch would leave the job without an engine.
         """
         until_s = math.inf
         while True:
@@ -37,7 +39,7 @@ class VersionStaging:
                 if not self._is_next(wanted):
                     return
                 if until_s == math.inf:
-                    until_s = self._clock.now() + STAGE_S
+                    until_s = self._clock.now() + patience_s
                     self._staging(wanted, EngineKind.GUEST)
                 replies = await asyncio.gather(*self._staging(wanted, EngineKind.DEDICATED))
             faults = [each.fault for each in replies]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.gateway import version_staging
+from scheduler.gateway import job_versions, version_staging
 from scheduler.gateway.engine_client import StageReply
+from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut
 from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from tests.integration.fake_engine import FakeEngine
@@ -232,7 +233,7 @@ async def test_errors_of_vllms_route_have_vllms_form() -> None:
 
 @pytest.fixture
 def quick_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_staging, "STAGE_S", 0.2)
+    monkeypatch.setattr(job_versions, "SHOWN_S", 0.2)
     monkeypatch.setattr(version_staging, "STAGE_AGAIN_S", 0.02)
 
 
@@ -292,7 +293,10 @@ async def test_an_update_of_a_job_that_is_not_active_says_that_it_is_announced_o
 
 
 @pytest.mark.usefixtures("quick_staging")
-async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another() -> None:
+async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_name_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     fake = engine()
     jobs = [{"id": "job", "active": True}, {"id": "other"}]
     async with gateway_on(fake, jobs=jobs) as gateway:
@@ -309,9 +313,43 @@ async def test_a_job_whose_store_no_engine_can_load_takes_no_engines_and_may_nam
         assert (await gateway.post("/jobs/job/inference/v1/generate", turn))[0] == 200
         fake.stage_fault = ""
         assert (await gateway.post("/v1/jobs/other/versions", right))[0] == 200
+        assert "version 1 of store right is announced" in caplog.text
         status, reply = await gateway.post("/v1/jobs/other/activate", {})
         assert (status, reply["version"]) == (200, 1)
         assert (await gateway.post("/v1/jobs/other/versions", wrong | {"version": 1}))[0] == 409
+
+
+async def test_an_activation_of_an_older_version_tries_engines_that_cannot_load_it_once() -> None:
+    fake = engine()
+    jobs = [{"id": "job", "active": True}, {"id": "other"}]
+    async with gateway_on(fake, jobs=jobs) as gateway:
+        wrong = {"version": 50, "store": "wrong"}
+        assert (await gateway.publish(2))[0] == 200
+        assert (await gateway.post("/v1/jobs/other/versions", wrong))[0] == 200
+        gateway.scheduler.versions._announced_s.clear()  # A while ago.
+        fake.staged.clear()
+        fake.stage_fault = "store wrong holds another model"
+        status, reply = await gateway.post("/v1/jobs/other/activate", {})
+        assert (status, "another model" in reply["error"], len(fake.staged)) == (503, True, 1)
+
+
+async def test_an_activation_says_at_once_what_keeps_engines_from_the_version_in_force() -> None:
+    fakes = [engine(), engine()]
+    times = {"publish_s": 3600.0}
+    async with gateway_on(*fakes, versions={"retry_s": 3600.0}, timeouts=times) as gateway:
+        assert (await gateway.publish(2))[0] == 200
+        policy = gateway.scheduler.fleet.policy
+        fakes[1].fail_updates = 1000
+        late = asyncio.create_task(gateway.publish(3))
+        await gateway.until(lambda: policy.failing)
+        assert not late.done(), "a store may show it later"
+        gateway.scheduler.versions._announced_s.clear()
+        status, reply = await gateway.post("/v1/jobs/job/activate", {})
+        assert (status, "e1: switch to job.store 3: " in reply["error"]) == (503, True), reply
+        assert "e0: " not in reply["error"]
+        fakes[1].fail_updates = 0
+        gateway.scheduler.fleet.observe(TimePassed())
+        late.cancel()
 
 
 @pytest.mark.parametrize("number", [50, 1])

@@ -21,6 +21,7 @@ from weightsync import Publisher
 from weightsync.encoding.codec import warm_up
 
 ANSWER_S = 20.0
+WRONG = "no job of this name"
 STEP_S = 2.0
 """A publish of a few bytes takes milliseconds; a gateway's timeouts are minutes."""
 
@@ -63,12 +64,18 @@ class SlowGateway:
         self.app.router.add_post("/v1/jobs/job/versions", self.versions)
 
     async def versions(self, request: web.Request) -> web.Response:
+        """A reply with an error for every status but 200."""
         version = (await request.json())["version"]
         self.received.append(version)
         while not self.open.is_set():  # noqa: ASYNC110 - set by another thread
             await asyncio.sleep(0.01)
         self.answered.append(version)
-        return web.json_response({"version": version, "engines": {}}, status=self.status)
+        reply = {"version": version, "engines": {}} if self.status == 200 else {"error": WRONG}
+        return web.json_response(reply, status=self.status)
+
+
+def fault(publisher: Publisher, url: str) -> str:
+    return publisher.announce_faults.get(url, "")
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -89,6 +96,7 @@ async def test_a_gateway_that_hangs_delays_no_publish_and_gets_the_newest_versio
             assert clock.now() - began_s < STEP_S
             await until(lambda at=version: slow.received[-1:] == [at])
         assert not publisher.announced(0.0)
+        assert fault(publisher, f"{site.url}/v1/jobs/job") == "no answer yet"
         slow.open.set()
         assert await in_thread(lambda: publisher.announced(ANSWER_S))
         assert slow.answered == [3]
@@ -103,9 +111,14 @@ async def test_a_gateway_that_was_away_gets_the_version_when_it_is_back(tmp_path
     await site.close()
     with Publisher(tmp_path / "job.store", announce=url) as publisher:
         await in_thread(lambda: published(publisher))
+        await until(
+            lambda: f"Cannot connect to host 127.0.0.1:{site.port}" in fault(publisher, url)
+        )
+        assert "gave up" not in fault(publisher, url), "it is tried again"
         assert not publisher.announced(0.0)
         await site.serve(slow.app)
         assert await in_thread(lambda: publisher.announced(ANSWER_S))
+        assert publisher.announce_faults == {}
     assert slow.answered == [1]
     await site.close()
 
@@ -119,9 +132,11 @@ async def test_a_refused_announcement_is_logged_and_not_repeated(
     await site.serve(slow.app)
     publisher = Publisher(tmp_path / "job.store", announce=f"{site.url}/v1/jobs/job")
     await in_thread(lambda: published(publisher))
-    await until(lambda: "is not announced" in caplog.text)
+    # At once: a refusal is not waited for.
+    assert not await in_thread(lambda: publisher.announced(2 * ANSWER_S))
+    assert WRONG in fault(publisher, f"{site.url}/v1/jobs/job")
+    assert f"is not announced to {site.url}" in caplog.text
     assert slow.received == [1]
-    assert not publisher.announced(0.0)
     slow.status = 200
     await in_thread(lambda: published(publisher))
     assert await in_thread(lambda: publisher.announced(ANSWER_S))

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
@@ -18,7 +19,7 @@ from harvester.platform.backoff import RetryLimits
 from scheduler import AsyncRolloutClient, RolloutClient
 from scheduler.client.gateway_watch import GatewayWatch
 from tests.integration.conftest import Served
-from tests.integration.gateway_in_process import PROMPT, continued
+from tests.integration.gateway_in_process import PROMPT, Site, continued
 
 SILENCE_S = 0.5
 QUICK = RetryLimits(first_wait_s=0.001, wait_max_s=0.002, attempts_max=5, progress_bytes=1)
@@ -232,6 +233,37 @@ async def test_a_wrong_address_is_in_the_log_long_before_the_client_gives_up(
             with pytest.raises(Exhausted):
                 await client.generate(PROMPT, sampling(5))
     assert sum("is tried again" in each.message for each in caplog.records) <= 7
+
+
+async def test_a_gateway_that_takes_connections_and_gives_no_answer_is_in_the_log_by_its_address(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without a fallback its turns wait for a minute before they are requested again."""
+
+    async def hang(_request: web.Request) -> web.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    app, site = web.Application(), Site()
+    app.router.add_route("*", "/{path:.*}", hang)
+    await site.serve(app)
+    url = site.url
+
+    def told() -> list[str]:
+        return [each.message for each in caplog.records if url in each.message]
+
+    async with AsyncRolloutClient(url, "job", silence_s=0.1, fallback=False) as client:
+        turns = [asyncio.create_task(client.generate(PROMPT, sampling(5))) for _ in range(3)]
+        async with asyncio.timeout(20):
+            while not told():  # noqa: ASYNC110 - of a log
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        for turn in turns:
+            turn.cancel()
+        await asyncio.gather(*turns, return_exceptions=True)
+    await site.close()
+    (line,) = told()
+    assert "has not answered for" in line
 
 
 async def test_a_pin_without_patience_still_takes_the_engine_that_meets_it(

@@ -26,6 +26,7 @@ from harvester.platform.tls import Credentials
 _LOG = logging.getLogger(__name__)
 _SWITCH_S = 150.0
 """A gateway answers when every dedicated engine serves the version."""
+_NO_ANSWER = "no answer yet"
 _ONCE = RetryLimits(attempts_max=1)
 _LIMITS = RetryLimits(give_up_s=inf, attempts_max=inf, first_wait_s=0.1, wait_max_s=10.0)
 
@@ -50,35 +51,40 @@ class Announcer:
         self._loop = LoopThread("weight-announce")
         self._task: asyncio.Task[None] | None = None
         self._state = AnnounceState.SERVED
+        self.faults: dict[str, str] = {}
+        """Why gateways do not have the newest version, by the job's URL at each."""
         self._announced = threading.Event()
         self._announced.set()
 
     def announce(self, version: WeightVersion) -> None:
         self._announced.clear()
+        self.faults = dict.fromkeys(self._jobs, _NO_ANSWER)
         self._loop.call(self._begin, version)
 
     def wait(self, timeout_s: float) -> AnnounceState:
-        """The newest version's state once every gateway has it, or after this time."""
+        """The newest version's state once every gateway has it or refuses it, or after this
+        time."""
         return self._state if self._announced.wait(timeout_s) else AnnounceState.PENDING
 
     def close(self, timeout_s: float) -> None:
         if not self.wait(timeout_s):
-            _LOG.warning("the last version is not announced: no gateway confirmed it in time")
+            why = "; ".join(f"{url}: {fault}" for url, fault in self.faults.items())
+            _LOG.warning("the last version is not announced: %s", why)
         self._loop.close()
 
     def _begin(self, version: WeightVersion) -> None:
         if self._task is not None:
             self._task.cancel()
+            self.faults = dict.fromkeys(self._jobs, _NO_ANSWER)
         self._task = asyncio.ensure_future(self._tell_all(version))
 
     async def _tell_all(self, version: WeightVersion) -> None:
         body = msgspec.json.encode(PublishedVersion(version=version, store=self._store))
         async with aiohttp.ClientSession() as session:
             told = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
-        if all(told):
-            behind = AnnounceState.NOT_ACTIVE in told
-            self._state = AnnounceState.NOT_ACTIVE if behind else AnnounceState.SERVED
-            self._announced.set()
+        worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)
+        self._state = min(told, key=worst.index)
+        self._announced.set()
 
     async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> AnnounceState:
         backoff = Backoff(_LIMITS, self._clock, random=Random(body))
@@ -94,13 +100,16 @@ class Announcer:
                     timeout_s=_SWITCH_S,
                 )
             except HttpRefusal as error:
-                _LOG.error("a version is not announced: %s", error)
+                self.faults[url] = str(error)
+                _LOG.error("a version is not announced to %s: %s", url, error)
                 return AnnounceState.PENDING
             except Exhausted as error:
+                self.faults[url] = str(error)
                 if not warned:
-                    _LOG.warning("a version is announced again until a gateway takes it: %s", error)
+                    _LOG.warning("a version is announced again until %s takes it: %s", url, error)
                 warned = True
             else:
+                del self.faults[url]
                 return _state_of(reply)
             await asyncio.sleep(backoff.wait_s() or _LIMITS.wait_max_s)
 

@@ -9,7 +9,7 @@ from io import BufferedIOBase
 from threading import Lock
 from urllib.parse import SplitResult
 
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError, Exhausted, reason_of
 from harvester.platform.backoff import Interrupted
 from harvester.platform.tls import Credentials
 from weightsync.transport.access import Access
@@ -73,8 +73,7 @@ class Connections:
         except FileNotFoundError:
             raise
         except (OSError, HTTPException) as error:
-            reason = str(error) or type(error).__name__
-            raise Interrupted(f"{self._host}:{self._port}: {reason}") from error
+            raise Interrupted(f"{self._host}:{self._port}: {reason_of(error)}") from error
         finally:
             with self._lock:
                 self._busy.discard(connection)

@@ -10,6 +10,8 @@
     an engine goes silent                                   its requests are suspects as well; it
                                                             counts once its death is proven, and
                                                             never if it proves alive
+    neither is known after HELD_S                           those without a trial are no suspects
+                                                            any more
 
 A request that kills at one position of its content fails in the first step of its trial, because
 the trial continues from the tokens already generated; it costs two engines. A later death counts as
@@ -71,7 +73,15 @@ class _Suspect:
     since_s: float
     trial: EngineId | None = None
     excused: bool = False
+    tried: bool = False
+    """Whether an engine failed in its trial."""
     verdict_s: float | None = None
+
+    @property
+    def doubted_only(self) -> bool:
+        """Whether it is suspected for one silence that nothing has explained."""
+        known = self.tried or self.trial is not None
+        return not known and not any(strike.proven for strike in self.strikes)
 
     def spare(self, *, excused: bool = False) -> None:
         """Tries it again. The strike that stays is a proven one, if there is any."""
@@ -127,8 +137,15 @@ class BlamePolicy:
         """Nothing is suspected or quarantined, so that nothing need be looked up."""
         return not (self._suspects or self._quarantined)
 
-    def suspected(self, request: str) -> bool:
-        return request in self._suspects
+    def suspected(self, request: str, *, now: float) -> bool:
+        suspect = self._suspects.get(request)
+        if suspect is None:
+            return False
+        if suspect.doubted_only and now >= suspect.since_s + self._held_s:
+            # No verdict rests on such a silence, and one by one its turns would wait for minutes.
+            del self._suspects[request]
+            return False
+        return True
 
     def quarantined(self, request: str, *, now: float) -> str:
         """The reason; empty where the request may run."""
@@ -234,13 +251,13 @@ class BlamePolicy:
             if suspect is None:
                 _remember(self._suspects, request, _Suspect([replace(strike)], now))
             elif suspect.trial == strike.engine:
-                suspect.trial, suspect.verdict_s = None, now + self._held_s
+                suspect.trial, suspect.tried, suspect.verdict_s = None, True, now + self._held_s
                 suspect.strikes.append(replace(strike))
                 if all(each.proven for each in suspect.strikes):
                     self._quarantine(request, suspect, now)
 
     def _strike(self, request: str, suspect: _Suspect, strike: _Strike, now: float) -> None:
-        suspect.trial, suspect.verdict_s = None, now + self._held_s
+        suspect.trial, suspect.tried, suspect.verdict_s = None, True, now + self._held_s
         suspect.strikes.append(strike)
         if strike.proven:
             self._excuse_in_wave(request, suspect, now)

@@ -74,6 +74,8 @@ class _Engine:
     failed_at_s: float = 0.0
     loads: str = ""
     """The store of its last update."""
+    failed: JobVersion | None = None
+    """The version of its last failed update."""
 
     def serves(self, job: JobId, version: WeightVersion) -> bool:
         return self.state is EngineState.SERVING and (self.job, self.version) == (job, version)
@@ -129,6 +131,14 @@ class VersionPolicy:
     def settled(self) -> bool:
         """Every dedicated engine serves the target."""
         return self._settled
+
+    @property
+    def failing(self) -> bool:
+        """Whether the target is not settled for failed updates to it alone."""
+        dedicated = (at for at in self._engines.values() if at.kind is EngineKind.DEDICATED)
+        behind = [at for at in dedicated if at.state is not EngineState.SERVING]
+        failed = (at.state is EngineState.FAILED and at.failed == self._target for at in behind)
+        return bool(behind) and all(failed)
 
     def published(self, job: JobId) -> JobVersion | None:
         return self._published.get(job)
@@ -238,6 +248,7 @@ class VersionPolicy:
             return []
         if event.fault:
             at.failed_at_s = now
+            at.failed = JobVersion(job=event.job, store=at.loads, version=event.version)
             return self._advance(event.engine, SwitchTrigger.BROKE)
         at.job, at.version = event.job, event.version
         target = self._target

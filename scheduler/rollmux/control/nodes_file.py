@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, NodeId
-from harvester.platform.yaml_file import Where, explained, named, parse_fields, read_text
+from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.submission import Submission, submission_fault
 from scheduler.rollmux.plan.jobs_file import JOBS_MAX, PlannedJobSettings, PoolSettings
@@ -93,10 +93,7 @@ class ClusterSettings(_Settings):
 def read_nodes(path: Path) -> ClusterConfig:
     """Raises ConfigError that names each wrong field with its line."""
     text = read_text(path)
-    try:
-        settings = ClusterSettings.model_validate(parse_fields(text, path))
-    except ValidationError as error:
-        raise ConfigError(explained(error, text, path)) from error
+    settings = validated(ClusterSettings, parse_fields(text, path), text, path)
     faults = [named(where, message, text, path) for where, message in _faults(settings.nodes)]
     if faults:
         raise ConfigError("; ".join(faults))
@@ -127,10 +124,7 @@ class JobsFile(_Settings):
 def read_submissions(path: Path) -> tuple[Submission, ...]:
     """In the order of the file. Raises ConfigError that names each wrong field with its line."""
     text = read_text(path)
-    try:
-        settings = JobsFile.model_validate(parse_fields(text, path))
-    except ValidationError as error:
-        raise ConfigError(explained(error, text, path)) from error
+    settings = validated(JobsFile, parse_fields(text, path), text, path)
     found = tuple(job.as_submission for job in settings.jobs)
     for given in found:
         fault = submission_fault(given)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
-from harvester.platform.yaml_file import Where, explained, named, parse_fields, read_text
+from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
@@ -158,10 +158,7 @@ class PlanSettings(_Settings):
 def read_jobs(path: Path) -> PlanSettings:
     """Raises ConfigError that names each wrong field with its line."""
     text = read_text(path)
-    try:
-        settings = PlanSettings.model_validate(parse_fields(text, path))
-    except ValidationError as error:
-        raise ConfigError(explained(error, text, path)) from error
+    settings = validated(PlanSettings, parse_fields(text, path), text, path)
     faults = [named(where, message, text, path) for where, message in _faults(settings)]
     if faults:
         raise ConfigError("; ".join(faults))

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -22,6 +23,7 @@ from harvester.config import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.platform.tls import Credentials
 from harvester.policy.settings import AUTO, Mode
+from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.settings import load_settings
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import read_jobs
@@ -137,6 +139,46 @@ def test_a_rank_s_publisher_knows_its_place(
 
     assert (asked["rank"], asked["ranks"]) == (1, 4)
     assert asked.keys() <= inspect.signature(Publisher).parameters.keys()
+
+
+def test_the_block_of_the_first_five_minutes_is_of_files_flags_and_options_that_exist(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readme = (repository / "examples/README.md").read_text()
+    (block,) = re.findall(r"(?s)```bash\n(.*?)```", readme)
+    subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+    made, configured = re.findall(r"(?s)<<'END'\n(.*?)^END$", block, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("out/trial").mkdir(parents=True)
+    exec(made, {})
+    Path("out/trial/gateway.yaml").write_text(configured)
+    settings = load_settings(Path("out/trial/gateway.yaml"))
+
+    words = shlex.split(block)
+    given = dict(pairwise(words))
+    assert settings.engines[0].url == f"http://{given['--host']}:{given['--port']}"
+    assert decode_generate(given["-d"].rstrip(";").encode()).token_ids
+    assert Path(given["--checkpoint"]).is_file()
+    for script in ("publish", "rollout"):
+        (line,) = re.findall(rf"(?m)^python examples/{script}\.py (.*)$", block)
+        source = (repository / f"examples/{script}.py").read_text()
+        assert all(f'"{option}"' in source for option in re.findall(r"--[\w-]+", line))
+    assert f"--job {settings.jobs[0].id} " in block
+
+    spec = EngineSpec(
+        name="e",
+        model=Path(given["--model"]),
+        port=8002,
+        max_model_len=512,
+        max_num_seqs=16,
+        vllm=SUPPORTED["0.32.0"],
+    )
+    started = dict(pairwise(launch.dedicated(spec, weights=Path("w")).arguments))
+    ours = [flag for flag in started if flag.startswith("--") and flag in given]
+    assert {"--middleware", "--weight-transfer-config", "--enable-scale-out"} <= {*ours}
+    assert {"--load-format", "--logprobs-mode", "--no-enable-chunked-prefill"} <= {*ours}
+    for flag in {*ours} - {"--port", "--dtype"}:
+        assert started[flag] == given[flag] or started[flag].startswith("--"), flag
 
 
 def test_the_guest_is_started_as_the_project_starts_it(repository: Path, tmp_path: Path) -> None:

@@ -78,9 +78,12 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
     ("text", "says"),
     [
         ("slots: []\n", "line 1: slots: "),
-        (GOOD + "modus: off\n", "line 6: modus: Extra inputs"),
+        (GOOD + "modus: off\n", "line 6: modus: no such field; did you mean 'mode'?"),
         (GOOD.replace("0.2", "fast"), "line 5: slots.0.policy.ttft_slo_s: "),
-        (GOOD.replace("ttft_slo_s", "ttft_slo"), "line 5: slots.0.policy.ttft_slo: "),
+        (
+            GOOD.replace("ttft_slo_s", "ttft_slo"),
+            "line 5: slots.0.policy.ttft_slo: no such field; did you mean 'ttft_slo_s'?",
+        ),
         (
             GOOD.replace("0.2", "-1"),
             "slots.0.policy: Value error, ttft_slo_s must be a finite number, at least 0",

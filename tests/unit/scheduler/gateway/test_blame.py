@@ -65,7 +65,7 @@ def failed(policy: BlamePolicy, engine: EngineId, *requests: str, now: float = 0
 def test_two_engines_that_die_under_one_request_quarantine_it_with_both_reasons() -> None:
     policy = BlamePolicy()
     failed(policy, A, "bad", "good")
-    assert policy.suspected("bad")
+    assert policy.suspected("bad", now=0)
     assert not policy.quarantined("bad", now=0)
     policy.placed("bad", B)
     failed(policy, B, "bad", "neighbour")
@@ -73,7 +73,7 @@ def test_two_engines_that_die_under_one_request_quarantine_it_with_both_reasons(
     assert "a (gone)" in told
     assert "b (gone)" in told
     assert not policy.quarantined("good", now=0)
-    assert policy.suspected("neighbour"), "for the first time"
+    assert policy.suspected("neighbour", now=0), "for the first time"
 
 
 def test_a_bystander_is_cleared_by_what_it_makes_elsewhere_and_not_blamed_for_the_next_death() -> (
@@ -83,7 +83,7 @@ def test_a_bystander_is_cleared_by_what_it_makes_elsewhere_and_not_blamed_for_th
     failed(policy, A, "bystander")
     policy.placed("bystander", B)
     policy.served("bystander", B)
-    assert not policy.suspected("bystander")
+    assert not policy.suspected("bystander", now=0)
     failed(policy, B, "bystander")
     assert not policy.quarantined("bystander", now=0)
 
@@ -178,7 +178,7 @@ def test_a_request_is_excused_once_where_an_engine_dies_without_it(
         policy.placed(request, engine)
         died(policy, engine, request, now=at_s)
     assert not policy.quarantined("r", now=6 + HELD_S)
-    assert policy.suspected("r")
+    assert policy.suspected("r", now=6 + HELD_S)
     policy.placed("r", A)
     died(policy, A, "r", now=20)
     assert policy.trial_in_s("r", now=20) == HELD_S
@@ -214,7 +214,7 @@ def test_a_request_is_refused_only_for_engines_that_are_known_to_have_died(
     on_trial(policy, first=first, second=second)
     assert policy.trial_in_s("r", now=5) == HELD_S
     assert bool(policy.quarantined("r", now=5 + HELD_S)) == (first and second)
-    assert policy.suspected("r") == (not (first and second))
+    assert policy.suspected("r", now=5 + HELD_S) == (not (first and second))
     assert policy.trial_in_s("r", now=5 + HELD_S) == 0, "it is tried again"
 
 
@@ -223,7 +223,7 @@ def test_an_engine_that_was_silent_and_lives_is_no_strike(engine: EngineId, firs
     policy = BlamePolicy()
     on_trial(policy, first=first, second=not first)
     policy.proved(engine, dead=False, now=6)
-    assert policy.suspected("r"), "one engine did die under it"
+    assert policy.suspected("r", now=6), "one engine did die under it"
     assert policy.trial_in_s("r", now=6) == 0
     assert not policy.quarantined("r", now=6 + HELD_S)
     policy.placed("r", C)
@@ -234,9 +234,27 @@ def test_an_engine_that_was_silent_and_lives_is_no_strike(engine: EngineId, firs
 def test_a_silence_alone_that_ends_clears_the_request() -> None:
     policy = BlamePolicy()
     died(policy, A, "r", now=0, proven=False)
-    assert policy.suspected("r"), "it shares no engine with others meanwhile"
+    assert policy.suspected("r", now=1), "it shares no engine with others meanwhile"
     policy.proved(A, dead=False, now=2)
     assert policy.idle
+
+
+def test_a_silence_that_nothing_explains_in_time_makes_no_suspect_but_of_a_request_on_trial() -> (
+    None
+):
+    policy = BlamePolicy()
+    died(policy, A, "waiting", "begun", "struck", now=0, proven=False)
+    died(policy, C, "known", now=0)
+    assert policy.suspected("waiting", now=HELD_S * 0.99)
+    policy.placed("begun", B)
+    policy.placed("struck", B)
+    died(policy, B, "struck", now=1, proven=False)
+    late = 1 + 2 * HELD_S
+    assert not policy.quarantined("struck", now=late)
+    assert not policy.suspected("waiting", now=late)
+    assert all(policy.suspected(one, now=late) for one in ("begun", "struck", "known"))
+    policy.proved(A, dead=True, now=late)
+    assert not policy.suspected("waiting", now=late), "its turns have gone on long ago"
 
 
 def test_a_silent_engine_that_proves_dead_before_the_verdict_counts() -> None:
@@ -287,6 +305,8 @@ class Client:
     """Changes that its next deaths or broken streams show at first."""
     breaks: int = 0
     """Streams to come that break before a token."""
+    gathers: int = 0
+    """Streams that must have come before it makes a token."""
 
     async def generate(
         self,
@@ -307,6 +327,8 @@ class Client:
         if told in self.answers:
             raise RequestFailed(self.answers[told])
         for _ in range(self.slow):
+            await asyncio.sleep(0)
+        while len(self.visits) < self.gathers:  # noqa: ASYNC110 - of a fake
             await asyncio.sleep(0)
         for made in range(1, attempt.sampling_params.max_tokens + 1):
             await asyncio.sleep(0)
@@ -499,6 +521,23 @@ def test_streams_that_break_and_engines_that_are_silent_cost_no_turn(
         assert {turn.finish_reason for turn, _ in ended} == {FinishReason.LENGTH}
         assert cluster.runner.blame.policy.idle
         assert cluster.ledger.counters.lost == 0
+
+    asyncio.run(case())
+
+
+def test_turns_of_an_engine_that_stays_silent_go_on_together_once_nothing_can_be_proven() -> None:
+    """One by one, a thousand of them would take minutes."""
+
+    async def case() -> None:
+        blame = BlamePolicy(quiet_s=0, held_s=0.1)
+        cluster = Cluster(2, poison={}, places=40, blame=blame)
+        silent, other = cluster.clients
+        silent.breaks, silent.silences = 40, [*[Change.UNKNOWN] * 1_000_000, Change.NONE]
+        other.gathers = 30
+        turns = [cluster.serve(f"t{n}", (n,), 6) for n in range(30)]
+        ended = await cluster.run(*turns)
+        assert {turn.finish_reason for turn, _ in ended} == {FinishReason.LENGTH}
+        assert silent.breaks < 40
 
     asyncio.run(case())
 

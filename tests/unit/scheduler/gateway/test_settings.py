@@ -30,7 +30,7 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"prot": 1}, "prot"),
+        ({"prot": 1}, "prot: no such field; did you mean 'port'"),
         ({"engines": [{"id": "../x", "url": "http://h:1"}]}, "engines.0.id"),
         ({"engines": [{"id": "x", "url": "file:///etc/passwd"}]}, "engines.0.url"),
         ({"engines": [{"id": "x", "url": "http://h:1", "kind": "guest"}]}, "slot"),
@@ -42,10 +42,12 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
         ({"engines": []}, "at least one engine"),
         ({"jobs": []}, "jobs"),
         ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),
-        ({"capacity": {"duration": 5}}, "duration"),
+        ({"capacity": {"duration": 5}}, "capacity: .*duration: .* mean 'duration_s'"),
+        ({"routing": {"queue_turns": "x"}}, "routing: .*queue_turns"),
+        ({"jobs": [{"id": "a", "harvest": True}]}, r"jobs\.0\.harvest: .* mean 'harvesting'"),
         ({"answers": {"keep_s": -1}}, "answers.keep_s"),
         ({"engines": [{"id": "e", "url": "http://127.0.0.1:99999"}]}, "url"),
-        ({"answers": {"size_byte": 1}}, "answers.size_byte"),
+        ({"answers": {"size_byte": 1}}, "answers.size_byte: .* mean 'size_bytes'"),
         ({"host": "0.0.0.0"}, "token_file"),
         ({"host": "0.0.0.0", "token_file": "t"}, "plain_http"),
         ({"tls": {"cert_file": "c"}}, "tls.key_file"),

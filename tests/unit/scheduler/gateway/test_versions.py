@@ -78,6 +78,28 @@ def test_a_publish_quiesces_then_updates_then_serves() -> None:
     assert _kinds(policy.observe(_updated("d", 2), now=1.2)) == [ServeEngine, SettlePublish]
 
 
+def test_a_target_is_failing_once_every_engine_behind_it_has_failed_to_load_it() -> None:
+    policy = _serving(_join("d1"), _join("d2"), _join("d3"), _join("g", GUEST))
+    policy.observe(_publish(2), now=1.0)
+    policy.observe(_emptied("d1"), now=1.0)
+    policy.observe(_updated("d1", 2, fault="none"), now=1.1)
+    assert not policy.failing, "d2 has turns"
+    for engine in ("d2", "d3"):
+        policy.observe(_emptied(engine), now=1.2)
+    policy.observe(_updated("d2", 2), now=1.3)
+    policy.observe(_publish(3, store="another"), now=1.4)
+    policy.observe(_updated("d3", 2, fault="none"), now=1.5)
+    assert not policy.failing, "d3 has failed to load the version before"
+    policy = _serving(_join("d1"), _join("d2"), _join("g", GUEST))
+    policy.observe(_publish(2), now=1.0)
+    for engine, fault in (("d1", ""), ("d2", "none")):
+        policy.observe(_emptied(engine), now=1.0)
+        policy.observe(_updated(engine, 2, fault=fault), now=1.1)
+    assert policy.failing
+    policy.observe(TimePassed(), now=1.1 + VersionsConfig().retry_s)
+    assert not policy.failing, "it is tried again"
+
+
 def test_a_publish_waits_for_every_dedicated_engine_and_for_no_guest() -> None:
     policy = _serving(_join("d1"), _join("d2"), _join("g", GUEST))
     policy.observe(_publish(2), now=1.0)

@@ -1,0 +1,93 @@
+"""The job of a request at a gateway with several: by path, by header, or by the body's model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.integration.fake_engine import FakeEngine
+from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, gateway_on
+
+GENERATE = "/inference/v1/generate"
+JOBS = [{"id": "job", "active": True}, {"id": "other", "tenant": "lab"}]
+
+
+def engine() -> FakeEngine:
+    return FakeEngine(step_s=0.001, epoch=None)
+
+
+def turn(**more: Any) -> dict[str, Any]:
+    return {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}, **more}
+
+
+async def chunked(gateway: GatewayInProcess, body: dict[str, Any]) -> tuple[int, Any]:
+    """A POST of a body whose length is not known before."""
+
+    async def parts() -> Any:
+        yield json.dumps(body).encode()
+
+    headers = {"Content-Type": "application/json"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(gateway.url + GENERATE, data=parts()) as reply,
+    ):
+        return reply.status, await reply.json()
+
+
+async def test_the_model_chooses_the_job_that_has_its_name() -> None:
+    async with gateway_on(engine(), jobs=JOBS, timeouts={"queue_s": 0.2}) as gateway:
+        status, reply = await gateway.post(GENERATE, turn(model="job"))
+        assert (status, reply["model"]) == (200, "job"), reply
+        assert (await chunked(gateway, turn(model="job")))[0] == 200
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "model": "other"}
+        status, reply = await gateway.post("/generate", body)
+        assert (status, "other is not active" in reply["error"]) == (503, True), reply
+        jobs = (await gateway.status())["jobs"]
+    assert [jobs[job]["turns"]["started"] for job in ("job", "other")] == [2, 1]
+
+
+async def test_a_path_or_a_header_goes_before_the_model() -> None:
+    async with gateway_on(engine(), jobs=JOBS) as gateway:
+        assert (await gateway.generate("r", 1, model="job"))[0] == 200, (
+            "the engine's model is known"
+        )
+        for path, headers in (("/jobs/job", {}), ("", {"X-RoseMux-Job": "job"})):
+            status, reply = await gateway.post(path + GENERATE, turn(model="other"), headers)
+            assert (status, "not what job job trains" in reply["error"]["message"]) == (404, True)
+            assert (await gateway.post(path + GENERATE, turn(model="fake"), headers))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("jobs", "model", "says"),
+    [
+        (JOBS, None, "this caller has several jobs: job, other"),
+        (JOBS, "another", "this caller has several jobs: job, other"),
+        (JOBS, 7, "this caller has several jobs: job, other"),
+        (JOBS, "fake", "this caller has several jobs: job, other"),
+        ([*JOBS, {"id": "fake"}], "fake", "fake is a served model and a job"),
+        ([*JOBS, {"id": "a", "adapter": "other"}], "other", "other is a served model and a job"),
+    ],
+)
+async def test_a_model_that_names_no_job_or_also_a_served_model_chooses_none(
+    jobs: list[dict[str, Any]], model: Any, says: str
+) -> None:
+    async with gateway_on(engine(), jobs=jobs) as gateway:
+        assert (await gateway.generate("r", 1, model="job"))[0] == 200, (
+            "the engine's model is known"
+        )
+        status, reply = await gateway.post(GENERATE, turn(model=model))
+        assert (status, says in reply["error"]["message"]) == (400, True), reply
+        assert (await gateway.post(GENERATE, turn(model=model), {"X-RoseMux-Job": "job"}))[0] != 503
+
+
+async def test_a_tenant_s_model_chooses_none_of_another_tenant_s_jobs(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    tokens.touch(mode=0o600)
+    tokens.write_text("lab: the-token-of-the-lab\n")
+    mine = {"Authorization": "Bearer the-token-of-the-lab"}
+    jobs = [*JOBS, {"id": "third", "tenant": "lab"}]
+    async with gateway_on(engine(), jobs=jobs, tokens=tokens) as gateway:
+        status, reply = await gateway.post(GENERATE, turn(model="job"), mine)
+    assert (status, "this caller has several jobs: other, third" in str(reply)) == (400, True)
