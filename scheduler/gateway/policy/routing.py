@@ -157,6 +157,7 @@ class RoutingPolicy:
                     self._engines[event.engine].offered = False
             case Retarget():
                 self._target = event
+                self._tell_versions_apart()
             case ContextLimited():
                 self._context_limit = event.tokens
             case JobPaused():
@@ -178,6 +179,11 @@ class RoutingPolicy:
         load.context_tokens, load.numerics = event.context_tokens, event.numerics
         load.idle_ratio = event.idle_ratio
         self._queue.split_at(event.context_tokens)
+        self._tell_versions_apart()
+
+    def _tell_versions_apart(self) -> None:
+        newest = [self._target.version] if self._target is not None else []
+        self._queue.tell_apart([*newest, *(load.version for load in self._engines.values())])
 
     def _admit(self, request: RequestArrived) -> tuple[RefuseTurn, ...]:
         if len(request.turns) > self.room:

@@ -6,7 +6,7 @@ it as a dead entry until it is the first: nothing is searched for.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
@@ -14,10 +14,12 @@ from typing import TypeAlias
 
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from scheduler.gateway.policy.routing_events import TurnArrived
+from scheduler.model import BASE_VERSION
 
 _Pin: TypeAlias = WeightVersion | None
-LineKey: TypeAlias = tuple[JobId, _Pin, _Pin, str, str, tuple[EngineId, ...], int]
-"""Job, exact and least version, numerics, suspect, engines to avoid, and which have the context."""
+LineKey: TypeAlias = tuple[JobId, _Pin, int, str, str, tuple[EngineId, ...], int]
+"""Job, exact version, which engines have the least one, numerics, suspect, engines to avoid, and
+which have the context."""
 
 
 class QueueRank(IntEnum):
@@ -59,6 +61,9 @@ class TurnQueue:
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
         """Contexts of all engines so far, sorted; the same turns fit all lengths between two."""
+        self._versions: list[WeightVersion] = []
+        """Versions that engines serve or come to serve, sorted. Least versions between two of them
+        are one: a line for each that clients think of would make every decision as long."""
 
     def __len__(self) -> int:
         return len(self._queued)
@@ -82,7 +87,8 @@ class TurnQueue:
 
     def line_key(self, turn: TurnArrived) -> LineKey:
         fits = bisect_left(self._contexts, turn.context_tokens)
-        pin = (turn.exact, turn.minimum, turn.numerics)
+        served = bisect_left(self._versions, turn.minimum or BASE_VERSION)
+        pin = (turn.exact, served, turn.numerics)
         return (turn.job, *pin, turn.suspect, turn.avoid, fits)
 
     def split_at(self, context_tokens: int) -> None:
@@ -90,6 +96,16 @@ class TurnQueue:
         if not context_tokens or context_tokens in self._contexts:
             return
         insort(self._contexts, context_tokens)
+        self._regroup()
+
+    def tell_apart(self, versions: Iterable[WeightVersion]) -> None:
+        """Regroups the lines where engines serve other versions, or come to."""
+        told = sorted(set(versions))
+        if told != self._versions:
+            self._versions = told
+            self._regroup()
+
+    def _regroup(self) -> None:
         lines, self._lines = self._lines, {}
         for line in lines.values():
             for waiting in line.waiting:
