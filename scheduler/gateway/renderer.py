@@ -30,6 +30,9 @@ _MOST_BYTES = 64 << 20
 _RENDERS = 64
 """Requests that are rendered, and replies that are derendered, at once. A step's thousands wait for
 each other here, where their wait does not count against the time limit of a call."""
+_TOKENIZED = 8
+"""Texts of one request that are tokenised at once, so that thousands of them leave places to the
+requests of others."""
 _WRONG_REQUEST = (400, 413, 422)
 """Replies that every renderer would give; after any other the next one is asked."""
 _AWAY = (429, 502, 503, 504)
@@ -121,8 +124,15 @@ class Renderer:
 
     async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text. Raises RenderRefused, Exhausted."""
-        calls = [self.post("/tokenize", {"prompt": text}, places=self._renders) for text in texts]
-        return [told["tokens"] for told in await asyncio.gather(*calls)]
+        own = asyncio.Semaphore(_TOKENIZED)
+
+        async def tokens(text: str) -> list[int]:
+            async with own:
+                told = await self.post("/tokenize", {"prompt": text}, places=self._renders)
+                found: list[int] = told["tokens"]
+                return found
+
+        return await asyncio.gather(*map(tokens, texts))
 
     async def derender(
         self, dialect: Dialect, request: Body, prompts: list[list[int]], responses: list[Body]

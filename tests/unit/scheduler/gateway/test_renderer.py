@@ -63,3 +63,22 @@ async def test_a_call_that_is_given_up_while_it_looks_hands_over_to_the_next(gon
     await asyncio.sleep(0)
     calls[gone].cancel()
     assert await calls[1 - gone] == {}
+
+
+async def test_a_text_is_tokenised_while_thousands_of_another_request_wait() -> None:
+    class Waiting(FlappingPeer):
+        async def post(self, _path: str, data: bytes, _headers: object) -> Any:
+            if b"many" in data:
+                await asyncio.sleep(3600)
+
+            async def read_most(_most_bytes: int) -> bytes:
+                return b'{"tokens": [7]}'
+
+            return SimpleNamespace(status=200, read_most=read_most, close=lambda: None)
+
+    renderer = renderer_of(Waiting())
+    many = asyncio.create_task(renderer.tokenize(["many"] * 4096))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        assert await renderer.tokenize(["one"]) == [[7]]
+    many.cancel()
