@@ -5,6 +5,7 @@ An error reply is `{"error": MESSAGE}`; `STATUSES` are those of every service.
 
 import asyncio
 import errno
+import logging
 import resource
 import signal
 import ssl
@@ -25,6 +26,7 @@ from harvester.contracts.errors import (
     Stale,
     refused,
 )
+from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, retry_after_s
 from harvester.platform.tls import ServerTls
 
@@ -46,13 +48,14 @@ IDLE_S: Final = 75.0
 requests: longer than clients and most proxies keep a connection themselves."""
 COUNT_READ: Final[web.RequestKey[Callable[[int], None]]] = web.RequestKey("count_read")
 """Called with the bytes read so far of a body whose length is not known before."""
-_COUNTED_BODY: Final = web.RequestKey("counted_body", bytes)
-"""The body once it was read so; aiohttp itself keeps the others."""
+_BOUNDED_BODY: Final = web.RequestKey("bounded_body", bytes)
+"""The body once it was counted or bounded part by part; aiohttp itself keeps the others."""
 _SHOWN_CHARS: Final = 500
 _BACKLOG: Final = 4096
 """Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
 no room here tries again after 1 s, 2 s, 4 s, ..."""
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -123,28 +126,39 @@ def token_required(
     return middleware
 
 
-async def whole_body(request: web.Request) -> bytes:
+async def whole_body(request: web.Request, *, most_bytes: int | None = None) -> bytes:
     """Raises HTTPRequestTimeout for a body that takes longer than `BODY_S`, PeerProtocolError for
-    one that is not encoded as its headers say."""
+    one that is not framed as its headers say, HTTPRequestEntityTooLarge as soon as more than
+    `most_bytes` have come."""
+    _check_size(request.content_length or 0, most_bytes)
     try:
         if request.content.is_eof() and COUNT_READ not in request:
             return await request.read()  # It has come whole, and needs no timer.
         async with asyncio.timeout(BODY_S):
-            if (count := request.get(COUNT_READ)) is None:
+            if _BOUNDED_BODY in request:
+                return request[_BOUNDED_BODY]
+            count = request.get(COUNT_READ)
+            if count is None and most_bytes is None:
                 return await request.read()
-            if _COUNTED_BODY in request:
-                return request[_COUNTED_BODY]
             body = bytearray()
             while part := await request.content.readany():
                 body += part
-                count(len(body))
-            request[_COUNTED_BODY] = bytes(body)
-            return request[_COUNTED_BODY]
+                _check_size(len(body), most_bytes)
+                if count is not None:
+                    count(len(body))
+            request[_BOUNDED_BODY] = bytes(body)
+            return request[_BOUNDED_BODY]
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise PeerProtocolError(f"body: {error}") from error
     except TimeoutError as error:
         reason = f"the body was not whole within {BODY_S:g} s; send it at once"
         raise web.HTTPRequestTimeout(reason=reason) from error
+
+
+def _check_size(size_bytes: int, most_bytes: int | None) -> None:
+    if most_bytes is not None and size_bytes > most_bytes:
+        reason = f"body of more than {most_bytes} bytes"
+        raise web.HTTPRequestEntityTooLarge(most_bytes, size_bytes, reason=reason)
 
 
 async def decoded_body(
@@ -156,13 +170,10 @@ async def decoded_body(
     name: str = "",
 ) -> T:
     """The JSON body; `empty` stands for one without bytes. Raises PeerProtocolError, which begins
-    with `name`, and HTTPRequestTimeout.
+    with `name`, HTTPRequestTimeout and HTTPRequestEntityTooLarge.
     """
-    if most_bytes is not None and (request.content_length or 0) > most_bytes:
-        raise PeerProtocolError(f"body of more than {most_bytes} bytes")
-    body = await whole_body(request)
-    if most_bytes is not None and len(body) > most_bytes:
-        raise PeerProtocolError(f"body of more than {most_bytes} bytes")
+    body = await whole_body(request, most_bytes=most_bytes)
+    _check_size(len(body), most_bytes)
     try:
         return msgspec.json.decode(body or empty, type=kind)
     except UNDECODABLE as error:
@@ -239,6 +250,45 @@ def refusal_of(reply: aiohttp.ClientResponse, content: bytes) -> "HttpRefusal":
     return HttpRefusal(f"{reply.method} {reply.url.path}: {reply.status}: {shown}", reply.status)
 
 
+@web.middleware
+async def _refuse_encoded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """No client of RoseMux compresses, and 1 MB of a compressed body may be 1 GiB inflated."""
+    if all(each.lower() == "identity" for each in request.headers.getall("Content-Encoding", ())):
+        return await handler(request)
+    reply = error_reply(
+        415, "send the body without Content-Encoding", headers={"Accept-Encoding": "identity"}
+    )
+    reply.force_close()
+    return reply
+
+
+class _WithoutSentLines(logging.Filter):
+    """Cuts the traceback from aiohttp's records of malformed requests, and bounds their number.
+
+    The traceback quotes the line, which may hold a token, and its sender needs none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = EventLimit(burst=6.0, per_s=1 / 60)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        while error and not isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            error = error.__cause__ or error.__context__
+        if error is None:
+            return True
+        if not self._limit.admits(now=record.created):
+            return False
+        before = self._limit.taken()
+        told = f"{record.getMessage()}: malformed ({type(error).__name__}); {before} before it"
+        record.msg, record.args, record.exc_info = told, None, None
+        return True
+
+
+_log.addFilter(_WithoutSentLines())
+
+
 @asynccontextmanager
 async def serving(
     app: web.Application, *, shutdown_s: float = 2.0, idle_s: float = IDLE_S
@@ -247,13 +297,17 @@ async def serving(
 
     A handler is cancelled when its client leaves. A connection without a whole head of a request
     for `idle_s` is closed. Connections are bounded by the hard limit of descriptors, not the soft
-    one.
+    one. No body is inflated, even where aiohttp drains that of a refused request: a request with a
+    Content-Encoding is refused with 415.
     """
     with suppress(OSError, ValueError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    app.middlewares.insert(0, _refuse_encoded)
     runner = web.AppRunner(
         app,
+        auto_decompress=False,
+        logger=_log,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=shutdown_s,

@@ -6,6 +6,7 @@ closed at once, so that vLLM aborts the request; when the engine breaks a reply,
 
 import errno
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import is_loopback
 from harvester.platform.http_kit import (
     RETRY_AFTER,
+    SMALL_BODY_BYTES,
     error_reply,
     errors_as_replies,
     listen,
@@ -64,7 +66,8 @@ class ProxySettings:
     """The same, of callers for data alone."""
     max_body_bytes: int = 64 << 20
     max_requests: int = 1024
-    """Turns and texts at once; a further one is answered with 503."""
+    """Turns and texts at once; a further one is answered with 503. As many calls of workers by each
+    role are let through beside them."""
 
     def __post_init__(self) -> None:
         engine = urlsplit(self.engine)
@@ -96,7 +99,7 @@ class EngineProxy:
         self._session = session
         self._settings = settings
         self._engine = settings.engine.rstrip("/")
-        self._open = 0
+        self._open: Counter[str] = Counter()
 
     def app(self) -> web.Application:
         app = web.Application(
@@ -111,22 +114,25 @@ class EngineProxy:
         route = route_for(request.method, request.path, request.query.keys(), role=role)
         if isinstance(route, Refused):
             return error_reply(route.status, route.reason)
-        # Health, descriptions and weights are always let through: without them it would look down.
-        control = route.role is CallerRole.CONTROL or request.path == WORKER_CALLS
-        turn = not control and request.method == hdrs.METH_POST
-        if turn and self._open >= self._settings.max_requests:
+        worker = request.path == WORKER_CALLS
+        control = route.role is CallerRole.CONTROL or worker
+        # Health, descriptions and weights are let through whatever is open: without them the engine
+        # would look down. Calls of workers by data's role therefore fill no room of control's.
+        room = f"workers for {role}" if worker else "turns"
+        counted = route.role is CallerRole.DATA and request.method == hdrs.METH_POST
+        if counted and self._open[room] >= self._settings.max_requests:
             return error_reply(503, "too many requests at once", headers=RETRY_AFTER)
-        self._open += turn
+        self._open[room] += counted
         try:
-            body = await whole_body(request)
-            if request.path == WORKER_CALLS:
+            body = await whole_body(request, most_bytes=SMALL_BODY_BYTES if worker else None)
+            if worker:
                 checked = worker_call(body, role=role or CallerRole.DATA)
                 if isinstance(checked, Refused):
                     return error_reply(checked.status, checked.reason)
                 body = checked
             return await self._pass_on(request, body, once=control)
         finally:
-            self._open -= turn
+            self._open[room] -= counted
 
     async def _pass_on(
         self, request: web.Request, body: bytes, *, once: bool

@@ -212,7 +212,7 @@ class Gateway:
             _tell_once("no room for connections beside %d requests: raise ulimit -n", self._room)
         with self._connections.holding(tenant, 1), ExitStack() as held:
             count = self.open_bodies.counter(tenant, held, most=self._max_body_bytes)
-            if request.content_length is None or "Content-Encoding" in request.headers:
+            if request.content_length is None:
                 request[COUNT_READ] = count
             else:
                 count(request.content_length)

@@ -491,5 +491,5 @@ def wants_usage(stream_options: object, *names: str) -> bool:
     return isinstance(stream_options, dict) and all(map(stream_options.get, names))
 
 
-async def json_object(request: web.Request) -> Body:
-    return await decoded_body(request, dict[str, Any], name="body")
+async def json_object(request: web.Request, *, most_bytes: int | None = None) -> Body:
+    return await decoded_body(request, dict[str, Any], most_bytes=most_bytes, name="body")

@@ -25,7 +25,7 @@ from aiohttp import web
 from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
-from harvester.platform.http_kit import json_reply
+from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
 from scheduler.gateway.pressure import HELD_BODY, TenantShares
 from scheduler.gateway.renderer import Body
 from scheduler.gateway.samples import follow, samples_of
@@ -103,7 +103,7 @@ class TinkerRoutes:
         return json_reply({"type": "create_session", "session_id": secrets.token_hex(8)})
 
     async def _create_sampler(self, request: web.Request) -> web.Response:
-        job, body = self._job_of(request), await json_object(request)
+        job, body = self._job_of(request), await _small_object(request)
         version = ""
         if (path := body.get("model_path")) is not None:
             found = _MODEL_PATH.fullmatch(str(path))
@@ -160,7 +160,7 @@ class TinkerRoutes:
         return told + (_scored(generate.token_ids, scores, body) if scores else b"")
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        job, name = self._job_of(request), str((await json_object(request)).get("request_id"))
+        job, name = self._job_of(request), str((await _small_object(request)).get("request_id"))
         promise = self._promises.get((job, name))
         if promise is None:
             # The client begins the sample again.
@@ -179,10 +179,14 @@ class TinkerRoutes:
         return web.Response(body=task.result(), content_type=PROTOBUF)
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        job, body = self._job_of(request), await json_object(request)
+        job, body = self._job_of(request), await _small_object(request)
         if (promise := self._promises.get((job, str(body.get("request_id"))))) is not None:
             promise.task.cancel()
         return json_reply({})
+
+
+async def _small_object(request: web.Request) -> Body:
+    return await json_object(request, most_bytes=SMALL_BODY_BYTES)
 
 
 class _Promise:

@@ -217,6 +217,40 @@ async def test_bodies_and_requests_are_bounded() -> None:
             assert (second.status, second.headers["Retry-After"]) == (503, "1")
 
 
+async def test_calls_of_workers_are_small_and_bounded_for_each_role(
+    tokens: dict[str, Callable[[str], bool]],
+) -> None:
+    engine = FakeEngine(step_s=0.001, epoch=None)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        begun.set()
+        await ended.wait()
+        yield b'"method": "rosemux_weights"}'
+
+    async with (
+        proxied(engine.app(), max_requests=1, **tokens) as (url, _),
+        aiohttp.ClientSession() as session,
+        asyncio.timeout(20),
+    ):
+
+        async def status(data: Any, token: str) -> int:
+            sent = session.post(url + "/collective_rpc", data=data, headers=bearer(token))
+            async with sent as reply:
+                return reply.status
+
+        asks = b'{"method": "rosemux_weights"}'
+        assert await status(asks + b" " * (64 << 10), CONTROL) == 413
+        first = asyncio.create_task(status(slow(), DATA))
+        await begun.wait()
+        assert await status(asks, DATA) == 503
+        assert await status(asks, CONTROL) == 200
+        ended.set()
+        assert await first == 200
+        assert await status(asks, DATA) == 200
+
+
 async def test_an_engine_that_is_gone_is_a_bad_gateway() -> None:
     async with proxied(web.Application()) as (url, engine), aiohttp.ClientSession() as session:
         await engine.close()

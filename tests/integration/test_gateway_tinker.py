@@ -179,6 +179,13 @@ async def test_a_running_promise_is_reported_as_such_and_can_be_cancelled(
     assert (status, reply["category"]) == (200, "user")
 
 
+@pytest.mark.parametrize("path", ["create_sampling_session", "retrieve_future", "cancel_future"])
+async def test_a_large_body_is_refused_where_no_prompt_is_sent(path: str) -> None:
+    async with tinker() as client:
+        status, reply = await client.post(path, {"request_id": "x" * (64 << 10)})
+    assert (status, reply["error"]) == (413, "body of more than 65536 bytes")
+
+
 async def test_a_failed_sample_begins_anew_when_it_is_requested_again() -> None:
     async with tinker() as client:
         await client.gateway.publish(2)
