@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from harvester.contracts.clock import Clock
@@ -156,7 +156,7 @@ class EngineFleet:
     def review_contexts(self) -> None:
         """Turns that no engine fits are refused, once it is known of every engine."""
         leasable = [engine.context_tokens for engine in self.leasable()]
-        known = [*(m.context_tokens for m in self.members.values()), *leasable]
+        known = [*(member.context_tokens for member in self._agreeing()), *leasable]
         limit = max(known) if known and all(known) else None
         if limit != self._context_limit:
             self._context_limit = limit
@@ -195,17 +195,21 @@ class EngineFleet:
 
     def vocabulary_tokens(self) -> int | None:
         """Least vocabulary of the engines; None while none is known."""
-        known = (member.vocabulary_tokens for member in self.members.values())
+        known = (member.vocabulary_tokens for member in self._agreeing())
         return min((tokens for tokens in known if tokens), default=None)
 
     def models(self) -> set[str]:
         """Model names of the engines that are known."""
-        names = [member.model for member in self.members.values()]
+        names = [member.model for member in self._agreeing()]
         return {*filter(None, [*names, *(engine.model for engine in self.leasable())])}
 
     def context_tokens(self) -> int:
         """Largest context of the engines; 0 while none is known."""
-        return max((member.context_tokens for member in self.members.values()), default=0)
+        return max((member.context_tokens for member in self._agreeing()), default=0)
+
+    def _agreeing(self) -> Iterator[Member]:
+        """The engines whose descriptions count for all requests."""
+        return (member for member in self.members.values() if not member.clashes)
 
     def remove(self, engine: EngineId, reason: str) -> None:
         member = self.members.get(engine)
@@ -358,7 +362,7 @@ class EngineFleet:
             if not member.is_described:
                 member.description = await member.client.describe()
                 member.is_described = True
-            if fault := self._clash_of_member(member):
+            if fault := self._review_clash(member):
                 raise EngineLost(fault)
             member.description = await member.client.switch(
                 store=effect.store,
@@ -367,13 +371,15 @@ class EngineFleet:
                 adapter=self._adapter_of(effect.job),
             )
             member.numerics = member.engine.numerics or await self._numerics(member)
-            fault = self._clash_of_member(member)
+            fault = self._review_clash(member)
         except EngineLost as error:
             fault = str(error)
         except Exception as error:
             # Not foreseen; without an end, the engine would be updating for ever.
             _log.exception("engine %s: update to %s", effect.engine, effect.version)
             fault = f"{type(error).__name__}: {error}"
+        # While all engines switch, none serves that could disagree.
+        member.clashes = member.clashes and bool(fault)
         self.review_contexts()
         if member.updating is asyncio.current_task():
             self.log_fault(member, fault)
@@ -392,7 +398,7 @@ class EngineFleet:
         """Reason why the guest cannot make tokens beside the serving engines; "" if it can."""
         return self._clash(guest, among=self.members.values())
 
-    def _clash_of_member(self, member: Member) -> str:
+    def _review_clash(self, member: Member) -> str:
         """A dedicated engine need not be as leased guests are: they go, it stays."""
         guest = member.engine.kind is EngineKind.GUEST
         others = [
@@ -400,7 +406,9 @@ class EngineFleet:
             for other in self.members.values()
             if other is not member and (guest or other.engine.kind is EngineKind.DEDICATED)
         ]
-        return self._clash(member.description, among=others) if member.description else ""
+        fault = self._clash(member.description, among=others) if member.description else ""
+        member.clashes = member.clashes or bool(fault)
+        return fault
 
     def _clash(self, described: EngineDescription, *, among: Iterable[Member]) -> str:
         for other in among:
@@ -416,9 +424,10 @@ class EngineFleet:
             if (
                 other.up
                 and self._serving(other.engine.engine)
-                and (fault := self._clash_of_member(other))
+                and (fault := self._review_clash(other))
             ):
                 self.down(other, fault, cut=Cut.CLASH)
+                self.review_contexts()
 
     async def _numerics(self, member: Member) -> str:
         member.release = await member.client.vllm_version()

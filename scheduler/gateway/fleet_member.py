@@ -34,6 +34,9 @@ class Member:
     """Its vLLM version; empty if unknown."""
     description: EngineDescription | None = None
     """The engine's last description; None before the first."""
+    clashes: bool = False
+    """Whether engines that serve disagreed with its description: what it tells counts for no
+    request, until it serves. An engine that is only down still counts."""
     is_described: bool = False
     """Whether it has been described since it joined."""
     seen_context_tokens: int = 0

@@ -297,21 +297,20 @@ class Gateway:
 
     async def _activated(self, request: web.Request) -> VersionSwitched:
         job = self._job(request)
-        if self._displaces(self._tenant(request)):
+        check = partial(self._check_displaced, self._tenant(request))
+        version, engines = await self._scheduler.versions.activate(job, check=check)
+        return VersionSwitched(version=WeightVersion(version), engines=engines)
+
+    def _check_displaced(self, tenant: str | None) -> None:
+        """Raises HTTPConflict where an activation takes engines from another tenant's turns."""
+        scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
+        if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
+            return
+        if scheduler.fleet.may_use_dedicated(target.job) and scheduler.uses_engines(target.job):
             raise web.HTTPConflict(
                 reason="another tenant's job is served and has open turns; try again when they "
                 "have ended, or let the operator activate"
             )
-        version, engines = await self._scheduler.versions.activate(job)
-        return VersionSwitched(version=WeightVersion(version), engines=engines)
-
-    def _displaces(self, tenant: str | None) -> bool:
-        """Whether an activation takes engines from another tenant's open turns."""
-        scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
-        if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
-            return False
-        in_use = scheduler.fleet.may_use_dedicated(target.job)
-        return in_use and bool(scheduler.ledgers[target.job].turns())
 
     async def _switch(self, switch: Switch, request: web.Request) -> web.Response:
         job = self._job(request)

@@ -5,9 +5,10 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, Stale
+from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.rollouts import SwitchState
 from scheduler.gateway.engine_fleet import EngineFleet
@@ -81,8 +82,11 @@ class JobVersions:
         """The engines, unless they serve another tenant's job.
 
         Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
-        cannot be recorded: then nothing has moved.
+        cannot be recorded: then nothing has moved. PeerProtocolError for a store that is not the
+        job's.
         """
+        if not fnmatchcase(store, names := self._jobs[job].stores):
+            raise PeerProtocolError(f"store: job {job} may publish {names}, not {store}")
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
         policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
@@ -102,16 +106,20 @@ class JobVersions:
                 await self._settle(wanted, patience_s=SHOWN_S)
         return policy.switch_states(job, version) if self._sees_engines(job) else {}
 
-    async def activate(self, job: JobId) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
-        """Serve this job from now on. Raises Stale while it has published nothing to load, and
-        Exhausted as `publish` does."""
+    async def activate(
+        self, job: JobId, *, check: Callable[[], None] = lambda: None
+    ) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
+        """Serve this job from now on. Raises Stale while it has published nothing to load,
+        Exhausted as `publish` does, and what `check` raises where the engines may not be taken."""
         policy = self._fleet.policy
         with self._logging_refusals(job, "activation"):
+            check()
             prepared: JobVersion | None = None
             # Another version may be published meanwhile, and is the one that is served then.
             while (published := policy.published(job)) and published != prepared:
                 await self._staging.prepare(published, patience_s=self._patience_s(job))
                 prepared = published
+            check()  # Turns may have begun while engines prepared.
             self._observe(JobActivated(job=job), lambda: self._state.activate(job))
             self._on_activated()
             target = policy.target

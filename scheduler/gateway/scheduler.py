@@ -326,6 +326,13 @@ class Scheduler:
         self.dispatcher.observe(TrajectoryEnded(job=job, trajectory=trajectory))
         return aborted
 
+    def uses_engines(self, job: JobId) -> bool:
+        """Whether it has turns on engines or in line for them. A turn that is held for its pin, or
+        by a pause, uses none, however long it waits."""
+        routing = self.dispatcher.policy
+        queued = not routing.is_paused(job) and routing.queued_turns_of(job)
+        return bool(routing.open_turns_of(job) or queued)
+
     def model_names(self, job: JobId) -> set[str]:
         """Model names that a request of the job may use."""
         return {job, self.jobs[job].adapter or job, *self.fleet.models()}

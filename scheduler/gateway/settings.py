@@ -106,6 +106,9 @@ class GatewayJobSettings(_Settings):
     """Whether the job may lease slots; can be switched while running."""
     adapter: Name | None = None
     """The job's store holds LoRA adapters; engines serve its newest under this name."""
+    stores: str = Field(default="*", min_length=1)
+    """Names of the stores that it may publish, as a pattern (`job-a-*`); `*`: any store under the
+    engines' weight root, of other tenants too."""
     active: bool = False
     """Served from the start; otherwise the first publish of any job or an activation decides."""
     on_interrupt: OnInterrupt = OnInterrupt.CONTINUE

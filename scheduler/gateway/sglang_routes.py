@@ -361,6 +361,9 @@ def _translated(sampling: Body) -> Body:
         elif name in _SAME:
             told[name] = value
         elif name in _GRAMMARS:
+            if "structured_outputs" in told:
+                grammars = ", ".join(each for each in sampling if each in _GRAMMARS)
+                raise PeerProtocolError(f"sampling_params.{name}: send one of {grammars}")
             told["structured_outputs"] = {_GRAMMARS[name]: value}
         elif name == "no_stop_trim":
             told["include_stop_str_in_output"] = value

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxErro
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
+from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.pressure import HELD_BODY, TenantShares
 from scheduler.gateway.renderer import Body
 from scheduler.gateway.samples import follow, samples_of
@@ -125,11 +127,16 @@ class TinkerRoutes:
     async def _sample(self, request: web.Request) -> web.Response:
         job, body = self._job_of(request), await json_object(request)
         name = f"{body.get('sampling_session_id')}.{body.get('seq_id')}"
-        generate = self._admit(job, _generate_body(name, body))
+        encoded = _generate_body(name, body)
+        generate = self._admit(job, encoded)
+        told = (bool(body.get(each)) for each in ("topk_sample_logprobs", "prompt_logprobs"))
+        digest = sha256(encoded + bytes(told)).digest()
         promise = self._promises.get((job, name))
         if promise is not None and promise.failed:
             promise.drop()
             promise = None
+        if promise is not None and promise.request != digest:
+            raise IdInUse(f"seq_id: {name} is of another request; use a new one")
         if promise is None:
             tenant = self._scheduler.jobs[job].tenant
             held = ExitStack()
@@ -138,7 +145,11 @@ class TinkerRoutes:
             work = self._served(job, request, name, generate, body)
             keep = partial(self._open_bodies.keeping, tenant)
             self._promises[job, name] = _Promise(
-                asyncio.ensure_future(work), held, request[HELD_BODY].pop_all(), keep
+                asyncio.ensure_future(work),
+                digest,
+                held,
+                request[HELD_BODY].pop_all(),
+                keep,
             )
         sequences = [f"{name}.{index}" for index in range(generate.sampling_params.n)]
         return json_reply({"request_id": name, "sample_sequence_ids": sequences})
@@ -195,13 +206,15 @@ class _Promise:
     def __init__(
         self,
         task: asyncio.Task[bytes],
+        request: bytes,
         held: ExitStack,
         body: ExitStack,
         keep: Callable[[int], AbstractContextManager[None]],
     ) -> None:
-        """`held` is closed at the end of the promise, `body` at that of its turns; `keep` counts
-        the bytes of the reply instead."""
+        """`request` is a digest. `held` is closed at the end of the promise, `body` at that of its
+        turns; `keep` counts the bytes of the reply instead."""
         self.task = task
+        self.request = request
         self._held, self._body, self._keep = held, body, keep
         self._timer: asyncio.TimerHandle | None = None
         self._dropped = False
@@ -272,7 +285,7 @@ def _generate_body(name: str, body: Body) -> bytes:
     generate = {"request_id": name, "token_ids": token_ids, "sampling_params": given}
     # A partial sample has no form here, and one that is begun anew would prefer short ones.
     generate["on_interrupt"] = "continue"
-    return msgspec.json.encode(generate | pin)
+    return msgspec.json.encode(generate | pin, order="sorted")
 
 
 def _number_of(body: Body, name: str) -> int:

@@ -127,6 +127,8 @@ async def test_sglang_s_clients_get_ids_in_its_form() -> None:
             {"text": 5},
         ):
             assert (await gateway.post("/generate", {"input_ids": IDS} | wrong))[0] == 400
+        two = {"sampling_params": {"regex": "a+", "json_schema": "{}"}}
+        _, second = await gateway.post("/generate", {"input_ids": IDS} | two)
     wanted = continued(IDS, 5, version=0)
     assert (status, told["output_ids"]) == (200, wanted)
     assert told["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
@@ -138,6 +140,7 @@ async def test_sglang_s_clients_get_ids_in_its_form() -> None:
     ]
     assert refused == 400
     assert "image_data" in why["error"]
+    assert "json_schema: send one of regex, json_schema" in str(second)
 
 
 async def test_sglang_s_clients_that_send_ids_get_the_text_that_they_grade() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from harvester.contracts.ids import JobId
 from scheduler.gateway.settings import GatewaySettings
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
@@ -79,6 +80,69 @@ async def test_no_tenant_takes_the_engines_from_open_turns_of_another(tmp_path: 
         assert (await open_)[0] == 200
         assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
         assert (await answered(gateway, "operator", "/v1/jobs/job/activate", {}))[0] == 200
+
+
+async def test_turns_that_begin_while_engines_prepare_keep_another_tenant_s_activation_off(
+    tmp_path: Path,
+) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    engine = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        version = {"version": 1, "store": "b"}
+        await answered(gateway, "b", "/v1/jobs/job-b/versions", version)
+        engine.stage_fault = "the version is not there yet"
+        activation = asyncio.create_task(answered(gateway, "b", "/v1/jobs/job-b/activate", {}))
+        await gateway.until(lambda: engine.staged)
+        engine.running.clear()
+        turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+        open_ = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
+        await gateway.until(lambda: engine.open == 1)
+        engine.stage_fault = ""
+        status, told = await activation
+        assert (status, "another tenant's job" in told) == (409, True)
+        engine.running.set()
+        assert (await open_)[0] == 200
+
+
+@pytest.mark.parametrize("why_held", ["pin", "pause"])
+async def test_a_turn_that_uses_no_engine_keeps_no_activation_off(
+    tmp_path: Path, why_held: str
+) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    turn: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+    engine = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        for role, job in (("a", "job"), ("b", "job-b")):
+            version = {"version": 1, "store": role}
+            await answered(gateway, role, f"/v1/jobs/{job}/versions", version)
+        if why_held == "pin":
+            turn["weight_version"] = {"exact": 999, "wait_s": 3600}
+        else:
+            assert (await answered(gateway, "a", "/pause?mode=wait", {}))[0] == 200
+        held = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
+        routing = gateway.scheduler.dispatcher.policy
+        job = JobId("job")
+        await gateway.until(lambda: routing.held_turns_of(job) + routing.queued_turns_of(job))
+        status, told = await answered(gateway, "b", "/v1/jobs/job-b/activate", {})
+        assert status == 200, told
+        assert (await held)[0] == 503, "its job is not active any more"
+
+
+async def test_a_job_publishes_no_store_beside_its_own(tmp_path: Path) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}]
+    jobs += [{"id": "job-b", "tenant": "b", "stores": "b-*"}]
+    engine = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        for store, allowed in (("a-weights", 400), ("b-weights", 200)):
+            version = {"version": 1, "store": store}
+            status, told = await answered(gateway, "b", "/v1/jobs/job-b/versions", version)
+            assert status == allowed, told
+        for path, body in (
+            ("/update_weights", {"update_info": {"store": "a-weights", "version": 2}}),
+            ("/pull_weights", {"source_dir": "/srv/a-weights", "target_version": 2}),
+        ):
+            status, told = await answered(gateway, "b", path, body)
+            assert (status, "job job-b may publish b-*, not a-weights" in told) == (400, True)
 
 
 async def test_pulling_the_first_weights_takes_no_engine_from_another_tenant_either(

@@ -123,6 +123,20 @@ async def test_a_repeated_request_joins_its_promise() -> None:
     assert counted["started"] == 1
 
 
+async def test_another_request_with_the_number_of_a_promise_is_refused() -> None:
+    async with tinker() as client:
+        _, sampler = await client.sampler(base_model="job")
+        await client.begin(sampler, 0)
+        for other in (
+            {"prompt": {"chunks": [{"tokens": [9]}]}},
+            {"sampling_params": {"max_tokens": 2}},
+            {"topk_sample_logprobs": 1},
+            {"prompt_logprobs": True},
+        ):
+            status, told = await client.begin(sampler, 0, **other)
+            assert (status, "is of another request" in str(told)) == (409, True)
+
+
 async def test_a_model_path_pins_its_version() -> None:
     async with tinker() as client:
         await client.gateway.publish(2)

@@ -135,6 +135,34 @@ async def test_a_guest_beside_which_another_model_joins_goes_and_its_turns_are_n
     await asyncio.sleep(0)
 
 
+async def test_an_engine_that_is_refused_bounds_no_request_and_one_that_is_down_does() -> None:
+    fleet = _fleet(VirtualClock())
+    fleet.observe(JobActivated(job=JOB))
+    good = EngineDescription(vocabulary=256, context_tokens=128, model="policy")
+    serving = _joined(fleet, Client(good), ENGINE, EngineKind.DEDICATED)
+    assert await fleet.settled(_version(0), timeout_s=5)
+    other = EngineDescription(vocabulary=10, context_tokens=4096, model="another")
+    client = Client(other)
+    refused = _joined(fleet, client, EngineId("e1"), EngineKind.DEDICATED)
+    await asyncio.gather(*fleet._tasks)
+    assert "vocabulary 10, not 256" in refused.fault
+
+    def bounds() -> tuple[int | None, int, set[str]]:
+        return fleet.vocabulary_tokens(), fleet.context_tokens(), fleet.models()
+
+    assert bounds() == (256, 128, {"policy"})
+    assert fleet._context_limit == 128
+    for each in (refused, serving):
+        fleet.down(each, "it is away")
+        assert bounds() == (256, 128, {"policy"})
+    client.described = good
+    fleet.up(refused)
+    await asyncio.gather(*fleet._tasks)
+    assert not refused.clashes
+    await fleet.close()
+    await asyncio.sleep(0)
+
+
 async def test_an_update_that_ends_in_an_unforeseen_error_is_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
