@@ -8,7 +8,7 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_connections import ConnectionFailed
-from scheduler.gateway.renderer import Renderer
+from scheduler.gateway.renderer import Renderer, RenderPlace, RenderRefused
 from scheduler.gateway.settings import Timeouts
 
 PATIENCE_S = 1.0
@@ -34,8 +34,24 @@ class FlappingPeer:
         return SimpleNamespace(status=200, read_most=read_most, close=lambda: None)
 
 
-def renderer_of(peer: FlappingPeer) -> Renderer:
-    return Renderer(lambda: [cast(Any, peer)], Timeouts(queue_s=PATIENCE_S))
+class ShortPeer:
+    """Renders no prompt: it is too long for its context, or wrong everywhere."""
+
+    url = "http://short"
+
+    def __init__(self, message: str = "This model's maximum context length is 256 tokens.") -> None:
+        self._message = message
+
+    async def post(self, *_: object) -> Any:
+        async def read_most(_most_bytes: int) -> bytes:
+            return self._message.encode()
+
+        return SimpleNamespace(status=400, read_most=read_most, close=lambda: None)
+
+
+def renderer_of(*peers: FlappingPeer | ShortPeer) -> Renderer:
+    places = [RenderPlace(cast(Any, each), isinstance(each, ShortPeer)) for each in peers]
+    return Renderer(lambda: places, Timeouts(queue_s=PATIENCE_S))
 
 
 async def test_a_call_waits_anew_where_the_renderer_was_back_for_others() -> None:
@@ -63,3 +79,22 @@ async def test_a_call_that_is_given_up_while_it_looks_hands_over_to_the_next(gon
     await asyncio.sleep(0)
     calls[gone].cancel()
     assert await calls[1 - gone] == {}
+
+
+async def test_a_request_that_is_too_long_for_one_renderer_waits_for_a_longer_one() -> None:
+    renderer = renderer_of(FlappingPeer(), ShortPeer())
+    assert await renderer.post("/v1/completions/render", {}) == {}
+
+
+async def test_a_request_is_refused_in_the_words_of_the_longest_renderer() -> None:
+    alone = Renderer(lambda: [RenderPlace(cast(Any, ShortPeer()))], Timeouts(queue_s=PATIENCE_S))
+    wrong = renderer_of(FlappingPeer(every=1000), ShortPeer("temperature must be non-negative"))
+    for renderer, words in ((alone, "context length"), (wrong, "temperature")):
+        with pytest.raises(RenderRefused, match=words):
+            await renderer.post("/v1/completions/render", {})
+
+
+async def test_a_request_that_is_too_long_for_all_gives_up_with_the_words_of_one() -> None:
+    renderer = renderer_of(FlappingPeer(every=1000), ShortPeer())
+    with pytest.raises(Exhausted, match="context length is 256"):
+        await renderer.post("/v1/completions/render", {})
