@@ -44,7 +44,9 @@ class EngineTap:
         self.struck: Counter[str] = Counter()
         self.on_poison: Callable[[], None] = lambda: None
         """Called when a request that kills engines has reached this one."""
-        self.open = 0
+        self.used = asyncio.Event()
+        """Set while turns are on the engine."""
+        self._open = 0
         self._engine = engine
         self._session = session
         self._port = port
@@ -94,7 +96,8 @@ class EngineTap:
         if self._strikes(FaultKind.STALE_EPOCH, EPOCH_HEADER in request.headers):
             headers[EPOCH_HEADER] = str(int(headers[EPOCH_HEADER]) - 1)
         poison = record.context[1:2]
-        self.open += 1
+        self._open += 1
+        self.used.set()
         try:
             if poison == [POISON_FAILS]:
                 record.status, record.end = 500, "refused"
@@ -112,7 +115,9 @@ class EngineTap:
             record.end = record.end or ("closed" if self._runner is not None else "broken")
             raise
         finally:
-            self.open -= 1
+            self._open -= 1
+            if not self._open:
+                self.used.clear()
             record.ended_s = self._clock.now()
             append(self._attempts, record)
 

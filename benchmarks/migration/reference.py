@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.migration.judge import TokenTruth
-from benchmarks.migration.model import EOS_ID, REASONING
-from benchmarks.migration.records import Reply, RequestRecord
+from benchmarks.migration.model import EOS_ID, REASONING, chat_text
+from benchmarks.migration.records import RequestRecord
+from benchmarks.migration.replies import Reply
 from benchmarks.migration.rollout_plan import ENDS
 from benchmarks.migration.settings_judge import chosen_places
 
@@ -36,8 +37,8 @@ class Claim:
         return ENDS | set(self.sampling.get("stop_token_ids") or ())
 
     @classmethod
-    def of(cls, record: RequestRecord) -> "Claim | None":
-        reply = Reply.of(record)
+    def of(cls, record: RequestRecord, index: int = 0) -> "Claim | None":
+        reply = Reply.of(record, index)
         versions = [
             span["version"] for span in reply.spans for _ in range(span["start"], span["end"])
         ]
@@ -45,14 +46,15 @@ class Claim:
             return None
         sampling = record.body["sampling_params"]
         prompt = record.body["token_ids"]
-        return cls(record.request_id, prompt, reply.token_ids, versions, sampling)
+        return cls(record.choice_name(index), prompt, reply.token_ids, versions, sampling)
 
 
 def truths(
     model: Path, weights: Mapping[int, Mapping[str, Any]], records: Iterable[RequestRecord]
 ) -> dict[str, list[TokenTruth]]:
     """The truths of each answered turn; turns of versions that `weights` lacks are left out."""
-    return truths_of(model, weights, [claim for each in records if (claim := Claim.of(each))])
+    every = (Claim.of(each, index) for each in records for index in range(each.samples))
+    return truths_of(model, weights, [claim for claim in every if claim])
 
 
 def truths_of(
@@ -166,6 +168,11 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         ended = self._tokenizer.encode(REASONING["reasoning_end_str"], add_special_tokens=False)
         self.forced_end: list[int] = ended.ids
+
+    def chat(self, content: str) -> list[int]:
+        """The prompt of a chat whose user says this."""
+        ids: list[int] = self._tokenizer.encode(chat_text(content), add_special_tokens=False).ids
+        return ids
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

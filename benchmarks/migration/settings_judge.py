@@ -69,3 +69,15 @@ def stopped_at(sampling: Mapping[str, Any], ids: Sequence[int], text: Text) -> i
     strings = sampling.get("stop") or ()
     lengths = range(len(ids) + 1 if any(one in text(ids) for one in strings) else 0)
     return next((n for n in lengths if any(one in text(ids[:n]) for one in strings)), None)
+
+
+def wrong_text(
+    sampling: Mapping[str, Any], ids: Sequence[int], said: str, *, ends: frozenset[int], text: Text
+) -> str:
+    """The difference of a reply's text from that of its tokens up to what ended it; "" for none."""
+    wanted = text(ids[:-1] if ids[-1:] and ids[-1] in ends else ids)
+    places = [at for one in sampling.get("stop") or () if (at := wanted.find(one)) >= 0]
+    wanted = wanted[: min(places, default=None)]
+    # Bytes that are no character have no text of their own, and more of them when streamed.
+    differs = said.replace("\ufffd", "") != wanted.replace("\ufffd", "")
+    return f"{said!r} is the text of {wanted!r}" * differs
