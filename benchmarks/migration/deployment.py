@@ -78,9 +78,10 @@ class EngineProcess:
         """SIGKILL of all its processes; its connections break and none is accepted."""
         async with self._changing:
             child, self.child = self.child, None
+            # First: a dead engine's port refuses connections, where the tap would break them.
+            await self.tap.close()
             if child is not None:
                 await asyncio.to_thread(self.processes.kill, child)
-            await self.tap.close()
 
     @property
     def ended(self) -> bool:

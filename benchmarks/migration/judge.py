@@ -56,6 +56,8 @@ from benchmarks.migration.settings_judge import (
 
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
+EDGE_NATS = 1e-3
+"""A candidate so near to the edge of `top_k`, `top_p` or `min_p` may be in or out."""
 LOGPROB_NATS = 1e-2
 """Engine and reference round differently; versions differ by far more."""
 IN_FLIGHT_S = 0.05
@@ -91,6 +93,9 @@ class TokenTruth:
     expected_logprob: float = 0.0
     """Mean of the log-probability over draws at this place: minus the entropy."""
     logprob_variance: float = 0.0
+    edge_logprobs: tuple[float, ...] = ()
+    """The log-probability with all candidates at the edge of `top_k`, `top_p` or `min_p`, which
+    rounding takes in or leaves out, and with none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -235,7 +240,7 @@ class _TurnJudge:
         last = self.asked[-1]
         reply = Reply.of(last, self.index)
         self._count(last, reply)
-        excused = excuse(last, reply, self.evidence.announced)
+        excused = excuse(self.asked, reply, self.evidence.announced)
         if excused is not None:
             _add(self.verdict.pins, excused)
         if excused in (PinExcuse.REFUSED, PinExcuse.GONE) and asked_again:
@@ -448,8 +453,8 @@ class _TurnJudge:
         greedy = sampling.get("temperature", 1.0) == 0
         wrong = set()
         for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=True)):
-            too_low = truth.logprob - logprob
-            off = max(0.0, too_low) if truth.gap_nats is None else abs(too_low)
+            too_low = (each - logprob for each in (truth.logprob, *truth.edge_logprobs))
+            off = min(max(0.0, low) if truth.gap_nats is None else abs(low) for low in too_low)
             if at in forced:
                 off = abs(logprob)
             gap_nats = truth.gap_nats if greedy else None

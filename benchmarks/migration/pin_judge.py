@@ -5,7 +5,7 @@ version within the client's patience, and with 410 if a newer one has taken its 
 also end a turn that has tokens and lost its engine. It may do none of this otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -31,24 +31,25 @@ class PinExcuse(StrEnum):
 
 
 def excuse(
-    request: RequestRecord, reply: Reply, announced: Mapping[int, Announcement]
+    asked: Sequence[RequestRecord], reply: Reply, announced: Mapping[int, Announcement]
 ) -> PinExcuse | None:
-    """The excuse that the request's exact pin gives for a turn without its whole answer."""
+    """The excuse that the request's exact pin gives for a turn without its whole answer. `asked`:
+    the request as often as it was sent; a turn's patience counts from the first time."""
+    request = asked[-1]
     exact, refusal = request.pin.get("exact"), request.refusal
     if exact is None or reply.finish_reasons[-1:] not in ([], ["abort"]):
         return None
     newer = (one.sent_s for version, one in announced.items() if version > exact)
     is_past = any(sent_s <= request.ended_s for sent_s in newer)
+    if reply.finish_reasons:
+        return PinExcuse.CUT if reply.token_ids and reply.fault and is_past else None
     if refusal == 409:
-        waited = request.ended_s - request.sent_s >= request.pin["wait_s"]
+        waited = request.ended_s - asked[0].sent_s >= request.pin["wait_s"]
         own = announced.get(exact)
-        served = own is not None and own.answered_s <= request.sent_s
+        served = own is not None and own.answered_s <= asked[0].sent_s
         tells_when = bool(request.retry_after) or request.status == 200
         return PinExcuse.REFUSED if waited and tells_when and not served else None
-    if refusal == 410:
-        return PinExcuse.GONE if is_past else None
-    cut = bool(reply.finish_reasons and reply.token_ids and reply.fault)
-    return PinExcuse.CUT if cut and is_past else None
+    return PinExcuse.GONE if refusal == 410 and is_past else None
 
 
 def breaks_pin(pin: Mapping[str, Any], version: int) -> bool:

@@ -4,13 +4,15 @@ One pass over prompt and output with the weights of a version gives, after penal
 and `logit_bias`, the log-probability of each token and its gap to the best candidate.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from benchmarks.migration.judge import TokenTruth
+from benchmarks.migration.judge import EDGE_NATS, TokenTruth
 from benchmarks.migration.model import EOS_ID, REASONING, chat_text
 from benchmarks.migration.records import RequestRecord
 from benchmarks.migration.replies import Reply
@@ -18,6 +20,7 @@ from benchmarks.migration.rollout_plan import ENDS
 from benchmarks.migration.settings_judge import chosen_places
 
 _BATCH = 32
+_FILTERS = frozenset(("top_k", "top_p", "min_p"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +117,26 @@ def _passes(
                 means,
                 (probabilities * (finite - means[:, None]) ** 2).sum(dim=-1),
             )
+            sides = (EDGE_NATS, -EDGE_NATS) if _FILTERS & claim.sampling.keys() else ()
+            edges = [
+                torch.log_softmax(_processed(logits, claim, side), dim=-1).gather(1, column)
+                for side in sides
+            ]
+            edge_rows = map(tuple, torch.cat(edges, dim=1).tolist()) if edges else repeat(())
             decided = chosen_places(claim.sampling, claim.token_ids, forced_end)
-            rows = zip(*(each.tolist() for each in columns), strict=True)
+            rows = zip(*(each.tolist() for each in columns), edge_rows, strict=False)
             yield (
                 claim,
                 [
-                    TokenTruth(logprob, gap if at in decided else None, *of_draws)
-                    for at, (logprob, gap, *of_draws) in enumerate(rows)
+                    TokenTruth(logprob, gap if at in decided else None, *others)
+                    for at, (logprob, gap, *others) in enumerate(rows)
                 ],
             )
 
 
-def _processed(logits: Any, claim: Claim) -> Any:
+def _processed(logits: Any, claim: Claim, edge_nats: float = 0.0) -> Any:
     """Logits that an engine draws from, or compares if greedy, in vLLM's order; a row for each
-    token of output."""
+    token of output. `edge_nats`: candidates that are so much too unlikely are in."""
     import torch
 
     sampling, inf = claim.sampling, float("inf")
@@ -146,14 +155,14 @@ def _processed(logits: Any, claim: Claim) -> Any:
     logits = logits / (sampling.get("temperature", 1.0) or 1.0)
     if top_k := sampling.get("top_k", 0):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = torch.where(logits < least, -inf, logits)
+        logits = torch.where(logits < least - edge_nats, -inf, logits)
     if min_p := sampling.get("min_p", 0.0):
         probabilities = logits.softmax(dim=-1)
-        least = min_p * probabilities.max(dim=-1, keepdim=True).values
+        least = min_p * math.exp(-edge_nats) * probabilities.max(dim=-1, keepdim=True).values
         logits = torch.where(probabilities < least, -inf, logits)
     if (top_p := sampling.get("top_p", 1.0)) < 1:
         ascending, places = logits.sort(dim=-1)
-        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p) * math.exp(-edge_nats)
         outside[:, -1] = False
         logits = torch.where(outside.gather(1, places.argsort(dim=-1)), -inf, logits)
     return logits

@@ -26,6 +26,15 @@ def refused(case: Case, status: int = 409) -> None:
     case.request.status, case.request.retry_after, case.request.events = status, "1", []
 
 
+def refused_when_asked_twice(case: Case) -> None:
+    """The second request joins the turn of the first, whose patience it is."""
+    refused(case)
+    first = deepcopy(case.request)
+    first.status, first.broken_off, first.ended_s = 0, True, 2.0
+    case.extra.insert(0, first)
+    case.request.sent_s = 2.0
+
+
 def gone(case: Case) -> None:
     refused(case, 410)
     pinned(case, 1)
@@ -46,6 +55,11 @@ def cut(case: Case) -> None:
     case.request.ended_s = 20.0
 
 
+def cut_beside_a_sample_that_is_gone(case: Case) -> None:
+    cut(case)
+    case.request.events.insert(-1, '{"error": {"message": "past", "code": 410}}')
+
+
 def kept(case: Case) -> None:
     case.say(OUTPUT, [SPANS[0], span(3, len(OUTPUT), "e1", 1)])
     case.held[1].version, case.held[1].state_hash = 1, "h1"
@@ -56,9 +70,11 @@ def kept(case: Case) -> None:
     ("settle", "counted"),
     [
         (refused, PinExcuse.REFUSED),
+        (refused_when_asked_twice, PinExcuse.REFUSED),
         (gone, PinExcuse.GONE),
         (gone_in_its_stream, PinExcuse.GONE),
         (cut, PinExcuse.CUT),
+        (cut_beside_a_sample_that_is_gone, PinExcuse.CUT),
         (kept, "exact"),
     ],
 )

@@ -1,7 +1,7 @@
 """Turns of several samples and of other routes before the judge of benchmarks.migration.faults."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from benchmarks.migration.replies import replies
 from benchmarks.migration.rollout_plan import rollout_plan
 from benchmarks.migration.rollout_routes import RolloutRoute, choice_name, sent
+from benchmarks.migration.settings_judge import wrong_text
 from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS, OWN_FIELDS
 from tests.unit.benchmarks.migration_case import (
     LOGPROB,
@@ -231,6 +232,15 @@ def test_the_judge_convicts_a_tampered_sample_or_route_of_just_that(
     case = Case()
     tamper(case)
     assert case.counted() == counts
+
+
+def test_a_stream_may_end_without_the_text_of_tokens_that_end_within_a_character() -> None:
+    def text(ids: Sequence[int]) -> str:
+        return letters(ids[:7]) + " \ufffd" * (len(ids) > 7)
+
+    for said, is_right in (("abcdefg", True), ("abcdefg \ufffd", True), ("abcdef", False)):
+        broken = wrong_text({}, OUTPUT, said, ends=frozenset(), text=text)
+        assert (broken == "") == is_right
 
 
 def test_names_of_turns_give_back_their_request_and_sample() -> None:
