@@ -175,16 +175,20 @@ class FaultRun:
 
     async def _switch(self) -> None:
         """A version with other weights, so that each token tells which made it."""
-        import torch
-
         states = self._deployment.states
-        draws = torch.Generator().manual_seed(len(states))
-        before = states[max(states)]
-        state = {
-            name: tensor * (1 + _SWITCH_NOISE * torch.randn(tensor.shape, generator=draws))
-            for name, tensor in before.items()
-        }
+        # Not in the taps' event loop.
+        state = await asyncio.to_thread(_with_noise, states[max(states)], seed=len(states))
         await self._deployment.publish(self._publisher, state)
+
+
+def _with_noise(state: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor * (1 + _SWITCH_NOISE * torch.randn(tensor.shape, generator=draws))
+        for name, tensor in state.items()
+    }
 
 
 async def measured_faults(

@@ -19,7 +19,8 @@ wrong_span         spans that do not cover the tokens once and in order, that na
                    tokens that a grammar allows, so that there only one that is too low is wrong;
                    that of a forced end of thinking is 0
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
-                   ended, and that the next attempt did not go on from
+                   ended, or before its tap may have been too late to see that, and that the next
+                   attempt did not go on from
 truncated_by_place turns that end as `length` below their limit or behind an EOS, stop token or
                    stop string, as `stop` without one, or as `abort` with tokens: where a turn ran
                    decided how long it is
@@ -151,6 +152,8 @@ class Verdict:
     worst_logprob_nats: float = 0.0
     in_flight_tokens: int = 0
     """Sent by an engine, not yet read when the stream ended, and sampled anew."""
+    worst_late_s: float = 0.0
+    """Longest time that a tap did not run before it saw a cut."""
     spans: int = 0
     judged_spans: int = 0
     """Spans of engines whose weights were known by hash."""
@@ -389,10 +392,12 @@ class _TurnJudge:
 
     def _resampled(self, before: AttemptRecord, offset: int) -> None:
         start = self._offset(before)
-        read = sum(n for at_s, n in before.passed if at_s <= before.ended_s - IN_FLIGHT_S)
+        read_s = before.ended_s - before.late_s - IN_FLIGHT_S
+        read = sum(n for at_s, n in before.passed if at_s <= read_s)
         sent = len(before.token_ids)
         if (again := start + read - offset) > 0:
             self._note("resampled_tokens", f"from {offset}, {before.engine} had {sent}", again)
+        self.verdict.worst_late_s = max(self.verdict.worst_late_s, before.late_s)
         self.verdict.in_flight_tokens += max(0, start + sent - offset - max(0, again))
 
     def _spans(self, reply: Reply) -> None:

@@ -89,6 +89,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """`whole`, `refused`, `closed` by the gateway, `ended` by the engine without a finish, or
     `broken`."""
     ended_s: float = 0.0
+    late_s: float = 0.0
+    """Time before it for which the tap did not run: it may have ended so much earlier."""
 
 
 class HeldRecord(msgspec.Struct, kw_only=True):

@@ -6,7 +6,7 @@
 Writes `ended N` after each trajectory, `arm NAME` before the first of an arm, `idle` once no turn
 is open after the line `hold` on its standard input; `go` lets turns begin again. It mends nothing:
 a refused or broken request is recorded, and its trajectory ends, but one whose exact pin is refused
-(409, 410) is asked for again, at the newest version of the store.
+(409, 410) is asked for again: exactly at the newest version of the store, then at least at it.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from benchmarks.migration.rollout_plan import PATIENCE_S, PinKind, PlannedTrajec
 from benchmarks.migration.rollout_routes import sent
 from harvester.contracts.clock import MonotonicClock
 
-_MOST_ASKS = 10
-"""A version that is the newest when it is asked for is hardly refused so often."""
+_EXACT_ASKS = 4
+"""Versions that follow each other at once may pass each of them."""
 
 
 class RolloutClient:
@@ -83,7 +83,7 @@ class RolloutClient:
         self, trajectory: str, name: str, turn: PlannedTurn, context: list[int], version: int
     ) -> RequestRecord:
         """The last request for the turn."""
-        for ask in range(_MOST_ASKS):
+        for ask in range(_EXACT_ASKS + 1):
             await self._may_begin.wait()
             self._open += 1
             body = {
@@ -92,7 +92,7 @@ class RolloutClient:
                 "sampling_params": turn.sampling,
                 "stream": turn.stream,
             }
-            if pin := self._pin(turn, version, again=ask > 0):
+            if pin := self._pin(turn, version, ask):
                 body["weight_version"] = pin
             if turn.chat:
                 body["messages"] = [{"role": "user", "content": turn.chat}]
@@ -104,12 +104,14 @@ class RolloutClient:
             await asyncio.sleep(float(record.retry_after or 0.0))
         return record
 
-    def _pin(self, turn: PlannedTurn, version: int, *, again: bool) -> dict[str, Any]:
+    def _pin(self, turn: PlannedTurn, version: int, ask: int) -> dict[str, Any]:
         if turn.pin is None or not version:
             return {}
         if turn.pin is PinKind.MINIMUM:
             return {"minimum": version}
-        if again:
+        if ask == _EXACT_ASKS:
+            return {"minimum": self._newest()}
+        if ask:
             return {"exact": self._newest(), "wait_s": PATIENCE_S}
         exact = {
             PinKind.EXACT: version,

@@ -49,7 +49,7 @@ class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """The user's message, in a chat; `new_tokens` are its prompt."""
     stream: bool = False
     pin: PinKind | None = None
-    """A turn whose exact pin is refused is asked for again, with `NEWEST`."""
+    """A turn whose exact pin is refused is asked for again, with the newest."""
     patience_s: float = 0.0
     """Time for which the gateway may wait to meet an exact pin."""
     breaks_off_after_s: float | None = None

@@ -338,6 +338,15 @@ def test_the_judge_tells_tokens_in_flight_apart_from_resampled_ones() -> None:
     assert case.verdict().in_flight_tokens == 2
 
 
+def test_a_late_tap_may_have_seen_a_cut_too_late() -> None:
+    case = Case()
+    dropped_buffer(case)
+    case.attempts[0].late_s = 0.05
+    assert case.counted() == {}
+    assert case.verdict().in_flight_tokens == 2
+    assert case.verdict().worst_late_s == 0.05
+
+
 def test_a_tie_of_the_two_best_candidates_is_no_wrong_span() -> None:
     case = Case()
     case.truths = [TokenTruth(LOGPROB, 1e-4), *case.truths[1:]]
