@@ -29,6 +29,8 @@ _WRONG_REQUEST = (400, 413, 422)
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
 _BROKEN = (TimeoutError, ConnectionError, PeerProtocolError, *UNDECODABLE)
+_DEFAULT_OUTPUT_TOKENS = 16
+"""vLLM leaves it out of a rendered request."""
 _TOO_LONG = (b"maximum context length", b"max_model_len")
 """vLLM's words for what is longer than a renderer's own context."""
 _PROBE_S = 0.1
@@ -94,8 +96,8 @@ class RenderPlace(NamedTuple):
     """A process that renders."""
 
     connections: EngineConnections
-    is_short: bool = False
-    """Whether another one has a longer context, and may render what is too long for this one."""
+    short_tokens: int = 0
+    """Its context where another one has a longer, for what is too long here; else 0."""
 
 
 class _Away(Interrupted):
@@ -195,7 +197,7 @@ class Renderer:
         fault, away = "no dedicated engine is up and no renderer is configured", True
         too_long = False
         async with places:
-            for peer, is_short in self._peers():
+            for peer, short_tokens in self._peers():
                 try:
                     async with asyncio.timeout(self._render_s):
                         response = await peer.post(path, data, {})
@@ -203,11 +205,14 @@ class Renderer:
                             raw = await response.read_most(_MOST_BYTES)
                     if response.status in (200, *_WRONG_REQUEST):
                         self._found(away=False)
-                    if response.status == 200:
-                        return msgspec.json.decode(raw)
                     shown = raw[:200].decode(errors="replace")
+                    if response.status == 200:
+                        told = msgspec.json.decode(raw)
+                        if not (short_tokens and _fills(told, short_tokens)):
+                            return told
+                        too_long, shown = True, f"its context of {short_tokens} tokens is full"
                     if response.status in _WRONG_REQUEST:
-                        if not (is_short and any(words in raw for words in _TOO_LONG)):
+                        if not (short_tokens and any(words in raw for words in _TOO_LONG)):
                             raise RenderRefused(response.status, raw)
                         too_long = True
                     away &= response.status in _AWAY
@@ -221,6 +226,17 @@ class Renderer:
     def _found(self, *, away: bool) -> None:
         self._returns += self._away and not away
         self._away = away
+
+
+def _fills(rendered: Any, context_tokens: int) -> bool:
+    """Whether a prompt was rendered with all output that the context leaves, to which vLLM cuts
+    what is asked for."""
+    for each in rendered if isinstance(rendered, list) else [rendered]:
+        if isinstance(each, dict) and "token_ids" in each:
+            output_tokens = each["sampling_params"].get("max_tokens") or _DEFAULT_OUTPUT_TOKENS
+            if len(each["token_ids"]) + output_tokens >= context_tokens:
+                return True
+    return False
 
 
 class StreamedText:

@@ -175,7 +175,10 @@ class Scheduler:
         longest = max((each.context_tokens for each in engines), default=0)
         engines.sort(key=lambda each: -each.context_tokens)
         return [RenderPlace(each) for each in self._renderers] or [
-            RenderPlace(each.client.connections, is_short=0 < each.context_tokens < longest)
+            RenderPlace(
+                each.client.connections,
+                short_tokens=each.context_tokens if each.context_tokens < longest else 0,
+            )
             for each in engines
             if each.up
         ]

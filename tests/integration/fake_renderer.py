@@ -89,7 +89,9 @@ class FakeRenderer:
         if len(ids) > self.context:
             told = f"This model's maximum context length is {self.context} tokens."
             return web.json_response({"error": {"message": told, "code": 400}}, status=400)
-        return web.json_response({"token_ids": ids, "sampling_params": sampling_of(body)})
+        sampling = sampling_of(body)
+        sampling["max_tokens"] = min(sampling["max_tokens"], self.context - len(ids))
+        return web.json_response({"token_ids": ids, "sampling_params": sampling})
 
     async def render_completion(self, request: web.Request) -> web.Response:
         body = await request.json()

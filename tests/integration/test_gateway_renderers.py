@@ -102,16 +102,17 @@ async def test_an_engine_that_renders_may_restart_under_turns_that_have_ended() 
     assert (status, reply["choices"][0]["message"]["content"]) == (200, TEXT)
 
 
-async def test_a_prompt_that_is_too_long_for_the_engine_that_is_left_waits_for_the_longer_one() -> (
-    None
-):
+@pytest.mark.parametrize("short_tokens", [4, 40])
+async def test_a_turn_that_is_too_long_for_the_engine_that_is_left_waits_for_the_longer_one(
+    short_tokens: int,
+) -> None:
     sites = Site(), Site()
 
     async def serve(site: Site, context: int) -> None:
         engine = FakeEngine(step_s=0.001, epoch=None, context=context)
         await site.serve(FakeRenderer(context=context).app(engine.app()))
 
-    await serve(sites[0], 4)
+    await serve(sites[0], short_tokens)
     await serve(sites[1], 64)
     async with gateway_on(*(site.url for site in sites)) as service:
         await service.until(
@@ -119,7 +120,7 @@ async def test_a_prompt_that_is_too_long_for_the_engine_that_is_left_waits_for_t
         )
         await sites[1].close()
         waiting = asyncio.create_task(service.post(CHAT, BODY))
-        assert (await service.post(CHAT, BODY | {"messages": [SHORT], "max_tokens": 2}))[0] == 200
+        assert (await service.post(CHAT, BODY | {"messages": [SHORT], "max_tokens": 1}))[0] == 200
         assert not waiting.done()
         await serve(sites[1], 64)
         status, reply = await waiting

@@ -4,6 +4,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from harvester.contracts.errors import Exhausted
@@ -35,22 +36,27 @@ class FlappingPeer:
 
 
 class ShortPeer:
-    """Renders no prompt: it is too long for its context, or wrong everywhere."""
+    """Renders no prompt whole: it is too long for its context, or wrong everywhere."""
 
     url = "http://short"
 
-    def __init__(self, message: str = "This model's maximum context length is 256 tokens.") -> None:
-        self._message = message
+    def __init__(
+        self,
+        message: str = "This model's maximum context length is 256 tokens.",
+        *,
+        status: int = 400,
+    ) -> None:
+        self._message, self._status = message, status
 
     async def post(self, *_: object) -> Any:
         async def read_most(_most_bytes: int) -> bytes:
             return self._message.encode()
 
-        return SimpleNamespace(status=400, read_most=read_most, close=lambda: None)
+        return SimpleNamespace(status=self._status, read_most=read_most, close=lambda: None)
 
 
 def renderer_of(*peers: FlappingPeer | ShortPeer) -> Renderer:
-    places = [RenderPlace(cast(Any, each), isinstance(each, ShortPeer)) for each in peers]
+    places = [RenderPlace(cast(Any, each), 256 * isinstance(each, ShortPeer)) for each in peers]
     return Renderer(lambda: places, Timeouts(queue_s=PATIENCE_S))
 
 
@@ -84,6 +90,16 @@ async def test_a_call_that_is_given_up_while_it_looks_hands_over_to_the_next(gon
 async def test_a_request_that_is_too_long_for_one_renderer_waits_for_a_longer_one() -> None:
     renderer = renderer_of(FlappingPeer(), ShortPeer())
     assert await renderer.post("/v1/completions/render", {}) == {}
+
+
+@pytest.mark.parametrize("asked", [255, 254])
+async def test_a_prompt_whose_output_was_cut_to_a_short_context_is_rendered_by_a_longer_one(
+    asked: int,
+) -> None:
+    rendered = {"token_ids": [7], "sampling_params": {"max_tokens": asked}}
+    short = ShortPeer(msgspec.json.encode([rendered]).decode(), status=200)
+    found = await renderer_of(FlappingPeer(), short).post("/v1/completions/render", {})
+    assert found == ({} if asked == 255 else [rendered])
 
 
 async def test_a_request_is_refused_in_the_words_of_the_longest_renderer() -> None:
