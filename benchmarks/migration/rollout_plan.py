@@ -140,7 +140,7 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
         (FaultKind.REVOKE, often, [guest]),
         (FaultKind.EVICTED_KV, often, [guest]),
         (FaultKind.STALE_EPOCH, max(1, often // 3), [guest]),
-        (FaultKind.STALL_GUEST, max(2, trajectories // 50), [guest]),
+        (FaultKind.STALL_GUEST, max(2, trajectories // 100), [guest]),
         (FaultKind.KILL_AGENT, max(2, trajectories // 100), [guest]),
     ):
         if engines == [guest] and not guest:
