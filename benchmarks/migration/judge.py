@@ -252,7 +252,7 @@ class _TurnJudge:
             self._to_others(last)
         if self._twice(reply):
             return
-        self._chain(last, reply)
+        self._chain(last, reply, excused)
         self._attempt_settings(last)
         self._spans(reply)
         self._pins(last, reply)
@@ -350,7 +350,7 @@ class _TurnJudge:
             return False
         return True
 
-    def _chain(self, last: RequestRecord, reply: Reply) -> None:
+    def _chain(self, last: RequestRecord, reply: Reply, excused: PinExcuse | None) -> None:
         """The attempts, each from where the one before had come to, give the client's tokens."""
         prompt = last.body["token_ids"]
         output: list[int] = []
@@ -367,6 +367,10 @@ class _TurnJudge:
                     return
         if last.status != 200 or not reply.finish_reasons:
             return
+        if excused is PinExcuse.CUT and self.attempts:
+            # As if another attempt had gone on from the reply.
+            self._resampled(self.attempts[-1], len(reply.token_ids))
+            output = output[: len(reply.token_ids)]
         matcher = SequenceMatcher(a=output, b=reply.token_ids, autojunk=False)
         differing = {tag for tag, *_ in matcher.get_opcodes() if tag != "equal"}
         if differing & {"delete", "replace"}:

@@ -87,6 +87,25 @@ def test_an_excuse_of_an_exact_pin_is_counted_apart(
     assert case.verdict().pins[counted] == 1
 
 
+def cut_behind_a_token(case: Case, age_s: float) -> None:
+    """Its engine had sent one more before it was lost."""
+    cut(case)
+    (last,) = case.attempts
+    last.token_ids = OUTPUT[:4]
+    last.passed.append((last.ended_s - age_s, 1))
+
+
+def test_a_token_in_flight_to_a_turn_that_is_cut_is_none_that_it_has_lost() -> None:
+    case = Case()
+    cut_behind_a_token(case, 0.01)
+    assert case.counted() == {}
+    assert case.verdict().in_flight_tokens == 1
+
+
+def cut_without_a_token_that_had_come(case: Case) -> None:
+    cut_behind_a_token(case, 0.2)
+
+
 def of_another_version(case: Case) -> None:
     pinned(case, 2)
 
@@ -140,6 +159,7 @@ def cut_without_a_reason(case: Case) -> None:
 @pytest.mark.parametrize(
     ("tamper", "counts"),
     [
+        (cut_without_a_token_that_had_come, {"resampled_tokens": 1}),
         (of_another_version, {"pin_broken": 1}),
         (not_asked_again, {"lost": 1}),
         (refused_before_its_patience_ended, {"lost": 1}),
