@@ -25,10 +25,12 @@ from benchmarks.migration.bias import (
 )
 from benchmarks.migration.deployment import JOB, Deployment
 from benchmarks.migration.draws import DrawnToken, power_against_lost_ends, report
-from benchmarks.migration.faults import evidence_of, rolling_out, verdict_on
+from benchmarks.migration.faults import evidence_of, verdict_on
 from benchmarks.migration.judge import CONVICTING, Evidence
-from benchmarks.migration.records import AttemptRecord, Reply, RequestRecord
+from benchmarks.migration.records import AttemptRecord, RequestRecord
+from benchmarks.migration.replies import Reply
 from benchmarks.migration.rollout_plan import bias_plan
+from benchmarks.migration.rollout_process import rolling_out
 
 CALM, MOVED = "calm", "moved"
 _PERIOD_S = 0.4

@@ -13,14 +13,16 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from benchmarks.migration.engine_tap import EngineTap
+from benchmarks.migration.guest_agent import GuestAgent
 from benchmarks.migration.model import ENGINE_ARGUMENTS
+from benchmarks.migration.pin_judge import Announcement
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
@@ -76,9 +78,15 @@ class EngineProcess:
         """SIGKILL of all its processes; its connections break and none is accepted."""
         async with self._changing:
             child, self.child = self.child, None
+            # First: a dead engine's port refuses connections, where the tap would break them.
+            await self.tap.close()
             if child is not None:
                 await asyncio.to_thread(self.processes.kill, child)
-            await self.tap.close()
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended though no one here killed it."""
+        return self.child is not None and self.child.process.poll() is not None
 
     def signal(self, number: signal.Signals) -> None:
         """Signals all of its processes at once."""
@@ -129,12 +137,14 @@ class Deployment:
     session: aiohttp.ClientSession
     processes: Processes
     engines: dict[str, EngineProcess]
+    agent: GuestAgent
     gateway_url: str
     kill_switch: Path
     production: IdleProduction
     clock: Clock
     states: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     """Weights of each published version."""
+    announced: dict[int, Announcement] = field(default_factory=dict)
 
     @property
     def record(self) -> Path:
@@ -153,7 +163,9 @@ class Deployment:
         version = max(self.states, default=0) + 1
         await asyncio.to_thread(publisher.publish, dict(state))
         self.states[version] = state
+        told = self.announced[version] = Announcement(self.clock.now())
         await self.post(f"/v1/jobs/{JOB}/versions", {"version": version, "store": STORE})
+        self.announced[version] = replace(told, answered_s=self.clock.now())
         return version
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
@@ -207,15 +219,23 @@ async def deployed(root: Path, model: Path) -> AsyncIterator[Deployment]:
             command = _command(name, model, ports[name], context_tokens, root, pages)
             engines[name] = EngineProcess(name, command, url, tap, processes)
             stack.push_async_callback(tap.close)
-        _start_agent(processes, root, ports["agent"], engines[GUEST].tap.url)
+        agent = GuestAgent(
+            processes=processes,
+            root=root,
+            port=ports["agent"],
+            slot=SLOT,
+            guest_url=engines[GUEST].tap.url,
+            kv_tokens=GUEST_KV_TOKENS,
+        )
+        agent.start()
         await asyncio.gather(*(engine.start() for engine in engines.values()))
-        agent_url = f"http://127.0.0.1:{ports['agent']}"
-        gateway_url = await _start_gateway(processes, root, engines, agent_url)
+        gateway_url = await _start_gateway(processes, root, engines, agent.url)
         yield Deployment(
             root=root,
             session=session,
             processes=processes,
             engines=engines,
+            agent=agent,
             gateway_url=gateway_url,
             kill_switch=root / "pages" / "kill",
             production=production,
@@ -241,37 +261,6 @@ def _command(
         command = launch.dedicated(spec, weights=root)
     environment = {**command.environment, "TMPDIR": str(root / "tmp")}
     return EngineCommand(command.arguments, environment)
-
-
-def _start_agent(processes: Processes, root: Path, port: int, guest_url: str) -> None:
-    config = {
-        "node": "node",
-        "mode": "harvest",
-        "unsafe_experiments": True,
-        "page_root": str(root / "pages"),
-        "state_dir": str(root / "agent"),
-        "http": {"port": port},
-        "slots": [
-            {
-                "name": SLOT,
-                "engine_url": guest_url,
-                "model": "policy",
-                "concurrency": 8,
-                # No slice without grants: what takes turns off the guest is in the script.
-                # Room for about half of the turns that it may have; a cut takes more of them.
-                "policy": {
-                    "cooldown_s": 0.3,
-                    "proof": {"share_ratio": 0},
-                    "kv_budget_tokens": GUEST_KV_TOKENS,
-                    "kv_level": {"shrink_interval_s": 0.2, "quiet_s": 0.5, "grow_ratio": 1.0},
-                },
-            }
-        ],
-    }
-    file = root / "agent.yaml"
-    file.write_text(json.dumps(config))
-    command = (sys.executable, "-m", "harvester.cli", "agent", "--config", str(file))
-    processes.start("agent", command)
 
 
 async def _start_gateway(

@@ -5,7 +5,7 @@ away it listens to nothing, as a dead engine does.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,35 @@ _HOP_BY_HOP = frozenset(
 )
 
 
+_TICK_S = 0.01
+_LOOKED_BACK_S = 0.2
+"""Time in which a loop without a core may fail to see that a connection has ended."""
+
+
+class LoopWatch:
+    """How long this event loop has not run of late: on a busy machine it sees later what came."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._late: deque[tuple[float, float]] = deque()
+        self._due_s = clock.now()
+
+    async def run(self) -> None:
+        while True:
+            self._due_s = self._clock.now() + _TICK_S
+            await asyncio.sleep(_TICK_S)
+            now = self._clock.now()
+            self._late.append((now, now - self._due_s))
+            while self._late[0][0] < now - _LOOKED_BACK_S:
+                self._late.popleft()
+
+    def lost_s(self) -> float:
+        now = self._clock.now()
+        return max(0.0, now - self._due_s) + sum(
+            late_s for at_s, late_s in self._late if at_s >= now - _LOOKED_BACK_S
+        )
+
+
 class EngineTap:
     def __init__(
         self,
@@ -44,7 +73,9 @@ class EngineTap:
         self.struck: Counter[str] = Counter()
         self.on_poison: Callable[[], None] = lambda: None
         """Called when a request that kills engines has reached this one."""
-        self.open = 0
+        self.used = asyncio.Event()
+        """Set while turns are on the engine."""
+        self._open = 0
         self._engine = engine
         self._session = session
         self._port = port
@@ -53,12 +84,15 @@ class EngineTap:
         self._held = held
         self._clock = clock
         self._identities: set[str] = set()
+        self._watch = LoopWatch(clock)
+        self._watching: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
         if self._runner is not None:
             return
+        self._watching = asyncio.create_task(self._watch.run())
         app = web.Application(client_max_size=64 << 20)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._pass)
@@ -73,6 +107,8 @@ class EngineTap:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+        if self._watching is not None:
+            self._watching.cancel()
 
     async def _pass(self, request: web.Request) -> web.Response:
         try:
@@ -94,7 +130,8 @@ class EngineTap:
         if self._strikes(FaultKind.STALE_EPOCH, EPOCH_HEADER in request.headers):
             headers[EPOCH_HEADER] = str(int(headers[EPOCH_HEADER]) - 1)
         poison = record.context[1:2]
-        self.open += 1
+        self._open += 1
+        self.used.set()
         try:
             if poison == [POISON_FAILS]:
                 record.status, record.end = 500, "refused"
@@ -112,8 +149,10 @@ class EngineTap:
             record.end = record.end or ("closed" if self._runner is not None else "broken")
             raise
         finally:
-            self.open -= 1
-            record.ended_s = self._clock.now()
+            self._open -= 1
+            if not self._open:
+                self.used.clear()
+            record.ended_s, record.late_s = self._clock.now(), self._watch.lost_s()
             append(self._attempts, record)
 
     async def _stream(

@@ -8,15 +8,13 @@ import asyncio
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
-
-import msgspec
 
 from benchmarks.migration import records, reference
 from benchmarks.migration.deployment import CONTEXTS, GUEST, STORE, Deployment, EngineProcess
@@ -29,11 +27,15 @@ from benchmarks.migration.rollout_plan import (
     fault_script,
     rollout_plan,
 )
-from harvester.contracts.errors import ConfigError
+from benchmarks.migration.rollout_process import RolloutProcess, rolling_out
+from benchmarks.migration.rollout_routes import choice_name
 from weightsync.publisher import Publisher
 
 _STALL_S = (0.5, 6.0)
 """From below the gateway's bound to far above it."""
+_GUEST_STALL_S = (0.5, 3.0)
+_AGENT_AWAY_S = (0.1, 2.0)
+"""Its grants end half a second after it."""
 _REVOKED_S = 0.5
 _EVICTING_S = 0.5
 """Enough for the guest's budget to be halved three times, to its floor."""
@@ -43,65 +45,8 @@ _UNDER_WAY_S = 1.0
 """Turns run again for this long before the next engine is killed."""
 
 
-class RolloutProcess:
-    """The client's process, and its lines."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.idle = asyncio.Event()
-        self._holds = 0
-
-    async def lines(self) -> AsyncIterator[tuple[str, str]]:
-        """Each line's first word, and its rest, until the client ends."""
-        assert self._process.stdout is not None
-        async for raw in self._process.stdout:
-            word, _, rest = raw.decode().strip().partition(" ")
-            if word == "idle":
-                self.idle.set()
-            yield word, rest
-        if await self._process.wait():
-            raise RuntimeError(f"the client ended with {self._process.returncode}")
-
-    async def hold(self) -> None:
-        """No turn begins until as many `release` have come; `idle` is set once none is open."""
-        self._holds += 1
-        self.idle.clear()
-        await self._order("hold")
-
-    async def release(self) -> None:
-        self._holds -= 1
-        if not self._holds:
-            await self._order("go")
-
-    def end(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
-
-    async def _order(self, order: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{order}\n".encode())
-        await self._process.stdin.drain()
-
-
-@asynccontextmanager
-async def rolling_out(
-    deployment: Deployment, plan: Sequence[PlannedTrajectory]
-) -> AsyncIterator[RolloutProcess]:
-    file = deployment.root / "plan.json"
-    file.write_bytes(msgspec.json.encode(plan))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.migration.rollout_client"),
-        *("--gateway", deployment.gateway_url, "--plan", str(file)),
-        *("--record", str(deployment.record)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield RolloutProcess(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+GUEST_ENDED = "guest_ended"
+"""Counts guests that ended though the script had not killed them: only their agent may."""
 
 
 class FaultRun:
@@ -112,6 +57,8 @@ class FaultRun:
         self._away = asyncio.Lock()
         """The script restarts one engine at a time; the client waits for it with new turns."""
         self._publishing = asyncio.Lock()
+        self._guest = asyncio.Lock()
+        """The guest and its agent are struck one at a time."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.done: Counter[str] = Counter()
         for engine in deployment.engines.values():
@@ -135,17 +82,21 @@ class FaultRun:
 
     async def _watch(self, client: RolloutProcess) -> None:
         """Ends the run where an engine dies of something that no one did to it: its turns would
-        wait forever."""
+        wait forever. A guest may have been ended by its agent, and comes back."""
         while True:
             await asyncio.sleep(1.0)
             for engine in self._deployment.engines.values():
-                if engine.child is not None and not engine.changing:
-                    try:
-                        engine.child.check()
-                    except ConfigError as error:
-                        print(error, file=sys.stderr, flush=True)
-                        client.end()
-                        return
+                if not engine.ended or engine.changing:
+                    continue
+                if engine.name == GUEST:
+                    self.done[GUEST_ENDED] += 1
+                    await engine.kill()
+                    self._spawn(engine.start())
+                else:
+                    assert engine.child is not None
+                    print(f"{engine.name} ended: {engine.child.last_words()}", file=sys.stderr)
+                    client.end()
+                    return
 
     def _poison(self, engine: EngineProcess) -> None:
         # At once, as a request that crashes the engine's first step does.
@@ -168,6 +119,20 @@ class FaultRun:
             engine.signal(signal.SIGSTOP)
             await asyncio.sleep(self._random.uniform(*_STALL_S))
             engine.signal(signal.SIGCONT)
+        elif fault.kind is FaultKind.STALL_GUEST:
+            assert engine is not None
+            async with self._guest:
+                await engine.tap.used.wait()
+                engine.signal(signal.SIGSTOP)
+                await asyncio.sleep(self._random.uniform(*_GUEST_STALL_S))
+                engine.signal(signal.SIGCONT)
+        elif fault.kind is FaultKind.KILL_AGENT:
+            assert engine is not None
+            async with self._guest:
+                await engine.tap.used.wait()
+                await asyncio.to_thread(self._deployment.agent.kill)
+                await asyncio.sleep(self._random.uniform(*_AGENT_AWAY_S))
+                self._deployment.agent.start()
         elif fault.kind is FaultKind.SWITCH:
             async with self._publishing:
                 await self._switch()
@@ -210,16 +175,20 @@ class FaultRun:
 
     async def _switch(self) -> None:
         """A version with other weights, so that each token tells which made it."""
-        import torch
-
         states = self._deployment.states
-        draws = torch.Generator().manual_seed(len(states))
-        before = states[max(states)]
-        state = {
-            name: tensor * (1 + _SWITCH_NOISE * torch.randn(tensor.shape, generator=draws))
-            for name, tensor in before.items()
-        }
+        # Not in the taps' event loop.
+        state = await asyncio.to_thread(_with_noise, states[max(states)], seed=len(states))
         await self._deployment.publish(self._publisher, state)
+
+
+def _with_noise(state: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
+    import torch
+
+    draws = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor * (1 + _SWITCH_NOISE * torch.randn(tensor.shape, generator=draws))
+        for name, tensor in state.items()
+    }
 
 
 async def measured_faults(
@@ -232,7 +201,8 @@ async def measured_faults(
 ) -> dict[str, Any]:
     dedicated = [name for name in CONTEXTS if name != GUEST]
     contexts = min(CONTEXTS.values()), max(CONTEXTS.values())
-    plan = rollout_plan(seed, trajectories, contexts=contexts)
+    chat = reference.ModelText(model).chat
+    plan = rollout_plan(seed, trajectories, contexts=contexts, chat=chat)
     script = fault_script(seed, len(plan), dedicated=dedicated, guest=GUEST)
     run = FaultRun(deployment, publisher, Random(f"stalls {seed}"))
     began_s = deployment.clock.now()
@@ -244,19 +214,38 @@ async def measured_faults(
     poison = frozenset(each.name for each in plan if each.poison)
     evidence = evidence_of(deployment, model, {each.name for each in plan}, poison=poison)
     verdict = verdict_on(evidence, deployment, model)
+    asked = {request.request_id for request in evidence.requests}
+    planned = Counter[str](fault.kind for fault in script)
     return {
         "verdict": verdict,
-        "planned": dict(planned := Counter(fault.kind for fault in script)),
+        "planned": dict(planned),
         "struck": dict(struck),
-        "unstruck": {
-            kind: [struck[kind], count]
-            for kind, count in sorted(planned.items())
-            if struck[kind] < _STRUCK_RATIO * count
-        },
+        "unstruck": _too_few(planned, struck),
+        "unasked": _too_few(kinds_of(plan), kinds_of(plan, asked)),
+        "guests_ended": [struck[GUEST_ENDED], deployment.agent.guests_ended()],
         "versions": len(deployment.states),
         "took_s": took_s,
         "gateway": (await deployment.status())["jobs"]["job"]["turns"],
         "seed": seed,
+    }
+
+
+def kinds_of(plan: Sequence[PlannedTrajectory], asked: Set[str] | None = None) -> Counter[str]:
+    """Kinds of the planned turns, or of those among them that were `asked` for."""
+    return Counter(
+        kind
+        for planned in plan
+        for number, turn in enumerate(planned.turns)
+        if not planned.poison and (asked is None or f"{planned.name}-{number}" in asked)
+        for kind in turn.kinds
+    )
+
+
+def _too_few(planned: Counter[str], found: Counter[str]) -> dict[str, list[int]]:
+    return {
+        kind: [found[kind], count]
+        for kind, count in sorted(planned.items())
+        if found[kind] < _STRUCK_RATIO * count
     }
 
 
@@ -266,14 +255,15 @@ def evidence_of(
     """All that was written down of these trajectories."""
     every = records.read(deployment.record, RequestRecord)
     requests = [each for each in every if each.trajectory in trajectories]
-    names = {each.request_id for each in requests}
+    names = {each.choice_name(index) for each in requests for index in range(each.samples)}
     attempts = records.read(deployment.attempts, AttemptRecord)
     text = reference.ModelText(model)
     return Evidence(
         requests=requests,
-        attempts=[each for each in attempts if each.request_id in names],
+        attempts=[each for each in attempts if choice_name(each.request_id) in names],
         held=list(records.read(deployment.held, HeldRecord)),
         hashes=deployment.state_hashes(),
+        announced=deployment.announced,
         truths=reference.truths(model, deployment.states, requests),
         poison=poison,
         forced_end=text.forced_end,
@@ -299,7 +289,8 @@ def verdict_on(evidence: Evidence, deployment: Deployment, model: Path) -> dict[
 
 
 _STRUCK_RATIO = 0.8
-"""Least share of the planned faults of each kind that must have struck."""
+"""Least share of the planned faults of each kind that must have struck, and of the planned turns of
+each kind that must have been asked for."""
 _UNKNOWN_RATIO = 0.05
 """Share of spans whose engine may have been gone before its workers reported their weights."""
 _CONTROL_RATIO = 0.8
@@ -308,8 +299,9 @@ that all versions rate alike are not."""
 
 
 def convicted(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Reasons for which a run misses its goals: counters above 0, faults that struck too seldom, a
-    judge that knew too few engines' weights, or that convicts too little of other weights."""
+    """Reasons for which a run misses its goals: counters above 0, faults that struck too seldom,
+    kinds of turns that were asked for too seldom, a guest that its agent did not end, a judge that
+    knew too few engines' weights, or that convicts too little of other weights."""
     counters = {name: found["verdict"][name] for name in CONVICTING if found["verdict"][name]}
     control, spans = found["verdict"].get("exchanged_weights", (1, 1))
     if control < _CONTROL_RATIO * spans:
@@ -317,7 +309,10 @@ def convicted(found: Mapping[str, Any]) -> dict[str, Any]:
     unknown, spans = found["verdict"]["unknown_weights_spans"], found["verdict"]["spans"]
     if unknown > _UNKNOWN_RATIO * spans:
         counters["unknown_weights_spans"] = [unknown, spans]
-    return counters | ({"unstruck": found["unstruck"]} if found["unstruck"] else {})
+    ended, by_agent = found["guests_ended"]
+    if ended > by_agent:
+        counters["guests_ended"] = [ended, by_agent]
+    return counters | {name: found[name] for name in ("unstruck", "unasked") if found[name]}
 
 
 def first_state(model: Path) -> Mapping[str, Any]:

@@ -1,10 +1,12 @@
 """Judges a run by what the client received, what engines sent, and what the weights say. Pure.
 
 lost               turns without a whole answer: no reply, an error status, a stream without its
-                   end, an abort without a token; and turns that lack tokens which their engines'
-                   streams had before them and behind them
+                   end, an abort without a token, unless their pin excuses it (pin_judge.py) and
+                   the client asked again; and turns that lack tokens which their engines' streams
+                   had before them and behind them
 duplicated         turns with tokens that no engine made at their place (a token twice), two ends,
-                   two different answers to one request id, or two first attempts
+                   two different answers to one request id, two first attempts, or a choice that
+                   no one asked for; replies that say two things of one token
 wrong_span         spans that do not cover the tokens once and in order, that name another engine
                    than the one whose stream had the tokens, that name a version which the store
                    has not, whose engine's workers reported other weights than the store's hash of
@@ -17,18 +19,21 @@ wrong_span         spans that do not cover the tokens once and in order, that na
                    tokens that a grammar allows, so that there only one that is too low is wrong;
                    that of a forced end of thinking is 0
 resampled_tokens   tokens that an engine's stream had given to the gateway IN_FLIGHT_S before it
-                   ended, and that the next attempt did not go on from
+                   ended, or before its tap may have been too late to see that, and that the next
+                   attempt did not go on from
 truncated_by_place turns that end as `length` below their limit or behind an EOS, stop token or
                    stop string, as `stop` without one, or as `abort` with tokens: where a turn ran
                    decided how long it is
 overrun            turns that go on behind an EOS, stop token or stop string, or beyond their limit
-broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py), and
-                   attempts that were asked for with another setting than the client's; the seed of
-                   one that goes on from output differs
+broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py), or whose
+                   text is not that of their tokens, and attempts that were asked for with another
+                   setting than the client's; the seed of one that goes on from output differs, and
+                   samples of one request count theirs up
 lost_to_others     turns among the lost and truncated that were on an engine while a poison request
                    failed it, or that were blamed for it (422)
 poison_passed      poison requests that were not answered with an error
-pin_broken         spans older than the version that their request asked for at least
+pin_broken         spans older than the version that their request asked for at least, or of another
+                   than it asked for
 """
 
 from collections import Counter, defaultdict
@@ -37,12 +42,23 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
-from benchmarks.migration.records import AttemptRecord, HeldRecord, Reply, RequestRecord
+from benchmarks.migration.pin_judge import Announcement, PinExcuse, breaks_pin, excuse
+from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
+from benchmarks.migration.replies import Reply, replies
 from benchmarks.migration.rollout_plan import ENDS
-from benchmarks.migration.settings_judge import Text, broken_setting, forced_places, stopped_at
+from benchmarks.migration.rollout_routes import choice_name
+from benchmarks.migration.settings_judge import (
+    Text,
+    broken_setting,
+    forced_places,
+    stopped_at,
+    wrong_text,
+)
 
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
+EDGE_NATS = 1e-3
+"""A candidate so near to the edge of `top_k`, `top_p` or `min_p` may be in or out."""
 LOGPROB_NATS = 1e-2
 """Engine and reference round differently; versions differ by far more."""
 IN_FLIGHT_S = 0.05
@@ -78,6 +94,9 @@ class TokenTruth:
     expected_logprob: float = 0.0
     """Mean of the log-probability over draws at this place: minus the entropy."""
     logprob_variance: float = 0.0
+    edge_logprobs: tuple[float, ...] = ()
+    """The log-probability with all candidates at the edge of `top_k`, `top_p` or `min_p`, which
+    rounding takes in or leaves out, and with none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +108,8 @@ class Evidence:
     """The store's state hash of each version."""
     truths: Mapping[str, Sequence[TokenTruth]]
     """Truths of each answered turn's tokens, at the versions that its spans claim."""
+    announced: Mapping[int, Announcement] = field(default_factory=dict)
+    """The announcement of each version to the gateway."""
     poison: frozenset[str] = frozenset()
     """Trajectories."""
     ends: frozenset[int] = ENDS
@@ -115,18 +136,24 @@ class Verdict:
     lost_to_others: int = 0
     poison_passed: int = 0
     pin_broken: int = 0
-    pinned: int = 0
-    """Turns that asked for a least version."""
+    pins: dict[str, int] = field(default_factory=dict)
+    """Turns that asked for a least version or an exact one, and what pins excused."""
+    routes: dict[str, int] = field(default_factory=dict)
+    samples: int = 0
+    """Turns of requests for several."""
+    judged_texts: int = 0
     judged_tokens: int = 0
     """Compared with the weights."""
     judged_choices: int = 0
     """Tokens of greedy turns, compared with the best candidate."""
     settings: dict[str, int] = field(default_factory=dict)
-    """Turns that moved, by the sampling setting that they had."""
+    """Turns that moved, by the sampling setting, route and exact pin that they had."""
     ties: int = 0
     worst_logprob_nats: float = 0.0
     in_flight_tokens: int = 0
     """Sent by an engine, not yet read when the stream ended, and sampled anew."""
+    worst_late_s: float = 0.0
+    """Longest time that a tap did not run before it saw a cut."""
     spans: int = 0
     judged_spans: int = 0
     """Spans of engines whose weights were known by hash."""
@@ -146,7 +173,7 @@ def judged(evidence: Evidence) -> Verdict:
     verdict = Verdict()
     attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
     for attempt in sorted(evidence.attempts, key=lambda one: (one.began_s, one.number)):
-        attempts[attempt.request_id].append(attempt)
+        attempts[choice_name(attempt.request_id)].append(attempt)
     verdict.attempt_ends = dict(
         Counter(
             f"{one.end} {one.status}" + " aborted" * (one.finish_reason == "abort")
@@ -156,6 +183,10 @@ def judged(evidence: Evidence) -> Verdict:
     turns: dict[str, list[RequestRecord]] = defaultdict(list)
     for request in evidence.requests:
         turns[request.request_id].append(request)
+    # Requests for one turn of a trajectory, in their order.
+    asks: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for request in sorted(evidence.requests, key=lambda one: one.sent_s):
+        asks[request.trajectory, *request.body["token_ids"]].append(request.request_id)
     hashes = _hashes(evidence.held)
     failures = _poisoned(evidence, attempts)
     answers: Counter[str] = Counter()
@@ -165,9 +196,16 @@ def judged(evidence: Evidence) -> Verdict:
             if asked[-1].status < 400:
                 verdict.note("poison_passed", name, f"status {asked[-1].status}")
             continue
-        verdict.turns += 1
         verdict.asked_twice += len(asked) > 1
-        _TurnJudge(verdict, evidence, name, asked, attempts[name], hashes, failures).judge()
+        last = asked[-1]
+        for index in range(last.samples):
+            choice = last.choice_name(index)
+            one = _TurnJudge(
+                verdict, evidence, choice, index, asked, attempts[choice], hashes, failures
+            )
+            one.judge(asked_again=asks[last.trajectory, *last.body["token_ids"]][-1] != name)
+        if more := replies(last).keys() - set(range(last.samples)):
+            verdict.note("duplicated", name, f"choices that no one asked for: {sorted(more)}")
     verdict.poison = dict(answers)
     names = {one.trajectory for one in evidence.requests} - evidence.poison
     verdict.trajectories = len(names)
@@ -194,31 +232,47 @@ class _TurnJudge:
     verdict: Verdict
     evidence: Evidence
     name: str
+    index: int
+    """The choice of its request."""
     asked: Sequence[RequestRecord]
     attempts: Sequence[AttemptRecord]
     hashes: Mapping[str, set[str]]
     poisoned: Sequence[AttemptRecord]
 
-    def judge(self) -> None:
+    def judge(self, *, asked_again: bool) -> None:
         last = self.asked[-1]
-        reply = Reply.of(last)
-        self.verdict.tokens += len(reply.token_ids)
-        went_on = [one for one in self.attempts if self._offset(one) > 0]
-        self.verdict.moves += len(went_on)
-        self.verdict.moved_turns += bool(went_on)
-        if went_on:
-            settings = self.verdict.settings
-            for name in _settings(last.body["sampling_params"]):
-                settings[name] = settings.get(name, 0) + 1
-        if self._lost(last, reply) or self._truncated(last, reply):
+        reply = Reply.of(last, self.index)
+        self._count(last, reply)
+        excused = excuse(self.asked, reply, self.evidence.announced)
+        if excused is not None:
+            _add(self.verdict.pins, excused)
+        if excused in (PinExcuse.REFUSED, PinExcuse.GONE) and asked_again:
+            return
+        if self._lost(last, reply) or self._truncated(last, reply, excused):
             self._to_others(last)
         if self._twice(reply):
             return
-        self._chain(last, reply)
+        self._chain(last, reply, excused)
         self._attempt_settings(last)
         self._spans(reply)
         self._pins(last, reply)
         self._tokens(last, reply)
+
+    def _count(self, last: RequestRecord, reply: Reply) -> None:
+        verdict, sampling = self.verdict, last.body["sampling_params"]
+        verdict.turns += 1
+        verdict.tokens += len(reply.token_ids)
+        verdict.samples += last.samples > 1
+        _add(verdict.routes, last.route.label)
+        for kind in last.pin.keys() - {"wait_s"}:
+            _add(verdict.pins, kind)
+        went_on = [one for one in self.attempts if self._offset(one) > 0]
+        verdict.moves += len(went_on)
+        verdict.moved_turns += bool(went_on)
+        if went_on:
+            exact = ["exact pin"] if "exact" in last.pin else []
+            for name in (*_settings(sampling), last.route.label, *exact):
+                _add(verdict.settings, name)
 
     def _note(self, counter: str, what: str, by: int = 1) -> None:
         self.verdict.note(counter, self.name, what, by)
@@ -237,7 +291,7 @@ class _TurnJudge:
             return False
         return True
 
-    def _truncated(self, last: RequestRecord, reply: Reply) -> bool:
+    def _truncated(self, last: RequestRecord, reply: Reply, excused: PinExcuse | None) -> bool:
         reason = reply.finish_reasons[-1]
         sampling = last.body["sampling_params"]
         ends = set(sampling.get("stop_token_ids") or ())
@@ -259,8 +313,14 @@ class _TurnJudge:
             forced_end=self.evidence.forced_end,
             text=self.evidence.text,
         )
+        if not broken and reply.text is not None:
+            self.verdict.judged_texts += 1
+            broken = wrong_text(
+                sampling, ids, reply.text, ends=frozenset(ends), text=self.evidence.text
+            )
         if broken:
             self._note("broken_setting", broken)
+        early = early and excused is not PinExcuse.CUT
         if early:
             self._note("truncated_by_place", f"{reason} after {len(ids)} tokens: {reply.fault}")
         return early
@@ -277,18 +337,20 @@ class _TurnJudge:
     def _twice(self, reply: Reply) -> bool:
         """A request id has one turn, one end and one answer, however often it is sent."""
         numbers = [one.number for one in self.attempts]
-        earlier = [Reply.of(before).token_ids for before in self.asked[:-1]]
+        earlier = [Reply.of(before, self.index).token_ids for before in self.asked[:-1]]
         if len(set(numbers)) < len(numbers):
             self._note("duplicated", f"served twice: attempts {numbers}")
         elif len(reply.finish_reasons) > 1:
             self._note("duplicated", f"ends {reply.finish_reasons}")
+        elif reply.contradiction:
+            self._note("duplicated", reply.contradiction)
         elif any(ids != reply.token_ids[: len(ids)] for ids in earlier):
             self._note("duplicated", "two answers to one request id")
         else:
             return False
         return True
 
-    def _chain(self, last: RequestRecord, reply: Reply) -> None:
+    def _chain(self, last: RequestRecord, reply: Reply, excused: PinExcuse | None) -> None:
         """The attempts, each from where the one before had come to, give the client's tokens."""
         prompt = last.body["token_ids"]
         output: list[int] = []
@@ -305,6 +367,10 @@ class _TurnJudge:
                     return
         if last.status != 200 or not reply.finish_reasons:
             return
+        if excused is PinExcuse.CUT and self.attempts:
+            # As if another attempt had gone on from the reply.
+            self._resampled(self.attempts[-1], len(reply.token_ids))
+            output = output[: len(reply.token_ids)]
         matcher = SequenceMatcher(a=output, b=reply.token_ids, autojunk=False)
         differing = {tag for tag, *_ in matcher.get_opcodes() if tag != "equal"}
         if differing & {"delete", "replace"}:
@@ -315,11 +381,12 @@ class _TurnJudge:
     def _attempt_settings(self, last: RequestRecord) -> None:
         """Engines get the client's settings; only the seed differs behind output."""
         wanted = last.body["sampling_params"]
+        seed = wanted["seed"] + self.index if "seed" in wanted else None
         for attempt in self.attempts:
             sent = attempt.sampling
-            kept = sorted(wanted.keys() - {"seed"})
-            wrong = [name for name in kept if sent.get(name) != wanted[name]]
-            if (seed := wanted.get("seed")) is not None:
+            kept = sorted(wanted.keys() - {"seed", "n"})
+            wrong = [name for name in kept if _without_defaults(sent.get(name)) != wanted[name]]
+            if seed is not None:
                 goes_on = self._offset(attempt) > 0
                 if sent.get("seed") is None or (sent["seed"] == seed) == goes_on:
                     wrong.append("seed")
@@ -329,13 +396,17 @@ class _TurnJudge:
 
     def _resampled(self, before: AttemptRecord, offset: int) -> None:
         start = self._offset(before)
-        read = sum(n for at_s, n in before.passed if at_s <= before.ended_s - IN_FLIGHT_S)
+        read_s = before.ended_s - before.late_s - IN_FLIGHT_S
+        read = sum(n for at_s, n in before.passed if at_s <= read_s)
         sent = len(before.token_ids)
         if (again := start + read - offset) > 0:
             self._note("resampled_tokens", f"from {offset}, {before.engine} had {sent}", again)
+        self.verdict.worst_late_s = max(self.verdict.worst_late_s, before.late_s)
         self.verdict.in_flight_tokens += max(0, start + sent - offset - max(0, again))
 
     def _spans(self, reply: Reply) -> None:
+        if not reply.finish_reasons:
+            return  # They come with the end.
         at = 0
         for span in reply.spans:
             if span["start"] != at or span["end"] <= at:
@@ -348,13 +419,9 @@ class _TurnJudge:
             self._note("wrong_span", f"{len(reply.token_ids) - at} tokens without a span")
 
     def _pins(self, last: RequestRecord, reply: Reply) -> None:
-        pins = last.body.get("weight_version")
-        if pins is None:
-            return
-        self.verdict.pinned += 1
         for span in reply.spans:
-            if span["version"] < pins["minimum"]:
-                self._note("pin_broken", f"{span} for {pins}")
+            if breaks_pin(last.pin, span["version"]):
+                self._note("pin_broken", f"{span} for {last.pin}")
 
     def _span_of_engine(self, span: dict[str, Any]) -> None:
         wanted = self.evidence.hashes.get(span["version"])
@@ -395,8 +462,8 @@ class _TurnJudge:
         greedy = sampling.get("temperature", 1.0) == 0
         wrong = set()
         for at, (truth, logprob) in enumerate(zip(truths, reply.logprobs, strict=True)):
-            too_low = truth.logprob - logprob
-            off = max(0.0, too_low) if truth.gap_nats is None else abs(too_low)
+            too_low = (each - logprob for each in (truth.logprob, *truth.edge_logprobs))
+            off = min(max(0.0, low) if truth.gap_nats is None else abs(low) for low in too_low)
             if at in forced:
                 off = abs(logprob)
             gap_nats = truth.gap_nats if greedy else None
@@ -419,3 +486,14 @@ class _TurnJudge:
 def _settings(sampling: Mapping[str, Any]) -> list[str]:
     usual = {"max_tokens", "temperature", "seed", "stop_token_ids", "logprobs"}
     return sorted(set(sampling) - usual) or ["plain"]
+
+
+def _without_defaults(setting: Any) -> Any:
+    """Without the fields that vLLM's renderer adds as null or false."""
+    if not isinstance(setting, dict):
+        return setting
+    return {name: value for name, value in setting.items() if value not in (None, False)}
+
+
+def _add(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1

@@ -22,6 +22,11 @@ _TEMPLATE = (
 )
 
 
+def chat_text(content: str) -> str:
+    """The template's text of a chat of one message."""
+    return f"<bos>user: {content}\nassistant:"
+
+
 def write_model(directory: Path, *, texts: Iterable[str], context_tokens: int, seed: int) -> None:
     """Configuration, weights (float32) and tokenizer of a Llama of 0.7 million parameters."""
     import torch
@@ -66,7 +71,11 @@ def _write_tokenizer(directory: Path, texts: Iterable[str]) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    saved = json.loads(tokenizer.to_str())
+    for token in saved["added_tokens"]:
+        # Reasoning is text, as with the models that have it.
+        token["special"] = token["id"] not in (THINK_ID, END_THINK_ID)
+    (directory / "tokenizer.json").write_text(json.dumps(saved))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",

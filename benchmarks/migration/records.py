@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from benchmarks.migration.rollout_routes import RolloutRoute
+
 T = TypeVar("T")
 
 
@@ -17,7 +19,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     trajectory: str
     body: dict[str, Any]
-    """As sent."""
+    """In the words of the gateway's own route; the request was sent in those of `route`."""
+    route: RolloutRoute = RolloutRoute.GENERATE
     sent_s: float
     status: int = 0
     """0: no reply."""
@@ -25,6 +28,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """Events of a stream, as they came."""
     reply: str = ""
     """Body of any other reply."""
+    retry_after: str = ""
+    """The header of a refusal that says when to ask again."""
     broken_off: bool = False
     """The client closed the connection itself, to send the request again."""
     error: str = ""
@@ -33,6 +38,28 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def request_id(self) -> str:
         return str(self.body["request_id"])
+
+    @property
+    def samples(self) -> int:
+        """Choices that were asked for, each a turn of its own."""
+        return int(self.body["sampling_params"].get("n", 1))
+
+    def choice_name(self, index: int) -> str:
+        return self.request_id if self.samples == 1 else f"{self.request_id}.{index}"
+
+    @property
+    def pin(self) -> dict[str, Any]:
+        """Versions that may make the tokens; empty: all."""
+        return self.body.get("weight_version") or {}
+
+    @property
+    def refusal(self) -> int:
+        """The status of a refusal: the reply's, or what its stream says in place of an end; 0."""
+        if self.status != 200:
+            return self.status
+        last = self.events[-2:-1]
+        told = msgspec.json.decode(last[0]) if last else {}
+        return int(told["error"]["code"]) if "error" in told else 0
 
     @property
     def max_tokens(self) -> int:
@@ -44,7 +71,7 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
 
     engine: str
     request_id: str
-    """The turn's."""
+    """The turn's, as the gateway names it."""
     number: int
     context: list[int]
     """Prompt and output so far, as the gateway sent them."""
@@ -62,6 +89,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True):
     """`whole`, `refused`, `closed` by the gateway, `ended` by the engine without a finish, or
     `broken`."""
     ended_s: float = 0.0
+    late_s: float = 0.0
+    """Time before it for which the tap did not run: it may have ended so much earlier."""
 
 
 class HeldRecord(msgspec.Struct, kw_only=True):
@@ -81,38 +110,3 @@ def append(path: Path, record: msgspec.Struct) -> None:
 def read(path: Path, kind: type[T]) -> Iterable[T]:
     decoder = msgspec.json.Decoder(kind)
     return [decoder.decode(line) for line in path.read_bytes().splitlines()]
-
-
-class Reply(msgspec.Struct, kw_only=True):
-    """A client's reply, put together from what it received."""
-
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    spans: list[dict[str, Any]] = []
-    finish_reasons: list[str] = []
-    fault: str = ""
-    whole: bool = False
-
-    @classmethod
-    def of(cls, record: RequestRecord) -> "Reply":
-        reply = cls()
-        if record.status != 200:
-            return reply
-        texts = record.events or ([record.reply] if record.reply else [])
-        for text in texts:
-            if text == "[DONE]":
-                reply.whole = True
-                continue
-            for choice in msgspec.json.decode(text).get("choices", []):
-                reply._add(choice)
-        reply.whole = reply.whole or bool(record.reply)
-        return reply
-
-    def _add(self, choice: dict[str, Any]) -> None:
-        self.token_ids += choice.get("token_ids") or []
-        self.logprobs += [one["logprob"] for one in (choice.get("logprobs") or {})["content"]]
-        if choice.get("finish_reason"):
-            self.finish_reasons.append(choice["finish_reason"])
-            # The last event has all spans.
-            self.spans = choice.get("spans") or []
-        self.fault = choice.get("fault") or self.fault

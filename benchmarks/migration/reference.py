@@ -4,19 +4,23 @@ One pass over prompt and output with the weights of a version gives, after penal
 and `logit_bias`, the log-probability of each token and its gap to the best candidate.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from benchmarks.migration.judge import TokenTruth
-from benchmarks.migration.model import EOS_ID, REASONING
-from benchmarks.migration.records import Reply, RequestRecord
+from benchmarks.migration.judge import EDGE_NATS, TokenTruth
+from benchmarks.migration.model import EOS_ID, REASONING, chat_text
+from benchmarks.migration.records import RequestRecord
+from benchmarks.migration.replies import Reply
 from benchmarks.migration.rollout_plan import ENDS
 from benchmarks.migration.settings_judge import chosen_places
 
 _BATCH = 32
+_FILTERS = frozenset(("top_k", "top_p", "min_p"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class Claim:
         return ENDS | set(self.sampling.get("stop_token_ids") or ())
 
     @classmethod
-    def of(cls, record: RequestRecord) -> "Claim | None":
-        reply = Reply.of(record)
+    def of(cls, record: RequestRecord, index: int = 0) -> "Claim | None":
+        reply = Reply.of(record, index)
         versions = [
             span["version"] for span in reply.spans for _ in range(span["start"], span["end"])
         ]
@@ -45,14 +49,15 @@ class Claim:
             return None
         sampling = record.body["sampling_params"]
         prompt = record.body["token_ids"]
-        return cls(record.request_id, prompt, reply.token_ids, versions, sampling)
+        return cls(record.choice_name(index), prompt, reply.token_ids, versions, sampling)
 
 
 def truths(
     model: Path, weights: Mapping[int, Mapping[str, Any]], records: Iterable[RequestRecord]
 ) -> dict[str, list[TokenTruth]]:
     """The truths of each answered turn; turns of versions that `weights` lacks are left out."""
-    return truths_of(model, weights, [claim for each in records if (claim := Claim.of(each))])
+    every = (Claim.of(each, index) for each in records for index in range(each.samples))
+    return truths_of(model, weights, [claim for claim in every if claim])
 
 
 def truths_of(
@@ -112,20 +117,26 @@ def _passes(
                 means,
                 (probabilities * (finite - means[:, None]) ** 2).sum(dim=-1),
             )
+            sides = (EDGE_NATS, -EDGE_NATS) if _FILTERS & claim.sampling.keys() else ()
+            edges = [
+                torch.log_softmax(_processed(logits, claim, side), dim=-1).gather(1, column)
+                for side in sides
+            ]
+            edge_rows = map(tuple, torch.cat(edges, dim=1).tolist()) if edges else repeat(())
             decided = chosen_places(claim.sampling, claim.token_ids, forced_end)
-            rows = zip(*(each.tolist() for each in columns), strict=True)
+            rows = zip(*(each.tolist() for each in columns), edge_rows, strict=False)
             yield (
                 claim,
                 [
-                    TokenTruth(logprob, gap if at in decided else None, *of_draws)
-                    for at, (logprob, gap, *of_draws) in enumerate(rows)
+                    TokenTruth(logprob, gap if at in decided else None, *others)
+                    for at, (logprob, gap, *others) in enumerate(rows)
                 ],
             )
 
 
-def _processed(logits: Any, claim: Claim) -> Any:
+def _processed(logits: Any, claim: Claim, edge_nats: float = 0.0) -> Any:
     """Logits that an engine draws from, or compares if greedy, in vLLM's order; a row for each
-    token of output."""
+    token of output. `edge_nats`: candidates that are so much too unlikely are in."""
     import torch
 
     sampling, inf = claim.sampling, float("inf")
@@ -144,14 +155,14 @@ def _processed(logits: Any, claim: Claim) -> Any:
     logits = logits / (sampling.get("temperature", 1.0) or 1.0)
     if top_k := sampling.get("top_k", 0):
         least = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = torch.where(logits < least, -inf, logits)
+        logits = torch.where(logits < least - edge_nats, -inf, logits)
     if min_p := sampling.get("min_p", 0.0):
         probabilities = logits.softmax(dim=-1)
-        least = min_p * probabilities.max(dim=-1, keepdim=True).values
+        least = min_p * math.exp(-edge_nats) * probabilities.max(dim=-1, keepdim=True).values
         logits = torch.where(probabilities < least, -inf, logits)
     if (top_p := sampling.get("top_p", 1.0)) < 1:
         ascending, places = logits.sort(dim=-1)
-        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p) * math.exp(-edge_nats)
         outside[:, -1] = False
         logits = torch.where(outside.gather(1, places.argsort(dim=-1)), -inf, logits)
     return logits
@@ -166,6 +177,11 @@ class ModelText:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         ended = self._tokenizer.encode(REASONING["reasoning_end_str"], add_special_tokens=False)
         self.forced_end: list[int] = ended.ids
+
+    def chat(self, content: str) -> list[int]:
+        """The prompt of a chat whose user says this."""
+        ids: list[int] = self._tokenizer.encode(chat_text(content), add_special_tokens=False).ids
+        return ids
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -1,10 +1,12 @@
 """An RL job's client in a process of its own: sends planned turns and records each raw reply.
 
     python -m benchmarks.migration.rollout_client --gateway URL --plan FILE --record FILE
+        [--store FOLDER]
 
 Writes `ended N` after each trajectory, `arm NAME` before the first of an arm, `idle` once no turn
 is open after the line `hold` on its standard input; `go` lets turns begin again. It mends nothing:
-a refused or broken request is recorded, and its trajectory ends.
+a refused or broken request is recorded, and its trajectory ends, but one whose exact pin is refused
+(409, 410) is asked for again: exactly at the newest version of the store, then at least at it.
 """
 
 import argparse
@@ -16,15 +18,24 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from benchmarks.migration.records import Reply, RequestRecord, append
-from benchmarks.migration.rollout_plan import PlannedTrajectory, PlannedTurn
+from benchmarks.migration.records import RequestRecord, append
+from benchmarks.migration.replies import Reply
+from benchmarks.migration.rollout_plan import PATIENCE_S, PinKind, PlannedTrajectory, PlannedTurn
+from benchmarks.migration.rollout_routes import sent
 from harvester.contracts.clock import MonotonicClock
+
+_EXACT_ASKS = 4
+"""Versions that follow each other at once may pass each of them."""
 
 
 class RolloutClient:
-    def __init__(self, session: aiohttp.ClientSession, record: Path) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, record: Path, store: Path | None = None
+    ) -> None:
+        """`store`: of the job's weights; plans with exact pins need it."""
         self._session = session
         self._record = record
+        self._store = store
         self._clock = MonotonicClock()
         self._may_begin = asyncio.Event()
         self._may_begin.set()
@@ -59,12 +70,8 @@ class RolloutClient:
         version = 0
         for number, turn in enumerate(planned.turns):
             context += turn.new_tokens
-            await self._may_begin.wait()
-            self._open += 1
-            pins = {"weight_version": {"minimum": version}} if turn.pinned and version else {}
-            reply = await self._turn(planned.name, number, turn, context, pins)
-            self._open -= 1
-            self._say_if_idle()
+            name = f"{planned.name}-{number}"
+            reply = Reply.of(await self._answered(planned.name, name, turn, context, version))
             if not (reply.whole and reply.finish_reasons[-1:] in (["stop"], ["length"])):
                 break
             context += reply.token_ids
@@ -72,23 +79,60 @@ class RolloutClient:
         self._ended += 1
         say(f"ended {self._ended}")
 
+    async def _answered(
+        self, trajectory: str, name: str, turn: PlannedTurn, context: list[int], version: int
+    ) -> RequestRecord:
+        """The last request for the turn."""
+        for ask in range(_EXACT_ASKS + 1):
+            await self._may_begin.wait()
+            self._open += 1
+            body = {
+                "request_id": f"{name}-again{ask}" if ask else name,
+                "token_ids": list(context),
+                "sampling_params": turn.sampling,
+                "stream": turn.stream,
+            }
+            if pin := self._pin(turn, version, ask):
+                body["weight_version"] = pin
+            if turn.chat:
+                body["messages"] = [{"role": "user", "content": turn.chat}]
+            record = await self._turn(trajectory, turn, body)
+            self._open -= 1
+            self._say_if_idle()
+            if "exact" not in pin or record.refusal not in (409, 410):
+                break
+            await asyncio.sleep(float(record.retry_after or 0.0))
+        return record
+
+    def _pin(self, turn: PlannedTurn, version: int, ask: int) -> dict[str, Any]:
+        if turn.pin is None or not version:
+            return {}
+        if turn.pin is PinKind.MINIMUM:
+            return {"minimum": version}
+        if ask == _EXACT_ASKS:
+            return {"minimum": self._newest()}
+        if ask:
+            return {"exact": self._newest(), "wait_s": PATIENCE_S}
+        exact = {
+            PinKind.EXACT: version,
+            PinKind.NEWEST: self._newest(),
+            PinKind.NEXT: self._newest() + 1,
+        }[turn.pin]
+        return {"exact": exact, "wait_s": turn.patience_s}
+
+    def _newest(self) -> int:
+        assert self._store is not None
+        return int((self._store / "LATEST").read_text().strip().removeprefix("weight_v"))
+
     async def _turn(
-        self,
-        trajectory: str,
-        number: int,
-        turn: PlannedTurn,
-        context: list[int],
-        pins: dict[str, Any],
-    ) -> Reply:
-        body = {
-            "request_id": f"{trajectory}-{number}",
-            "token_ids": list(context),
-            "sampling_params": turn.sampling,
-            "stream": turn.stream,
-            **pins,
-        }
+        self, trajectory: str, turn: PlannedTurn, body: dict[str, Any]
+    ) -> RequestRecord:
+        def record() -> RequestRecord:
+            now = self._clock.now()
+            return RequestRecord(trajectory=trajectory, body=body, route=turn.route, sent_s=now)
+
         if turn.breaks_off_after_s is not None:
-            first = RequestRecord(trajectory=trajectory, body=body, sent_s=self._clock.now())
+            first = record()
             try:
                 async with asyncio.timeout(turn.breaks_off_after_s):
                     await self._send(first)
@@ -97,18 +141,19 @@ class RolloutClient:
                 self._write(first)
             else:
                 # It was answered in time.
-                return Reply.of(first)
-        record = RequestRecord(trajectory=trajectory, body=body, sent_s=self._clock.now())
-        await self._send(record)
-        return Reply.of(record)
+                return first
+        last = record()
+        await self._send(last)
+        return last
 
     async def _send(self, record: RequestRecord) -> None:
         headers = {"X-Session-ID": record.trajectory}
         try:
             async with self._session.post(
-                "/inference/v1/generate", json=record.body, headers=headers
+                record.route.value, json=sent(record.route, record.body), headers=headers
             ) as reply:
                 record.status = reply.status
+                record.retry_after = reply.headers.get("Retry-After", "")
                 if reply.content_type == "text/event-stream":
                     async for line in reply.content:
                         if text := line.decode().strip().removeprefix("data: "):
@@ -137,6 +182,7 @@ async def main() -> None:
     parser.add_argument("--gateway", required=True)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--store", type=Path)
     parser.add_argument("--concurrency", type=int, default=24)
     given = parser.parse_args()
     plan = msgspec.json.decode(given.plan.read_bytes(), type=list[PlannedTrajectory])
@@ -145,7 +191,7 @@ async def main() -> None:
     async with aiohttp.ClientSession(
         given.gateway, timeout=timeout, connector=connector
     ) as session:
-        client = RolloutClient(session, given.record)
+        client = RolloutClient(session, given.record, given.store)
         orders = asyncio.create_task(client.obey())
         await client.roll_out(plan, concurrency=given.concurrency)
         orders.cancel()

@@ -4,13 +4,15 @@ Pure. Faults are due at a number of ended trajectories, so that a slow machine h
 at the same places as a fast one.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from benchmarks.migration.model import BOS_ID, EOS_ID, FIRST_ID, THINK_ID, VOCABULARY
+from benchmarks.migration.rollout_routes import UNCARRIED, RolloutRoute
 
 POISON_KILLS, POISON_FAILS = 3, 4
 """Second tokens of prompts that kill an engine, and that an engine answers with a failure. They
@@ -21,15 +23,44 @@ GRAMMARS = ["([a-z]{2,5}-){2,8}[0-9]", "([äöü€]{3,9}){2,4}[.]", '[{]"n": [0
 """The second makes characters of several tokens."""
 
 
+WORDS = ["why", "does", "a", "turn", "move", "to", "another", "engine", "and", "go", "on", "there"]
+"""Chats are of these."""
+
+
+class PinKind(StrEnum):
+    """Versions that a later turn asks for."""
+
+    MINIMUM = "minimum"
+    """None older than the trajectory has had."""
+    EXACT = "exact"
+    """Exactly the one that the trajectory had last."""
+    NEWEST = "newest"
+    """Exactly the newest in the store, which may not be announced to the gateway yet."""
+    NEXT = "next"
+    """Exactly the one after it, for which there mostly is not the patience."""
+
+
 class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens: list[int]
     """Appended to the trajectory's context: the prompt, later a tool's output."""
     sampling: dict[str, Any]
+    route: RolloutRoute = RolloutRoute.GENERATE
+    chat: str = ""
+    """The user's message, in a chat; `new_tokens` are its prompt."""
     stream: bool = False
-    pinned: bool = False
-    """Asks for no version older than the trajectory has had."""
+    pin: PinKind | None = None
+    """A turn whose exact pin is refused is asked for again, with the newest."""
+    patience_s: float = 0.0
+    """Time for which the gateway may wait to meet an exact pin."""
     breaks_off_after_s: float | None = None
     """The client closes its connection then, and sends the same request again."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of turns that it is one of."""
+        several = ["several samples"] if self.sampling.get("n", 1) > 1 else []
+        pin = [f"{self.pin} pin"] if self.pin else []
+        return [self.route.label, *several, *pin]
 
 
 class PlannedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +71,27 @@ class PlannedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of one arm follow each other; the client names the next arm before it begins."""
 
 
+_CHATS = 0.15
+"""Share of first turns."""
+_ROUTES = {RolloutRoute.COMPLETIONS: 0.18, RolloutRoute.SGLANG: 0.18}
+_SEVERAL = 0.3
+"""Share of turns with a temperature that ask for two or three samples; vLLM's renderer refuses them
+without one. The trajectory goes on from the first."""
+_PINS = {PinKind.MINIMUM: 0.35, PinKind.EXACT: 0.15, PinKind.NEWEST: 0.12, PinKind.NEXT: 0.05}
+"""Shares of later turns."""
+PATIENCE_S = 10.0
+T = TypeVar("T")
+
+
 class FaultKind(StrEnum):
     KILL = "kill"
     """SIGKILL of an engine with its turns, then a restart."""
     STALL = "stall"
     """SIGSTOP and, some seconds later, SIGCONT."""
+    STALL_GUEST = "stall_guest"
+    """The same of the guest with a turn on it, for a shorter time: its agent may end it."""
+    KILL_AGENT = "kill_agent"
+    """SIGKILL of the guest's agent, then a restart."""
     REVOKE = "revoke"
     """The agent's kill switch: the lease ends at once and its epoch is raised."""
     EVICTED_KV = "evicted_kv"
@@ -93,6 +140,8 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
         (FaultKind.REVOKE, often, [guest]),
         (FaultKind.EVICTED_KV, often, [guest]),
         (FaultKind.STALE_EPOCH, max(1, often // 3), [guest]),
+        (FaultKind.STALL_GUEST, max(2, trajectories // 100), [guest]),
+        (FaultKind.KILL_AGENT, max(2, trajectories // 100), [guest]),
     ):
         if engines == [guest] and not guest:
             continue
@@ -102,10 +151,13 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
     return sorted(faults, key=lambda fault: (fault.at_ended, fault.kind, fault.engine))
 
 
-def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> list[Any]:
+def rollout_plan(
+    seed: int, trajectories: int, *, contexts: tuple[int, int], chat: Callable[[str], list[int]]
+) -> list[Any]:
     """Trajectories of one to four turns; half of them outgrow the smaller of the two contexts.
 
-    A tenth of the requests is sent twice, one trajectory in fifty is poison.
+    A tenth of the requests of the gateway's own route is sent twice, one trajectory in fifty is
+    poison. `chat` gives the prompt of what a user says; only a first turn can be a chat.
     """
     random = Random(f"plan {seed}")
     plan = []
@@ -114,32 +166,72 @@ def rollout_plan(seed: int, trajectories: int, *, contexts: tuple[int, int]) -> 
         room = small if random.random() < 0.5 else large
         turns: list[PlannedTurn] = []
         while len(turns) < random.randint(1, 4):
-            new = [random.randrange(FIRST_ID, VOCABULARY) for _ in range(random.randint(4, 24))]
-            if not turns:
-                new = [BOS_ID, *new, *_filler(random, room - small)]
-            max_tokens = random.randint(16, 80)
-            sampling = _sampling(random, max_tokens) | _surface(random)
-            if "structured_outputs" in sampling:
-                # vLLM takes them out of the grammar, and fails a request that needs one of them.
-                del sampling["stop_token_ids"]
-            # vLLM searches a prompt's last characters for stop strings where it ends within one.
-            new.append(FIRST_ID)
-            if "thinking_token_budget" in sampling:
-                new.append(THINK_ID)
-            room -= len(new) + max_tokens
+            turn = _turn(random, [] if turns else _filler(random, room - small), later=bool(turns))
+            if not turns and random.random() < _CHATS:
+                turn = _as_chat(random, turn, chat)
+            room -= len(turn.new_tokens) + turn.sampling["max_tokens"]
             if room < 0 and turns:
                 break
-            turns.append(
-                PlannedTurn(
-                    new_tokens=new,
-                    sampling=sampling,
-                    stream=random.random() < 0.5,
-                    pinned=bool(turns) and random.random() < 0.5,
-                    breaks_off_after_s=random.uniform(0.02, 0.5) if random.random() < 0.1 else None,
-                )
-            )
+            turns.append(turn)
         plan.append(PlannedTrajectory(name=f"t{number}", turns=turns))
     return _with_poison(plan, random)
+
+
+def _turn(random: Random, filler: list[int], *, later: bool) -> PlannedTurn:
+    new = [random.randrange(FIRST_ID, VOCABULARY) for _ in range(random.randint(4, 24))]
+    if not later:
+        new = [BOS_ID, *new, *filler]
+    route = _drawn(random, _ROUTES) or RolloutRoute.GENERATE
+    sampling = _sampling(random, random.randint(16, 80)) | _surface(random, route)
+    if sampling["temperature"] and random.random() < _SEVERAL:
+        sampling["n"] = random.randint(2, 3)
+    if "structured_outputs" in sampling:
+        # vLLM takes them out of the grammar, and fails a request that needs one of them.
+        del sampling["stop_token_ids"]
+    # vLLM searches a prompt's last characters for stop strings where it ends within one.
+    new.append(FIRST_ID)
+    if "thinking_token_budget" in sampling:
+        new.append(THINK_ID)
+    pin = _drawn(random, _PINS) if later else None
+    # Answers of other routes are not kept for clients that ask for the same again.
+    breaks_off = route is RolloutRoute.GENERATE and random.random() < 0.1
+    return PlannedTurn(
+        new_tokens=new,
+        sampling=sampling,
+        route=route,
+        stream=random.random() < 0.5,
+        pin=pin,
+        patience_s=random.uniform(0.2, 3.0) if pin is PinKind.NEXT else PATIENCE_S,
+        breaks_off_after_s=random.uniform(0.02, 0.5) if breaks_off else None,
+    )
+
+
+def _as_chat(random: Random, turn: PlannedTurn, chat: Callable[[str], list[int]]) -> PlannedTurn:
+    """The turn with a prompt about as long, in words."""
+    said = " ".join(random.choices(WORDS, k=max(4, len(turn.new_tokens) // 4)))
+    sampling = {
+        name: value
+        for name, value in turn.sampling.items()
+        if name not in UNCARRIED[RolloutRoute.CHAT]
+    }
+    return msgspec.structs.replace(
+        turn,
+        new_tokens=chat(said),
+        sampling=sampling,
+        route=RolloutRoute.CHAT,
+        chat=said,
+        breaks_off_after_s=None,
+    )
+
+
+def _drawn(random: Random, chances: dict[T, float]) -> T | None:
+    """One of these, each with its chance; None with what is left."""
+    at = random.random()
+    for each, chance in chances.items():
+        if at < chance:
+            return each
+        at -= chance
+    return None
 
 
 def _filler(random: Random, tokens: int) -> list[int]:
@@ -177,7 +269,7 @@ def _sampling(random: Random, max_tokens: int) -> dict[str, Any]:
     return sampling | drawn | seed
 
 
-def _surface(random: Random) -> dict[str, Any]:
+def _surface(random: Random, route: RolloutRoute) -> dict[str, Any]:
     """Half of the turns are plain; a tenth each has one of these."""
     settings: list[dict[str, Any]] = [
         {"presence_penalty": 1.5, "frequency_penalty": 0.6, "repetition_penalty": 1.1},
@@ -186,7 +278,8 @@ def _surface(random: Random) -> dict[str, Any]:
         {"thinking_token_budget": random.randint(0, 12), "frequency_penalty": 0.6},
         {"min_tokens": 12, "logit_bias": {str(EOS_ID): 6.0}},
     ]
-    return random.choice(settings) if random.random() < 0.5 else {}
+    drawn = random.choice(settings) if random.random() < 0.5 else {}
+    return {} if UNCARRIED.get(route, frozenset()) & drawn.keys() else drawn
 
 
 def _place(random: Random, trajectories: int) -> int:

@@ -69,3 +69,22 @@ def stopped_at(sampling: Mapping[str, Any], ids: Sequence[int], text: Text) -> i
     strings = sampling.get("stop") or ()
     lengths = range(len(ids) + 1 if any(one in text(ids) for one in strings) else 0)
     return next((n for n in lengths if any(one in text(ids[:n]) for one in strings)), None)
+
+
+def wrong_text(
+    sampling: Mapping[str, Any], ids: Sequence[int], said: str, *, ends: frozenset[int], text: Text
+) -> str:
+    """The difference of a reply's text from that of its tokens up to what ended it; "" for none."""
+    kept = list(ids[:-1] if ids[-1:] and ids[-1] in ends else ids)
+    wanted = text(kept)
+    places = [at for one in sampling.get("stop") or () if (at := wanted.find(one)) >= 0]
+    wanted = wanted[: min(places, default=None)]
+    fits = {wanted}
+    if not places:
+        # A stream holds back tokens that end within a character, and may end with them.
+        while kept and text(kept).endswith("\ufffd"):
+            kept.pop()
+        fits.add(text(kept))
+    # Bytes that are no character have no text of their own.
+    is_right = said.replace("\ufffd", "") in {each.replace("\ufffd", "") for each in fits}
+    return "" if is_right else f"{said!r} is the text of {wanted!r}"

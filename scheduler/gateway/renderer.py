@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,6 +38,10 @@ _WRONG_REQUEST = (400, 413, 422)
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
 _BROKEN = (TimeoutError, ConnectionError, PeerProtocolError, *UNDECODABLE)
+_DEFAULT_OUTPUT_TOKENS = 16
+"""vLLM leaves it out of a rendered request."""
+_TOO_LONG = (b"maximum context length", b"max_model_len")
+"""vLLM's words for what is longer than a renderer's own context."""
 _PROBE_S = 0.1
 """Between the calls that look whether an absent renderer is back."""
 _FAILURES = 3
@@ -97,8 +101,20 @@ COMPLETION = Dialect(
 )
 
 
+class RenderPlace(NamedTuple):
+    """A process that renders."""
+
+    connections: EngineConnections
+    short_tokens: int = 0
+    """Its context where another one has a longer, for what is too long here; else 0."""
+
+
 class _Away(Interrupted):
     """No renderer can be reached for now."""
+
+
+class _TooLong(Interrupted):
+    """Those that can be reached are too short for the request."""
 
 
 class Renderer:
@@ -106,10 +122,11 @@ class Renderer:
     answer.
 
     A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks
-    for all of them, so that a renderer that is back is found at once and never stormed.
+    for all of them, so that a renderer that is back is found at once and never stormed. A request
+    that is too long for those that are there waits for a longer one.
     """
 
-    def __init__(self, peers: Callable[[], list[EngineConnections]], times: Timeouts) -> None:
+    def __init__(self, peers: Callable[[], list[RenderPlace]], times: Timeouts) -> None:
         self._peers = peers
         self._render_s = times.render_s
         self._patience_s = times.queue_s
@@ -163,8 +180,8 @@ class Renderer:
 
     async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
-        data, failures, back = _ENCODER.encode(body), 0, -1
-        now = asyncio.get_running_loop().time
+        data, failures, back, fault = _ENCODER.encode(body), 0, -1, ""
+        now, too_long = asyncio.get_running_loop().time, False
         # A call that was not asked while a renderer was back begins its patience anew.
         while failures < _FAILURES and back != self._returns:
             with suppress(TimeoutError):
@@ -172,7 +189,7 @@ class Renderer:
                     while failures < _FAILURES:
                         try:
                             if not self._away:
-                                patience.reschedule(None)
+                                patience.reschedule(patience.when() if too_long else None)
                                 return await self._ask(path, data, places)
                             if patience.when() is None:
                                 back = self._returns
@@ -181,16 +198,22 @@ class Renderer:
                                 if self._away:
                                     await asyncio.sleep(_PROBE_S)
                                     return await self._ask(path, data, places)
+                        except _TooLong as error:
+                            fault, too_long, back = str(error), True, self._returns
+                            if patience.when() is None:
+                                patience.reschedule(now() + self._patience_s)
+                            await asyncio.sleep(_PROBE_S)
                         except Interrupted as error:
                             failures += not isinstance(error, _Away)
-                            self._fault = str(error)
-        raise Exhausted(f"text cannot be rendered: {self._fault}")
+                            fault = self._fault = str(error)
+        raise Exhausted(f"text cannot be rendered: {fault or self._fault}")
 
     async def _ask(self, path: str, data: bytes, places: _Places) -> Any:
         """Asks each renderer once. Raises RenderRefused, Interrupted."""
         fault, away = "no dedicated engine is up and no renderer is configured", True
+        too_long = False
         async with places:
-            for peer in self._peers():
+            for peer, short_tokens in self._peers():
                 try:
                     async with asyncio.timeout(self._render_s):
                         response = await peer.post(path, data, {})
@@ -198,22 +221,38 @@ class Renderer:
                             raw = await response.read_most(_MOST_BYTES)
                     if response.status in (200, *_WRONG_REQUEST):
                         self._found(away=False)
-                    if response.status == 200:
-                        return msgspec.json.decode(raw)
-                    if response.status in _WRONG_REQUEST:
-                        raise RenderRefused(response.status, raw)
-                    away &= response.status in _AWAY
                     shown = raw[:200].decode(errors="replace")
+                    if response.status == 200:
+                        told = msgspec.json.decode(raw)
+                        if not (short_tokens and _fills(told, short_tokens)):
+                            return told
+                        too_long, shown = True, f"its context of {short_tokens} tokens is full"
+                    if response.status in _WRONG_REQUEST:
+                        if not (short_tokens and any(words in raw for words in _TOO_LONG)):
+                            raise RenderRefused(response.status, raw)
+                        too_long = True
+                    away &= response.status in _AWAY
                     fault = f"{peer.url}{path}: {response.status} {shown}"
                 except _BROKEN as error:
                     fault = f"{peer.url}{path}: {reason_of(error)}"
                     away &= isinstance(error, ConnectionFailed)
         self._found(away=away)
-        raise (_Away if away else Interrupted)(fault)
+        raise (_Away if away else _TooLong if too_long else Interrupted)(fault)
 
     def _found(self, *, away: bool) -> None:
         self._returns += self._away and not away
         self._away = away
+
+
+def _fills(rendered: Any, context_tokens: int) -> bool:
+    """Whether a prompt was rendered with all output that the context leaves, to which vLLM cuts
+    what is asked for."""
+    for each in rendered if isinstance(rendered, list) else [rendered]:
+        if isinstance(each, dict) and "token_ids" in each:
+            output_tokens = each["sampling_params"].get("max_tokens") or _DEFAULT_OUTPUT_TOKENS
+            if len(each["token_ids"]) + output_tokens >= context_tokens:
+                return True
+    return False
 
 
 class StreamedText:

@@ -43,7 +43,7 @@ from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     VersionsConfig,
 )
-from scheduler.gateway.renderer import Renderer
+from scheduler.gateway.renderer import Renderer, RenderPlace
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
 from scheduler.gateway.version_staging import VersionStaging
@@ -164,16 +164,25 @@ class Scheduler:
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
 
-    def _renderer_peers(self) -> list[EngineConnections]:
-        """The configured renderers; without any, the dedicated engines that are up. Raises
-        Exhausted without any of both."""
+    def _renderer_peers(self) -> list[RenderPlace]:
+        """The configured renderers; without any, the dedicated engines that are up, those with the
+        longest context first. Raises Exhausted without any of both."""
         members = self.fleet.members.values()
         engines = [each for each in members if each.engine.kind is EngineKind.DEDICATED]
         if not (self._renderers or engines):
             raise Exhausted(
                 "text cannot be rendered: no renderer or dedicated engine is configured"
             )
-        return self._renderers or [member.client.connections for member in engines if member.up]
+        longest = max((each.context_tokens for each in engines), default=0)
+        engines.sort(key=lambda each: -each.context_tokens)
+        return [RenderPlace(each) for each in self._renderers] or [
+            RenderPlace(
+                each.client.connections,
+                short_tokens=each.context_tokens if each.context_tokens < longest else 0,
+            )
+            for each in engines
+            if each.up
+        ]
 
     def _log(self, policy: Any, config: msgspec.Struct) -> DecisionLog:
         return DecisionLog(

@@ -4,6 +4,8 @@ from typing import Any
 
 from aiohttp import web
 
+from harvester.contracts.wire.rollouts import SamplingParams
+
 
 def text_of(token_ids: list[int]) -> str:
     return "".join(chr(0x100 + token) for token in token_ids)
@@ -11,10 +13,11 @@ def text_of(token_ids: list[int]) -> str:
 
 def sampling_of(body: dict[str, Any]) -> dict[str, Any]:
     """As vLLM renders it: every field, with the values that only it understands."""
-    return {
+    given = {name: body[name] for name in SamplingParams.__struct_fields__ if name in body}
+    return given | {
         "max_tokens": body.get("max_tokens") or 8,
         "n": body.get("n") or 1,
-        "temperature": 1.0,
+        "temperature": body.get("temperature", 1.0),
         "seed": body.get("seed"),
         "logprobs": (logprobs := None if body.get("logprobs") is None else int(body["logprobs"])),
         "prompt_logprobs": logprobs if body.get("echo") else body.get("prompt_logprobs"),
@@ -55,8 +58,9 @@ def flat(content: list[dict[str, Any]]) -> dict[str, Any]:
 class FakeRenderer:
     """vLLM's render and derender routes, on text that is one character a token."""
 
-    def __init__(self, *, parses: bool = False) -> None:
+    def __init__(self, *, parses: bool = False, context: int = 1 << 20) -> None:
         self.parses = parses
+        self.context = context
         self.chunk_bytes: list[int] = []
         self.derendered = 0
         """Calls for whole completions."""
@@ -82,17 +86,23 @@ class FakeRenderer:
             error = {"message": "temperature must be non-negative", "code": 400}
             return web.json_response({"error": error}, status=400)
         ids = [ord(c) % 256 for message in body["messages"] for c in message["content"]]
-        return web.json_response({"token_ids": ids, "sampling_params": sampling_of(body)})
+        if len(ids) > self.context:
+            told = f"This model's maximum context length is {self.context} tokens."
+            return web.json_response({"error": {"message": told, "code": 400}}, status=400)
+        sampling = sampling_of(body)
+        sampling["max_tokens"] = min(sampling["max_tokens"], self.context - len(ids))
+        return web.json_response({"token_ids": ids, "sampling_params": sampling})
 
     async def render_completion(self, request: web.Request) -> web.Response:
         body = await request.json()
-        prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
-        return web.json_response(
-            [
-                {"token_ids": [ord(c) % 256 for c in each], "sampling_params": sampling_of(body)}
-                for each in prompts
-            ]
-        )
+        given = body["prompt"]
+        if isinstance(given, list) and isinstance(given[0], int):
+            prompts = [given]
+        else:
+            texts = given if isinstance(given, list) else [given]
+            prompts = [[ord(c) % 256 for c in each] for each in texts]
+        sampling = sampling_of(body)
+        return web.json_response([{"token_ids": e, "sampling_params": sampling} for e in prompts])
 
     async def derender_chat(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -108,6 +118,8 @@ class FakeRenderer:
             self.chunk_bytes.append(request.content_length or 0)
             delta = {"content": text_of(choice["token_ids"])}
             told = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}
+            if choice.get("logprobs"):
+                told["logprobs"] = {"content": decoded_logprobs(choice)}
             return web.json_response(
                 {
                     "chunk": {"object": "chat.completion.chunk", "created": 1, "choices": [told]},
@@ -132,6 +144,8 @@ class FakeRenderer:
             text = text_of(choice["token_ids"])
             self.chunk_bytes.append(request.content_length or 0)
             told = {"index": 0, "text": text, "finish_reason": choice["finish_reason"]}
+            if choice.get("logprobs"):
+                told["logprobs"] = flat(decoded_logprobs(choice))
             chunk = {"object": "text_completion", "created": 1, "choices": [told]}
             return web.json_response({"chunk": chunk, "stream_state": {"prev_tokens": [text]}})
         self.derendered += 1

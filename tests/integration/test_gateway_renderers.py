@@ -19,6 +19,7 @@ from tests.integration.test_gateway_dialects import HELLO, IDS
 CHAT = "/v1/chat/completions"
 COUNT = 40
 TEXT = text_of(continued(IDS, COUNT, version=0))
+SHORT = {"role": "user", "content": "hi"}
 BODY = {"messages": HELLO, "max_tokens": COUNT}
 
 
@@ -98,6 +99,33 @@ async def test_an_engine_that_renders_may_restart_under_turns_that_have_ended() 
         await engine.serve(app(FakeRenderer()))
         status, reply = await waiting
     await engine.close()
+    assert (status, reply["choices"][0]["message"]["content"]) == (200, TEXT)
+
+
+@pytest.mark.parametrize("short_tokens", [4, 40])
+async def test_a_turn_that_is_too_long_for_the_engine_that_is_left_waits_for_the_longer_one(
+    short_tokens: int,
+) -> None:
+    sites = Site(), Site()
+
+    async def serve(site: Site, context: int) -> None:
+        engine = FakeEngine(step_s=0.001, epoch=None, context=context)
+        await site.serve(FakeRenderer(context=context).app(engine.app()))
+
+    await serve(sites[0], short_tokens)
+    await serve(sites[1], 64)
+    async with gateway_on(*(site.url for site in sites)) as service:
+        await service.until(
+            lambda: all(each.is_described for each in service.scheduler.fleet.members.values())
+        )
+        await sites[1].close()
+        waiting = asyncio.create_task(service.post(CHAT, BODY))
+        assert (await service.post(CHAT, BODY | {"messages": [SHORT], "max_tokens": 1}))[0] == 200
+        assert not waiting.done()
+        await serve(sites[1], 64)
+        status, reply = await waiting
+    for site in sites:
+        await site.close()
     assert (status, reply["choices"][0]["message"]["content"]) == (200, TEXT)
 
 

@@ -3,25 +3,39 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from benchmarks.migration import records
-from benchmarks.migration.faults import RolloutProcess
 from benchmarks.migration.judge import Evidence, TokenTruth, judged
 from benchmarks.migration.model import VOCABULARY as PLANNED_VOCABULARY
-from benchmarks.migration.records import Reply, RequestRecord
-from benchmarks.migration.rollout_plan import rollout_plan
+from benchmarks.migration.pin_judge import Announcement
+from benchmarks.migration.records import RequestRecord
+from benchmarks.migration.replies import Reply
+from benchmarks.migration.rollout_plan import PlannedTurn, rollout_plan
+from benchmarks.migration.rollout_process import RolloutProcess
+from benchmarks.migration.rollout_routes import RolloutRoute
 from tests.integration.fake_engine import VOCABULARY, FakeEngine, next_token
-from tests.integration.gateway_in_process import gateway_on
+from tests.integration.fake_renderer import FakeRenderer, text_of
+from tests.integration.gateway_in_process import Site, gateway_on
 
 TRAJECTORIES = 20
 
 
-def truth(record: RequestRecord) -> list[TokenTruth]:
+def ids_of(said: str) -> list[int]:
+    return [ord(c) % 256 for c in said]
+
+
+def settings(record: RequestRecord) -> dict[str, Any]:
+    found: dict[str, Any] = record.body["sampling_params"]
+    return found
+
+
+def truth(record: RequestRecord, index: int) -> list[TokenTruth]:
     """The fake engine's rating of each token at version 1."""
     context, found = list(record.body["token_ids"]), []
-    for token in Reply.of(record).token_ids:
+    for token in Reply.of(record, index).token_ids:
         best = next_token(context, 1)
         found.append(TokenTruth(-token / VOCABULARY, 0.0 if token == best else 1.0))
         context.append(token)
@@ -34,17 +48,26 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
     engines = [FakeEngine(step_s=0.005, epoch=None) for _ in range(2)]
     for engine in engines:
         engine.vocabulary = PLANNED_VOCABULARY
-    plan = [one for one in rollout_plan(0, TRAJECTORIES, contexts=(256, 512)) if not one.poison]
+    drawn = rollout_plan(0, TRAJECTORIES, contexts=(256, 512), chat=ids_of)
+    plan = [one for one in drawn if not one.poison]
     # Sent again while it runs: the client joins its own turn.
-    twice = msgspec.structs.replace(plan[0].turns[0], breaks_off_after_s=0.001)
+    twice = PlannedTurn(
+        new_tokens=[1, 20, 21],
+        sampling={"max_tokens": 60, "logprobs": 1},
+        breaks_off_after_s=0.001,
+    )
     plan[0] = msgspec.structs.replace(plan[0], turns=[twice])
     file, record = tmp_path / "plan.json", tmp_path / "requests.jsonl"
     file.write_bytes(msgspec.json.encode(plan))
-    async with gateway_on(*engines) as gateway:
+    (tmp_path / "LATEST").write_text("weight_v000001")
+    renderer = Site()
+    await renderer.serve(FakeRenderer().app())
+    async with gateway_on(*engines, renderers=[renderer.url]) as gateway:
         assert (await gateway.publish(1))[0] == 200
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "benchmarks.migration.rollout_client"),
             *("--gateway", gateway.url, "--plan", str(file), "--record", str(record)),
+            *("--store", str(tmp_path)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
@@ -58,6 +81,7 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
                 if word == "idle":
                     assert [engine.open for engine in engines] == [0, 0]
                     await client.release()
+    await renderer.close()
     assert ended == TRAJECTORIES
     requests = list(records.read(record, RequestRecord))
     assert [one.broken_off for one in requests if one.trajectory == plan[0].name] == [True, False]
@@ -68,11 +92,24 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
             attempts=[],
             held=[],
             hashes={},
-            truths={name: truth(one) for name, one in answered.items()},
+            truths={
+                one.choice_name(index): truth(one, index)
+                for one in answered.values()
+                for index in range(one.samples)
+            },
+            announced={1: Announcement(0.0, 0.0)},
             ends=frozenset(),
+            text=text_of,
         )
     )
     assert verdict.trajectories == TRAJECTORIES
     assert verdict.judged_tokens == verdict.tokens > 0
     assert (verdict.lost, verdict.truncated_by_place, verdict.overrun) == (0, 0, 0)
-    assert verdict.wrong_span == 0
+    assert (verdict.wrong_span, verdict.pin_broken) == (0, 0)
+    # The fake engine knows no grammar.
+    grammars = [one for one in answered.values() if "structured_outputs" in settings(one)]
+    assert verdict.broken_setting == sum(one.samples for one in grammars)
+    assert verdict.routes.keys() == {route.label for route in RolloutRoute}
+    assert verdict.pins["exact"] > 0
+    assert verdict.samples > 0
+    assert verdict.judged_texts > 0

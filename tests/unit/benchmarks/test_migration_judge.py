@@ -2,123 +2,25 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import pytest
 
-from benchmarks.migration.judge import (
-    CONVICTING,
-    IN_FLIGHT_S,
-    Evidence,
-    TokenTruth,
-    Verdict,
-    judged,
+from benchmarks.migration.judge import IN_FLIGHT_S, TokenTruth
+from benchmarks.migration.records import HeldRecord, RequestRecord
+from tests.unit.benchmarks.migration_case import (
+    LOGPROB,
+    OUTPUT,
+    PROMPT,
+    SPANS,
+    Case,
+    attempt,
+    body,
+    choice,
+    sampling,
+    span,
 )
-from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
-
-PROMPT = [1, 10, 11]
-OUTPUT = [20, 21, 22, 23, 24, 25, 26, 27]
-STOP = 99
-LOGPROB = -0.5
-FORCED_END = [70, 71, 72]
-
-
-def body(name: str, **sampling: Any) -> dict[str, Any]:
-    given = {"max_tokens": len(OUTPUT), "temperature": 0.0, "stop_token_ids": [STOP]}
-    return {"request_id": name, "token_ids": PROMPT, "sampling_params": given | sampling}
-
-
-def logprob(token: int) -> float:
-    """No other token may come within a forced end."""
-    return 0.0 if token in FORCED_END else LOGPROB
-
-
-def choice(ids: list[int], spans: list[dict[str, Any]], finish: str | None) -> dict[str, Any]:
-    content = [{"token_id": one, "logprob": logprob(one)} for one in ids]
-    return {
-        "token_ids": ids, "logprobs": {"content": content}, "spans": spans,
-        "finish_reason": finish, "fault": "",
-    }  # fmt: skip
-
-
-def span(start: int, end: int, engine: str, version: int) -> dict[str, Any]:
-    return {"start": start, "end": end, "engine": engine, "version": version, "numerics": ""}
-
-
-def attempt(
-    name: str, number: int, engine: str, before: list[int], ids: list[int]
-) -> AttemptRecord:
-    began_s = 10.0 * number
-    return AttemptRecord(
-        engine=engine,
-        request_id=name,
-        number=number,
-        context=PROMPT + before,
-        sampling=body(name)["sampling_params"],
-        began_s=began_s,
-        status=200,
-        identity=f"{engine}.{number}",
-        token_ids=list(ids),
-        passed=[(began_s + 1, len(ids))],
-        finish_reason=None,
-        end="whole",
-        ended_s=began_s + 5,
-    )
-
-
-def letters(ids: Sequence[int]) -> str:
-    """Token 20 is `a`, 21 is `b` and on; special tokens have no text."""
-    return "".join(chr(ord("a") + one - 20) for one in ids if one >= 20)
-
-
-SPANS = [span(0, 3, "e0", 1), span(3, len(OUTPUT), "e1", 2)]
-
-
-class Case:
-    """One turn that began on e0 at version 1 and went on on e1 at version 2, streamed."""
-
-    def __init__(self) -> None:
-        name = "t0-0"
-        self.request = RequestRecord(trajectory="t0", body=body(name), sent_s=0.0, status=200)
-        self.attempts = [
-            attempt(name, 1, "e0", [], OUTPUT[:3]),
-            attempt(name, 2, "e1", OUTPUT[:3], OUTPUT[3:]),
-        ]
-        self.attempts[0].end = "broken"
-        self.held = [
-            HeldRecord(engine="e0", identity="e0.1", version=1, state_hash="h1"),
-            HeldRecord(engine="e1", identity="e1.2", version=2, state_hash="h2"),
-        ]
-        self.extra: list[RequestRecord] = []
-        self.poison: frozenset[str] = frozenset()
-        self.say(OUTPUT, SPANS)
-
-    def say(
-        self, ids: list[int], spans: list[dict[str, Any]], finish: str | None = "length"
-    ) -> None:
-        self.truths = [TokenTruth(logprob(one), 0.0) for one in ids]
-        half = len(ids) // 2
-        events = [choice(ids[:half], [], None), choice(ids[half:], spans, finish)]
-        self.request.events = [json.dumps({"choices": [one]}) for one in events] + ["[DONE]"]
-
-    def verdict(self) -> Verdict:
-        evidence = Evidence(
-            requests=[*self.extra, self.request],
-            attempts=self.attempts,
-            held=self.held,
-            hashes={1: "h1", 2: "h2"},
-            truths={"t0-0": self.truths},
-            poison=self.poison,
-            forced_end=FORCED_END,
-            text=letters,
-        )
-        return judged(deepcopy(evidence))
-
-    def counted(self) -> dict[str, int]:
-        found = self.verdict()
-        return {name: value for name in CONVICTING if (value := getattr(found, name))}
 
 
 def test_a_turn_that_moved_well_is_acquitted_and_was_looked_at() -> None:
@@ -231,11 +133,6 @@ def logprob_of_other_weights(case: Case) -> None:
 def tokens_sampled_again(case: Case) -> None:
     case.attempts[0].token_ids = [*OUTPUT[:3], 40, 41]
     case.attempts[0].passed = [(11.0, 5)]
-
-
-def sampling(case: Case, **settings: Any) -> None:
-    for given in (case.request.body["sampling_params"], *(a.sampling for a in case.attempts)):
-        given.update(settings)
 
 
 def went_on_behind_a_stop_string_across_the_seam(case: Case) -> None:
@@ -441,6 +338,15 @@ def test_the_judge_tells_tokens_in_flight_apart_from_resampled_ones() -> None:
     assert case.verdict().in_flight_tokens == 2
 
 
+def test_a_late_tap_may_have_seen_a_cut_too_late() -> None:
+    case = Case()
+    dropped_buffer(case)
+    case.attempts[0].late_s = 0.05
+    assert case.counted() == {}
+    assert case.verdict().in_flight_tokens == 2
+    assert case.verdict().worst_late_s == 0.05
+
+
 def test_a_tie_of_the_two_best_candidates_is_no_wrong_span() -> None:
     case = Case()
     case.truths = [TokenTruth(LOGPROB, 1e-4), *case.truths[1:]]
@@ -453,6 +359,16 @@ def test_a_sampled_token_need_not_be_the_best() -> None:
     sampling(case, temperature=1.0)
     case.truths = [TokenTruth(LOGPROB, 2.0)] * len(OUTPUT)
     assert case.counted() == {}
+
+
+def test_a_candidate_at_the_edge_of_a_filter_may_be_in_or_out() -> None:
+    case = Case()
+    sampling(case, temperature=0.8, min_p=0.05)
+    inside = TokenTruth(LOGPROB - 0.03, 2.0, edge_logprobs=(LOGPROB - 0.03, LOGPROB))
+    case.truths = [inside, *case.truths[1:]]
+    assert case.counted() == {}
+    case.truths[0] = TokenTruth(LOGPROB - 0.06, 2.0, edge_logprobs=(LOGPROB - 0.06, LOGPROB - 0.03))
+    assert case.counted() == {"wrong_span": 1}
 
 
 def test_a_span_whose_weights_no_one_asked_for_is_counted_as_unknown() -> None:

@@ -4,10 +4,22 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.migration.rollout_plan import FaultKind, bias_plan, fault_script, rollout_plan
+from benchmarks.migration.rollout_plan import (
+    FaultKind,
+    PinKind,
+    bias_plan,
+    fault_script,
+    rollout_plan,
+)
+from benchmarks.migration.rollout_routes import UNCARRIED, RolloutRoute
 
 CONTEXTS = (256, 512)
 DEDICATED = ["e0", "e1"]
+
+
+def chat(said: str) -> list[int]:
+    """Two characters a token, as the model's tokenizer has it at best."""
+    return [1, *map(ord, said[::2])]
 
 
 @pytest.mark.parametrize("trajectories", [20, 100, 1000])
@@ -25,8 +37,8 @@ def test_each_kind_of_fault_strikes_while_trajectories_run(trajectories: int) ->
 
 @pytest.mark.parametrize("trajectories", [20, 1000])
 def test_all_turns_fit_the_larger_context_and_many_only_that(trajectories: int) -> None:
-    plan = rollout_plan(0, trajectories, contexts=CONTEXTS)
-    assert plan == rollout_plan(0, trajectories, contexts=CONTEXTS)
+    plan = rollout_plan(0, trajectories, contexts=CONTEXTS, chat=chat)
+    assert plan == rollout_plan(0, trajectories, contexts=CONTEXTS, chat=chat)
     only_large = 0
     for trajectory in plan:
         most = sum(len(t.new_tokens) + t.sampling["max_tokens"] for t in trajectory.turns)
@@ -39,7 +51,13 @@ def test_all_turns_fit_the_larger_context_and_many_only_that(trajectories: int) 
         surface = ("presence_penalty", "stop", "structured_outputs", "thinking_token_budget")
         assert min(settings[name] for name in (*surface, "min_tokens")) > trajectories / 10
         assert min(settings[name] for name in ("top_k", "top_p", "min_p")) > trajectories / 20
-        assert sum(turn.pinned for one in plan for turn in one.turns) > trajectories / 10
+        kinds = Counter(kind for one in plan for turn in one.turns for kind in turn.kinds)
+        assert min(kinds[route.label] for route in RolloutRoute) > trajectories / 10
+        assert min(kinds[f"{pin} pin"] for pin in PinKind) > trajectories / 40
+        assert kinds["several samples"] > trajectories / 10
+    for turn in (turn for one in plan for turn in one.turns):
+        assert not UNCARRIED.get(turn.route, frozenset()) & turn.sampling.keys()
+        assert bool(turn.chat) == (turn.route is RolloutRoute.CHAT)
     poison = [one for one in plan if one.poison]
     assert len(plan) - len(poison) == trajectories
     prompts = {tuple(one.turns[0].new_tokens) for one in poison}

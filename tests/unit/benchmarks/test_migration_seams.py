@@ -136,9 +136,19 @@ def test_forced_moves_convict_by_a_difference_that_is_no_tie_and_for_want_of_mov
 
 
 def test_a_judge_that_convicts_too_little_of_other_weights_convicts_the_run() -> None:
-    clean = {"verdict": CLEAN["verdict"] | {"exchanged_weights": [91, 100]}, "unstruck": {}}
+    clean: dict[str, Any] = {
+        "verdict": CLEAN["verdict"] | {"exchanged_weights": [91, 100]},
+        "unstruck": {},
+        "unasked": {},
+        "guests_ended": [1, 1],
+    }
     assert convicted(clean) == {}
     for change in ({"exchanged_weights": [0, 100]}, {"unknown_weights_spans": 6}):
         blind = clean | {"verdict": clean["verdict"] | change}
         assert len(convicted(blind)) == 1
-    assert convicted(clean | {"unstruck": {"kill": [0, 2]}}) == {"unstruck": {"kill": [0, 2]}}
+    for change in (
+        {"unstruck": {"kill": [0, 2]}},
+        {"unasked": {"sglang": [1, 90]}},
+        {"guests_ended": [2, 1]},
+    ):
+        assert convicted(clean | change) == change

@@ -4,11 +4,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_connections import ConnectionFailed
-from scheduler.gateway.renderer import Renderer
+from scheduler.gateway.renderer import Renderer, RenderPlace, RenderRefused
 from scheduler.gateway.settings import Timeouts
 
 PATIENCE_S = 1.0
@@ -34,8 +35,29 @@ class FlappingPeer:
         return SimpleNamespace(status=200, read_most=read_most, close=lambda: None)
 
 
-def renderer_of(peer: FlappingPeer) -> Renderer:
-    return Renderer(lambda: [cast(Any, peer)], Timeouts(queue_s=PATIENCE_S))
+class ShortPeer:
+    """Renders no prompt whole: it is too long for its context, or wrong everywhere."""
+
+    url = "http://short"
+
+    def __init__(
+        self,
+        message: str = "This model's maximum context length is 256 tokens.",
+        *,
+        status: int = 400,
+    ) -> None:
+        self._message, self._status = message, status
+
+    async def post(self, *_: object) -> Any:
+        async def read_most(_most_bytes: int) -> bytes:
+            return self._message.encode()
+
+        return SimpleNamespace(status=self._status, read_most=read_most, close=lambda: None)
+
+
+def renderer_of(*peers: FlappingPeer | ShortPeer) -> Renderer:
+    places = [RenderPlace(cast(Any, each), 256 * isinstance(each, ShortPeer)) for each in peers]
+    return Renderer(lambda: places, Timeouts(queue_s=PATIENCE_S))
 
 
 async def test_a_call_waits_anew_where_the_renderer_was_back_for_others() -> None:
@@ -82,3 +104,32 @@ async def test_a_text_is_tokenised_while_thousands_of_another_request_wait() -> 
     async with asyncio.timeout(30):
         assert await renderer.tokenize(["one"]) == [[7]]
     many.cancel()
+
+
+async def test_a_request_that_is_too_long_for_one_renderer_waits_for_a_longer_one() -> None:
+    renderer = renderer_of(FlappingPeer(), ShortPeer())
+    assert await renderer.post("/v1/completions/render", {}) == {}
+
+
+@pytest.mark.parametrize("asked", [255, 254])
+async def test_a_prompt_whose_output_was_cut_to_a_short_context_is_rendered_by_a_longer_one(
+    asked: int,
+) -> None:
+    rendered = {"token_ids": [7], "sampling_params": {"max_tokens": asked}}
+    short = ShortPeer(msgspec.json.encode([rendered]).decode(), status=200)
+    found = await renderer_of(FlappingPeer(), short).post("/v1/completions/render", {})
+    assert found == ({} if asked == 255 else [rendered])
+
+
+async def test_a_request_is_refused_in_the_words_of_the_longest_renderer() -> None:
+    alone = Renderer(lambda: [RenderPlace(cast(Any, ShortPeer()))], Timeouts(queue_s=PATIENCE_S))
+    wrong = renderer_of(FlappingPeer(every=1000), ShortPeer("temperature must be non-negative"))
+    for renderer, words in ((alone, "context length"), (wrong, "temperature")):
+        with pytest.raises(RenderRefused, match=words):
+            await renderer.post("/v1/completions/render", {})
+
+
+async def test_a_request_that_is_too_long_for_all_gives_up_with_the_words_of_one() -> None:
+    renderer = renderer_of(FlappingPeer(every=1000), ShortPeer())
+    with pytest.raises(Exhausted, match="context length is 256"):
+        await renderer.post("/v1/completions/render", {})
