@@ -28,8 +28,8 @@ from scheduler.gateway.engine_client import (
     RequestRefused,
 )
 from scheduler.gateway.fleet_member import numerics_of
-from scheduler.gateway.policy.trajectories import Attempt, Turn
-from scheduler.gateway.turns import accepted
+from scheduler.gateway.policy.trajectories import FINISHED, Attempt, Turn
+from scheduler.gateway.turns import accepted, check_finish
 
 _CONNECT_S = 2.0
 _STALL_S = 30.0
@@ -161,11 +161,12 @@ class DedicatedTurns:
                 async for choice in choices:
                     if not stall.expired():
                         stall.reschedule(loop.time() + _STALL_S)
+                    check_finish(choice)
                     if accepted(turn, attempt, choice):
                         on_tokens()
                     if choice.finish_reason == "length" and turn.remaining_tokens > 0:
                         raise RequestRefused("the engine's context is full")
-                    if choice.finish_reason not in (None, "abort", "error"):
+                    if choice.finish_reason in FINISHED:
                         turn.finish(
                             attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
                         )

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
+from harvester.contracts.wire.rollouts import GenerateRequest
 from scheduler.gateway.policy.course import PlaceWait
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
@@ -179,6 +180,11 @@ class Dispatcher:
             self.observe(TurnWithdrawn(turn=turn))
 
 
+def context_tokens(request: GenerateRequest) -> int:
+    """Context that the request may fill, in tokens."""
+    return len(request.token_ids) + request.sampling_params.max_tokens
+
+
 def arrival(
     turn: Turn,
     *,
@@ -193,7 +199,7 @@ def arrival(
         trajectory=turn.trajectory,
         job=turn.job,
         tokens=turn.remaining_tokens,
-        context_tokens=len(turn.request.token_ids) + turn.request.sampling_params.max_tokens,
+        context_tokens=context_tokens(turn.request),
         exact=turn.pin.exact,
         minimum=turn.pin.minimum,
         pin_until_s=pin_until_s,

@@ -16,6 +16,8 @@ from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
 
 _SEED_BOUND = 1 << 63
+_AT_ONCE = 256
+"""Turns begun, or left, before others get the event loop: some 50 us each."""
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
     Refusal.GONE: 410,
@@ -97,19 +99,39 @@ class Samples:
         """All turns at their ends. Raises TurnRefused, and what serving a turn raises."""
         if len(self._unbegun) == 1:
             return [await _served(self._unbegun.pop())]
-        return await asyncio.gather(*self._started())
+        await self._start()
+        # gather would cancel all of them at once.
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        return [task.result() for task in self._tasks if task.done()]
 
-    def _started(self) -> list[asyncio.Task[Turn]]:
+    async def _start(self) -> None:
         while self._unbegun:
-            task = asyncio.ensure_future(_served(self._unbegun.pop(0)))
-            task.add_done_callback(lambda _task: self._more.set())
-            self._tasks.append(task)
-        return self._tasks
+            begun, self._unbegun = self._unbegun[:_AT_ONCE], self._unbegun[_AT_ONCE:]
+            for begin in begun:
+                task = asyncio.ensure_future(_served(begin))
+                task.add_done_callback(lambda _task: self._more.set())
+                self._tasks.append(task)
+            if self._unbegun:
+                await asyncio.sleep(0)
+
+    async def _leave(self) -> None:
+        left = self._tasks
+        try:
+            while left:
+                now, left = left[:_AT_ONCE], left[_AT_ONCE:]
+                for task in now:
+                    task.cancel()
+                await asyncio.gather(*now, return_exceptions=True)
+        finally:
+            # Cancelled itself: none of them may go on for nobody.
+            for task in left:
+                task.cancel()
 
     async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:
         """New tokens of each choice as they come, at most `every_s` apart but for each choice's
         end, which comes once and at once. Raises as results."""
-        self._streams, _ = True, self._started()
+        self._streams = True
+        await self._start()
         for turn in filter(None, self.turns):
             turn.is_streamed = True
         while not all(self._sent_end):
@@ -214,6 +236,4 @@ async def follow(
         try:
             yield samples
         finally:
-            for task in samples._tasks:
-                task.cancel()
-            await asyncio.gather(*samples._tasks, return_exceptions=True)
+            await samples._leave()

@@ -17,7 +17,7 @@ from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.agent_client import AgentClient
-from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.dispatch import Dispatcher, context_tokens
 from scheduler.gateway.engine_client import EngineClient
 from scheduler.gateway.engine_connections import EngineConnections
 from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places
@@ -34,6 +34,7 @@ from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
+    Refusal,
     RefuseTurn,
     RoutingConfig,
     TrajectoryEnded,
@@ -44,6 +45,7 @@ from scheduler.gateway.policy.versions_events import (
     VersionsConfig,
 )
 from scheduler.gateway.renderer import Renderer, RenderPlace
+from scheduler.gateway.samples import TurnRefused
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
 from scheduler.gateway.version_staging import VersionStaging
@@ -299,15 +301,20 @@ class Scheduler:
         self, job: JobId, requests: Sequence[GenerateRequest]
     ) -> AbstractContextManager[None]:
         """Reserves queue room for all new turns of a request (joined turns need none). Raises
-        Pressure.
+        Pressure, and TurnRefused where one of them fits no engine: each sample would be begun for
+        that answer.
 
         One turn alone is routing's own decision: it may find a free engine.
         """
         if len(requests) == 1:
             return nullcontext()
         held = self._open_turns[job]
-        new = [each.request_id for each in requests if each.request_id not in held]
-        return self.dispatcher.admitting([turn_key(job, name) for name in new])
+        new = [each for each in requests if each.request_id not in held]
+        longest = max(map(context_tokens, new), default=0)
+        if reason := self.dispatcher.policy.too_long(job, longest):
+            turn = turn_key(job, new[0].request_id)
+            raise TurnRefused(RefuseTurn(turn=turn, refusal=Refusal.CONTEXT, reason=reason))
+        return self.dispatcher.admitting([turn_key(job, each.request_id) for each in new])
 
     async def abort(self, job: JobId, ids: Collection[str] | None) -> int:
         """Ends the job's open turns of these names (None: all) with their tokens so far."""

@@ -34,6 +34,7 @@ class _Choice(msgspec.Struct, Generic[L]):
     immovable: tuple[str, ...] = ()
     routed_experts: str | None = None
     sampling_mask: list[tuple[int, ...]] | None = None
+    index: int = 0
 
 
 class _Error(msgspec.Struct):
@@ -89,6 +90,7 @@ def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
         choice.stop_reason,
         routed_experts=choice.routed_experts,
         sampling_mask=choice.sampling_mask,
+        index=choice.index,
     )
 
 
@@ -124,6 +126,11 @@ class EventStream:
                 self.done = True
                 return
             try:
-                yield _chunk(memoryview(event)[6:])
+                chunk = _chunk(memoryview(event)[6:])
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
+            for choice in chunk.choices:
+                if choice.index:
+                    # Each turn is a request of one sample.
+                    raise PeerProtocolError(f"choice {choice.index} of a request for one")
+            yield chunk

@@ -83,6 +83,8 @@ CHUNK_PERIOD_S = 0.05
 of text sees no difference. The first chunk and the last one do not wait."""
 _NAME_CHARS = 128
 """The part of a request's id that its turns' names have: proxies set long ones."""
+_MAX_NAME_CHARS = 1 << 13
+"""The length of the largest header: every chunk of the reply repeats the id."""
 MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
 
@@ -290,6 +292,8 @@ class _TextRequest:
         prefix = "cmpl" if dialect.many else "chatcmpl"
         unique, named = secrets.token_hex(16), named or body.get("request_id")
         self.dialect = dialect
+        if len(str(named or "")) > _MAX_NAME_CHARS:
+            raise PeerProtocolError(f"request_id: use at most {_MAX_NAME_CHARS} characters")
         # Bytes of a header that are no UTF-8 cannot be told in the reply.
         self.name = f"{prefix}-{named or unique}".encode(errors="replace").decode()
         shown = "".join(filter(str.isprintable, self.name[:_NAME_CHARS]))

@@ -35,7 +35,13 @@ from scheduler.gateway.policy.routing_events import (
     TurnCleared,
     TurnLeft,
 )
-from scheduler.gateway.policy.trajectories import Attempt, Turn, output_fields, reasoning_fields
+from scheduler.gateway.policy.trajectories import (
+    FINISHED,
+    Attempt,
+    Turn,
+    output_fields,
+    reasoning_fields,
+)
 from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.settings import Timeouts
@@ -47,6 +53,11 @@ _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
 """The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
 _ABORTED_PAUSE_S = 0.25
+_UNFINISHED = frozenset(("abort", "error"))
+"""Finish reasons of an attempt whose turn goes on."""
+_REASON_CHARS = 40
+ROUNDED_LOGPROB = 1e-3
+"""Largest log-probability of an engine: certainty, which rounding may put above 0."""
 _UNFIT_S = 5.0
 """A turn that counts output looks this often for engines that may serve it."""
 
@@ -380,14 +391,17 @@ class TurnRunner:
         )
         guest = member.engine.kind is EngineKind.GUEST
         pause_s = self._timeouts.guest_stall_s / 4 if guest else math.inf
-        bound = member.vocabulary_tokens or math.inf
+        bound, described = member.vocabulary_tokens or math.inf, member.description
+        logits = described is not None and described.logprobs_mode.endswith("_logits")
+        most_logprob = math.inf if logits else ROUNDED_LOGPROB
         async with aclosing(choices):
             async for choice in choices:
                 running.hear(now=self._clock.now(), pause_s=pause_s)
+                check_finish(choice)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.heard_s - running.began_s)
-                    running.tokens += accepted(turn, attempt, choice, bound)
+                    running.tokens += accepted(turn, attempt, choice, bound, most_logprob)
                     self._cleared(turn, self.blame.made_tokens(running, member.engine.engine))
                     if on_tokens is not None:
                         on_tokens()
@@ -405,7 +419,7 @@ class TurnRunner:
                         )
                     self._fleet.context_ended(member, turn.length)
                     return
-                if choice.finish_reason not in (None, "abort", "error"):
+                if choice.finish_reason in FINISHED:
                     turn.finish(
                         attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
                     )
@@ -418,8 +432,19 @@ class TurnRunner:
             self._dispatcher.observe(TurnCleared(turn=turn.key))
 
 
+def check_finish(choice: EngineChoice) -> None:
+    """Raises EngineLost for a finish reason that vLLM (0.24 to 0.33) does not send."""
+    reason = choice.finish_reason
+    if not (reason is None or reason in FINISHED or reason in _UNFINISHED):
+        raise EngineLost(f"protocol: finish reason {reason[:_REASON_CHARS]!r}")
+
+
 def accepted(
-    turn: Turn, attempt: Attempt, choice: EngineChoice, vocabulary_tokens: float = math.inf
+    turn: Turn,
+    attempt: Attempt,
+    choice: EngineChoice,
+    vocabulary_tokens: float = math.inf,
+    most_logprob: float = ROUNDED_LOGPROB,
 ) -> int:
     """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
     vocabulary: a wrong log-probability must not reach training."""
@@ -429,6 +454,11 @@ def accepted(
         raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
     if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
         raise EngineLost(f"protocol: tokens {token_ids[:8]}, a vocabulary of {vocabulary_tokens}")
+    if logprobs and (most := max(each.logprob for each in logprobs)) > most_logprob:
+        raise EngineLost(
+            f"protocol: log-probability {most:g}, above 0; run vLLM with "
+            "--logprobs-mode processed_logprobs"
+        )
     if logprobs and not turn.request.sampling_params.lists_candidates:
         # vLLM lists the sampled token among its own candidates.
         logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]

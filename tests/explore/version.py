@@ -238,7 +238,7 @@ class VersionModel:
         moments = {"failed_at_s", "heard_s", "learned_s", "since_s", "stalled_s", "closed_until_s"}
         ignored = {
             *("_config", "request", "counters", "logprobs", "reasoning", "sampling_params"),
-            *("eos_token_ids", "_turn_tokens", "seconds", "tokens", "learned_s", "heard_s"),
+            *("end_tokens", "_turn_tokens", "seconds", "tokens", "learned_s", "heard_s"),
             *("token_ids", "limit", "refused"),
         }
         kinds: dict[str, Any] = {"moments": moments, "ignored": ignored, "age_max_s": 2 * TICK_S}

@@ -106,3 +106,12 @@ async def test_a_context_that_ends_a_turn_everywhere_is_no_length_of_the_clients
         assert choice["token_ids"] == continued(PROMPT, SMALL - len(PROMPT), version=0)
         assert str(SMALL) in choice["fault"]
         assert (await gateway.generate("u", 100))[0] == 400
+
+
+async def test_samples_that_fit_no_engine_are_refused_before_one_is_begun() -> None:
+    async with gateway_on(fake(LARGE)) as gateway:
+        await serving(gateway, "e0")
+        sampling = {"n": 64}
+        status, reply = await gateway.generate("t", LARGE, sampling=sampling)
+        assert (status, str(LARGE) in reply["error"]["message"]) == (400, True)
+        assert gateway.scheduler.ledgers["job"].counters.started == 0

@@ -11,10 +11,16 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from harvester.contracts.ids import TenantId
+from harvester.contracts.wire.rollouts import GenerateRequest
 from scheduler.gateway.policy.trajectories import Turn
 
-_PROMPT_TOKEN_BYTES = 40
+_ID_BYTES = 40
+"""A token id in a tuple, as objects: of a prompt, or of a sampling mask."""
+_JSON_BYTES = 16
+"""A byte of JSON, as objects: of a map of numbers, or of empty lists."""
 _TOKEN_BYTES = 200
 """A generated token with its log-probability, as objects; each of its candidates again."""
 
@@ -65,8 +71,8 @@ class AnsweredTurns:
             return
         shelf = self._shelves.setdefault(tenant, _Shelf())
         answer = shelf.answers.setdefault(request, _Answer())
-        # Samples of one request share its prompt.
-        size_bytes = size_of(turn) + (0 if answer.turns else _prompt_size_of(turn))
+        # Samples of one request share what it says.
+        size_bytes = size_of(turn) + (0 if answer.turns else _size_of_request(turn.request))
         answer.turns[turn.key], answer.until_s = turn, math.inf
         answer.size_bytes += size_bytes
         shelf.answers.move_to_end(request)
@@ -122,18 +128,21 @@ class AnsweredTurns:
             del self._shelves[tenant]
 
 
-def _prompt_size_of(turn: Turn) -> int:
-    return len(turn.request.token_ids) * _PROMPT_TOKEN_BYTES
+def _size_of_request(request: GenerateRequest) -> int:
+    said = msgspec.json.encode(msgspec.structs.replace(request, token_ids=()))
+    return len(request.token_ids) * _ID_BYTES + len(said) * _JSON_BYTES
 
 
 def size_of(turn: Turn) -> int:
-    """Memory of an ended turn without its prompt, about, in bytes."""
+    """Memory of an ended turn without its request, about, in bytes."""
     sampling, scores = turn.request.sampling_params, turn.scores
     candidates = (sampling.logprobs or 0) + len(sampling.logprob_token_ids or ())
     scored = len(bytes(scores.prompt_logprobs or b"")) if scores else 0
     return (
         len(turn.token_ids) * _TOKEN_BYTES * (1 + candidates)
         + len(turn.routed_experts or "")
+        + len(str(turn.stop_reason))
+        + turn.masked_ids * _ID_BYTES
         + scored
         + _TOKEN_BYTES
     )

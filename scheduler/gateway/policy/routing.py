@@ -263,11 +263,7 @@ class RoutingPolicy:
             how = f"POST /v1/jobs/{turn.job}/activate"
             reason = f"job {turn.job} is not active ({active}); activate it first: {how}"
             return RefuseTurn(turn=turn.turn, refusal=Refusal.JOB, reason=reason)
-        if self._is_too_long(turn):
-            reason = (
-                f"prompt and max_tokens are {turn.context_tokens} tokens together; "
-                f"the largest context of any engine is {self._context_limit}"
-            )
+        if reason := self.too_long(turn.job, turn.context_tokens):
             return RefuseTurn(turn=turn.turn, refusal=Refusal.CONTEXT, reason=reason)
         unmet = self._unmet(turn)
         gone = turn.exact is not None and turn.exact < target.version
@@ -275,6 +271,16 @@ class RoutingPolicy:
             return None
         refusal = Refusal.GONE if gone else Refusal.VERSION
         return RefuseTurn(turn=turn.turn, refusal=refusal, reason=unmet)
+
+    def too_long(self, job: JobId, context_tokens: int) -> str:
+        """Why no engine holds a turn of so many tokens of the active job; "" where one may."""
+        limit, active = self._context_limit, self._target is not None and self._target.job == job
+        if not active or limit is None or context_tokens <= limit:
+            return ""
+        return (
+            f"prompt and max_tokens are {context_tokens} tokens together; "
+            f"the largest context of any engine is {limit}"
+        )
 
     def _is_too_long(self, turn: TurnArrived) -> bool:
         return self._context_limit is not None and turn.context_tokens > self._context_limit

@@ -25,12 +25,14 @@ from harvester.contracts.wire.rollouts import (
     VersionPin,
     VersionRange,
 )
+from scheduler.gateway.policy.end_tokens import EndTokens
 from scheduler.model import BASE_VERSION
 
 _SEED_MASK = (1 << 31) - 1
-_FINISHED = {
+FINISHED = {
     each.value: each for each in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
 }
+"""Finish reasons by which an engine ends a turn."""
 
 
 @dataclass(slots=True)
@@ -120,6 +122,24 @@ def continued_seed(seed: int | None, offset: int) -> int | None:
     return xxhash.xxh3_64_intdigest(f"{seed}:{offset}".encode()) & _SEED_MASK
 
 
+class PromptNames:
+    """Names of a job's prompts. The newest one is kept: all samples of a prompt share it, and each
+    would hash a million ids again."""
+
+    def __init__(self) -> None:
+        self._newest: tuple[tuple[int, ...], str] = (), ""
+
+    def of(self, job: JobId, token_ids: tuple[int, ...]) -> str:
+        prompt, mark = self._newest
+        if prompt is not token_ids or not mark:
+            mark = f"{job}:{len(token_ids)}:{hash(token_ids)}"
+            self._newest = token_ids, mark
+        return mark
+
+    def forget(self) -> None:
+        self._newest = (), ""
+
+
 def turn_key(job: JobId, request_id: str) -> str:
     return f"{job}/{request_id}"
 
@@ -149,8 +169,9 @@ class Turn:
     immovable: tuple[str, ...] = ()
     """Fields for which it cannot leave the engine of its newest attempt with its output."""
     attempts: int = 0
-    eos_token_ids: set[int] = field(default_factory=set)
+    end_tokens: EndTokens = field(default_factory=EndTokens)
     """EOS tokens of the job's model as learned so far, shared by its turns."""
+    marks: PromptNames = field(default_factory=PromptNames)
     _content: str = ""
     _sampling_mask: list[tuple[int, ...]] = field(default_factory=list)
     _prompt_mark: str = ""
@@ -174,8 +195,7 @@ class Turn:
         `content`, so that no verdict on one tenant's prompt refuses another's or tells of it.
         """
         if not self._prompt_mark:
-            ids = self.request.token_ids
-            self._prompt_mark = f"{self.job}:{len(ids)}:{hash(ids)}"
+            self._prompt_mark = self.marks.of(self.job, self.request.token_ids)
         return self._prompt_mark
 
     @property
@@ -216,6 +236,11 @@ class Turn:
     def outcome(self) -> str:
         """`finish_reason`, or the more specific `lost`, `failed` or `refused`."""
         return self._outcome or (self.finish_reason.value if self.finish_reason else "open")
+
+    @property
+    def masked_ids(self) -> int:
+        """Token ids in the sampling masks of its tokens."""
+        return sum(map(len, self._sampling_mask))
 
     @property
     def ended(self) -> bool:
@@ -295,7 +320,10 @@ class Turn:
         stop_reason: int | str | None = None,
         routed_experts: str | None = None,
     ) -> None:
-        """Ends the attempt by the engine's word: final, whatever happens to its stream."""
+        """Ends the attempt by the engine's word: final, whatever happens to its stream.
+
+        `reported`: one of `FINISHED`.
+        """
         if attempt is not self._open:
             return
         self.stop_reason = stop_reason
@@ -303,8 +331,8 @@ class Turn:
         by_string = isinstance(stop_reason, str)
         if reported == "stop" and self.token_ids and not by_string and not self._at_stop_token():
             # Neither a string nor a stop token of the request: an EOS of the model.
-            self.eos_token_ids.add(self.token_ids[-1])
-        self.end(_FINISHED.get(reported, FinishReason.STOP))
+            self.end_tokens.note(self.token_ids[-1], attempt.engine)
+        self.end(FINISHED[reported])
 
     def lose(self, attempt: Attempt) -> None:
         """The attempt's engine is gone or has been asked to stop.
@@ -324,7 +352,7 @@ class Turn:
         wanted = self.request.sampling_params
         if len(self.token_ids) < wanted.min_tokens:
             return False
-        eos = not wanted.ignore_eos and self.token_ids[-1] in self.eos_token_ids
+        eos = not wanted.ignore_eos and self.token_ids[-1] in self.end_tokens.known
         return eos or self._at_stop_token()
 
     def _at_stop_token(self) -> bool:
@@ -429,7 +457,8 @@ class TurnLedger:
         self.job = job
         self.counters = TurnCounters()
         self._open: dict[str, Turn] = {}
-        self._eos_token_ids: set[int] = set()
+        self._end_tokens = EndTokens()
+        self._marks = PromptNames()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -456,7 +485,8 @@ class TurnLedger:
             trajectory=trajectory,
             counters=self.counters,
             pin=request.weight_version.resolved(newest),
-            eos_token_ids=self._eos_token_ids,
+            end_tokens=self._end_tokens,
+            marks=self._marks,
         )
         self._open[request.request_id] = turn
         self.counters.started += 1
@@ -467,3 +497,5 @@ class TurnLedger:
         if not turn.ended:
             turn.end(FinishReason.ABORT)
         self._open.pop(turn.request.request_id, None)
+        if not self._open:
+            self._marks.forget()

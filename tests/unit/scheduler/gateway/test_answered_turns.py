@@ -1,10 +1,11 @@
 """Which whole answers are kept, and whose go first."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harvester.contracts.ids import JobId, TenantId, TrajectoryId
+from harvester.contracts.ids import EngineId, JobId, TenantId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
     FinishReason,
     GenerateRequest,
@@ -79,11 +80,13 @@ def test_turns_of_one_request_are_kept_and_forgotten_together() -> None:
 
 @pytest.mark.parametrize("by", ["turns", "size_bytes"])
 def test_a_tenant_that_keeps_much_costs_the_others_nothing(by: str) -> None:
-    held = answered(turns=10) if by == "turns" else answered(size_bytes=10 * size_of(turn("t", 10)))
-    own = [turn(f"b{index}", 10) for index in range(3)]
+    held = (
+        answered(turns=10) if by == "turns" else answered(size_bytes=10 * size_of(turn("t", 100)))
+    )
+    own = [turn(f"b{index}", 100) for index in range(3)]
     for one in own:
         keep(held, one, tenant=BOB)
-    many = [turn(f"a{index}", 10) for index in range(100)]
+    many = [turn(f"a{index}", 100) for index in range(100)]
     for one in many:
         keep(held, one)
     assert all(one.key in held for one in own)
@@ -104,6 +107,23 @@ def test_an_answer_beyond_the_bound_is_not_kept_and_takes_only_its_tenants_place
 def test_memory_grows_with_what_an_answer_holds() -> None:
     sizes = [size_of(turn("r", 10)), size_of(turn("r", 10, candidates=5)), size_of(turn("r", 100))]
     assert sizes == sorted(set(sizes))
+
+
+def test_a_request_counts_once_with_all_its_fields_and_masks_count_for_each_turn() -> None:
+    held, (one, another) = answered(), (turn("r.0"), turn("r.1"))
+    for each in (one, another):
+        said = SamplingParams(max_tokens=1, extra_args={"x": "y" * 100_000})
+        each.request = msgspec.structs.replace(each.request, sampling_params=said)
+        keep(held, each, request="r")
+    assert held.size_bytes > 100_000
+    assert held.size_bytes < 2 * 16 * 100_000, "samples share it"
+    masked = LEDGER.open(one.request, trajectory=TrajectoryId("t"))
+    assert masked is not None
+    attempt = masked.begin(engine=EngineId("e"), version=WeightVersion(0), numerics="")
+    masked.accept(attempt, [1], [TokenLogprob(1, -1.0)], [tuple(range(10_000))])
+    masked.finish(attempt, "stop", "z" * 5000)
+    LEDGER.close(masked)
+    assert size_of(masked) > size_of(one) + 10_000 * 8 + 5000
 
 
 @given(

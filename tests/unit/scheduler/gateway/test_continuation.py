@@ -81,13 +81,13 @@ def test_a_turn_that_stopped_at_a_string_teaches_no_eos() -> None:
     attempt = stopped.begin(engine=EngineId("a"), version=WeightVersion(0), numerics="n")
     stopped.accept(attempt, [5], [TokenLogprob(5, -1.0)])
     stopped.finish(attempt, "stop", "end")
-    assert (stopped.stop_reason, stopped.eos_token_ids) == ("end", set())
+    assert (stopped.stop_reason, stopped.end_tokens.known) == ("end", set())
     assert msgspec.to_builtins(stopped.choice())["stop_reason"] == "end"
 
 
 def test_a_known_eos_below_min_tokens_ends_no_turn_that_is_lost() -> None:
     young = turn(min_tokens=5)
-    young.eos_token_ids.add(3)
+    young.end_tokens.known.add(3)
     attempt = moved(young, resumes=True)
     young.lose(attempt)
     assert not young.ended

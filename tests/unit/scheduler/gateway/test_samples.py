@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -132,3 +133,32 @@ async def test_versions_of_one_choice_are_its_own() -> None:
         assert (first.ended, second.ended) == (True, True)
         told = {"weight_version_start": 0, "weight_version_end": 0}
         assert samples.versions(0) == samples.versions(1) == samples.versions() == told
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["left", "left twice"])
+async def test_many_turns_are_begun_and_left_in_parts_between_which_others_run(again) -> None:
+    server, parts = Server(), 700
+    server.room = parts
+    begun: list[int] = []
+
+    async def client() -> None:
+        asked = samples_of(request(parts))
+        async with follow(server, JOB, TrajectoryId("t"), asked) as samples:
+            await samples.results()
+
+    task = asyncio.create_task(client())
+    for _ in range(20):
+        await asyncio.sleep(0)
+        begun.append(server.ledger.counters.started)
+    steps = [after - before for before, after in pairwise([0, *begun])]
+    assert (begun[-1], max(steps) <= 256) == (parts, True)
+    task.cancel()
+    left = [0]
+    for _ in range(20):
+        await asyncio.sleep(0)
+        if again:
+            task.cancel()
+        left.append(len(server.cancelled))
+    await asyncio.gather(task, return_exceptions=True)
+    assert len(server.cancelled) == parts
+    assert again or max(after - before for before, after in pairwise(left)) <= 256

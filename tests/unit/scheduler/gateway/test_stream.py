@@ -67,6 +67,14 @@ def test_nonsense_is_the_peers_fault(raw: bytes) -> None:
         list(EventStream().feed(raw))
 
 
+@pytest.mark.parametrize("content", [[{"token_id": 7, "logprob": -1.0}], [{"logprob": -1.0}]])
+def test_a_choice_that_was_not_requested_is_the_peers_fault(content) -> None:
+    choice = {"index": 1, "token_ids": [7], "logprobs": {"content": content}}
+    event = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+    with pytest.raises(PeerProtocolError, match="choice 1"):
+        list(EventStream().feed(event))
+
+
 def test_an_endless_event_is_refused() -> None:
     stream = EventStream()
     for _ in range(MAX_EVENT_BYTES >> 20):

@@ -269,3 +269,9 @@ def test_scores_of_another_prompt_are_the_engine_s_fault(raw: bytes) -> None:
         prompt_logprobs({"prompt_logprobs": msgspec.Raw(raw)}, (1, 2))
     good = msgspec.Raw(b'[null, {"2": {"logprob": -1.5, "rank": 1}}]')
     assert prompt_logprobs({"prompt_logprobs": good}, (1, 2))[1]
+
+
+def test_a_request_s_id_that_every_chunk_would_repeat_has_a_bound() -> None:
+    body = {"messages": [], "request_id": "x" * 8193}
+    with pytest.raises(PeerProtocolError, match="request_id: use at most 8192 characters"):
+        _TextRequest(CHAT, JobId("job"), body)

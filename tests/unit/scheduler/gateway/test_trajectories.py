@@ -187,16 +187,8 @@ def test_a_late_attempt_finishes_nothing() -> None:
 
 def test_an_eos_that_ended_one_turn_ends_the_next_though_its_reason_never_came() -> None:
     ledger = TurnLedger(JOB)
-    first = ledger.open(
-        GenerateRequest(
-            request_id="first", token_ids=(1,), sampling_params=SamplingParams(max_tokens=9)
-        ),
-        trajectory=TrajectoryId("first"),
-    )
-    assert first is not None
-    attempt = _begin(first, "a")
-    first.accept(attempt, [4, 7], _logprobs([4, 7]))
-    first.finish(attempt, "stop")
+    for engine in "ab":
+        _end_by_stop(ledger, engine)
     turn = _open(ledger, max_tokens=9)
     attempt = _begin(turn, "a")
     turn.accept(attempt, [7, 4], _logprobs([7, 4]))
@@ -208,6 +200,28 @@ def test_an_eos_that_ended_one_turn_ends_the_next_though_its_reason_never_came()
     assert turn.finish_reason is FinishReason.STOP
 
 
+def _end_by_stop(ledger: TurnLedger, engine: str) -> None:
+    turn = _open(ledger, max_tokens=9)
+    attempt = _begin(turn, engine)
+    turn.accept(attempt, [4, 7], _logprobs([4, 7]))
+    turn.finish(attempt, "stop")
+    ledger.close(turn)
+
+
+def test_one_engines_false_stop_ends_no_turn_of_others() -> None:
+    ledger = TurnLedger(JOB)
+    for _ in range(3):
+        _end_by_stop(ledger, "broken")
+        turn = _open(ledger, max_tokens=9)
+        attempt = _begin(turn, "a")
+        turn.accept(attempt, [5, 7], _logprobs([5, 7]))
+        turn.lose(attempt)
+        assert not turn.ended
+        ledger.close(turn)
+    _end_by_stop(ledger, "broken")
+    assert turn.end_tokens.known == {7}, "an engine alone is believed in time"
+
+
 @pytest.mark.parametrize("said", ["length", "repetition"])
 def test_no_other_finish_teaches_an_eos(said: str) -> None:
     ledger = TurnLedger(JOB)
@@ -216,7 +230,7 @@ def test_no_other_finish_teaches_an_eos(said: str) -> None:
     turn.accept(attempt, [4, 7], _logprobs([4, 7]))
     turn.finish(attempt, said)
     assert turn.finish_reason == said
-    assert not turn.eos_token_ids
+    assert not turn.end_tokens.known
 
 
 def test_samples_of_one_prompt_have_one_content_and_others_have_their_own() -> None:
@@ -229,6 +243,26 @@ def test_samples_of_one_prompt_have_one_content_and_others_have_their_own() -> N
 
     assert content() == content(seed=2)
     assert content() != content(max_tokens=5)
+
+
+def test_the_samples_of_a_prompt_hash_it_once() -> None:
+    hashed = []
+
+    class Prompt(tuple[int, ...]):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return super().__hash__()
+
+    ledger, prompt, marks = TurnLedger(JOB), Prompt((1, 2)), set()
+    for name in "abc":
+        sampling = SamplingParams(max_tokens=4)
+        request = GenerateRequest(request_id=name, token_ids=prompt, sampling_params=sampling)
+        turn = ledger.open(request, trajectory=TrajectoryId(name))
+        assert turn is not None
+        marks.add(turn.prompt_mark)
+    assert (len(hashed), len(marks)) == (1, 1)
 
 
 def test_prompts_that_differ_in_one_id_or_in_their_job_have_marks_of_their_own() -> None:

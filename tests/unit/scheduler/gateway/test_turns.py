@@ -11,7 +11,7 @@ from scheduler.gateway.policy.trajectories import Turn, TurnCounters
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stream import EngineChoice, _Logprobs
-from scheduler.gateway.turns import accepted
+from scheduler.gateway.turns import accepted, check_finish
 from scheduler.model import EngineKind
 
 
@@ -83,3 +83,21 @@ def test_a_chunk_whose_tokens_and_log_probabilities_cannot_be_true_is_the_engine
     assert not turn.token_ids
     good = EngineChoice([7, 63], _Logprobs([TokenLogprob(each, -0.5) for each in (7, 63)]))
     assert accepted(turn, attempt, good, 64) == 2
+
+
+def test_a_log_probability_above_0_is_the_engines_fault_unless_it_reports_logits() -> None:
+    turn = _attempt().turn
+    attempt = turn.begin(engine=EngineId("e"), version=WeightVersion(1), numerics="")
+    false = EngineChoice([7], _Logprobs([TokenLogprob(7, 3.0)]))
+    with pytest.raises(EngineLost, match="log-probability 3, above 0"):
+        accepted(turn, attempt, false)
+    assert not turn.token_ids
+    assert accepted(turn, attempt, EngineChoice([7], _Logprobs([TokenLogprob(7, 1e-6)]))) == 1
+    assert accepted(turn, attempt, false, most_logprob=math.inf) == 1
+
+
+def test_only_a_finish_reason_of_vllm_ends_an_attempt() -> None:
+    for reason in (None, "stop", "length", "repetition", "abort", "error"):
+        check_finish(EngineChoice(finish_reason=reason))
+    with pytest.raises(EngineLost, match="protocol: finish reason 'wat'"):
+        check_finish(EngineChoice(finish_reason="wat"))
