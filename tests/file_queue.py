@@ -5,8 +5,6 @@ A long file that is begun last leaves the other process without work. The two en
 its own.
 """
 
-from itertools import zip_longest
-
 import pytest
 
 SLOT = "engine_slot"
@@ -63,12 +61,9 @@ _OTHERS = (
     "integration/test_phase_ray.py",
     "unit/benchmarks/test_weightsync_tensors.py",
 )
-LONGEST = tuple(
-    unit for pair in zip_longest(_ENGINES, _OTHERS) for unit in pair if unit is not None
-)
-"""From the longest, the others follow as they were found. Engines keep the cores busy and much of
-the rest waits, so they take turns. The first of the others compiles loops that later files find in
-the cache."""
+LONGEST = (*_ENGINES, *_OTHERS)
+"""From the longest; files that are not named follow as they were found. The first ones without
+engines compile loops that later files find in the cache."""
 
 
 def unit_of(nodeid: str) -> str:

@@ -28,6 +28,9 @@ _ENGINE = [
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen2.modeling_qwen2",
 ]
 _READ_AT_IMPORT = {
     "HF_HUB_OFFLINE": "1",

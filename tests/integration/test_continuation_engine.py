@@ -109,4 +109,4 @@ def test_a_rollout_engine_goes_on_at_any_token_and_refuses_what_it_could_not_bea
     assert re.fullmatch("[äöü€]{12}", ends["split characters"][0])
     assert "Enough." in ends["thinking"][0]
     assert ends["no thinking"][0].startswith("Enough.")
-    assert re.search(r"Enough\.([a-z]{2,3}-){1,3}[0-9]$", ends["grammar after thinking"][0])
+    assert re.search(r"Enough\.</think>([a-z]{2,3}-){1,3}[0-9]$", ends["grammar after thinking"][0])
