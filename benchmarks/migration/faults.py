@@ -116,16 +116,12 @@ class FaultRun:
             return
         if fault.kind is FaultKind.STALL:
             assert engine is not None
-            engine.signal(signal.SIGSTOP)
-            await asyncio.sleep(self._random.uniform(*_STALL_S))
-            engine.signal(signal.SIGCONT)
+            await self._stall(engine, _STALL_S)
         elif fault.kind is FaultKind.STALL_GUEST:
             assert engine is not None
             async with self._guest:
                 await engine.tap.used.wait()
-                engine.signal(signal.SIGSTOP)
-                await asyncio.sleep(self._random.uniform(*_GUEST_STALL_S))
-                engine.signal(signal.SIGCONT)
+                await self._stall(engine, _GUEST_STALL_S)
         elif fault.kind is FaultKind.KILL_AGENT:
             assert engine is not None
             async with self._guest:
@@ -154,6 +150,11 @@ class FaultRun:
     def _note(self, fault: Fault) -> None:
         self.done[fault.kind] += 1
         print(f"{fault.at_ended}: {fault.kind} {fault.engine}", file=sys.stderr, flush=True)
+
+    async def _stall(self, engine: EngineProcess, bounds_s: tuple[float, float]) -> None:
+        engine.signal(signal.SIGSTOP)
+        await asyncio.sleep(self._random.uniform(*bounds_s))
+        engine.signal(signal.SIGCONT)
 
     async def _restart(self, fault: Fault, engine: EngineProcess, client: RolloutProcess) -> None:
         """The client is held on entry, and goes on while the engine starts."""

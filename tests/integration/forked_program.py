@@ -9,6 +9,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -122,11 +123,14 @@ def begin_forked(
 def output_of(*arguments: str, log: Path, env: Mapping[str, str], timeout_s: float = 280.0) -> str:
     """Output of a program with an engine in it; a failure ends the test with its log."""
     with log.open("wb") as file:
-        program = ForkedProgram(*arguments, env={**os.environ, **env, **FORK_CORE}, log=file)
+        environment = {**os.environ, **env, **FORK_CORE}
+        program = ForkedProgram(*arguments, env=environment, log=file, grouped=True)
     try:
         status = program.wait(timeout_s)
     finally:
-        program.kill()
+        if program.poll() is None:
+            # An engine's core and ranks would outlive it.
+            os.killpg(program.pid, signal.SIGKILL)
     said = log.read_text(errors="replace")
     assert status == 0, said[-4000:]
     return said
