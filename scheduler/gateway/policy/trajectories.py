@@ -26,6 +26,7 @@ from harvester.contracts.wire.rollouts import (
     VersionRange,
 )
 from scheduler.gateway.policy.end_tokens import EndTokens
+from scheduler.gateway.policy.prompt_names import PromptNames
 from scheduler.model import BASE_VERSION
 
 _SEED_MASK = (1 << 31) - 1
@@ -120,24 +121,6 @@ def continued_seed(seed: int | None, offset: int) -> int | None:
     if seed is None or offset == 0:
         return seed
     return xxhash.xxh3_64_intdigest(f"{seed}:{offset}".encode()) & _SEED_MASK
-
-
-class PromptNames:
-    """Names of a job's prompts. The newest one is kept: all samples of a prompt share it, and each
-    would hash a million ids again."""
-
-    def __init__(self) -> None:
-        self._newest: tuple[tuple[int, ...], str] = (), ""
-
-    def of(self, job: JobId, token_ids: tuple[int, ...]) -> str:
-        prompt, mark = self._newest
-        if prompt is not token_ids or not mark:
-            mark = f"{job}:{len(token_ids)}:{hash(token_ids)}"
-            self._newest = token_ids, mark
-        return mark
-
-    def forget(self) -> None:
-        self._newest = (), ""
 
 
 def turn_key(job: JobId, request_id: str) -> str:
