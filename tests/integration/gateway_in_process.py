@@ -129,11 +129,12 @@ async def gateway_on(
     *engines: FakeEngine | str,
     tokens: Path | None = None,
     tls: ServerTls | None = None,
+    state: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayInProcess]:
     """Engines are `e0`, `e1`, ... in the order given, a URL is one that runs; the job is `job`.
 
-    `tokens`: the tenants' file; without it every client is trusted.
+    `tokens`: the tenants' file; without it every client is trusted. `state`: the state file.
     """
     sites, urls = [], []
     for engine in engines:
@@ -146,7 +147,7 @@ async def gateway_on(
     given["timeouts"] = {"health_s": 0.05, "queue_s": 10, **given.get("timeouts", {})}
     parsed, clock = GatewaySettings.model_validate(given), MonotonicClock()
     async with aiohttp.ClientSession() as session:
-        scheduler = Scheduler(parsed, clock, SchedulerState(None), session)
+        scheduler = Scheduler(parsed, clock, SchedulerState(state), session)
         await scheduler.start()
         site, service = Site(tls), Gateway(scheduler, parsed, Tenants.load(tokens), clock)
         await site.serve(service.app)

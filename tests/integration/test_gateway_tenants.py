@@ -145,6 +145,31 @@ async def test_a_job_publishes_no_store_beside_its_own(tmp_path: Path) -> None:
             assert (status, "job job-b may publish b-*, not a-weights" in told) == (400, True)
 
 
+async def test_no_tenant_publishes_what_another_one_has_published_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    """Jobs of one tenant share a store; neither job has `stores`."""
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "evaluate", "tenant": "a"}]
+    jobs += [{"id": "job-b", "tenant": "b"}]
+    engine, version = FakeEngine(step_s=0.002, epoch=None), {"version": 1, "store": "weights"}
+    for again in (False, True):
+        async with gateway_on(
+            engine, jobs=jobs, tokens=role_tokens(tmp_path), state=tmp_path / "state.db"
+        ) as gateway:
+            for role, job in () if again else (("a", "job"), ("a", "evaluate")):
+                status, told = await answered(gateway, role, f"/v1/jobs/{job}/versions", version)
+                assert status == 200, told
+            for role in ("b", "operator"):
+                status, told = await answered(gateway, role, "/v1/jobs/job-b/versions", version)
+                assert (status, "store: weights is another tenant's" in told) == (400, True), told
+            for path, body in (
+                ("/update_weights", {"update_info": {"store": "weights", "version": 1}}),
+                ("/pull_weights", {"source_dir": "/srv/weights", "target_version": 1}),
+            ):
+                status, told = await answered(gateway, "b", path, body)
+                assert (status, "another tenant's" in told) == (400, True), told
+
+
 async def test_pulling_the_first_weights_takes_no_engine_from_another_tenant_either(
     tmp_path: Path,
 ) -> None:
