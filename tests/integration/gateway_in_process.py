@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import JobId
+from harvester.platform.http_kit import listen, serving
 from harvester.platform.tls import ServerTls
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.gateway_state import SchedulerState
@@ -29,7 +30,7 @@ class Site:
     def __init__(self, tls: ServerTls | None = None) -> None:
         self.port = 0
         self.tls = tls
-        self._runner: web.AppRunner | None = None
+        self._serving = AsyncExitStack()
 
     @property
     def url(self) -> str:
@@ -38,18 +39,12 @@ class Site:
     async def serve(self, app: web.Application) -> None:
         """Serves an app in the place of the previous one."""
         await self.close()
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01
-        )
-        await self._runner.setup()
-        context = self.tls and self.tls.context()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=context).start()
-        self.port = self._runner.addresses[0][1]
+        runner = await self._serving.enter_async_context(serving(app, shutdown_s=0.01))
+        await listen(runner, "127.0.0.1", self.port, remedy="", tls=self.tls)
+        self.port = runner.addresses[0][1]
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._serving.aclose()
 
 
 class GatewayInProcess:
