@@ -443,7 +443,7 @@ class TurnRunner:
         )
 
     def _prove_short(self, turn: Turn, course: TurnCourse) -> None:
-        """An engine serves what others refused as too long: they told a false context. Words alone
+        """An engine serves what others refused as too long: their reports were false. Words alone
         prove nothing, since they may be the request's own, and nor do refusals of what they had
         served before."""
         tokens = context_tokens(turn.request)

@@ -67,7 +67,7 @@ class TurnCourse:
     ended_short: tuple[EngineId, int] | None = None
     """The engine that ended it with a `length` that was not believed, and at how many tokens."""
     too_short: set[EngineId] = field(default_factory=set)
-    """Engines that refused it as too long for their context, which they had told to be longer."""
+    """Engines that refused it as too long for their context, which by their reports is longer."""
     _setbacks: int = 0
     _stalls: int = 0
     """Attempts taken off silent engines since its last token."""
