@@ -407,7 +407,8 @@ class TurnRunner:
                         self._first_tokens.note(running.heard_s - running.began_s)
                     running.tokens += accepted(turn, attempt, choice, bound, most_logprob)
                     member.held_tokens = max(member.held_tokens, turn.length)
-                    self._prove_short(turn, running.course)
+                    if running.course.too_short:
+                        self._prove_short(turn, running.course)
                     self._cleared(turn, self.blame.made_tokens(running, member.engine.engine))
                     if on_tokens is not None:
                         on_tokens()
