@@ -8,7 +8,7 @@ from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from harvester.agent.node import NodeAgent
-from harvester.agent.openapi import OPERATIONS
+from harvester.agent.openapi import OPERATIONS, refuses
 from harvester.contracts.ids import LeaseId, checked_name
 from harvester.contracts.wire.leases import LeaseRenewal, LeaseRequest, SlotOffers
 from harvester.contracts.wire.stops import StopRequest, StopsInForce
@@ -44,7 +44,10 @@ def application(
     accepts = None if tokens is None else accepted
     app = web.Application(
         client_max_size=SMALL_BODY_BYTES,
-        middlewares=[token_required(accepts, of="agent", probes=_PROBES), errors_as_replies()],
+        middlewares=[
+            token_required(accepts, of="agent", probes=_PROBES),
+            errors_as_replies({web.HTTPException: None}),
+        ],
     )
     app.add_routes(
         [
@@ -57,7 +60,7 @@ def application(
             web.get("/healthz", routes.healthz),
             web.get("/readyz", routes.readyz),
             web.get("/metrics", routes.metrics),
-            openapi_route(document("agent", OPERATIONS)),
+            openapi_route(document("agent", OPERATIONS, refuses=refuses)),
         ]
     )
     return app

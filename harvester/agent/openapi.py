@@ -15,7 +15,7 @@ from harvester.platform.openapi_document import PATH, TEXT, Operation
 
 
 def _probe(summary: str) -> Operation:
-    return Operation(summary, answers=str, kinds=(TEXT,), fails=(TEXT,))
+    return Operation(summary, answers=str, kinds=(TEXT,), refuses=(503,), fails=(TEXT,))
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -26,9 +26,16 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "DELETE /v1/leases/{lease}": Operation("Give a lease back", None, LeaseEnded),
     "GET /v1/stops": Operation("Orders to stop that are in force", None, StopsInForce),
-    "POST /v1/stops": Operation("Hold, drain or resume", StopRequest, StopReply),
+    "POST /v1/stops": Operation(
+        "Hold, drain or resume", StopRequest, StopReply, refuses=(403, 503)
+    ),
     "GET /healthz": _probe("200 while the agent beats"),
     "GET /readyz": _probe("200 while the signals of all slots are fresh"),
     "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
     f"GET {PATH}": Operation("This document"),
 }
+
+
+def refuses(name: str) -> tuple[int, ...]:
+    """Statuses of the agent's token, which its probes do not need."""
+    return () if name in ("GET /healthz", "GET /readyz") else (401,)

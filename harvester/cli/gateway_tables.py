@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 from rich.table import Table
 
-from harvester.cli.audit_command import printable
+from harvester.cli.row_table import add_row, row_table
 from harvester.contracts.wire.stops import Stop
 
 _NAMES = ("engine", "url", "job", "store", "lease", "agent", "slot")
@@ -85,7 +85,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
         for name, each in self.engines.items():
             state = (each.state or "up") if each.up else "down"
             turns = f"{each.open_turns} of {each.concurrency}"
-            _add(engines, name, each.kind, state, each.version, turns, each.url)
+            add_row(engines, name, each.kind, state, each.version, turns, each.url)
         jobs = _table("job", "state", "version", "store", "may use")
         counts = _table("job", *_COUNTS, "tokens", "of guests")
         for name, job in self.jobs.items():
@@ -93,16 +93,16 @@ class GatewayReport(msgspec.Struct, frozen=True):
             uses = {"dedicated": job.dedicated, "leases": job.harvesting}
             may_use = ", ".join(what for what, may in uses.items() if may)
             state += ", paused" if job.paused else ""
-            _add(jobs, name, state, job.version, job.store, may_use)
+            add_row(jobs, name, state, job.version, job.store, may_use)
             ends = (job.turns.get(what, 0) for what in _COUNTS)
-            _add(counts, name, *ends, sum(job.tokens.values()), job.tokens.get("guest", 0))
+            add_row(counts, name, *ends, sum(job.tokens.values()), job.tokens.get("guest", 0))
         leases = _table("lease", "agent", "job", "ends in")
         for lease in self.leases:
-            _add(leases, lease.lease, lease.agent, lease.job, f"{lease.left_s:.0f} s")
+            add_row(leases, lease.lease, lease.agent, lease.job, f"{lease.left_s:.0f} s")
         slots = _table("slot", "agent", "state", "idle")
         for name, slot in self.slots.items():
             idle = "unknown" if slot.idle_ratio is None else f"{slot.idle_ratio:.0%}"
-            _add(slots, name, slot.agent, slot.state, idle)
+            add_row(slots, name, slot.agent, slot.state, idle)
         yield from (each for each in (engines, jobs, counts, leases, slots) if each.rows)
 
     def faults(self) -> Iterator[str]:
@@ -122,17 +122,4 @@ class GatewayReport(msgspec.Struct, frozen=True):
 
 
 def _table(*columns: str) -> Table:
-    """Where the terminal is narrow, names are cut and nothing is wrapped."""
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        table.add_column(name, no_wrap=name not in _NAMES)
-        if name in _NUMBERS:
-            table.columns[-1].justify = "right"
-    return table
-
-
-def _add(table: Table, *cells: object) -> None:
-    shown = [printable("" if cell is None else str(cell)) for cell in cells]
-    for each in shown:
-        each.no_wrap, each.overflow = True, "ellipsis"
-    table.add_row(*shown)
+    return row_table(*columns, names=_NAMES, numbers=_NUMBERS)

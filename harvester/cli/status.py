@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from harvester.cli.agent_tables import agent_sentences, agent_tables, gib
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
+from harvester.cli.row_table import row_table
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
@@ -23,7 +25,7 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.page.owners import user_name
-from harvester.contracts.wire.leases import SlotOffer, SlotOffers
+from harvester.contracts.wire.leases import SlotOffers
 
 _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
 """Every other page is a pulse."""
@@ -56,15 +58,10 @@ def status(
     credentials = credentials_of(token_file, ca_file, cert_file, key_file)
     if agent_url is not None:
         offers = call(agent_url, "/v1/slots", SlotOffers, credentials, option="--agent")
-        console.print(_offer_table(offers))
-        console.print(_forecast_table(offers))
-        console.print(_guard_table(offers))
-        console.print(_budget_table(offers))
-        for stop in offers.stops:
-            scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
-            console.print(f"Stopped, {scope}: {stop.text}", markup=False)
-        if offers.restart_needed:
-            console.print(f"The agent needs a restart for {', '.join(offers.restart_needed)}")
+        for table in agent_tables(offers):
+            console.print(table, "", sep="\n")
+        for sentence in agent_sentences(offers):
+            console.print(printable(sentence))
     if gateway_url is not None:
         report = call(gateway_url, "/v1/status", GatewayReport, credentials, option="--gateway")
         console.print(*map(printable, report.summary()), sep="\n")
@@ -81,7 +78,7 @@ def _slot_directories(pages: Path) -> list[PageDirectory]:
 
 
 def _page_table(directories: list[PageDirectory]) -> Table:
-    table = Table("slot", "page", "user", "age", "says", title="Pages", title_justify="left")
+    table = row_table("slot", "page", "user", "age", "says", names=("says",), title="Pages")
     for directory in directories:
         for row in _page_rows(directory):
             table.add_row(directory.path.name, *row)
@@ -157,10 +154,10 @@ def _floor(memory: GuestMemory) -> str:
         return ""
     bound = "" if memory.whole else "at least "
     return (
-        f"; holds {bound}{_gib(memory.floor_bytes)} while closed (weights "
-        f"{_gib(memory.weights_bytes)}, graphs {_gib(memory.graphs_bytes)}, activations "
-        f"{_gib(memory.activations_bytes)}, context {_gib(memory.other_bytes)}) and "
-        f"{_gib(memory.kv_bytes)} of KV"
+        f"; holds {bound}{gib(memory.floor_bytes)} while closed (weights "
+        f"{gib(memory.weights_bytes)}, graphs {gib(memory.graphs_bytes)}, activations "
+        f"{gib(memory.activations_bytes)}, context {gib(memory.other_bytes)}) and "
+        f"{gib(memory.kv_bytes)} of KV"
     )
 
 
@@ -168,12 +165,8 @@ def _asleep(guest: Guest) -> str:
     if not guest.weights_away:
         return ""
     bound_bytes = guest.memory.asleep_bytes_max
-    bound = f", where at most {_gib(bound_bytes)} may stay" if bound_bytes else ""
+    bound = f", where at most {gib(bound_bytes)} may stay" if bound_bytes else ""
     return f"; asleep, weights in host memory{bound}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.2f} GiB"
 
 
 def _over(calibration: Calibration, what: str) -> str:
@@ -181,71 +174,3 @@ def _over(calibration: Calibration, what: str) -> str:
     if calibration.steps == 0:
         return f"no {what} compared"
     return f"{calibration.over_ratio:.0%} of {calibration.steps} {what}"
-
-
-def _offer_table(offers: SlotOffers) -> Table:
-    table = Table(
-        "slot", "state", "tenant", "job", "mode", "decision", "epoch", "idle", "headroom", "model",
-        "engine", "isolation", "floor", "lends", "reason",
-        title=f"Node {offers.node}",
-    )  # fmt: skip
-    for offer in offers.slots:
-        idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
-        table.add_row(
-            offer.slot, offer.state, offer.tenant, offer.job, offer.mode, offer.slot_state,
-            str(offer.epoch), idle, _headroom(offer), offer.model, offer.engine_url,
-            offer.isolation, _gib(offer.floor_bytes) if offer.floor_bytes else "",
-            offer.lending.summary, offer.reason,
-        )  # fmt: skip
-    return table
-
-
-def _headroom(offer: SlotOffer) -> str:
-    if offer.headroom_ratio is None or offer.headroom_age_s is None:
-        return "unknown"
-    return f"{offer.headroom_ratio:.0%}, {offer.headroom_age_s:.0f} s old"
-
-
-def _forecast_table(offers: SlotOffers) -> Table:
-    """Production's idle share in the time to come."""
-    table = Table(
-        "slot", "next", "9 of 10 times above", "median", "9 of 10 times below",
-        title="Forecast of the idle share", title_justify="left",
-    )  # fmt: skip
-    for offer in offers.slots:
-        for each in offer.forecasts:
-            quantiles = each.low_ratio, each.median_ratio, each.high_ratio
-            table.add_row(offer.slot, f"{each.horizon_s:g} s", *(f"{one:.0%}" for one in quantiles))
-    return table
-
-
-def _guard_table(offers: SlotOffers) -> Table:
-    """Every guard's value beside its limit."""
-    table = Table("slot", "guard", "value", "limit", "", title="Guards", title_justify="left")
-    for offer in offers.slots:
-        for guard in offer.guards:
-            binds = "binds" if guard.binds else ""
-            table.add_row(
-                offer.slot, guard.guard, f"{guard.value:.4g}", f"{guard.limit:.4g}", binds
-            )
-    return table
-
-
-def _budget_table(offers: SlotOffers) -> Table:
-    """The service's error budget as of the last allotment."""
-    table = Table(
-        "slot", "service", "budget", "spent", "known", "charged to slot", "allotted",
-        title="Error budgets, misses of 28 d", title_justify="left",
-    )  # fmt: skip
-    for offer in offers.slots:
-        if (report := offer.budget) is None:
-            continue
-        last = report.allotment
-        whole = (
-            ("kept by this slot", "", "")
-            if last is None
-            else (f"{last.budget:.4g}", f"{last.spent:.4g}", f"{last.known_s / 3600:.1f} h")
-        )
-        limit = "no lease" if report.limit is None else f"{report.limit:.4g}"
-        table.add_row(offer.slot, report.service, *whole, f"{report.charged:.4g}", limit)
-    return table

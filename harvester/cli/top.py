@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from harvester.cli.audit_command import printable, row_console
+from harvester.cli.row_table import add_row, row_table
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
@@ -23,11 +23,15 @@ from harvester.platform.tls import Credentials
 
 _MOST_AT_ONCE = 16
 _HEAD = (
-    *("node", "slot", "mode", "state", "tenant/job", "lends"),
+    *("node", "slot", "mode", "state", "tenant/job"),
     *("idle next 30 s", "TTFT", "ITL", "tokens/s"),
 )
+_MORE = ("lends", "guards: value of limit (! binds)", "reason")
+_NAMES = ("node", "slot", "tenant/job")
 _HORIZON_S = 30.0
 """The forecast that is shown: about as far as a turn keeps its place."""
+_WIDEST = 10_000
+"""Columns in which no row is cut."""
 _WILDCARDS = ("0.0.0.0", "::")
 
 
@@ -90,6 +94,33 @@ def _url_of(config: AgentConfig) -> str:
 
 
 @dataclass(slots=True)
+class SlotRows:
+    """Slots as a table of one line each, or where the terminal is too narrow for that as a table
+    of their numbers, with the texts below it."""
+
+    rows: list[tuple[Text, ...]] = field(default_factory=list)
+    faults: list[Text] = field(default_factory=list)
+    """Agents that gave no answer."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole = row_table(*_HEAD, *_MORE, names=_NAMES)
+        numbers = row_table(*_HEAD, names=_NAMES)
+        for row in self.rows:
+            add_row(whole, *row)
+            add_row(numbers, *row[: len(_HEAD)])
+        wide = options.update(max_width=_WIDEST)
+        if not self.rows or whole.__rich_measure__(console, wide).maximum <= options.max_width:
+            yield whole
+        else:
+            yield numbers
+            for row in self.rows:
+                lends, guards, reason = row[len(_HEAD) :]
+                texts = [part for part in (lends, guards, reason) if part.plain]
+                yield Text.assemble(row[0], "/", row[1], ": ", Text("; ").join(texts))
+        yield from self.faults
+
+
+@dataclass(slots=True)
 class AgentsView:
     """The last answers of several agents, as one table."""
 
@@ -101,18 +132,17 @@ class AgentsView:
     _counted: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
     """Time and tokens of each agent's slot when it was last seen."""
 
-    def table(self) -> Table:
-        """Ask all agents at once; one that gives no answer has a row that says why."""
-        table = Table(*_HEAD, "guards: value of limit (! binds)", "reason", box=None)
+    def table(self) -> SlotRows:
+        """Ask all agents at once; one that gives no answer has a line that says why."""
+        table = SlotRows()
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             found = list(pool.map(self._ask, self.urls))
         self.answered = sum(not isinstance(one, str) for one in found)
         for url, answer in zip(self.urls, found, strict=True):
             if isinstance(answer, str):
-                table.add_row(*[""] * (len(_HEAD) + 1), printable(answer))
+                table.faults.append(printable(answer))
                 continue
-            for offer in answer.slots:
-                table.add_row(*self._row(url, offer))
+            table.rows += (tuple(self._row(url, offer)) for offer in answer.slots)
         return table
 
     def _ask(self, url: str) -> SlotOffers | str:
@@ -129,13 +159,13 @@ class AgentsView:
         yield printable(offer.mode)
         yield printable("/".join(states))
         yield printable(f"{offer.tenant}/{offer.job}" if offer.tenant or offer.job else "")
-        lending = offer.lending
-        lends = f"{lending.tokens} tokens, {lending.share_ratio:.0%}" if lending.tokens else ""
-        yield printable(lends)
         yield printable(_expected(offer.forecasts))
         yield printable(_milliseconds(offer.ttft_s))
         yield printable(_milliseconds(offer.itl_s))
         yield printable(self._pace(url, offer))
+        lending = offer.lending
+        lends = f"{lending.tokens} tokens, {lending.share_ratio:.0%}" if lending.tokens else ""
+        yield printable(lends)
         yield printable("  ".join(map(_margin, offer.guards)))
         yield printable(offer.reason or offer.lending.reason)
 

@@ -1,10 +1,10 @@
 """OpenAPI documents of RoseMux's services, from the types that their handlers decode and encode.
 
 GET /openapi.json answers each. Tests compare its routes with those that are served, and replies
-with their schemas.
+with their statuses and schemas.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,23 @@ from harvester.platform.http_kit import json_reply
 
 PATH = "/openapi.json"
 JSON, TEXT = "application/json", "text/plain"
+FAILURES: Mapping[int, str] = {
+    400: "malformed, a wrong name, or a field that the message names",
+    401: "no token, or none that is known",
+    403: "the token's holder may not do this",
+    404: "no such thing",
+    408: "the body was not whole in time",
+    409: "overtaken: an older version, another request of the same id, another's service",
+    410: "gone for good",
+    413: "the body is too long",
+    415: "a Content-Encoding other than identity",
+    422: "not served to anyone: the message says why",
+    429: "more waits than may be held",
+    503: "not now",
+}
+"""Every status beside 200 that a route of a service answers."""
+_ANY_ROUTE = (415,)
+_WITH_BODY = (400, 408, 413)
 _SCHEMAS = "#/components/schemas/{name}"
 _ID = str.maketrans({" ": None, "/": "_", "{": None, "}": None, ".": "_"})
 
@@ -40,8 +57,13 @@ class Operation:
     """Content types of the answer; none: it has no body."""
     query: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()
+    refuses: tuple[int, ...] = ()
+    """Statuses beside 200 that are this route's own; others come with a body, a name in the path
+    and the service."""
     fails: tuple[str, ...] = (JSON,)
-    """Content types of an answer that is not 200."""
+    """Content types of its own refusals."""
+    repeats: Any = ErrorReply
+    """Type of a 408: an ErrorReply, unless it is an answer to a call that is to be repeated."""
 
 
 def document(
@@ -49,10 +71,16 @@ def document(
     operations: Mapping[str, Operation],
     *,
     parameters: Callable[[str, Operation], Iterable[Parameter]] = lambda _path, _operation: (),
+    refuses: Callable[[str], Iterable[int]] = lambda _name: (),
+    retried: Collection[int] = (),
     servers: tuple[dict[str, Any], ...] = ({"url": "/"},),
 ) -> dict[str, Any]:
-    """As OpenAPI 3.1. `operations` by `METHOD /path`; `parameters` beside its own."""
-    kinds = [kind for each in operations.values() for kind in (each.takes, each.answers)]
+    """As OpenAPI 3.1. `operations` by `METHOD /path`; `parameters` beside its own, and `refuses`,
+    which has the statuses that the service answers on that route by itself. Replies of a `retried`
+    status say when to try again."""
+    kinds = [
+        kind for each in operations.values() for kind in (each.takes, each.answers, each.repeats)
+    ]
     known = [kind for kind in kinds if kind is not None]
     schemas, components = msgspec.json.schema_components(
         [ErrorReply, *known], ref_template=_SCHEMAS
@@ -63,16 +91,24 @@ def document(
         method, path = name.split(" ")
         takes = None if operation.takes is None else next(shown)
         answers = None if operation.answers is None else next(shown)
+        repeats = next(shown)
         body = {} if takes is None else {"requestBody": {"content": {JSON: {"schema": takes}}}}
         refused = operation.answers is None
         answered = {} if refused else {"200": _response(answers, operation.kinds)}
+        for status in sorted({*_refusals(path, operation), *refuses(name)}):
+            failed = _response(
+                repeats if status == 408 else error,
+                operation.fails if status in operation.refuses else (JSON,),
+                FAILURES[status],
+            )
+            answered[str(status)] = failed | (_RETRIED if status in retried else {})
         given = [*_own_parameters(path, operation), *parameters(path, operation)]
         paths.setdefault(path, {})[method.lower()] = {
             "summary": operation.summary,
             "operationId": name.lower().translate(_ID),
             "parameters": [_parameter(*each) for each in given],
             **body,
-            "responses": {**answered, "default": _response(error, operation.fails)},
+            "responses": answered,
         }
     return {
         "openapi": "3.1.0",
@@ -94,9 +130,22 @@ def openapi_route(shown: dict[str, Any]) -> web.RouteDef:
     return web.get(PATH, show)
 
 
-def _response(schema: Any, kinds: tuple[str, ...]) -> dict[str, Any]:
+def _response(
+    schema: Any, kinds: tuple[str, ...], words: str = "see docs/protocol.md"
+) -> dict[str, Any]:
     content = {kind: {"schema": schema if kind == JSON else {"type": "string"}} for kind in kinds}
-    return {"description": "see docs/protocol.md", "content": content}
+    return {"description": words, "content": content}
+
+
+_RETRIED = {
+    "headers": {"Retry-After": {"description": "in s", "schema": {"type": "integer"}}},
+}
+
+
+def _refusals(path: str, operation: Operation) -> set[int]:
+    named = (400,) if "{" in path else ()
+    read = () if operation.takes is None else _WITH_BODY
+    return {*_ANY_ROUTE, *named, *read, *operation.refuses}
 
 
 def _own_parameters(path: str, operation: Operation) -> list[Parameter]:

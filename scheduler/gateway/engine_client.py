@@ -86,6 +86,11 @@ class RequestRefused(RoseMuxError):  # noqa: N818 - as above
     """The engine rejects the request itself; no other engine would take it."""
 
 
+def names_context(message: str) -> bool:
+    """Whether vLLM's words are of a request that is too long for its context."""
+    return "maximum context length" in message or "max_model_len" in message
+
+
 class RequestFailed(RoseMuxError):  # noqa: N818 - as above
     """The engine answered this request with a failure; others may be served all the same."""
 

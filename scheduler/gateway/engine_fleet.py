@@ -141,7 +141,7 @@ class EngineFleet:
         member.losses, member.log.fault = member.losses + 1, fault
         if cut is not Cut.LEASE:  # Its lease has a line, and an engine that stays has one later.
             self.log_state(member)
-        member.is_described, member.seen_context_tokens = False, 0
+        member.is_described, member.seen_context_tokens, member.held_tokens = False, 0, 0
         member.streak.succeed()
         self._dispatcher.observe(EngineWithdrawn(engine=member.engine.engine))
         if member.updating is not None:
@@ -163,7 +163,8 @@ class EngineFleet:
             self._dispatcher.observe(ContextLimited(tokens=limit))
 
     def context_ended(self, member: Member, tokens: int) -> None:
-        """The engine cut a turn off at `tokens` tokens, below the turn's own limit."""
+        """The engine cut a turn off at `tokens` tokens, below the turn's own limit, or refuses any
+        that is longer."""
         member.seen_context_tokens = tokens
         self._offer(member)
         self.review_contexts()

@@ -40,7 +40,10 @@ class Member:
     is_described: bool = False
     """Whether it has been described since it joined."""
     seen_context_tokens: int = 0
-    """Length at which it ended an unfinished turn, in tokens; 0: never."""
+    """Length at which it ended an unfinished turn, or below which it refused one that another
+    engine served, in tokens; 0: never."""
+    held_tokens: int = 0
+    """The longest turn that it has made a token of, in tokens: its context is no shorter."""
     running: set[RunningAttempt] = field(default_factory=set)
     ended_trajectories: deque[str] = field(default_factory=lambda: deque(maxlen=_ENDED_MAX))
     """Reported with the engine's next request: it need not keep their prefixes."""

@@ -64,7 +64,7 @@ from scheduler.gateway.job_paths import (
 )
 from scheduler.gateway.job_switches import Switch, SwitchRequest
 from scheduler.gateway.open_turns import IdInUse
-from scheduler.gateway.openapi import document
+from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
 from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
@@ -167,7 +167,7 @@ class Gateway:
         self.app = web.Application(
             middlewares=[
                 dialect_errors,
-                errors_as_replies(_STATUSES, try_later=(409, PRESSURE_STATUS, 503)),
+                errors_as_replies(_STATUSES, try_later=RETRIED),
                 self._bound_bodies,
             ],
             client_max_size=settings.max_body_bytes,

@@ -43,7 +43,12 @@ CREATE TABLE IF NOT EXISTS budget_hours (
     PRIMARY KEY (service, hour)
 ) STRICT;
 CREATE TABLE IF NOT EXISTS stops (tenant TEXT PRIMARY KEY, stop BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS stores (
+    number INTEGER PRIMARY KEY, store TEXT NOT NULL, job TEXT NOT NULL, UNIQUE (store, job)
+) STRICT;
+INSERT OR IGNORE INTO stores (store, job) SELECT store, job FROM jobs WHERE store != '';
 """
+"""The last line takes up a file of before there were owners of stores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +92,16 @@ class SchedulerState:
                 "WHERE store != excluded.store OR version != excluded.version",
                 (job, store, version),
             )
+            self._db.execute(
+                "INSERT OR IGNORE INTO stores (store, job) VALUES (?, ?)", (store, job)
+            )
             if activate:
                 self._activate(job)
+
+    def stores(self) -> list[tuple[str, JobId]]:
+        """Each store with each job that has published it, the oldest first."""
+        rows = self._db.execute("SELECT store, job FROM stores ORDER BY number")
+        return [(store, JobId(job)) for store, job in rows]
 
     def activate(self, job: JobId) -> None:
         with self._db:

@@ -5,7 +5,6 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
@@ -13,6 +12,7 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.rollouts import SwitchState
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.gateway_state import SchedulerState
+from scheduler.gateway.policy.store_owners import StoreOwners, StoreRule
 from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
 from scheduler.gateway.settings import GatewayJobSettings
 from scheduler.gateway.version_staging import SHOWN_S, VersionStaging
@@ -43,6 +43,10 @@ class JobVersions:
         """The time of each job's newest version; none of one that was taken up."""
         self._publish_s = publish_s
         self._on_activated = on_activated
+        rules = {
+            job: StoreRule(tenant=given.tenant, pattern=given.stores) for job, given in jobs.items()
+        }
+        self._owners = StoreOwners(rules, state.stores())
         self._refusals: dict[JobId, str] = {}
         """The last refusal of each job's announcements."""
 
@@ -85,19 +89,20 @@ class JobVersions:
         cannot be recorded: then nothing has moved. PeerProtocolError for a store that is not the
         job's.
         """
-        if not fnmatchcase(store, names := self._jobs[job].stores):
-            raise PeerProtocolError(f"store: job {job} may publish {names}, not {store}")
+        self._check_store(job, store)
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
         policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
             if self._takes_engines(job):
                 await self._staging.prepare(wanted, patience_s=SHOWN_S)
+            self._check_store(job, store)  # Another tenant may have published it meanwhile.
             serves = self._takes_engines(job)
             new = wanted != policy.published(job)
             self._observe(
                 published,
                 lambda: self._state.publish(job, store=store, version=version, activate=serves),
             )
+            self._owners.note(job, store)
             if new:
                 self._announced_s[job] = self._clock.now()
                 told = "job %s: version %d of store %s is announced%s"
@@ -126,6 +131,10 @@ class JobVersions:
             assert target is not None
             await self._settle(target, patience_s=self._patience_s(job))
         return target.version, policy.switch_states(job, target.version)
+
+    def _check_store(self, job: JobId, store: str) -> None:
+        if refusal := self._owners.refusal(job, store):
+            raise PeerProtocolError(f"store: {refusal}")
 
     def _takes_engines(self, job: JobId) -> bool:
         """Whether its publish leads the engines."""

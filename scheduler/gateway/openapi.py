@@ -31,11 +31,25 @@ from scheduler.gateway.job_switches import SwitchRequest
 from scheduler.gateway.text_routes import REQUEST_ID_HEADER, SESSION_HEADERS
 from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
 
+RETRIED = (409, 429, 503)
+"""Statuses of replies that say when to try again."""
 _EVENTS = "text/event-stream"
 _OBJECT = dict[str, Any]
 _STREAMED = (JSON, _EVENTS)
 _TURN_HEADERS = (*SESSION_HEADERS, REQUEST_ID_HEADER)
 """Those that may name the trajectory and the request."""
+_SAMPLES = (404, 409, 410, 422, 429, 503)
+_OPENAI_SAMPLES = (404, 409, 410, 422, 503)
+_RENDERER = (422, 429, 503)
+_NEW_VERSION = (409, 503)
+_UNNAMED = frozenset(
+    f"{method} {path}"
+    for method in ("GET", "POST")
+    for path in ("/health", "/health_generate", "/ping", "/version", "/healthz", PATH)
+)
+"""Routes that ask for no token and no job."""
+_CALLER = (401, 403)
+_JOB = (400, *_CALLER)
 _EITHER_CONTROL: Mapping[str, Operation] = {
     "POST /init_weight_transfer_engine": Operation(
         "Begin weight transfer; init_info must be empty",
@@ -44,7 +58,9 @@ _EITHER_CONTROL: Mapping[str, Operation] = {
     ),
     "POST /shutdown_weight_transfer_engine": Operation("Accepted", None, ControlReply),
     "POST /start_weight_update": Operation("Begin an update", None, ControlReply),
-    "POST /update_weights": Operation("Publish", weight_sync.WeightUpdate, ControlReply),
+    "POST /update_weights": Operation(
+        "Publish", weight_sync.WeightUpdate, ControlReply, refuses=_NEW_VERSION
+    ),
     "POST /finish_weight_update": Operation(
         "End an update", weight_sync.WeightUpdateEnd, ControlReply
     ),
@@ -79,26 +95,38 @@ OPERATIONS: Mapping[str, Operation] = {
         GenerateReply,
         _STREAMED,
         headers=_TURN_HEADERS,
-    ),
-    "POST /v1/chat/completions": Operation(
-        "OpenAI's", _OBJECT, _OBJECT, _STREAMED, headers=_TURN_HEADERS
-    ),
-    "POST /v1/completions": Operation(
-        "OpenAI's", _OBJECT, _OBJECT, _STREAMED, headers=_TURN_HEADERS
-    ),
-    "POST /v1/chat/completions/render": Operation("vLLM's, by the renderer", _OBJECT),
-    "POST /v1/completions/render": Operation(
-        "vLLM's, by the renderer", _OBJECT, _OBJECT | list[_OBJECT]
-    ),
-    "GET /v1/models": Operation("Names that `model` may have"),
-    "GET /v1/models/{model}": Operation("One of them; 404 for another name"),
-    "POST /tokenize": Operation("vLLM's, by the renderer", _OBJECT),
-    "POST /detokenize": Operation("vLLM's, by the renderer", _OBJECT),
-    "POST /generate": Operation(
-        "SGLang's", _OBJECT, _OBJECT | list[_OBJECT], _STREAMED, headers=_TURN_HEADERS
+        refuses=_SAMPLES,
     ),
     **{
-        each: Operation("200 while an engine is up", kinds=())
+        f"POST {path}": Operation(
+            "OpenAI's",
+            _OBJECT,
+            _OBJECT,
+            _STREAMED,
+            headers=_TURN_HEADERS,
+            refuses=_OPENAI_SAMPLES,
+        )
+        for path in ("/v1/chat/completions", "/v1/completions")
+    },
+    "POST /v1/completions/render": Operation(
+        "vLLM's, by the renderer", _OBJECT, _OBJECT | list[_OBJECT], refuses=_RENDERER
+    ),
+    **{
+        f"POST {path}": Operation("vLLM's, by the renderer", _OBJECT, refuses=_RENDERER)
+        for path in ("/v1/chat/completions/render", "/tokenize", "/detokenize")
+    },
+    "GET /v1/models": Operation("Names that `model` may have"),
+    "GET /v1/models/{model}": Operation("One of them; 404 for another name", refuses=(404,)),
+    "POST /generate": Operation(
+        "SGLang's",
+        _OBJECT,
+        _OBJECT | list[_OBJECT],
+        _STREAMED,
+        headers=_TURN_HEADERS,
+        refuses=_SAMPLES,
+    ),
+    **{
+        each: Operation("200 while an engine is up", kinds=(), refuses=(503,), fails=())
         for each in ("GET /health", "GET /health_generate", "GET /ping", "POST /ping")
     },
     "GET /version": Operation("vLLM's: the version of an engine"),
@@ -118,7 +146,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "Accepts the gateway itself", RegisteredWorker, RouterWorker, query=("url",)
     ),
     "GET /v1/loads": Operation("Open turns of the job", None, RouterLoads),
-    "POST /pull_weights": Operation("Publish", PulledWeights, ControlReply),
+    "POST /pull_weights": Operation("Publish", PulledWeights, ControlReply, refuses=_NEW_VERSION),
     "POST /update_weights_from_disk": Operation(
         "Confirm the version in force", LoadedWeights, ControlReply
     ),
@@ -141,22 +169,33 @@ OPERATIONS: Mapping[str, Operation] = {
         f"POST /api/v1/{path}": Operation("Tinker's", _OBJECT)
         for path in (
             *tinker_routes.ACCEPTED,
-            *("create_session", "create_sampling_session", "asample", "cancel_future"),
+            *("create_session", "create_sampling_session", "cancel_future"),
         )
     },
+    f"POST {tinker_routes.SAMPLE_ROUTE}": Operation("Tinker's", _OBJECT, refuses=(409, 429, 503)),
     "POST /api/v1/retrieve_future": Operation(
-        "Tinker's", _OBJECT, kinds=(JSON, tinker_routes.PROTOBUF)
+        "Tinker's",
+        _OBJECT,
+        kinds=(JSON, tinker_routes.PROTOBUF),
+        refuses=(408, 410),
+        repeats=_OBJECT,
     ),
     **{
         f"GET /api/v1/{path}": Operation("Tinker's")
         for path in ("healthz", "get_server_capabilities", "samplers/{sampler}")
     },
     "POST /v1/jobs/{job}/versions": Operation(
-        "A version was published", PublishedVersion, VersionSwitched
+        "A version was published", PublishedVersion, VersionSwitched, refuses=_NEW_VERSION
     ),
-    "POST /v1/jobs/{job}/activate": Operation("Serve this job from now on", None, VersionSwitched),
-    "POST /v1/jobs/{job}/harvesting": Operation("Whether it leases slots", SwitchRequest),
-    "POST /v1/jobs/{job}/dedicated": Operation("Whether it uses dedicated engines", SwitchRequest),
+    "POST /v1/jobs/{job}/activate": Operation(
+        "Serve this job from now on", None, VersionSwitched, refuses=_NEW_VERSION
+    ),
+    "POST /v1/jobs/{job}/harvesting": Operation(
+        "Whether it leases slots", SwitchRequest, refuses=(503,)
+    ),
+    "POST /v1/jobs/{job}/dedicated": Operation(
+        "Whether it uses dedicated engines", SwitchRequest, refuses=(503,)
+    ),
     "GET /v1/jobs/{job}/vllm/health": Operation("200", None, ControlReply),
     **_EITHER_CONTROL,
     **{
@@ -167,10 +206,12 @@ OPERATIONS: Mapping[str, Operation] = {
         f"POST {path}": Operation(f"Refused: {words}", None, None, ())
         for path, words in REFUSED_ROUTES.items()
     },
-    "POST /v1/stops": Operation("Hold, drain or resume the cluster", StopRequest, ClusterStopReply),
+    "POST /v1/stops": Operation(
+        "Hold, drain or resume the cluster", StopRequest, ClusterStopReply, refuses=(503,)
+    ),
     "GET /v1/status": Operation("Engines, jobs, queue, leases and counters"),
     "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
-    "GET /healthz": Operation("200, or 503 while it shuts down"),
+    "GET /healthz": Operation("200, or 503 while it shuts down", refuses=(503,)),
     f"GET {PATH}": Operation("This document"),
 }
 
@@ -185,7 +226,20 @@ def document() -> dict[str, Any]:
             "variables": {"base_job": {"default": "job"}},
         },
     )
-    return openapi_document("gateway", OPERATIONS, parameters=_job_header, servers=servers)
+    return openapi_document(
+        "gateway",
+        OPERATIONS,
+        parameters=_job_header,
+        refuses=_of_the_caller,
+        retried=RETRIED,
+        servers=servers,
+    )
+
+
+def _of_the_caller(name: str) -> tuple[int, ...]:
+    if name in _UNNAMED:
+        return ()
+    return _CALLER if name in ("GET /v1/status", "GET /metrics", "POST /v1/stops") else _JOB
 
 
 def _job_header(path: str, _operation: Operation) -> list[Parameter]:

@@ -22,6 +22,7 @@ from harvester.contracts.errors import (
     reason_of,
 )
 from harvester.platform.backoff import Interrupted
+from scheduler.gateway.engine_client import names_context
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
@@ -40,8 +41,6 @@ _AWAY = (429, 502, 503, 504)
 _BROKEN = (TimeoutError, ConnectionError, PeerProtocolError, *UNDECODABLE)
 _DEFAULT_OUTPUT_TOKENS = 16
 """vLLM leaves it out of a rendered request."""
-_TOO_LONG = (b"maximum context length", b"max_model_len")
-"""vLLM's words for what is longer than a renderer's own context."""
 _PROBE_S = 0.1
 """Between the calls that look whether an absent renderer is back."""
 _FAILURES = 3
@@ -228,7 +227,7 @@ class Renderer:
                             return told
                         too_long, shown = True, f"its context of {short_tokens} tokens is full"
                     if response.status in _WRONG_REQUEST:
-                        if not (short_tokens and any(words in raw for words in _TOO_LONG)):
+                        if not (short_tokens and names_context(raw.decode(errors="replace"))):
                             raise RenderRefused(response.status, raw)
                         too_long = True
                     away &= response.status in _AWAY

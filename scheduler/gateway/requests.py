@@ -39,6 +39,10 @@ MAX_SCORED_IDS = 127
 """Bound of `logprob_token_ids`: vLLM's own less the id that engine_client.py adds."""
 MAX_PROMPT_SCORES = 1 << 19
 """Log-probabilities of one prompt: some 40 MB of an engine's reply."""
+MAX_ARGUMENTS = 64
+MAX_ARGUMENTS_BYTES = 64 << 10
+"""Extra arguments of a request, as JSON: they go with each of its attempts, to every process of an
+engine. The largest known are lists of some thousand token ids."""
 _RESERVED_ARGUMENTS = frozenset(
     (
         *(EMITTED_ARGUMENT, ENDED_ARGUMENT, TRAJECTORY_ARGUMENT),
@@ -284,6 +288,10 @@ def _broken_rules(request: GenerateRequest, vocabulary_tokens: int | None) -> It
         yield "logit_bias, allowed_token_ids: more ids than the vocabulary has"
     if _RESERVED_ARGUMENTS.intersection(sampling.extra_args or {}):
         yield f"extra_args: {', '.join(sorted(_RESERVED_ARGUMENTS))} are the gateway's own"
+    if (arguments := sampling.extra_args) and (
+        len(arguments) > MAX_ARGUMENTS or len(msgspec.json.encode(arguments)) > MAX_ARGUMENTS_BYTES
+    ):
+        yield f"extra_args: at most {MAX_ARGUMENTS}, of {MAX_ARGUMENTS_BYTES} bytes together"
     for name, given, most in (
         ("stop_token_ids", sampling.stop_token_ids, _MAX_STOP_TOKENS),
         ("logprob_token_ids", sampling.logprob_token_ids or (), MAX_SCORED_IDS),

@@ -106,9 +106,10 @@ class GatewayJobSettings(_Settings):
     """Whether the job may lease slots; can be switched while running."""
     adapter: Name | None = None
     """The job's store holds LoRA adapters; engines serve its newest under this name."""
-    stores: str = Field(default="*", min_length=1)
-    """Names of the stores that it may publish, as a pattern (`job-a-*`); `*`: any store under the
-    engines' weight root, of other tenants too."""
+    stores: str | None = Field(default=None, min_length=1)
+    """Names of the stores that it may publish, as a pattern (`job-a-*`), which other tenants may
+    then not; `*`: any store under the engines' weight root, of other tenants too. Without it: all
+    but those of other tenants, by the names of their jobs, their patterns and their publishes."""
     active: bool = False
     """Served from the start; otherwise the first publish of any job or an activation decides."""
     on_interrupt: OnInterrupt = OnInterrupt.CONTINUE

@@ -25,7 +25,7 @@ from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.stopped_text import early_parts, text_tokens, without_stop
-from scheduler.gateway.text_fields import PIN_FIELDS, SESSION_FIELDS
+from scheduler.gateway.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS
 from scheduler.gateway.text_logprobs import prompt_logprobs
 from scheduler.gateway.text_routes import (
     CHUNK_PERIOD_S,
@@ -71,6 +71,7 @@ _FIELDS = frozenset(
     )
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, -1, 0, "")
+_MEDIA = ("image_data", "audio_data", "video_data")
 _TOP_P_IDS = {"return_top_p_token_ids": True}
 """slime's `custom_params` where `top_p` is below 1."""
 _DEFAULT_MAX_TOKENS = 128
@@ -225,6 +226,7 @@ class _Asked:
             if name not in _FIELDS and value not in _NEUTRAL:
                 known = name in (*_NAMES, *_SAME, *_GRAMMARS)
                 what = "it belongs in sampling_params" if known else "not offered; leave it out"
+                what = NO_MEDIA if name in _MEDIA else what
                 raise PeerProtocolError(f"{name}: {what}")
         text, ids = body.get("text"), body.get("input_ids")
         if (text is None) == (ids is None):

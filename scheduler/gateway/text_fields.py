@@ -4,7 +4,7 @@ vLLM takes any other field too and ignores it: `guided_json` has constrained not
 renamed. The gateway refuses such a field by name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from harvester.contracts.errors import PeerProtocolError
@@ -32,6 +32,9 @@ UNUSED_FIELDS = frozenset(
 """Fields that OpenAI's clients send and that change no token: they are of storage and billing, of
 media or of beam search."""
 _NOT_RENDERED_FIELDS = OWN_FIELDS | UNUSED_FIELDS
+MEDIA_SETTINGS = frozenset(("media_io_kwargs", "mm_processor_kwargs"))
+"""The unused fields with which an engine opens and decodes media: no renderer is given them."""
+NO_MEDIA = "media is not routed; send text"
 _MEDIA, _ROUTED, _NOT_OFFERED = "send text or token ids", "the gateway routes", "not offered"
 REFUSED_FIELDS: Mapping[str, str] = {
     "ec_transfer_params": _ROUTED,
@@ -47,6 +50,17 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "watermarking": _NOT_OFFERED,
 }
 """Fields that vLLM has and the gateway does not carry, and the reason."""
+_MEDIA_FIELDS = ("mm_payload", "prompt_embeds", "return_mm_kwargs")
+_TEXT_PARTS = frozenset(
+    ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
+)
+_MEDIA_KEYS = frozenset(
+    (
+        *(f"{k}_{form}" for k in ("image", "audio", "video") for form in ("url", "pil", "embeds")),
+        *("input_audio", "input_image", "prompt_embeds"),
+    )
+)
+"""Keys that make a part media whatever its type, where it has none or a `uuid`."""
 _NEUTRAL: tuple[Any, ...] = (None, False, [], {}, "")
 _SHARED_FIELDS = frozenset(
     (
@@ -77,3 +91,26 @@ def check_fields(body: Mapping[str, Any], rendered: Collection[str]) -> None:
                 raise PeerProtocolError(f"{name}: {REFUSED_FIELDS[name]}; leave it out")
         elif value is not None and name not in rendered and name not in _NOT_RENDERED_FIELDS:
             raise no_such_field(name, {*rendered, *_NOT_RENDERED_FIELDS})
+
+
+def check_media(body: Mapping[str, Any]) -> None:
+    """Raises PeerProtocolError, naming it, for what a renderer would fetch or decode: it opens the
+    URL of a part of a message from inside the cluster."""
+    for name in _MEDIA_FIELDS:
+        if body.get(name) not in _NEUTRAL:
+            raise PeerProtocolError(f"{name}: {REFUSED_FIELDS[name]}; leave it out")
+    messages = body.get("messages")
+    if not isinstance(messages, list | None):
+        raise PeerProtocolError("messages: send a list")
+    for part in _parts(messages or ()):
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if not (isinstance(kind, str) and kind in _TEXT_PARTS) or (
+            isinstance(part, dict) and _MEDIA_KEYS & part.keys()
+        ):
+            raise PeerProtocolError(f"messages: {kind}: {NO_MEDIA}")
+
+
+def _parts(messages: Collection[Any]) -> Iterator[Any]:
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        yield from content if isinstance(content, list) else ()

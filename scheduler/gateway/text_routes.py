@@ -43,7 +43,14 @@ from scheduler.gateway.stopped_text import (
     text_tokens,
     without_stop,
 )
-from scheduler.gateway.text_fields import OWN_FIELDS, PIN_FIELDS, SESSION_FIELDS, check_fields
+from scheduler.gateway.text_fields import (
+    MEDIA_SETTINGS,
+    OWN_FIELDS,
+    PIN_FIELDS,
+    SESSION_FIELDS,
+    check_fields,
+    check_media,
+)
 from scheduler.gateway.text_logprobs import (
     name_by_id,
     of_prompt,
@@ -88,12 +95,6 @@ _MAX_NAME_CHARS = 1 << 13
 MAX_TURNS = 1 << 14
 """Turns of one request, over all of its prompts: as many as may wait in the queue."""
 
-_TEXT_PARTS = frozenset(
-    ("text", "input_text", "output_text", "refusal", "thinking", "tool_reference")
-)
-_MEDIA = frozenset(
-    f"{kind}_{form}" for kind in ("image", "audio", "video") for form in ("url", "pil", "embeds")
-)
 _MESSAGE_TEXTS = ("reasoning_content", "reasoning", "content")
 """Texts of a chat message, as vLLM's parsers part the output; the first is the older name."""
 _NO_PROMPT: Body = {"token_ids": (0,), "sampling_params": {"max_tokens": 1}}
@@ -139,7 +140,9 @@ class TextRoutes:
     async def _passed_on(self, request: web.Request) -> web.Response:
         self._job_of(request)
         body = await json_object(request)
-        body.pop("model", None)
+        check_media(body)
+        for name in ("model", *MEDIA_SETTINGS):
+            body.pop(name, None)
         return json_reply(await self._renderer.post(route_of(request), body))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -313,28 +316,19 @@ class _TextRequest:
         self._check(body)
         self._salt = body.get("cache_salt")
         self._asked_model = body.get("model")
-        self.to_render = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+        not_rendered = OWN_FIELDS | MEDIA_SETTINGS
+        self.to_render = {name: value for name, value in body.items() if name not in not_rendered}
 
     def _check(self, body: Body) -> None:
         """Raises PeerProtocolError for what vLLM's renderer would ignore, or fetch for nothing."""
         check_fields(body, self.dialect.fields)
+        check_media(body)
         if self.echoes and (self.stream or not self.dialect.many):
             raise PeerProtocolError("echo: of completions without stream")
         if self.stream and body.get("prompt_logprobs") is not None:
             raise PeerProtocolError("prompt_logprobs: without stream, as in vLLM")
         if body.get("best_of") not in (None, body.get("n") or 1):
             raise PeerProtocolError("best_of: vLLM has none; send n, and choose among its choices")
-        messages = body.get("messages")
-        if not isinstance(messages, list | None):
-            raise PeerProtocolError("messages: send a list")
-        for message in messages or ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else ():
-                kind = part.get("type", "text") if isinstance(part, dict) else "text"
-                if not (isinstance(kind, str) and kind in _TEXT_PARTS) or (
-                    isinstance(part, dict) and _MEDIA & part.keys()
-                ):
-                    raise PeerProtocolError(f"messages: {kind}: media is not routed; send text")
 
     def generate(self, rendered: Body, index: int) -> bytes:
         """The body of a generate request for a rendered prompt."""

@@ -14,7 +14,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
-from scheduler.gateway.dispatch import Dispatcher
+from scheduler.gateway.dispatch import Dispatcher, context_tokens
 from scheduler.gateway.engine_client import (
     EngineBusy,
     EngineChanged,
@@ -22,6 +22,7 @@ from scheduler.gateway.engine_client import (
     EngineUnreachable,
     RequestFailed,
     RequestRefused,
+    names_context,
 )
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
@@ -169,7 +170,7 @@ class TurnRunner:
             return None
         avoid = self._shunned(suspect, now) | course.avoids(now=now)
         # Looked at again soon: an engine may be described by then, or another one be there.
-        unfit = unfit_for(turn, self._fleet.members)
+        unfit = unfit_for(turn, self._fleet.members) | course.too_short
         avoid |= dict.fromkeys(unfit, now + _UNFIT_S)
         placed = await self._dispatcher.place(
             turn,
@@ -329,10 +330,13 @@ class TurnRunner:
             running.refused_s = pause_s
             self.blame.failed(running, engine, why, self._clock.now())
         except RequestRefused as error:
-            if course.ended_short != (engine, turn.length):
-                raise
-            # It took the turn while that was shorter: its `length` was its context's after all.
-            self._fleet.context_ended(member, turn.length)
+            if course.ended_short == (engine, turn.length):
+                # It took the turn while that was shorter: its `length` was its context's after all.
+                self._fleet.context_ended(member, turn.length)
+            else:
+                course.too_short.add(engine)
+                if not (names_context(str(error)) and self._fits_elsewhere(turn, course)):
+                    raise
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
             return
@@ -402,6 +406,9 @@ class TurnRunner:
                     if not running.tokens and not guest and turn.scores is None:
                         self._first_tokens.note(running.heard_s - running.began_s)
                     running.tokens += accepted(turn, attempt, choice, bound, most_logprob)
+                    member.held_tokens = max(member.held_tokens, turn.length)
+                    if running.course.too_short:
+                        self._prove_short(turn, running.course)
                     self._cleared(turn, self.blame.made_tokens(running, member.engine.engine))
                     if on_tokens is not None:
                         on_tokens()
@@ -426,6 +433,25 @@ class TurnRunner:
                     # Nothing that still comes, or does not, changes the turn.
                     await anext(choices, None)
                     return
+
+    def _fits_elsewhere(self, turn: Turn, course: TurnCourse) -> bool:
+        """Whether an engine has room for it by its own word. With tokens it waits for one."""
+        tokens, members = context_tokens(turn.request), self._fleet.members
+        return any(
+            (member.up or turn.token_ids) and tokens <= (member.context_tokens or tokens)
+            for engine, member in members.items()
+            if engine not in unfit_for(turn, members) | course.too_short
+        )
+
+    def _prove_short(self, turn: Turn, course: TurnCourse) -> None:
+        """An engine serves what others refused as too long: their reports were false. Words alone
+        prove nothing, since they may be the request's own, and nor do refusals of what they had
+        served before."""
+        tokens = context_tokens(turn.request)
+        for engine in course.too_short & self._fleet.members.keys():
+            if (member := self._fleet.members[engine]).held_tokens < tokens:
+                self._fleet.context_ended(member, tokens - 1)
+        course.too_short.clear()
 
     def _cleared(self, turn: Turn, is_cleared: bool) -> None:
         if is_cleared:

@@ -74,6 +74,7 @@ class FakeEngine:
         self.eos: list[int] = []
         self.after_finish = ""
         """Event after the last chunk: `break` of the connection, or `wait` of a second."""
+        self.answer_words = "not this one"
         self.answers: dict[str, int] = {}
         """Statuses with which requests are answered, by the first token of their prompt."""
         self.masks = self.routes_experts = False
@@ -273,7 +274,7 @@ class FakeEngine:
         if token_ids[0] == self.dies_of:
             os._exit(1)
         if (status := self.answers.get(str(token_ids[0]))) is not None:
-            return web.json_response({"error": {"message": "not this one"}}, status=status)
+            return web.json_response({"error": {"message": self.answer_words}}, status=status)
         if sampling["max_tokens"] < 1:
             return web.json_response({"error": {"message": "max_tokens"}}, status=400)
         if not body.get("stream"):

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from aiohttp import web
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import JobId
+from harvester.platform.http_kit import listen, serving
 from harvester.platform.tls import ServerTls
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.gateway_state import SchedulerState
@@ -29,7 +30,7 @@ class Site:
     def __init__(self, tls: ServerTls | None = None) -> None:
         self.port = 0
         self.tls = tls
-        self._runner: web.AppRunner | None = None
+        self._serving = AsyncExitStack()
 
     @property
     def url(self) -> str:
@@ -38,18 +39,12 @@ class Site:
     async def serve(self, app: web.Application) -> None:
         """Serves an app in the place of the previous one."""
         await self.close()
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0.01
-        )
-        await self._runner.setup()
-        context = self.tls and self.tls.context()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=context).start()
-        self.port = self._runner.addresses[0][1]
+        runner = await self._serving.enter_async_context(serving(app, shutdown_s=0.01))
+        await listen(runner, "127.0.0.1", self.port, remedy="", tls=self.tls)
+        self.port = runner.addresses[0][1]
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._serving.aclose()
 
 
 class GatewayInProcess:
@@ -129,11 +124,12 @@ async def gateway_on(
     *engines: FakeEngine | str,
     tokens: Path | None = None,
     tls: ServerTls | None = None,
+    state: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[GatewayInProcess]:
     """Engines are `e0`, `e1`, ... in the order given, a URL is one that runs; the job is `job`.
 
-    `tokens`: the tenants' file; without it every client is trusted.
+    `tokens`: the tenants' file; without it every client is trusted. `state`: the state file.
     """
     sites, urls = [], []
     for engine in engines:
@@ -146,7 +142,7 @@ async def gateway_on(
     given["timeouts"] = {"health_s": 0.05, "queue_s": 10, **given.get("timeouts", {})}
     parsed, clock = GatewaySettings.model_validate(given), MonotonicClock()
     async with aiohttp.ClientSession() as session:
-        scheduler = Scheduler(parsed, clock, SchedulerState(None), session)
+        scheduler = Scheduler(parsed, clock, SchedulerState(state), session)
         await scheduler.start()
         site, service = Site(tls), Gateway(scheduler, parsed, Tenants.load(tokens), clock)
         await site.serve(service.app)

@@ -29,7 +29,8 @@ def _any(template: str) -> str:
 @cache
 def _validator(template: str, method: str, status: str) -> Any:
     answers = DOCUMENT["paths"][template][method]["responses"]
-    content = answers.get(status, answers["default"])["content"]
+    assert status in answers, f"{method} {template} answers {status}, which the document has not"
+    content = answers[status]["content"]
     schema = {**content["application/json"]["schema"], "components": DOCUMENT["components"]}
     return jsonschema.Draft202012Validator(schema)
 

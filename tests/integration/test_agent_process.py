@@ -288,7 +288,7 @@ def test_status_shows_pages_and_offers(agent: Agent, harvesting: Any) -> None:
         env={**os.environ, "COLUMNS": "160"},
     )
     assert re.search(r"grant.*open", done.stdout)
-    assert re.search(r"slot0 +│ leased +│ t +│ j ", done.stdout)
+    assert re.search(r"slot0 +leased +harvest +open +t/j ", done.stdout)
     assert "pulse.prod.0" in done.stdout
     assert re.search(r"slot0.*leased", done.stdout)
 

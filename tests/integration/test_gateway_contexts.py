@@ -108,6 +108,54 @@ async def test_a_context_that_ends_a_turn_everywhere_is_no_length_of_the_clients
         assert (await gateway.generate("u", 100))[0] == 400
 
 
+@pytest.mark.parametrize("told", [0, 10 * LARGE], ids=["says nothing", "says too much"])
+async def test_prompts_that_a_false_context_refuses_are_served_elsewhere_and_come_back_no_more(
+    told,
+) -> None:
+    small = fake(SMALL)
+    small.told_context = told
+    async with gateway_on(small, fake(LARGE), routing={"affinity_ratio": 1.0}) as gateway:
+        await serving(gateway, "e0", "e1")
+        prompt = [1] * (SMALL + 20)
+        refused = []
+        for wave in range(2):
+            turns = [gateway.generate(f"{wave}.{each}", 10, prompt=prompt) for each in range(12)]
+            for status, choice in await asyncio.gather(*turns):
+                assert (status, choice["finish_reason"]) == (200, "length")
+                assert choice["token_ids"] == continued(prompt, 10, version=0)
+            refused.append(len(small.models))
+        assert refused[0] == refused[1] > 0
+        engine = (await gateway.status())["engines"]["e0"]
+        assert engine["context_tokens"] == len(prompt) + 10 - 1
+        status, choice = await gateway.generate("short", 10)
+        assert (status, len(choice["token_ids"])) == (200, 10)
+
+
+async def test_a_prompt_that_every_false_context_refuses_ends_with_the_engine_s_reason() -> None:
+    engines = [fake(SMALL), fake(SMALL)]
+    for each in engines:
+        each.told_context = 10 * LARGE
+    async with gateway_on(*engines) as gateway:
+        await serving(gateway, "e0", "e1")
+        status, reply = await gateway.generate("t", 10, prompt=[1] * (SMALL + 20))
+        assert (status, f"max_model_len {SMALL}" in reply["error"]["message"]) == (400, True)
+        assert [len(each.models) for each in engines] == [1, 1]
+
+
+async def test_words_of_a_context_in_another_refusal_shrink_no_engine() -> None:
+    """They may be the request's own: a grammar that the engine quotes."""
+    quoting = fake(LARGE)
+    async with gateway_on(quoting, fake(LARGE), routing={"affinity_ratio": 1.0}) as gateway:
+        await serving(gateway, "e0", "e1")
+        first = [gateway.generate(f"s{each}", 20) for each in range(12)]
+        assert {status for status, _ in await asyncio.gather(*first)} == {200}
+        quoting.answers = {str(PROMPT[0]): 400}
+        quoting.answer_words = "the grammar 'maximum context length' has no rule"
+        turns = [gateway.generate(f"t{each}", 2) for each in range(12)]
+        assert {status for status, _ in await asyncio.gather(*turns)} == {200}
+        assert (await gateway.status())["engines"]["e0"]["context_tokens"] == LARGE
+
+
 async def test_samples_that_fit_no_engine_are_refused_before_one_is_begun() -> None:
     async with gateway_on(fake(LARGE)) as gateway:
         await serving(gateway, "e0")

@@ -9,7 +9,9 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 
+from scheduler.gateway.text_routes import RENDERER_ROUTES
 from tests.integration.fake_engine import VOCABULARY, FakeEngine
 from tests.integration.fake_renderer import (
     FakeRenderer,
@@ -139,7 +141,7 @@ async def test_sglang_s_clients_get_ids_in_its_form() -> None:
         text_of(continued([ord(c) for c in each], 3, version=0)) for each in ("hello", "world")
     ]
     assert refused == 400
-    assert "image_data" in why["error"]
+    assert why["error"] == "image_data: media is not routed; send text"
     assert "json_schema: send one of regex, json_schema" in str(second)
 
 
@@ -525,7 +527,17 @@ async def test_a_request_s_id_may_be_long_and_of_any_characters() -> None:
     assert (status, again["id"]) == (200, "chatcmpl-" + "x" * 4000)
 
 
-IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
+URL = {"url": "http://169.254.169.254/"}
+IMAGE = {"type": "image_url", "image_url": URL}
+MEDIA_PARTS = (
+    IMAGE,
+    {"image_url": URL},
+    {"type": "text", "uuid": "a", "input_image": "file:///etc/passwd"},
+    {"type": "audio_url", "audio_url": URL},
+    {"input_audio": {"data": "UklGRg==", "format": "wav"}},
+    {"type": "video_url", "video_url": {"url": "file:///etc/passwd"}},
+    {"type": "file", "file": {"file_id": "file:///etc/passwd"}},
+)
 
 
 @pytest.mark.parametrize(
@@ -545,3 +557,42 @@ async def test_media_and_fields_that_a_renderer_ignores_are_refused_before_it(
     async with gateway_on(FakeEngine(step_s=0.0, epoch=None), renderers=["http://[::1]:9"]) as gate:
         status, reply = await gate.post(f"/v1/{path}", body)
     assert (status, named in reply["error"]["message"]) == (400, True), reply
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", *RENDERER_ROUTES])
+async def test_no_route_lets_a_renderer_open_what_a_message_names(path: str) -> None:
+    """In the same words everywhere; the renderer would answer a call that reaches it with 503."""
+    asked: list[dict[str, Any]] = [
+        {"messages": [*HELLO, {"role": "user", "content": ["hi", part]}]} for part in MEDIA_PARTS
+    ]
+    more = ({"messages": HELLO, "prompt_embeds": "AAAA"}, {"messages": {"content": [IMAGE]}})
+    async with gateway_on(FakeEngine(step_s=0.0, epoch=None), renderers=["http://[::1]:9"]) as gate:
+        media = [await gate.post(path, body) for body in asked]
+        others = [await gate.post(path, body) for body in more]
+    for status, reply in media:
+        assert status == 400
+        assert str(reply["error"]).count(": media is not routed; send text") == 1, reply
+    assert [status for status, _ in others] == [400, 400]
+    assert "prompt_embeds" in str(others[0])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/tokenize"])
+async def test_a_renderer_is_given_no_settings_of_media(path: str) -> None:
+    """Clients send them with text too; older engines hand them to their processors."""
+    seen: list[dict[str, Any]] = []
+
+    async def take(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"token_ids": [1], "sampling_params": {"max_tokens": 1}})
+
+    app = web.Application()
+    app.add_routes([web.post(path, take)])
+    site = Site()
+    await site.serve(app)
+    settings = {"mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"video": {}}}
+    try:
+        async with gateway_on(FakeEngine(step_s=0.0, epoch=None), renderers=[site.url]) as gate:
+            status, _ = await gate.post(path, {"messages": HELLO, "model": "job"} | settings)
+    finally:
+        await site.close()
+    assert (status, seen) == (200, [{"messages": HELLO}])

@@ -145,6 +145,63 @@ async def test_a_job_publishes_no_store_beside_its_own(tmp_path: Path) -> None:
             assert (status, "job job-b may publish b-*, not a-weights" in told) == (400, True)
 
 
+async def test_no_priority_brings_a_turn_beside_or_before_one_of_another_tenant(
+    tmp_path: Path,
+) -> None:
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}]
+    engine = FakeEngine(step_s=0.002, epoch=None)
+    urgent: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+    urgent["priority"] = -(1 << 63)
+    plain = {name: urgent[name] for name in ("token_ids", "sampling_params")}
+    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+        await answered(gateway, "b", "/v1/jobs/job-b/versions", {"version": 1, "store": "b"})
+        engine.running.clear()
+        first = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", plain))
+        await gateway.until(lambda: engine.open == 1)
+        status, told = await answered(gateway, "b", "/inference/v1/generate", urgent)
+        assert (status, "is not active" in told, engine.most_open) == (503, True, 1)
+        engine.running.set()
+        assert (await first)[0] == 200
+        assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
+        assert (await answered(gateway, "b", "/inference/v1/generate", urgent))[0] == 200
+        assert (await answered(gateway, "a", "/inference/v1/generate", plain))[0] == 503
+        # The operator takes the engine from an open turn, which leaves it before the other begins.
+        engine.running.clear()
+        last = asyncio.create_task(answered(gateway, "b", "/inference/v1/generate", plain))
+        await gateway.until(lambda: engine.open == 1)
+        await answered(gateway, "a", "/v1/jobs/job/versions", {"version": 1, "store": "a"})
+        assert (await answered(gateway, "operator", "/v1/jobs/job/activate", {}))[0] == 200
+        engine.running.set()
+        assert (await answered(gateway, "a", "/inference/v1/generate", urgent))[0] == 200
+        assert (await last)[0] == 503
+        assert engine.most_open == 1
+
+
+async def test_no_tenant_publishes_what_another_one_has_published_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    """Jobs of one tenant share a store; neither job has `stores`."""
+    jobs = [{"id": "job", "tenant": "a", "active": True}, {"id": "evaluate", "tenant": "a"}]
+    jobs += [{"id": "job-b", "tenant": "b"}]
+    engine, version = FakeEngine(step_s=0.002, epoch=None), {"version": 1, "store": "weights"}
+    for again in (False, True):
+        async with gateway_on(
+            engine, jobs=jobs, tokens=role_tokens(tmp_path), state=tmp_path / "state.db"
+        ) as gateway:
+            for role, job in () if again else (("a", "job"), ("a", "evaluate")):
+                status, told = await answered(gateway, role, f"/v1/jobs/{job}/versions", version)
+                assert status == 200, told
+            for role in ("b", "operator"):
+                status, told = await answered(gateway, role, "/v1/jobs/job-b/versions", version)
+                assert (status, "store: weights is another tenant's" in told) == (400, True), told
+            for path, body in (
+                ("/update_weights", {"update_info": {"store": "weights", "version": 1}}),
+                ("/pull_weights", {"source_dir": "/srv/weights", "target_version": 1}),
+            ):
+                status, told = await answered(gateway, "b", path, body)
+                assert (status, "another tenant's" in told) == (400, True), told
+
+
 async def test_pulling_the_first_weights_takes_no_engine_from_another_tenant_either(
     tmp_path: Path,
 ) -> None:

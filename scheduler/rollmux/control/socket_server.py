@@ -21,6 +21,7 @@ from harvester.platform.http_kit import (
     run_until,
     serving,
     stop_event,
+    whole_body,
 )
 from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
 from scheduler.rollmux.cluster.config import ClusterConfig
@@ -35,7 +36,9 @@ MAX_BODY_BYTES = 1 << 20
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OPERATIONS: Mapping[str, Operation] = {
     **{
-        f"POST /v1/phases/{name}": Operation("A call of docs/phases.md", kind, Reply)
+        f"POST /v1/phases/{name}": Operation(
+            "A call of docs/phases.md", kind, Reply, refuses=(503,)
+        )
         for name, kind in CALLS.items()
     },
     "GET /v1/phases": Operation("Every job's status", None, tuple[JobStatus, ...]),
@@ -49,10 +52,12 @@ _BACKLOG = 128
 
 
 def application(api: AsyncPhaseApi) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors_as_replies()])
+    errors = errors_as_replies({web.HTTPException: None})
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors])
 
     async def call(request: web.Request) -> web.Response:
-        body = await api.call(request.match_info["call"], await request.read())
+        sent = await whole_body(request, most_bytes=MAX_BODY_BYTES)
+        body = await api.call(request.match_info["call"], sent)
         return web.Response(body=body, content_type="application/json")
 
     async def status(_request: web.Request) -> web.Response:

@@ -96,8 +96,8 @@ def agent() -> Iterator[FakeAgent]:
     agent.close()
 
 
-def shown(view: AgentsView) -> str:
-    console = Console(width=400)
+def shown(view: AgentsView, *, width: int = 400) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(view.table())
     return capture.get()
@@ -117,6 +117,27 @@ def test_a_row_has_all_of_a_slot(agent: FakeAgent) -> None:
         *("20 ms", "burn_1h 0.5 of 7.2", "level_ttft 0.3 of 0.1!"),
     ):
         assert cell in text
+
+
+@pytest.mark.parametrize("scale", [1, 9])
+def test_a_narrow_terminal_has_a_line_for_each_slot_and_all_texts_below(
+    agent: FakeAgent, scale: int
+) -> None:
+    names = {"node": NodeId("n1" * scale), "slot": SlotId("slot0" * scale), "job": "grpo" * scale}
+    reason = "the level of TTFT is above its limit " * scale + "so that nothing is lent"
+    narrow = msgspec.structs.replace(FULL, **names, reason=reason)
+    agent.slots = (narrow, msgspec.structs.replace(narrow, slot=SlotId("slot1" * scale)))
+    view, _ = view_of(agent.url, "http://127.0.0.1:1")
+    lines = shown(view, width=80).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    for line in lines[1:3]:
+        assert all(cell in line for cell in ("123 ms", "20 ms", "70% (50% to 90%)"))
+    below = " ".join(" ".join(lines[3:]).split())
+    assert f"{names['node']}/{names['slot']}: 128 tokens, 50%; burn_1h 0.5 of 7.2" in below
+    assert below.count(" ".join(reason.split())) == 2
+    assert "gives no answer" in below
+    wide = [line for line in shown(view, width=1000).splitlines() if reason in line]
+    assert len(wide) == 2, "one line for each slot"
 
 
 def test_tokens_per_second_are_the_difference_of_two_answers(agent: FakeAgent) -> None:

@@ -48,6 +48,25 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
     again.close()
 
 
+def test_stores_come_back_in_the_order_of_their_publishes_also_from_an_older_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "state.db"
+    state = SchedulerState(path)
+    for job, store in ((B, "s"), (A, "s"), (B, "t"), (B, "s")):
+        state.publish(job, store=store, version=WeightVersion(1))
+    state.close()
+    again = SchedulerState(path)
+    assert again.stores() == [("s", B), ("s", A), ("t", B)]
+    again.close()
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE stores")
+    db.close()
+    older = SchedulerState(path)
+    assert sorted(older.stores()) == [("s", A), ("s", B)]
+    older.close()
+
+
 def test_refuses_a_file_of_another_version_or_kind(tmp_path: Path) -> None:
     path = tmp_path / "state.db"
     with sqlite3.connect(path) as db:

@@ -1,5 +1,6 @@
 """The OpenAPI document names what the gateway serves."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,3 +66,29 @@ def test_a_reply_that_the_document_does_not_describe_is_found() -> None:
     for status, reply in ((200, {"aborted": "1"}), (400, {"detail": "x"})):
         with pytest.raises(jsonschema.ValidationError):
             check_reply("POST", "/abort_requests", status, reply)
+
+
+def test_the_statuses_of_the_document_are_those_of_the_protocol() -> None:
+    text = (Path(__file__).parents[4] / "docs/protocol.md").read_text()
+    table = text.partition("| status | means | do |")[2].partition("\n\n")[0]
+    written = {row.split("|")[1].strip() for row in table.splitlines()[2:]}
+    shown = {
+        status
+        for methods in DOCUMENT["paths"].values()
+        for operation in methods.values()
+        for status in operation["responses"]
+    }
+    assert shown - {"200"} == written
+
+
+def test_replies_to_try_again_say_when() -> None:
+    turn = DOCUMENT["paths"]["/inference/v1/generate"]["post"]["responses"]
+    assert {"404", "409", "410", "413", "415", "422", "429", "503"} <= turn.keys()
+    assert {status for status, each in turn.items() if "headers" in each} == {"409", "429", "503"}
+    assert "429" not in DOCUMENT["paths"]["/v1/completions"]["post"]["responses"]
+    assert "default" not in turn
+
+
+def test_a_status_that_the_document_does_not_name_is_found() -> None:
+    with pytest.raises(AssertionError, match="answers 410"):
+        check_reply("POST", "/v1/jobs/a/versions", 410, {"error": "gone"})

@@ -70,6 +70,8 @@ def test_takes_a_request_and_what_is_always_so() -> None:
         ({"sampling_params": {"stop": ["x" * 1025]}}, "stop, bad_words"),
         ({"sampling_params": {"extra_args": {"rosemux_emitted_tokens": [1]}}}, "gateway's own"),
         ({"sampling_params": {"extra_args": {"kv_transfer_params": {}}}}, "gateway's own"),
+        ({"sampling_params": {"extra_args": {"a": "x" * 65536}}}, "at most 64, of 65536 bytes"),
+        ({"sampling_params": {"extra_args": {str(a): 1 for a in range(65)}}}, "at most 64, of"),
         ({"sampling_params": {"stop_token_ids": [-4]}}, "stop_token_ids"),
         ({"sampling_params": {"stop_token_ids": list(range(300))}}, "stop_token_ids"),
         ({"sampling_params": {"stop_token_ids": [1 << 20]}}, "stop_token_ids"),

@@ -1,0 +1,101 @@
+"""An agent's slots as tables: offers, engines, forecasts, guards and error budgets."""
+
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from harvester.cli.row_table import add_row, row_table
+from harvester.contracts.wire.leases import SlotOffer, SlotOffers
+
+_NAMES = ("slot", "lease", "service", "model", "url", "guard")
+_NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "known", "charged")
+
+
+def agent_tables(offers: SlotOffers) -> Iterator[Table]:
+    """Those that have rows."""
+    slots = _table("slot", "state", "mode", "decision", "lease", "epoch", "idle", "headroom")
+    slots.title = f"Node {offers.node}"
+    engines = _table("slot", "model", "url", "isolation", "floor")
+    for offer in offers.slots:
+        idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
+        lease = f"{offer.tenant}/{offer.job}" if offer.tenant or offer.job else ""
+        add_row(
+            slots, offer.slot, offer.state.value, offer.mode, offer.slot_state, lease,
+            offer.epoch, idle, _headroom(offer),
+        )  # fmt: skip
+        floor = gib(offer.floor_bytes) if offer.floor_bytes else ""
+        add_row(engines, offer.slot, offer.model, offer.engine_url, offer.isolation, floor)
+    tables = slots, engines, _forecasts(offers), _guards(offers), _budgets(offers)
+    yield from (each for each in tables if each.rows)
+
+
+def agent_sentences(offers: SlotOffers) -> Iterator[str]:
+    """Whatever is too long for a row, and must not be cut."""
+    for offer in offers.slots:
+        if offer.lending.summary:
+            yield f"Slot {offer.slot} lends {offer.lending.summary}"
+        if offer.reason:
+            yield f"Slot {offer.slot}: {offer.reason}"
+    for stop in offers.stops:
+        scope = " ".join(filter(None, [stop.slot or "node", stop.tenant]))
+        yield f"Stopped, {scope}: {stop.text}"
+    if offers.restart_needed:
+        yield f"The agent needs a restart for {', '.join(offers.restart_needed)}"
+
+
+def gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"
+
+
+def _table(*columns: str, title: str = "") -> Table:
+    return row_table(*columns, names=_NAMES, numbers=_NUMBERS, title=title)
+
+
+def _headroom(offer: SlotOffer) -> str:
+    if offer.headroom_ratio is None or offer.headroom_age_s is None:
+        return "unknown"
+    return f"{offer.headroom_ratio:.0%}, {offer.headroom_age_s:.0f} s old"
+
+
+def _forecasts(offers: SlotOffers) -> Table:
+    """Production's idle share in the time to come."""
+    table = _table(
+        "slot", "next", "9 of 10 times above", "median", "9 of 10 times below",
+        title="Forecast of the idle share",
+    )  # fmt: skip
+    for offer in offers.slots:
+        for each in offer.forecasts:
+            quantiles = each.low_ratio, each.median_ratio, each.high_ratio
+            shares = [f"{one:.0%}" for one in quantiles]
+            add_row(table, offer.slot, f"{each.horizon_s:g} s", *shares)
+    return table
+
+
+def _guards(offers: SlotOffers) -> Table:
+    """Every guard's value beside its limit."""
+    table = _table("slot", "guard", "value", "limit", "", title="Guards")
+    for offer in offers.slots:
+        for guard in offer.guards:
+            values = f"{guard.value:.4g}", f"{guard.limit:.4g}"
+            add_row(table, offer.slot, guard.guard, *values, "binds" if guard.binds else "")
+    return table
+
+
+def _budgets(offers: SlotOffers) -> Table:
+    """The service's error budget as of the last allotment."""
+    table = _table(
+        "slot", "service", "budget", "spent", "known", "charged", "allotted",
+        title="Error budgets, misses of 28 d",
+    )  # fmt: skip
+    for offer in offers.slots:
+        if (report := offer.budget) is None:
+            continue
+        last = report.allotment
+        whole = (
+            ("the slot's own", "", "")
+            if last is None
+            else (f"{last.budget:.4g}", f"{last.spent:.4g}", f"{last.known_s / 3600:.1f} h")
+        )
+        limit = "no lease" if report.limit is None else f"{report.limit:.4g}"
+        add_row(table, offer.slot, report.service, *whole, f"{report.charged:.4g}", limit)
+    return table

@@ -1,0 +1,84 @@
+"""An agent's tables on a terminal of 80 columns."""
+
+import pytest
+from rich.console import Console
+
+from harvester.cli.agent_tables import agent_sentences, agent_tables
+from harvester.contracts.ids import Epoch, NodeId, SlotId
+from harvester.contracts.page import Lending
+from harvester.contracts.wire.leases import (
+    GuardReading,
+    IdleForecast,
+    SlotOffer,
+    SlotOffers,
+    SlotState,
+)
+
+
+def offers(scale: int) -> SlotOffers:
+    """Two leased slots; `scale` lengthens their names."""
+    slots = tuple(
+        SlotOffer(
+            slot=SlotId(name * scale),
+            node=NodeId("node-a"),
+            state=SlotState.LEASED,
+            mode="harvest",
+            slot_state="open",
+            tenant="research",
+            job="grpo-a" * scale,
+            engine_url="http://127.0.0.1:8001",
+            model="qwen-3b" * scale,
+            isolation="time-slicing",
+            floor_bytes=3 << 30,
+            epoch=Epoch(1234),
+            concurrency=32,
+            kv_tokens=1 << 16,
+            idle_ratio=0.25,
+            headroom_ratio=0.41,
+            headroom_age_s=3.0,
+            lending=Lending(tokens=128, share_ratio=0.5),
+            reason="level_ttft is over its limit " * scale,
+            guards=(GuardReading(guard="level_ttft", value=0.3, limit=0.1, binds=True),),
+            forecasts=(
+                IdleForecast(horizon_s=30.0, low_ratio=0.5, median_ratio=0.7, high_ratio=0.9),
+            ),
+        )
+        for name in ("slot0", "slot1")
+    )
+    return SlotOffers(node=NodeId("node-a"), slots=slots, restart_needed=("http.port",))
+
+
+def printed(scale: int, width: int) -> list[list[str]]:
+    found = []
+    for table in agent_tables(offers(scale)):
+        console = Console(width=width)
+        with console.capture() as shown:
+            console.print(table)
+        found.append([line.rstrip() for line in shown.get().splitlines()])
+        assert len(found[-1]) == table.row_count + 1 + bool(table.title)
+    return found
+
+
+@pytest.mark.parametrize("scale", [1, 9])
+def test_each_row_is_one_line_and_only_names_are_cut(scale: int) -> None:
+    narrow = printed(scale, 80)
+    assert len(narrow) == 4
+    assert all(len(line) <= 80 for table in narrow for line in table)
+    for row in narrow[0][2:]:
+        assert all(cell in row for cell in ("leased", "harvest", "open", "1234", "25%", "41%"))
+    text = "\n".join(line for table in narrow for line in table)
+    assert ("…" in text) == (scale > 1)
+    assert all(cell in text for cell in ("level_ttft", "binds", "3.00 GiB"))
+
+
+def test_a_wide_terminal_and_a_pipe_cut_nothing() -> None:
+    wide = printed(9, 1000)
+    assert "…" not in "".join(line for table in wide for line in table)
+    assert printed(9, 1000) == wide
+
+
+def test_long_texts_are_sentences() -> None:
+    found = list(agent_sentences(offers(9)))
+    assert found[0].startswith(f"Slot {'slot0' * 9} lends ")
+    assert found[1] == f"Slot {'slot0' * 9}: " + "level_ttft is over its limit " * 9
+    assert found[-1] == "The agent needs a restart for http.port"
