@@ -5,8 +5,9 @@ Measures nothing and decides nothing: each failure is an exception that names th
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
+from itertools import chain
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -36,8 +37,9 @@ from scheduler.gateway.identity import (
     WorkerReplies,
     change_between,
 )
+from scheduler.gateway.loop_share import LoopShare
 from scheduler.gateway.policy.trajectories import Attempt
-from scheduler.gateway.stream import EngineChoice, EventStream
+from scheduler.gateway.stream import MAX_EVENT_BYTES, EngineChoice, EngineChunk, EventStream
 
 _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"
@@ -124,7 +126,8 @@ class _Scored(msgspec.Struct):
     prompt_token_id_logprobs: str | None = None
 
 
-_SCORES_MAX_BYTES = 128 << 20
+_SCORE_BYTES = 128
+"""Most bytes of one of a prompt's scores, in the mean; the routed experts may come beside them."""
 
 
 class EngineClient:
@@ -174,9 +177,14 @@ class EngineClient:
         """
         body = generate_body(attempt, request_id, priority, self._model, ended)
         async with self._replying(body, epoch) as reply:
-            stream = EventStream()
+            stream = EventStream(most_tokens=attempt.tokens_left)
             cut: asyncio.CancelledError | None = None
             finished = False
+
+            def unread() -> Iterator[EngineChunk]:
+                if cut is not None:
+                    yield from stream.feed(reply.unread())
+
             while not (finished or stream.done):
                 try:
                     data = await reply.read(wait_s())
@@ -184,8 +192,9 @@ class EngineClient:
                     cut, data = error, reply.unread()
                 if not data and cut is None:
                     raise EngineLost("the stream ended early")
+                share = LoopShare()
                 try:
-                    for chunk in stream.feed(data):
+                    for chunk in chain(stream.feed(data), unread()):
                         if fault := chunk.fault:
                             raise _refusal(chunk.fault_status, fault)
                         for choice in chunk.choices:
@@ -194,6 +203,11 @@ class EngineClient:
                         if finished:
                             # Bytes behind it change nothing.
                             break
+                        try:
+                            await share.rest()
+                        except asyncio.CancelledError as error:
+                            # As at a read: what has come is given first.
+                            cut = error
                 finally:
                     # Whatever the last bytes were, the caller has ended the attempt.
                     if cut is not None:
@@ -207,6 +221,7 @@ class EngineClient:
         token and drops it. Raises as generate."""
         body = generate_body(attempt, f"{request_id}.prompt", priority, self._model)
         wanted = attempt.sampling_params
+        scores = wanted.scores_of(len(attempt.token_ids))
         body["stream"] = False
         body["sampling_params"] = {
             "max_tokens": 1,
@@ -216,7 +231,7 @@ class EngineClient:
             "extra_args": body["sampling_params"]["extra_args"],
         }
         async with self._replying(body, epoch) as reply:
-            raw = await reply.read_most(_SCORES_MAX_BYTES)
+            raw = await reply.read_most(MAX_EVENT_BYTES + scores * _SCORE_BYTES)
             try:
                 scored = msgspec.json.decode(raw, type=_Scored)
             except UNDECODABLE as error:

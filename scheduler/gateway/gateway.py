@@ -22,7 +22,7 @@ import secrets
 from contextlib import ExitStack
 from functools import cache, partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -33,6 +33,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
+    Choice,
     GenerateReply,
     GenerateRequest,
     PublishedVersion,
@@ -63,6 +64,7 @@ from scheduler.gateway.job_paths import (
     with_base_paths,
 )
 from scheduler.gateway.job_switches import Switch, SwitchRequest
+from scheduler.gateway.loop_share import LoopEntry, LoopShare
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
@@ -74,7 +76,7 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
-from scheduler.gateway.text_logprobs import named
+from scheduler.gateway.text_logprobs import encoded
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     RENDERER_ROUTES,
@@ -155,6 +157,7 @@ class Gateway:
         self._tenants = tenants
         self._clock = clock
         self._closing = False
+        self._entry = LoopEntry()
         self._max_body_bytes = settings.max_body_bytes
         self.open_bodies = TenantShares(settings.max_open_bytes, name="max_open_bytes")
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -204,6 +207,7 @@ class Gateway:
     async def _bound_bodies(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if route_of(request) not in _LARGE_BODY_ROUTES:
             return await handler(request)
+        await self._entry.enter()
         jobs, possible = self._scheduler.jobs, self._possible_jobs(request)
         tenants = {jobs[job].tenant for job in possible}
         # Which of several jobs is meant, the body may say.
@@ -237,14 +241,14 @@ class Gateway:
             if asked.stream:
                 return await _streamed(request, asked, samples)
             turns = await samples.results()
-            choices = tuple(
-                msgspec.structs.replace(named(turn.choice()), index=index)
-                for index, turn in enumerate(turns)
-            )
+            share, choices = LoopShare(), []
+            for index, turn in enumerate(turns):
+                choices.append(await encoded(msgspec.structs.replace(turn.choice(), index=index)))
+                await share.rest()
             return json_reply(
                 GenerateReply(
                     request_id=asked.request_id,
-                    choices=choices,
+                    choices=cast(tuple[Choice, ...], choices),
                     model=asked.model or job,
                     usage=samples.usage(),
                     **_of_prompt(asked, samples) | samples.versions(),
@@ -402,7 +406,8 @@ async def _streamed(
                 unsent = False
             if wants_usage(options, "include_usage", "continuous_usage_stats"):
                 more["usage"] = samples.usage(choice.index)
-            await send(msgspec.structs.replace(reply, choices=(named(choice),), **more))
+            told = cast(tuple[Choice, ...], (await encoded(choice),))
+            await send(msgspec.structs.replace(reply, choices=told, **more))
         if wants_usage(options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response

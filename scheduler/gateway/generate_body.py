@@ -40,7 +40,7 @@ def generate_body(
         | attempt.reasoning
         | {
             "request_id": f"{request_id}.{attempt.number}",
-            "token_ids": attempt.token_ids,
+            "token_ids": attempt.encoded_ids,
             "cache_salt": _salt(attempt, model),
             "stream": True,
             "priority": priority,

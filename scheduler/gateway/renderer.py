@@ -7,9 +7,10 @@ vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from harvester.contracts.errors import (
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.engine_client import names_context
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
+from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
 
@@ -45,6 +47,8 @@ _PROBE_S = 0.1
 """Between the calls that look whether an absent renderer is back."""
 _FAILURES = 3
 """Calls that reach a renderer and fail there, by one request: it may be the request that fails."""
+_DERENDERED_BYTES = 4 << 20
+"""Completions of one call, encoded: its reply is decoded in one piece, in some 50 ms."""
 _SEED_TOKENS = 64
 """The end of a prompt, from which text is decoded where no parser reads all of it."""
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids")
@@ -151,21 +155,39 @@ class Renderer:
         return await asyncio.gather(*map(tokens, texts))
 
     async def derender(
-        self, dialect: Dialect, request: Body, prompts: list[list[int]], responses: list[Body]
+        self,
+        dialect: Dialect,
+        request: Body,
+        prompts: Sequence[Sequence[int]],
+        responses: Iterable[Body],
     ) -> Body:
-        """The reply of the dialect. Raises RenderRefused, Exhausted."""
-        lengths = [len(prompt) for prompt in prompts]
-        if dialect.many:
-            prompts = [prompt[-_SEED_TOKENS:] for prompt in prompts]
-        told = (
-            (prompts, lengths, responses)
-            if dialect.many
-            else (prompts[0], lengths[0], responses[0])
-        )
-        body = dict(
-            zip(("prompt_token_ids", "prompt_tokens", dialect.response_field), told, strict=True)
-        )
-        body[dialect.request_field] = request
+        """The reply of the dialect; `responses` are made as they are encoded, one for each prompt.
+        Many large ones are several calls. Raises RenderRefused, Exhausted."""
+        told = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in responses)
+        if not dialect.many:
+            return await self._derender(dialect, request, prompts[0], len(prompts[0]), told[0])
+        parts, size_bytes = [0], 0
+        for at, each in enumerate(told):
+            size_bytes += len(bytes(each))
+            if size_bytes > _DERENDERED_BYTES and at > parts[-1]:
+                parts.append(at)
+                size_bytes = len(bytes(each))
+        if len(parts) > 1:
+            # No parser reads a completion's text, and its request may have thousands of prompts.
+            request = request | dialect.empty
+        reply, choices = {}, []
+        for start, end in pairwise((*parts, len(told))):
+            part = prompts[start:end]
+            seeds, lengths = [each[-_SEED_TOKENS:] for each in part], list(map(len, part))
+            reply = await self._derender(dialect, request, seeds, lengths, told[start:end])
+            choices += reply["choices"]
+        return reply | {"choices": choices}
+
+    async def _derender(
+        self, dialect: Dialect, request: Body, prompts: Any, lengths: Any, responses: Any
+    ) -> Body:
+        body = {"prompt_token_ids": prompts, "prompt_tokens": lengths}
+        body |= {dialect.response_field: responses, dialect.request_field: request}
         reply: Body = await self.post(f"{dialect.route}/derender", body, places=self._derenders)
         return reply
 

@@ -299,8 +299,7 @@ def _broken_rules(request: GenerateRequest, vocabulary_tokens: int | None) -> It
         if len(given) > most or not _all_below(bound, given):
             yield f"{name}: at most {most} ids; {ids}"
     if sampling.scores_prompt:
-        rows = sampling.prompt_logprob_token_ids or ()
-        scores = len(prompt) * (1 + (sampling.prompt_logprobs or 0)) + sum(map(len, rows))
+        scores = sampling.scores_of(len(prompt))
         if scores > MAX_PROMPT_SCORES:
             yield f"prompt_logprobs: {scores} values, at most {MAX_PROMPT_SCORES} are possible"
     if sampling.routed_experts_prompt_start > len(prompt):

@@ -4,20 +4,21 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from itertools import islice, starmap
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Usage
+from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.open_turns import ClientRequest, Listen
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn
 from scheduler.gateway.policy.trajectories import Turn
 
 _SEED_BOUND = 1 << 63
-_AT_ONCE = 256
-"""Turns begun, or left, before others get the event loop: some 50 us each."""
+_Begin: TypeAlias = "Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]"
 _REFUSED_STATUS = {
     Refusal.VERSION: 409,
     Refusal.GONE: 410,
@@ -85,7 +86,7 @@ class Samples:
         self.turns: list[Turn | None] = [None] * count
         self._streams = False
         self._more = asyncio.Event()
-        self._unbegun: list[Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]] = []
+        self._unbegun: Iterator[_Begin] = iter(())
         self._tasks: list[asyncio.Task[Turn]] = []
         self._sent_tokens = [0] * count
         self._sent_end = [False] * count
@@ -97,28 +98,26 @@ class Samples:
 
     async def results(self) -> list[Turn]:
         """All turns at their ends. Raises TurnRefused, and what serving a turn raises."""
-        if len(self._unbegun) == 1:
-            return [await _served(self._unbegun.pop())]
+        if len(self.turns) == 1:
+            return [await _served(next(self._unbegun))]
         await self._start()
         # gather would cancel all of them at once.
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         return [task.result() for task in self._tasks if task.done()]
 
     async def _start(self) -> None:
-        while self._unbegun:
-            begun, self._unbegun = self._unbegun[:_AT_ONCE], self._unbegun[_AT_ONCE:]
+        while begun := tuple(islice(self._unbegun, AT_ONCE)):
             for begin in begun:
                 task = asyncio.ensure_future(_served(begin))
                 task.add_done_callback(lambda _task: self._more.set())
                 self._tasks.append(task)
-            if self._unbegun:
+            if len(self._tasks) < len(self.turns):
                 await asyncio.sleep(0)
 
     async def _leave(self) -> None:
-        left = self._tasks
+        left = iter(self._tasks)
         try:
-            while left:
-                now, left = left[:_AT_ONCE], left[_AT_ONCE:]
+            while now := tuple(islice(left, AT_ONCE)):
                 for task in now:
                     task.cancel()
                 await asyncio.gather(*now, return_exceptions=True)
@@ -137,11 +136,13 @@ class Samples:
         while not all(self._sent_end):
             await self._more.wait()
             self._more.clear()
+            share = LoopShare()
             for index, task in enumerate(self._tasks):
                 if task.done():
                     task.result()
                 if (choice := self._chunk(index)) is not None:
                     yield choice
+                await share.rest()
             if every_s and (open_ := [task for task in self._tasks if not task.done()]):
                 await asyncio.wait(open_, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
 
@@ -204,7 +205,7 @@ class Samples:
         return msgspec.structs.replace(choice, index=index, spans=spans)
 
 
-async def _served(begin: Callable[[], Awaitable[tuple[Turn, RefuseTurn | None]]]) -> Turn:
+async def _served(begin: _Begin) -> Turn:
     turn, refused = await begin()
     if refused is not None:
         raise TurnRefused(refused)
@@ -228,11 +229,14 @@ async def follow(
     """
     with server.admitting(job, requests):
         samples = Samples(len(requests))
-        for index, request in enumerate(requests):
+
+        def begins(index: int, request: GenerateRequest) -> _Begin:
             part = trajectory if len(requests) == 1 else TrajectoryId(f"{trajectory}.{index}")
             part_of = ClientRequest(name or request.request_id, trajectory, named)
             begin = partial(server.generate, job, part, request, part_of=part_of)
-            samples._unbegun.append(partial(begin, on_turn=partial(samples._follow, index)))
+            return partial(begin, on_turn=partial(samples._follow, index))
+
+        samples._unbegun = starmap(begins, enumerate(requests))
         try:
             yield samples
         finally:

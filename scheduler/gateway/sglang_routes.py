@@ -9,8 +9,7 @@ Sampling parameters are translated to vLLM's names; one that vLLM does not have 
 """
 
 import secrets
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +20,7 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import json_reply
 from scheduler.gateway.event_stream import event_stream
+from scheduler.gateway.loop_share import LoopShare, in_shares
 from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
@@ -150,19 +150,27 @@ class SglangRoutes:
         job = self._job_of(request)
         asked = _Asked(await json_object(request))
         ids = asked.input_ids or await self._scheduler.renderer.tokenize(asked.texts)
-        turns = turns_of([self._admit(job, asked.generate(each, i)) for i, each in enumerate(ids)])
+        turns = await turns_of(
+            await in_shares(self._admit(job, asked.generate(each, i)) for i, each in enumerate(ids))
+        )
         trajectory = trajectory_of(request, asked.name, asked.session)
         async with follow(self._scheduler, job, trajectory, turns, name=asked.name) as samples:
             if asked.stream:
                 return await self._stream(request, asked, samples)
             await samples.results()
-            choices = [asked.shown(turn.choice()) for turn in samples.turns if turn is not None]
+            choices = await in_shares(
+                asked.shown(turn.choice()) for turn in filter(None, samples.turns)
+            )
             with samples.rendering():
                 texts = await self._texts(choices, turns)
-            replies = list(map(partial(_reply, asked), choices, turns, texts))
-            for place, (reply, turn) in enumerate(zip(replies, turns, strict=True)):
+            share, replies = LoopShare(), []
+            for place, (choice, turn, text) in enumerate(zip(choices, turns, texts, strict=True)):
+                reply = _reply(asked, choice, turn, text)
                 if scores := samples.prompt_scores(place - place % (len(turns) // len(ids))):
-                    reply["meta_info"] |= asked.input_logprobs(turn.token_ids, scores)
+                    reply["meta_info"] |= await asked.input_logprobs(turn.token_ids, scores)
+                # Thousands of them would be encoded at once.
+                replies.append(msgspec.Raw(msgspec.json.encode(reply)))
+                await share.rest()
             return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
 
     async def _stream(
@@ -188,30 +196,32 @@ class SglangRoutes:
         befores = [""] * len(texts)
         if any(early):
             befores = await self._decoded([part or Choice() for part in early], turns)
-        return [
+        return await in_shares(
             without_stop(text, choice, turn.sampling_params, before_chars=len(before))
             for text, choice, turn, before in zip(texts, choices, turns, befores, strict=True)
-        ]
+        )
 
     async def _decoded(
         self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
     ) -> list[str]:
         """One call for the choices of a request."""
         texts, sampling = [""] * len(choices), turns[0].sampling_params
-        prompts, responses, places = [], [], []
-        for place, (choice, turn) in enumerate(zip(choices, turns, strict=True)):
-            if ids := choice.token_ids[: text_tokens(choice, turn)]:
-                ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
-                responses.append({"request_id": turn.request_id, "choices": [ended]})
-                prompts.append(list(turn.token_ids))
-                places.append(place)
+        pairs = tuple(zip(choices, turns, strict=True))
+        places = [at for at, each in enumerate(pairs) if text_tokens(*each)]
         if not places:
             return texts
+
+        def responses() -> Iterator[Body]:
+            for choice, turn in map(pairs.__getitem__, places):
+                ids = choice.token_ids[: text_tokens(choice, turn)]
+                ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
+                yield {"request_id": turn.request_id, "choices": [ended]}
+
         told = await self._scheduler.renderer.derender(
             COMPLETION,
             COMPLETION.empty | {"skip_special_tokens": sampling.skip_special_tokens},
-            prompts,
-            responses,
+            [turns[place].token_ids for place in places],
+            responses(),
         )
         for place, each in zip(places, told["choices"], strict=True):
             texts[place] = each["text"]
@@ -292,17 +302,20 @@ class _Asked:
             spans=tuple(msgspec.structs.replace(each, end=0) for each in choice.spans[:1]),
         )
 
-    def input_logprobs(self, token_ids: Sequence[int], scores: Body) -> Body:
+    async def input_logprobs(self, token_ids: Sequence[int], scores: Body) -> Body:
         """Log-probabilities of the prompt from the first token that is asked for, which itself has
         none, as SGLang's."""
-        start, scored = self._scores_from or 0, prompt_logprobs(scores, token_ids)
+        start, scored = self._scores_from or 0, await prompt_logprobs(scores, token_ids)
         own: list[Any] = [[None, token_ids[start], None]]
         top: list[Any] = [None]
+        share = LoopShare()
         for token_id, each in zip(token_ids[start + 1 :], scored[start + 1 :], strict=True):
+            await share.rest()
             found = each or {}
             own.append([found[token_id].logprob, token_id, None])
-            best = sorted(found.items(), key=lambda item: -item[1].logprob)[: self.candidates]
-            top.append([[candidate.logprob, one, None] for one, candidate in best])
+            if self.candidates:
+                best = sorted(found.items(), key=lambda item: -item[1].logprob)[: self.candidates]
+                top.append([[candidate.logprob, one, None] for one, candidate in best])
         told: Body = {"input_token_logprobs": own}
         return told | ({"input_top_logprobs": top} if self.candidates else {})
 

@@ -1,16 +1,26 @@
-"""Event streams of engines, from bytes to chunks: one decode per event, nothing per token."""
+"""Event streams of engines, from bytes to chunks: one decode per event, nothing per token.
 
-from collections.abc import Iterator
+A large event comes as many chunks, each of so few tokens that its reader can do something else
+between two of them.
+"""
+
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
-from harvester.contracts.wire.rollouts import Span, TokenLogprob
+from harvester.contracts.wire.rollouts import MAX_OUTPUT_TOKENS, Span, TokenLogprob
 from harvester.platform.http_kit import message_of
 
 MAX_EVENT_BYTES = 64 << 20
 """The routed experts of a long turn come in one event."""
+_LARGE_EVENT_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 15
+_ID_BYTES = 16
+"""Most bytes of a token id, encoded."""
+_LOGPROBS_BYTES = 1 << 15
+"""Most bytes of a token's log-probabilities: of its 128 candidates, 256 each."""
 DONE = b"[DONE]"
 
 
@@ -39,6 +49,19 @@ class _Choice(msgspec.Struct, Generic[L]):
 
 class _Error(msgspec.Struct):
     code: int = 500
+
+
+class _LargeChoice(_Choice[msgspec.Raw]):
+    """Its lists are decoded once they may be right, and each token's part of them later."""
+
+    token_ids: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
+    logprobs: msgspec.Raw = msgspec.Raw()  # type: ignore[assignment]
+    sampling_mask: list[msgspec.Raw] | None = None  # type: ignore[assignment]
+
+
+class _LargeChunk(msgspec.Struct):
+    choices: list[_LargeChoice] = []
+    error: msgspec.Raw = msgspec.Raw()
 
 
 class _Chunk(msgspec.Struct, Generic[L]):
@@ -70,8 +93,12 @@ class _NamelessLogprob(msgspec.Struct):
     logprob: float
 
 
+_OF_THE_END = ("finish_reason", "stop_reason", "spans", "fault", "immovable", "routed_experts")
 _DECODER = msgspec.json.Decoder(EngineChunk)
 _NAMELESS_DECODER = msgspec.json.Decoder(_Chunk[_NamelessLogprob])
+_LARGE_DECODER = msgspec.json.Decoder(_LargeChunk)
+_LOGPROBS_DECODER = msgspec.json.Decoder(_Logprobs[msgspec.Raw] | None)
+_IDS_DECODER = msgspec.json.Decoder(list[int] | None)
 
 
 def _named(choice: _Choice[_NamelessLogprob]) -> EngineChoice:
@@ -102,11 +129,52 @@ def _chunk(event: memoryview) -> EngineChunk:
         return EngineChunk([_named(choice) for choice in older.choices], older.error)
 
 
+def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
+    """The chunks of a large event, the last with what ends the choice. Raises PeerProtocolError
+    before the first where it has more tokens than it may have or its lists do not go together."""
+    large = _LARGE_DECODER.decode(event)
+    if bytes(large.error) not in (b"", b"null"):
+        yield EngineChunk([], large.error)
+    for choice in large.choices:
+        raw = bytes(choice.token_ids) or b"null"
+        may_be_right = len(raw) <= (most_tokens + 1) * _ID_BYTES
+        token_ids = (_IDS_DECODER.decode(raw) if may_be_right else None) or []
+        if not may_be_right or len(token_ids) > most_tokens:
+            raise PeerProtocolError(f"an event of more than the {most_tokens} tokens that are left")
+        raw = bytes(choice.logprobs) or b"null"
+        if len(raw) > (len(token_ids) + 1) * _LOGPROBS_BYTES:
+            raise PeerProtocolError(
+                f"log-probabilities of {len(raw)} bytes, {len(token_ids)} tokens"
+            )
+        logprobs = _LOGPROBS_DECODER.decode(raw)
+        content = logprobs.content if logprobs else None
+        mask = choice.sampling_mask
+        if content is not None and len(content) != len(token_ids):
+            raise PeerProtocolError(f"{len(content)} log-probabilities, {len(token_ids)} tokens")
+        if mask is not None and len(mask) != len(token_ids):
+            raise PeerProtocolError(f"{len(mask)} sampling masks, {len(token_ids)} tokens")
+        step = max(1, _PIECE_BYTES * len(token_ids) // len(event))
+        for start in range(0, max(1, len(token_ids)), step):
+            part = slice(start, start + step)
+            piece = {"token_ids": token_ids[part], "index": choice.index}
+            if content is not None:
+                piece["logprobs"] = {"content": content[part]}
+            if mask is not None:
+                piece["sampling_mask"] = mask[part]
+            (told,) = _chunk(memoryview(msgspec.json.encode({"choices": [piece]}))).choices
+            if part.stop >= len(token_ids):
+                for name in _OF_THE_END:
+                    setattr(told, name, getattr(choice, name))
+            yield EngineChunk([told])
+
+
 class EventStream:
     """Feed bytes in any portions; get the chunks that became whole. `done` is the end marker."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, most_tokens: int = MAX_OUTPUT_TOKENS) -> None:
+        """`most_tokens`: those that an event may have."""
         self._left = bytearray()
+        self._most_tokens = most_tokens
         self.done = False
 
     def feed(self, data: bytes) -> Iterator[EngineChunk]:
@@ -118,7 +186,8 @@ class EventStream:
             raise PeerProtocolError(f"event of more than {MAX_EVENT_BYTES} bytes")
         if end < 0:
             return
-        whole, self._left = bytes(self._left[:end]), self._left[end + 2 :]
+        # One copy, not two: an event may have 64 MB.
+        whole, self._left = bytes(memoryview(self._left)[:end]), self._left[end + 2 :]
         for event in whole.split(b"\n\n"):
             if not event.startswith(b"data: "):
                 continue
@@ -126,11 +195,16 @@ class EventStream:
                 self.done = True
                 return
             try:
-                chunk = _chunk(memoryview(event)[6:])
+                for chunk in self._chunks(memoryview(event)[6:]):
+                    for choice in chunk.choices:
+                        if choice.index:
+                            # Each turn is a request of one sample.
+                            raise PeerProtocolError(f"choice {choice.index} of a request for one")
+                    yield chunk
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
-            for choice in chunk.choices:
-                if choice.index:
-                    # Each turn is a request of one sample.
-                    raise PeerProtocolError(f"choice {choice.index} of a request for one")
-            yield chunk
+
+    def _chunks(self, event: memoryview) -> Iterable[EngineChunk]:
+        if len(event) > _LARGE_EVENT_BYTES:
+            return _pieces(event, self._most_tokens)
+        return (_chunk(event),)

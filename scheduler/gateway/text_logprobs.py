@@ -1,11 +1,13 @@
 """Log-probabilities in the forms of text dialects: of renderers, by ids, of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, Exhausted
 from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
+from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.renderer import Body
 
 _NO_LOGPROB = -9999.0
@@ -16,7 +18,11 @@ class PromptLogprob(msgspec.Struct):
     logprob: float
 
 
-_PROMPT_LOGPROBS = list[dict[int, PromptLogprob] | None]
+_PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
+"""Decodes one token's: all of a long prompt take a second."""
+_ENCODER = msgspec.json.Encoder()
+_ENCODED_AT_ONCE = 4096
+"""Log-probabilities of one choice that are encoded in one piece: some 4 ms."""
 
 
 def renderer_logprob(logprob: TokenLogprob) -> Body:
@@ -29,13 +35,14 @@ def renderer_logprob(logprob: TokenLogprob) -> Body:
     }
 
 
-def prompt_logprobs(
+async def prompt_logprobs(
     scores: Body, token_ids: Sequence[int]
 ) -> list[dict[int, PromptLogprob] | None]:
     """Each prompt token's log-probabilities by token id, of `Samples.prompt_scores`; the first
     token has none. Raises Exhausted where an engine scored another prompt."""
     try:
-        scored = msgspec.json.decode(scores["prompt_logprobs"], type=_PROMPT_LOGPROBS)
+        rows = msgspec.json.decode(scores["prompt_logprobs"], type=list[msgspec.Raw])
+        scored = await in_shares(map(_PROMPT_LOGPROBS.decode, rows))
     except UNDECODABLE as error:
         raise Exhausted(f"the engine's scores of the prompt: {error}") from error
     pairs = zip(token_ids[1:], scored[1:], strict=False)
@@ -57,10 +64,15 @@ def token_name(logprob: TokenLogprob) -> str:
     return f"token_id:{logprob.token_id}"
 
 
-def named(choice: Choice) -> Choice:
-    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
-    content = tuple(map(_named, choice.logprobs.content))
-    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
+async def encoded(choice: Choice) -> msgspec.Raw:
+    """The choice in a reply, with the name of each token: clients of vLLM before 0.32 hold it
+    against its id."""
+    content = choice.logprobs.content
+    named: Iterable[Any] = map(_named, content)
+    if len(content) * (1 + len(content[0].top_logprobs) if content else 0) > _ENCODED_AT_ONCE:
+        named = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in named)
+    told = msgspec.structs.replace(choice, logprobs=Logprobs(tuple(named)))
+    return msgspec.Raw(_ENCODER.encode(told))
 
 
 def _named(logprob: TokenLogprob) -> TokenLogprob:

@@ -11,7 +11,7 @@ client that leaves takes all of its turns with it.
 """
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -31,6 +31,7 @@ from harvester.contracts.wire.rollouts import (
 from harvester.platform.http_kit import decoded_body, json_reply
 from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.job_paths import route_of
+from scheduler.gateway.loop_share import LoopShare, in_shares
 from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
 from scheduler.gateway.requests import checked_trajectory
 from scheduler.gateway.samples import Samples, follow, samples_of
@@ -160,8 +161,10 @@ class TextRoutes:
             self._admit(job, text.generate(_NO_PROMPT, 0))
         rendered = await self._renderer.render(dialect, text.to_render)
         check_count(len(rendered))
-        prompts = [self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)]
-        turns = turns_of(prompts)
+        prompts = await in_shares(
+            self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)
+        )
+        turns = await turns_of(prompts)
         trajectory = trajectory_of(request, text.turn_name, text.session)
         async with follow(self._scheduler, job, trajectory, turns, name=text.name) as samples:
             if text.stream:
@@ -177,14 +180,14 @@ class TextRoutes:
         turns: list[GenerateRequest],
         samples: Samples,
     ) -> Body:
-        choices = [turn.choice() for turn in samples.turns if turn is not None]
+        choices = await in_shares(turn.choice() for turn in samples.turns if turn is not None)
         per_prompt = len(turns) // len(prompts)
         reply = await self._derendered(text, prompts, choices)
         early, before = early_parts(choices, turns), reply
         if any(early):
             parts = [part or choice for part, choice in zip(early, choices, strict=True)]
             before = await self._derendered(text, prompts, parts)
-        reply |= {"id": text.name, "model": text.model}
+        share, made = LoopShare(), []
         for index, told in enumerate(reply["choices"]):
             choice = msgspec.structs.replace(choices[index], index=index)
             part = before["choices"][index] if early[index] else None
@@ -195,6 +198,10 @@ class TextRoutes:
                 told.update(samples.prompt_scores(first))
             if text.echoes:
                 await self._echo(text, told, turns[index], samples.prompt_scores(first))
+            # Thousands of them would be encoded at once.
+            made.append(msgspec.Raw(_ENCODER.encode(told)))
+            await share.rest()
+        reply |= {"id": text.name, "model": text.model, "choices": made}
         reply |= {"usage": msgspec.to_builtins(samples.usage()), **samples.versions()}
         if not text.dialect.many:
             reply |= samples.prompt_scores(0)
@@ -206,14 +213,15 @@ class TextRoutes:
         self, text: "_TextRequest", prompts: list[GenerateRequest], choices: list[Choice]
     ) -> Body:
         per_prompt = len(choices) // len(prompts)
-        responses = []
-        for index, prompt in enumerate(prompts):
-            own = choices[index * per_prompt : (index + 1) * per_prompt]
-            told = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
-            responses.append({"request_id": text.name, "choices": told})
-        return await self._renderer.derender(
-            text.dialect, text.to_render, [list(prompt.token_ids) for prompt in prompts], responses
-        )
+
+        def responses() -> Iterator[Body]:
+            for index, prompt in enumerate(prompts):
+                own = choices[index * per_prompt : (index + 1) * per_prompt]
+                told = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
+                yield {"request_id": text.name, "choices": told}
+
+        ids = [prompt.token_ids for prompt in prompts]
+        return await self._renderer.derender(text.dialect, text.to_render, ids, responses())
 
     async def _echo(
         self, text: "_TextRequest", told: Body, turn: GenerateRequest, scores: Body
@@ -222,8 +230,8 @@ class TextRoutes:
         log-probabilities, of which the first one has none."""
         sampling, content = turn.sampling_params, []
         if sampling.logprobs is not None and scores:
-            scored = prompt_logprobs(scores, turn.token_ids)
-            content = [of_prompt(*each) for each in zip(turn.token_ids, scored, strict=True)]
+            scored = await prompt_logprobs(scores, turn.token_ids)
+            content = await in_shares(map(of_prompt, turn.token_ids, scored))
         choice = Choice(token_ids=turn.token_ids, logprobs=Logprobs(tuple(content)))
         response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
         reply = await self._renderer.derender(text.dialect, text.to_render, [[]], [response])
@@ -445,12 +453,12 @@ def check_count(prompts: int) -> None:
         raise PeerProtocolError(f"{prompts} prompts: send 1 to {MAX_TURNS} in a request")
 
 
-def turns_of(prompts: list[GenerateRequest]) -> list[GenerateRequest]:
+async def turns_of(prompts: list[GenerateRequest]) -> list[GenerateRequest]:
     """The turns of all prompts. Raises PeerProtocolError for more than the queue would hold."""
     count = sum(prompt.sampling_params.n for prompt in prompts)
     if count > MAX_TURNS:
         raise PeerProtocolError(f"{count} samples: a request may ask for {MAX_TURNS}")
-    return [turn for prompt in prompts for turn in samples_of(prompt)]
+    return await in_shares(turn for prompt in prompts for turn in samples_of(prompt))
 
 
 def session_header(request: web.Request) -> str | None:

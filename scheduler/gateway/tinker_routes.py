@@ -27,6 +27,7 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError, RoseMuxErro
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import SMALL_BODY_BYTES, json_reply
+from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.pressure import HELD_BODY, TenantShares
 from scheduler.gateway.renderer import Body
@@ -161,14 +162,14 @@ class TinkerRoutes:
         trajectory = trajectory_of(request, name)
         parts = samples_of(generate)
         async with follow(self._scheduler, job, trajectory, parts, name=name) as samples:
-            choices = [turn.choice() for turn in await samples.results()]
+            choices = await in_shares(turn.choice() for turn in await samples.results())
             scores = samples.prompt_scores(0)
         for choice in choices:
             if choice.finish_reason is FinishReason.ABORT:
                 raise Exhausted(f"the turn ended early: {choice.fault or 'it was aborted'}")
         top_k = body.get("topk_sample_logprobs") or 0
-        told = b"".join(_message(1, _sequence(choice, top_k)) for choice in choices)
-        return told + (_scored(generate.token_ids, scores, body) if scores else b"")
+        told = await in_shares(_message(1, _sequence(choice, top_k)) for choice in choices)
+        return b"".join(told) + (await _scored(generate.token_ids, scores, body) if scores else b"")
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         job, name = self._job_of(request), str((await _small_object(request)).get("request_id"))
@@ -295,9 +296,9 @@ def _number_of(body: Body, name: str) -> int:
     return number
 
 
-def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
+async def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
     """The prompt's part of a `SampleResponse`. The first token has no log-probability."""
-    scored = prompt_logprobs(scores, token_ids)
+    scored = await prompt_logprobs(scores, token_ids)
     told = b""
     if body.get("prompt_logprobs"):
         own = zip(token_ids, scored, strict=True)

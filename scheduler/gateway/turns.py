@@ -506,6 +506,6 @@ def _check_request(turn: Turn, member: Member) -> None:
     bound = member.vocabulary_tokens
     if bound is None:
         return
-    largest = max(max(ids, default=0) for ids in (turn.request.token_ids, sampling.stop_token_ids))
+    largest = max((turn.prompt.largest_id, *sampling.stop_token_ids))
     if largest >= bound:
         raise RequestRefused(f"token id {largest}: {member.engine.engine} knows {bound} token ids")

@@ -27,6 +27,7 @@ from harvester.contracts.wire.rollouts import (
 )
 from scheduler.gateway.dispatch import arrival
 from scheduler.gateway.identity import Change, change_between
+from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -112,6 +113,7 @@ class TurnPart:
             trajectory=TrajectoryId(name),
             counters=TurnCounters(),
             pin=pin.resolved(BASE_VERSION),
+            prompt=Prompt(JOB, request.token_ids),
         )
         self.attempts: list[Attempt] = []
         self.truth: list[int] = []

@@ -87,6 +87,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether it asks for log-probabilities of the prompt."""
         return self.prompt_logprobs is not None or self.prompt_logprob_token_ids is not None
 
+    def scores_of(self, prompt_tokens: int) -> int:
+        """Log-probabilities of a prompt that are returned, if it `scores_prompt`."""
+        rows = self.prompt_logprob_token_ids or ()
+        return prompt_tokens * (1 + (self.prompt_logprobs or 0)) + sum(map(len, rows))
+
 
 class VersionPin(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True

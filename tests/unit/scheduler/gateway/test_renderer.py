@@ -9,7 +9,7 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_connections import ConnectionFailed
-from scheduler.gateway.renderer import Renderer, RenderPlace, RenderRefused
+from scheduler.gateway.renderer import COMPLETION, Renderer, RenderPlace, RenderRefused
 from scheduler.gateway.settings import Timeouts
 
 PATIENCE_S = 1.0
@@ -133,3 +133,42 @@ async def test_a_request_that_is_too_long_for_all_gives_up_with_the_words_of_one
     renderer = renderer_of(FlappingPeer(every=1000), ShortPeer())
     with pytest.raises(Exhausted, match="context length is 256"):
         await renderer.post("/v1/completions/render", {})
+
+
+class DecodingPeer:
+    """Gives each choice back as its text."""
+
+    url = "http://decoding"
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+
+    async def post(self, _path: str, data: bytes, _headers: object) -> Any:
+        self.bodies.append(body := msgspec.json.decode(data))
+        told = [each for one in body["generate_responses"] for each in one["choices"]]
+
+        async def read_most(_most_bytes: int) -> bytes:
+            return msgspec.json.encode({"choices": told, "created": len(self.bodies)})
+
+        return SimpleNamespace(status=200, read_most=read_most, close=lambda: None)
+
+
+async def test_many_large_completions_are_several_calls_in_their_order() -> None:
+    peer = DecodingPeer()
+    places = [RenderPlace(cast(Any, peer))]
+    renderer = Renderer(lambda: places, Timeouts(queue_s=PATIENCE_S))
+    responses = [{"choices": [{"text": f"{at}" + "x" * (1 << 20)}]} for at in range(10)]
+    prompts = [tuple(range(at, at + 100)) for at in range(10)]
+    request = {"prompt": ["a long list"], "logprobs": 1}
+    reply = await renderer.derender(COMPLETION, request, prompts, iter(responses))
+    assert [each["text"].strip("x") for each in reply["choices"]] == [str(at) for at in range(10)]
+    assert [len(body["generate_responses"]) for body in peer.bodies] == [3, 3, 3, 1]
+    seeds = [seed for body in peer.bodies for seed in body["prompt_token_ids"]]
+    assert seeds == [list(prompt[-64:]) for prompt in prompts]
+    assert all(
+        body["prompt_tokens"] == [100] * len(body["prompt_token_ids"]) for body in peer.bodies
+    )
+    assert {body["completion_request"]["prompt"] for body in peer.bodies} == {" "}
+    assert {body["completion_request"]["logprobs"] for body in peer.bodies} == {1}
+    await renderer.derender(COMPLETION, request, prompts[:2], iter(responses[:2]))
+    assert peer.bodies[-1]["completion_request"] == request, "one call is as it was"

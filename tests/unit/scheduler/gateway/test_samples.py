@@ -147,18 +147,39 @@ async def test_many_turns_are_begun_and_left_in_parts_between_which_others_run(a
             await samples.results()
 
     task = asyncio.create_task(client())
-    for _ in range(20):
+    for _ in range(parts // 16 + 3):
         await asyncio.sleep(0)
         begun.append(server.ledger.counters.started)
     steps = [after - before for before, after in pairwise([0, *begun])]
-    assert (begun[-1], max(steps) <= 256) == (parts, True)
+    assert (begun[-1], max(steps) <= 16) == (parts, True)
     task.cancel()
     left = [0]
-    for _ in range(20):
+    for _ in range(4 * parts // 16):
         await asyncio.sleep(0)
         if again:
             task.cancel()
         left.append(len(server.cancelled))
     await asyncio.gather(task, return_exceptions=True)
     assert len(server.cancelled) == parts
-    assert again or max(after - before for before, after in pairwise(left)) <= 256
+    assert again or max(after - before for before, after in pairwise(left)) <= 16
+
+
+async def test_a_client_that_leaves_while_its_turns_are_begun_leaves_none() -> None:
+    server, parts = Server(), 700
+    server.room = parts
+
+    async def client() -> None:
+        asked = samples_of(request(parts))
+        async with follow(server, JOB, TrajectoryId("t"), asked) as samples:
+            await samples.results()
+
+    task = asyncio.create_task(client())
+    for _ in range(8):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    begun = server.ledger.counters.started
+    assert 0 < begun < parts
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert (server.ledger.counters.started, len(server.cancelled)) == (begun, begun)

@@ -1,5 +1,7 @@
 """An engine's event stream, however the network cuts it."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -99,3 +101,51 @@ def test_log_probabilities_of_other_tokens_are_refused() -> None:
     event = b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
     with pytest.raises(PeerProtocolError, match="1 log-probabilities, 2 tokens"):
         list(EventStream().feed(event))
+
+
+def _large(tokens: int, **more: Any) -> bytes:
+    content = [
+        {"token_id": at, "logprob": -0.5, "rank": 1, "text": "x" * 40} for at in range(tokens)
+    ]
+    choice = {"token_ids": list(range(tokens)), "logprobs": {"content": content}, **more}
+    return b"data: " + msgspec.json.encode({"choices": [choice]}) + b"\n\n"
+
+
+def test_a_large_event_comes_in_parts_of_which_the_last_ends_the_choice() -> None:
+    masks = [[at, at + 1] for at in range(5000)]
+    event = _large(5000, finish_reason="stop", stop_reason=7, sampling_mask=masks)
+    read = [choice for chunk in EventStream().feed(event) for choice in chunk.choices]
+    assert len(read) > 10
+    assert [token for each in read for token in each.token_ids or ()] == list(range(5000))
+    logprobs = [one for each in read if each.logprobs for one in each.logprobs.content or ()]
+    assert logprobs == [TokenLogprob(at, -0.5) for at in range(5000)]
+    assert [list(one) for each in read for one in each.sampling_mask or ()] == masks
+    ends = [(each.finish_reason, each.stop_reason) for each in read]
+    assert ends == [(None, None)] * (len(read) - 1) + [("stop", 7)]
+
+
+def test_a_large_event_without_tokens_or_with_an_error_is_one_chunk() -> None:
+    told = {"token_ids": [], "finish_reason": "stop", "routed_experts": "x" * 100_000}
+    (chunk,) = EventStream().feed(b"data: " + msgspec.json.encode({"choices": [told]}) + b"\n\n")
+    assert (chunk.choices[0].finish_reason, chunk.choices[0].token_ids) == ("stop", [])
+    assert chunk.choices[0].routed_experts == "x" * 100_000
+    error = {"message": "boom" * 50_000, "code": 400}
+    (chunk,) = EventStream().feed(b"data: " + msgspec.json.encode({"error": error}) + b"\n\n")
+    assert (chunk.fault[:4], chunk.fault_status) == ("boom", 400)
+
+
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (_large(5000), "4999 tokens that are left"),
+        (_large(5000, token_ids=[1] * 60_000), "4999 tokens that are left"),
+        (_large(4999, token_ids=[1]), "bytes, 1 tokens"),
+        (_large(4999, token_ids=[1] * 4000), "4999 log-probabilities, 4000 tokens"),
+        (_large(4999, sampling_mask=[[1]]), "1 sampling masks, 4999 tokens"),
+        (_large(4999, logprobs={"content": [7] * 4999}, token_ids=["x" * 70_000]), "unreadable"),
+        (_large(4999, index=1), "choice 1"),
+    ],
+)
+def test_a_large_event_that_cannot_be_right_gives_no_token(event: bytes, why: str) -> None:
+    with pytest.raises(PeerProtocolError, match=why):
+        next(EventStream(most_tokens=4999).feed(event))

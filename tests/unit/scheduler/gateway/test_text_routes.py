@@ -1,5 +1,6 @@
 """Streamed text without its stop string, and the identity of a trajectory in many dialects."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from typing import Any
@@ -20,10 +21,11 @@ from harvester.contracts.wire.rollouts import (
     SamplingParams,
     TokenLogprob,
 )
+from scheduler.gateway import loop_share
 from scheduler.gateway.renderer import CHAT, COMPLETION
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.stopped_text import StoppedText, in_parts, text_tokens, without_stop
-from scheduler.gateway.text_logprobs import named, prompt_logprobs
+from scheduler.gateway.text_logprobs import encoded, prompt_logprobs
 from scheduler.gateway.text_routes import (
     MAX_TURNS,
     SESSION_HEADERS,
@@ -200,12 +202,12 @@ def test_an_answer_of_its_stop_token_alone_is_an_empty_text() -> None:
     assert told["text"] == ""
 
 
-def test_a_request_asks_for_no_more_turns_than_the_queue_holds() -> None:
+async def test_a_request_asks_for_no_more_turns_than_the_queue_holds() -> None:
     sampling = SamplingParams(max_tokens=1, n=1024)
     prompt = GenerateRequest(request_id="r", token_ids=(1,), sampling_params=sampling)
-    assert len(turns_of([prompt] * 16)) == MAX_TURNS
+    assert len(await turns_of([prompt] * 16)) == MAX_TURNS
     with pytest.raises(PeerProtocolError, match="samples"):
-        turns_of([prompt] * 17)
+        await turns_of([prompt] * 17)
 
 
 @pytest.mark.parametrize("header", SESSION_HEADERS)
@@ -256,19 +258,41 @@ def test_a_field_that_vllm_leaves_out_of_a_rendered_request_has_its_own_default(
     assert (body.sampling_params.max_tokens, body.sampling_params.logprobs) == (16, None)
 
 
-def test_each_token_has_the_name_that_older_vllm_gives_it() -> None:
-    choice = Choice(token_ids=(7,), logprobs=Logprobs((TokenLogprob(7, -0.5),)))
-    assert named(choice).logprobs.content == (TokenLogprob(7, -0.5, token="token_id:7"),)
+@pytest.mark.parametrize("tokens", [1, 10_000])
+async def test_each_token_has_the_name_that_older_vllm_gives_it(tokens: int) -> None:
+    candidates = (TokenLogprob(7, -0.5), TokenLogprob(8, -1.5))
+    content = (TokenLogprob(7, -0.5, candidates),) * tokens
+    choice = Choice(index=3, token_ids=(7,) * tokens, logprobs=Logprobs(content))
+    named = tuple(
+        TokenLogprob(one, at, token=f"token_id:{one}") for one, at in ((7, -0.5), (8, -1.5))
+    )
+    told = TokenLogprob(7, -0.5, named, "token_id:7")
+    assert msgspec.json.decode(await encoded(choice), type=Choice) == msgspec.structs.replace(
+        choice, logprobs=Logprobs((told,) * tokens)
+    )
+
+
+async def test_the_tokens_of_a_long_choice_are_encoded_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop_share, "_HELD_S", 0.0)
+    content = (TokenLogprob(7, -0.5),) * 5000
+    choice = Choice(token_ids=(7,) * 5000, logprobs=Logprobs(content))
+    work, passes = asyncio.create_task(encoded(choice)), 0
+    while not work.done():
+        await asyncio.sleep(0)
+        passes += 1
+    assert passes > 1000
 
 
 @pytest.mark.parametrize(
     "raw", [b"[", b"[null]", b'[null, {"9": {"logprob": -1}}]', b"[null, null]", b'"\xff"']
 )
-def test_scores_of_another_prompt_are_the_engine_s_fault(raw: bytes) -> None:
+async def test_scores_of_another_prompt_are_the_engine_s_fault(raw: bytes) -> None:
     with pytest.raises(Exhausted, match="scores"):
-        prompt_logprobs({"prompt_logprobs": msgspec.Raw(raw)}, (1, 2))
+        await prompt_logprobs({"prompt_logprobs": msgspec.Raw(raw)}, (1, 2))
     good = msgspec.Raw(b'[null, {"2": {"logprob": -1.5, "rank": 1}}]')
-    assert prompt_logprobs({"prompt_logprobs": good}, (1, 2))[1]
+    assert (await prompt_logprobs({"prompt_logprobs": good}, (1, 2)))[1]
 
 
 def test_a_request_s_id_that_every_chunk_would_repeat_has_a_bound() -> None:

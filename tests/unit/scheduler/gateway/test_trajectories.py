@@ -1,5 +1,8 @@
 """The turn ledger: for any engines, a turn's tokens are exactly the accepted chunks, once."""
 
+from typing import cast
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -263,6 +266,25 @@ def test_the_samples_of_a_prompt_hash_it_once() -> None:
         assert turn is not None
         marks.add(turn.prompt_mark)
     assert (len(hashed), len(marks)) == (1, 1)
+
+
+def test_the_turns_of_a_prompt_encode_it_once_while_one_is_open() -> None:
+    ledger, prompt, turns = TurnLedger(JOB), (1, 2), []
+    for name in "abc":
+        sampling = SamplingParams(max_tokens=4)
+        request = GenerateRequest(request_id=name, token_ids=prompt, sampling_params=sampling)
+        turn = ledger.open(request, trajectory=TrajectoryId(name))
+        assert turn is not None
+        turns.append(turn)
+    first, second, _ = attempts = [_begin(turn, "a") for turn in turns]
+    assert [bytes(cast(msgspec.Raw, each.encoded_ids)) for each in attempts] == [b"[1,2]"] * 3
+    assert first.encoded_ids is second.encoded_ids
+    turns[0].accept(first, [7], _logprobs([7]))
+    turns[0].lose(first)
+    assert _begin(turns[0], "b").encoded_ids == (1, 2, 7), "output is part of this prompt"
+    ledger.close(turns[0])
+    assert turns[0].prompt is not turns[1].prompt, "an answer that is kept holds no encoded ids"
+    assert turns[1].prompt is turns[2].prompt
 
 
 def test_prompts_that_differ_in_one_id_or_in_their_job_have_marks_of_their_own() -> None:

@@ -7,6 +7,7 @@ import pytest
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams, TokenLogprob
 from scheduler.gateway.engine_client import EngineLost
+from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.trajectories import Turn, TurnCounters
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.gateway.settings import Timeouts
@@ -24,6 +25,7 @@ def _attempt() -> RunningAttempt:
         job=JobId("job"),
         trajectory=TrajectoryId("t"),
         counters=TurnCounters(),
+        prompt=Prompt(JobId("job"), request.token_ids),
     )
     return RunningAttempt(turn, began_s=10.0, heard_s=10.0)
 
