@@ -1,4 +1,4 @@
-"""Chats whose text is a call of a tool: the end that the gateway tells of them."""
+"""Chats that vLLM's parsers read: what the gateway adds to what its renderer tells of them."""
 
 import json
 from collections.abc import AsyncIterator
@@ -9,13 +9,46 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.integration.fake_engine import FakeEngine
-from tests.integration.fake_renderer import FakeRenderer
+from tests.integration.fake_engine import VOCABULARY, FakeEngine
+from tests.integration.fake_renderer import FakeRenderer, text_of
 from tests.integration.gateway_in_process import Site, continued, gateway_on
 
 HELLO = [{"role": "user", "content": "hello"}]
 IDS = [ord(c) for c in "hello"]
 CALL = {"index": 0, "id": "c0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+async def scores(fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Log-probabilities of a stream of eight tokens that a parser reads."""
+    renderer, engine, found = Site(), FakeEngine(step_s=0.03, epoch=None), []
+    await renderer.serve(FakeRenderer(parses=True).app())
+    body = {"messages": HELLO, "max_tokens": 8, "stream": True} | fields
+    try:
+        async with gateway_on(engine, renderers=[renderer.url]) as gateway:
+            url = f"{gateway.url}/v1/chat/completions"
+            async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+                events = (await reply.text()).strip().split("\n\n")[:-1]
+    finally:
+        await renderer.close()
+    assert len(events) > 2
+    for event in events:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            found += (choice.get("logprobs") or {}).get("content") or []
+    return found
+
+
+async def test_a_stream_that_a_parser_reads_has_each_token_s_log_probability() -> None:
+    wanted = continued(IDS, 8, version=0)
+    found = await scores({"logprobs": True, "top_logprobs": 1})
+    assert [each["token"] for each in found] == [text_of([one]) for one in wanted]
+    assert [each["logprob"] for each in found] == [-one / VOCABULARY for one in wanted]
+    named = await scores({"logprobs": True, "return_tokens_as_token_ids": True})
+    assert [each["token"] for each in named] == [f"token_id:{one}" for one in wanted]
+
+
+async def test_hidden_reasoning_is_not_told_by_log_probabilities() -> None:
+    assert await scores({"logprobs": True, "include_reasoning": False}) == []
+    assert await scores({}) == []
 
 
 class CallingRenderer(FakeRenderer):
