@@ -46,7 +46,7 @@ async def test_a_stream_that_a_parser_reads_has_each_token_s_log_probability() -
     assert [each["token"] for each in named] == [f"token_id:{one}" for one in wanted]
 
 
-async def test_hidden_reasoning_is_not_told_by_log_probabilities() -> None:
+async def test_log_probabilities_do_not_tell_hidden_reasoning() -> None:
     assert await scores({"logprobs": True, "include_reasoning": False}) == []
     assert await scores({}) == []
 
