@@ -23,14 +23,16 @@ from benchmarks.migration.bias import (
     p_values,
     power,
 )
-from benchmarks.migration.deployment import JOB, Deployment
+from benchmarks.migration.deployment import Deployment
 from benchmarks.migration.draws import DrawnToken, power_against_lost_ends, report
+from benchmarks.migration.evidence import Evidence
 from benchmarks.migration.faults import evidence_of, verdict_on
-from benchmarks.migration.judge import CONVICTING, Evidence
 from benchmarks.migration.records import AttemptRecord, RequestRecord
 from benchmarks.migration.replies import Reply
 from benchmarks.migration.rollout_plan import bias_plan
 from benchmarks.migration.rollout_process import rolling_out
+from benchmarks.migration.rollout_routes import JOB
+from benchmarks.migration.verdict import CONVICTING
 
 CALM, MOVED = "calm", "moved"
 _PERIOD_S = 0.4

@@ -21,8 +21,9 @@ import aiohttp
 
 from benchmarks.migration.engine_tap import EngineTap
 from benchmarks.migration.guest_agent import GuestAgent
-from benchmarks.migration.model import ENGINE_ARGUMENTS
+from benchmarks.migration.model import ENGINE_ARGUMENTS, PARSER_ARGUMENTS
 from benchmarks.migration.pin_judge import Announcement
+from benchmarks.migration.rollout_routes import JOB
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
@@ -32,8 +33,11 @@ from harvester.contracts.clock import Clock, MonotonicClock, monotonic_ns
 from harvester.contracts.page import PageDirectory, ProductionModel, Pulse
 from weightsync.publisher import Publisher
 
-JOB, STORE, SLOT, GUEST = "job", "store", "slot0", "guest"
+STORE, SLOT, GUEST = "store", "slot0", "guest"
 CONTEXTS = {"e0": 512, "e1": 256, GUEST: 512}
+NUMERICS = {"e0": "wide", "e1": "narrow", GUEST: "wide"}
+"""Labels that the gateway is given: engines that turns with `equal_numerics` may move between. All
+compute alike, so that other turns lose nothing."""
 GUEST_KV_TOKENS = 1536
 _START_S = 1800.0
 _BEAT_S = 0.05
@@ -253,7 +257,7 @@ def _command(
         max_model_len=context_tokens,
         max_num_seqs=8,
         vllm=capabilities(installed_vllm_version()),
-        extra_arguments=ENGINE_ARGUMENTS,
+        extra_arguments=(*ENGINE_ARGUMENTS, *PARSER_ARGUMENTS),
     )
     if name == GUEST:
         command = launch.guest(spec, pages=pages.path, weights=root)
@@ -271,11 +275,16 @@ async def _start_gateway(
     config = {
         "port": port,
         "engines": [
-            {"id": name, "url": engine.tap.url, "concurrency": 8}
+            {
+                "id": name,
+                "url": engine.tap.url,
+                "concurrency": 8,
+                "numerics": NUMERICS[name],
+            }
             for name, engine in engines.items()
             if name != GUEST
         ]
-        + [{"id": GUEST, "kind": "guest", "slot": SLOT}],
+        + [{"id": GUEST, "kind": "guest", "slot": SLOT, "numerics": NUMERICS[GUEST]}],
         "agents": [{"id": "agent", "url": agent_url}],
         "jobs": [{"id": JOB}],
         "capacity_period_s": 0.2,

@@ -12,7 +12,7 @@ from math import sqrt
 
 from scipy.stats import norm
 
-from benchmarks.migration.judge import TokenTruth
+from benchmarks.migration.evidence import TokenTruth
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,16 @@ from random import Random
 from typing import Any
 
 from benchmarks.migration import records, reference
-from benchmarks.migration.deployment import CONTEXTS, GUEST, STORE, Deployment, EngineProcess
-from benchmarks.migration.judge import CONVICTING, Evidence, judged
+from benchmarks.migration.deployment import (
+    CONTEXTS,
+    GUEST,
+    NUMERICS,
+    STORE,
+    Deployment,
+    EngineProcess,
+)
+from benchmarks.migration.evidence import Evidence
+from benchmarks.migration.judge import judged
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
 from benchmarks.migration.rollout_plan import (
     Fault,
@@ -29,6 +37,8 @@ from benchmarks.migration.rollout_plan import (
 )
 from benchmarks.migration.rollout_process import RolloutProcess, rolling_out
 from benchmarks.migration.rollout_routes import choice_name
+from benchmarks.migration.tap_spans import with_tap_spans
+from benchmarks.migration.verdict import CONVICTING
 from weightsync.publisher import Publisher
 
 _STALL_S = (0.5, 6.0)
@@ -202,8 +212,8 @@ async def measured_faults(
 ) -> dict[str, Any]:
     dedicated = [name for name in CONTEXTS if name != GUEST]
     contexts = min(CONTEXTS.values()), max(CONTEXTS.values())
-    chat = reference.ModelText(model).chat
-    plan = rollout_plan(seed, trajectories, contexts=contexts, chat=chat)
+    text = reference.ModelText(model)
+    plan = rollout_plan(seed, trajectories, contexts=contexts, chat=text.chat, blanks=text.blanks)
     script = fault_script(seed, len(plan), dedicated=dedicated, guest=GUEST)
     run = FaultRun(deployment, publisher, Random(f"stalls {seed}"))
     began_s = deployment.clock.now()
@@ -215,7 +225,7 @@ async def measured_faults(
     poison = frozenset(each.name for each in plan if each.poison)
     evidence = evidence_of(deployment, model, {each.name for each in plan}, poison=poison)
     verdict = verdict_on(evidence, deployment, model)
-    asked = {request.request_id for request in evidence.requests}
+    asked = {(request.trajectory, request.turn) for request in evidence.requests}
     planned = Counter[str](fault.kind for fault in script)
     return {
         "verdict": verdict,
@@ -231,13 +241,15 @@ async def measured_faults(
     }
 
 
-def kinds_of(plan: Sequence[PlannedTrajectory], asked: Set[str] | None = None) -> Counter[str]:
+def kinds_of(
+    plan: Sequence[PlannedTrajectory], asked: Set[tuple[str, int]] | None = None
+) -> Counter[str]:
     """Kinds of the planned turns, or of those among them that were `asked` for."""
     return Counter(
         kind
         for planned in plan
         for number, turn in enumerate(planned.turns)
-        if not planned.poison and (asked is None or f"{planned.name}-{number}" in asked)
+        if not planned.poison and (asked is None or (planned.name, number) in asked)
         for kind in turn.kinds
     )
 
@@ -257,18 +269,25 @@ def evidence_of(
     every = records.read(deployment.record, RequestRecord)
     requests = [each for each in every if each.trajectory in trajectories]
     names = {each.choice_name(index) for each in requests for index in range(each.samples)}
-    attempts = records.read(deployment.attempts, AttemptRecord)
+    attempts = [
+        each
+        for each in records.read(deployment.attempts, AttemptRecord)
+        if choice_name(each.request_id) in names
+    ]
+    held = list(records.read(deployment.held, HeldRecord))
+    requests = with_tap_spans(requests, attempts, held)
     text = reference.ModelText(model)
     return Evidence(
         requests=requests,
-        attempts=[each for each in attempts if choice_name(each.request_id) in names],
-        held=list(records.read(deployment.held, HeldRecord)),
+        attempts=attempts,
+        held=held,
         hashes=deployment.state_hashes(),
         announced=deployment.announced,
         truths=reference.truths(model, deployment.states, requests),
         poison=poison,
         forced_end=text.forced_end,
         text=text,
+        numerics=NUMERICS,
     )
 
 

@@ -26,151 +26,57 @@ truncated_by_place turns that end as `length` below their limit or behind an EOS
                    decided how long it is
 overrun            turns that go on behind an EOS, stop token or stop string, or beyond their limit
 broken_setting     turns whose tokens or text break a sampling setting (settings_judge.py), or whose
-                   text is not that of their tokens, and attempts that were asked for with another
-                   setting than the client's; the seed of one that goes on from output differs, and
-                   samples of one request count theirs up
+                   text, or reasoning, content and calls (chat_judge.py), are not those of their
+                   tokens, and attempts that were asked for with another setting than the client's;
+                   the seed of one that goes on from output differs, and samples of one request
+                   count theirs up
 lost_to_others     turns among the lost and truncated that were on an engine while a poison request
                    failed it, or that were blamed for it (422)
 poison_passed      poison requests that were not answered with an error
 pin_broken         spans older than the version that their request asked for at least, or of another
-                   than it asked for
+                   than it asked for; turns with `equal_numerics` on engines of other labels
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
-from benchmarks.migration.pin_judge import Announcement, PinExcuse, breaks_pin, excuse
+from benchmarks.migration.chat_judge import content_of, wrong_parts
+from benchmarks.migration.evidence import Evidence
+from benchmarks.migration.pin_judge import (
+    PinExcuse,
+    breaks_pin,
+    excuse,
+    known_since,
+    other_numerics,
+)
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
 from benchmarks.migration.replies import Reply, replies
-from benchmarks.migration.rollout_plan import ENDS
-from benchmarks.migration.rollout_routes import choice_name
+from benchmarks.migration.rollout_routes import RolloutRoute, choice_name
 from benchmarks.migration.settings_judge import (
-    Text,
     broken_setting,
     forced_places,
     stopped_at,
+    wrong_attempt_settings,
     wrong_text,
 )
+from benchmarks.migration.tap_spans import UNTOLD
+from benchmarks.migration.verdict import Verdict
 
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
-EDGE_NATS = 1e-3
-"""A candidate so near to the edge of `top_k`, `top_p` or `min_p` may be in or out."""
 LOGPROB_NATS = 1e-2
 """Engine and reference round differently; versions differ by far more."""
 IN_FLIGHT_S = 0.05
 """Tokens this young may not have been read when their stream ended. Below the time for which the
 gateway lets tokens wait to be read together: all that has come must be read at a cut."""
-_FINDINGS = 40
-CONVICTING = (
-    "lost",
-    "duplicated",
-    "wrong_span",
-    "resampled_tokens",
-    "truncated_by_place",
-    "overrun",
-    "broken_setting",
-    "lost_to_others",
-    "poison_passed",
-    "pin_broken",
-)
-"""Counters that must be 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTruth:
-    """One token in its context, as the weights of a version rate it."""
-
-    logprob: float
-    """After penalties, `min_tokens` and `logit_bias`."""
-    gap_nats: float | None
-    """Between the best candidate and this token; 0 for the best, None where something else, as a
-    grammar, may decide or exclude candidates."""
-    end_probability: float = 0.0
-    """The chance of EOS and the turn's stop tokens together, at this place."""
-    expected_logprob: float = 0.0
-    """Mean of the log-probability over draws at this place: minus the entropy."""
-    logprob_variance: float = 0.0
-    edge_logprobs: tuple[float, ...] = ()
-    """The log-probability with all candidates at the edge of `top_k`, `top_p` or `min_p`, which
-    rounding takes in or leaves out, and with none."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Evidence:
-    requests: Sequence[RequestRecord]
-    attempts: Sequence[AttemptRecord]
-    held: Sequence[HeldRecord]
-    hashes: Mapping[int, str]
-    """The store's state hash of each version."""
-    truths: Mapping[str, Sequence[TokenTruth]]
-    """Truths of each answered turn's tokens, at the versions that its spans claim."""
-    announced: Mapping[int, Announcement] = field(default_factory=dict)
-    """The announcement of each version to the gateway."""
-    poison: frozenset[str] = frozenset()
-    """Trajectories."""
-    ends: frozenset[int] = ENDS
-    forced_end: Sequence[int] = ()
-    """Tokens that end thinking at its budget."""
-    text: Text = str
-
-
-@dataclass(slots=True)
-class Verdict:
-    turns: int = 0
-    trajectories: int = 0
-    tokens: int = 0
-    moved_turns: int = 0
-    moves: int = 0
-    """Attempts that went on from tokens of an earlier one."""
-    lost: int = 0
-    duplicated: int = 0
-    wrong_span: int = 0
-    resampled_tokens: int = 0
-    truncated_by_place: int = 0
-    overrun: int = 0
-    broken_setting: int = 0
-    lost_to_others: int = 0
-    poison_passed: int = 0
-    pin_broken: int = 0
-    pins: dict[str, int] = field(default_factory=dict)
-    """Turns that asked for a least version or an exact one, and what pins excused."""
-    routes: dict[str, int] = field(default_factory=dict)
-    samples: int = 0
-    """Turns of requests for several."""
-    judged_texts: int = 0
-    judged_tokens: int = 0
-    """Compared with the weights."""
-    judged_choices: int = 0
-    """Tokens of greedy turns, compared with the best candidate."""
-    settings: dict[str, int] = field(default_factory=dict)
-    """Turns that moved, by the sampling setting, route and exact pin that they had."""
-    ties: int = 0
-    worst_logprob_nats: float = 0.0
-    in_flight_tokens: int = 0
-    """Sent by an engine, not yet read when the stream ended, and sampled anew."""
-    worst_late_s: float = 0.0
-    """Longest time that a tap did not run before it saw a cut."""
-    spans: int = 0
-    judged_spans: int = 0
-    """Spans of engines whose weights were known by hash."""
-    unknown_weights_spans: int = 0
-    asked_twice: int = 0
-    poison: dict[str, int] = field(default_factory=dict)
-    attempt_ends: dict[str, int] = field(default_factory=dict)
-    findings: list[str] = field(default_factory=list)
-
-    def note(self, counter: str, name: str, what: str, by: int = 1) -> None:
-        setattr(self, counter, getattr(self, counter) + by)
-        if len(self.findings) < _FINDINGS:
-            self.findings.append(f"{counter}: {name}: {what}")
 
 
 def judged(evidence: Evidence) -> Verdict:
     verdict = Verdict()
+    known = known_since(evidence.announced, evidence.attempts, evidence.held)
     attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
     for attempt in sorted(evidence.attempts, key=lambda one: (one.began_s, one.number)):
         attempts[choice_name(attempt.request_id)].append(attempt)
@@ -201,7 +107,7 @@ def judged(evidence: Evidence) -> Verdict:
         for index in range(last.samples):
             choice = last.choice_name(index)
             one = _TurnJudge(
-                verdict, evidence, choice, index, asked, attempts[choice], hashes, failures
+                verdict, evidence, choice, index, asked, attempts[choice], hashes, failures, known
             )
             one.judge(asked_again=asks[last.trajectory, *last.body["token_ids"]][-1] != name)
         if more := replies(last).keys() - set(range(last.samples)):
@@ -238,6 +144,8 @@ class _TurnJudge:
     attempts: Sequence[AttemptRecord]
     hashes: Mapping[str, set[str]]
     poisoned: Sequence[AttemptRecord]
+    known: Mapping[int, float]
+    """Time since which each version was surely published."""
 
     def judge(self, *, asked_again: bool) -> None:
         last = self.asked[-1]
@@ -264,14 +172,15 @@ class _TurnJudge:
         verdict.tokens += len(reply.token_ids)
         verdict.samples += last.samples > 1
         _add(verdict.routes, last.route.label)
-        for kind in last.pin.keys() - {"wait_s"}:
+        verdict.called_turns += bool(reply.calls)
+        for kind in last.pins:
             _add(verdict.pins, kind)
         went_on = [one for one in self.attempts if self._offset(one) > 0]
         verdict.moves += len(went_on)
         verdict.moved_turns += bool(went_on)
         if went_on:
-            exact = ["exact pin"] if "exact" in last.pin else []
-            for name in (*_settings(sampling), last.route.label, *exact):
+            pins = [f"{kind} pin" for kind in last.pins]
+            for name in (*_settings(sampling), last.route.label, *pins):
                 _add(verdict.settings, name)
 
     def _note(self, counter: str, what: str, by: int = 1) -> None:
@@ -312,18 +221,21 @@ class _TurnJudge:
             ends=frozenset(ends),
             forced_end=self.evidence.forced_end,
             text=self.evidence.text,
+            content=content_of(ids) if self._parsed(last) else ids,
         )
-        if not broken and reply.text is not None:
+        if not broken and (reply.text, reply.reasoning, reply.calls) != (None, None, {}):
             self.verdict.judged_texts += 1
-            broken = wrong_text(
-                sampling, ids, reply.text, ends=frozenset(ends), text=self.evidence.text
-            )
+            judge = wrong_parts if self._parsed(last) else wrong_text
+            broken = judge(last, ids, reply, ends=frozenset(ends), text=self.evidence.text)
         if broken:
             self._note("broken_setting", broken)
         early = early and excused is not PinExcuse.CUT
         if early:
             self._note("truncated_by_place", f"{reason} after {len(ids)} tokens: {reply.fault}")
         return early
+
+    def _parsed(self, last: RequestRecord) -> bool:
+        return last.route is RolloutRoute.CHAT and self.evidence.parses_chats
 
     def _to_others(self, last: RequestRecord) -> None:
         beside = any(
@@ -337,14 +249,14 @@ class _TurnJudge:
     def _twice(self, reply: Reply) -> bool:
         """A request id has one turn, one end and one answer, however often it is sent."""
         numbers = [one.number for one in self.attempts]
-        earlier = [Reply.of(before, self.index).token_ids for before in self.asked[:-1]]
+        earlier = [Reply.of(before, self.index) for before in self.asked[:-1]]
         if len(set(numbers)) < len(numbers):
             self._note("duplicated", f"served twice: attempts {numbers}")
         elif len(reply.finish_reasons) > 1:
             self._note("duplicated", f"ends {reply.finish_reasons}")
         elif reply.contradiction:
             self._note("duplicated", reply.contradiction)
-        elif any(ids != reply.token_ids[: len(ids)] for ids in earlier):
+        elif any(_differs(before, reply) for before in earlier):
             self._note("duplicated", "two answers to one request id")
         else:
             return False
@@ -380,18 +292,10 @@ class _TurnJudge:
 
     def _attempt_settings(self, last: RequestRecord) -> None:
         """Engines get the client's settings; only the seed differs behind output."""
-        wanted = last.body["sampling_params"]
-        seed = wanted["seed"] + self.index if "seed" in wanted else None
         for attempt in self.attempts:
-            sent = attempt.sampling
-            kept = sorted(wanted.keys() - {"seed", "n"})
-            wrong = [name for name in kept if _without_defaults(sent.get(name)) != wanted[name]]
-            if seed is not None:
-                goes_on = self._offset(attempt) > 0
-                if sent.get("seed") is None or (sent["seed"] == seed) == goes_on:
-                    wrong.append("seed")
-            for name in wrong:
-                told = f"attempt {attempt.number} has {name} {sent.get(name)!r}"
+            goes_on = self._offset(attempt) > 0
+            for name in wrong_attempt_settings(last, self.index, attempt, goes_on=goes_on):
+                told = f"attempt {attempt.number} has {name} {attempt.sampling.get(name)!r}"
                 self._note("broken_setting", told)
 
     def _resampled(self, before: AttemptRecord, offset: int) -> None:
@@ -419,16 +323,30 @@ class _TurnJudge:
             self._note("wrong_span", f"{len(reply.token_ids) - at} tokens without a span")
 
     def _pins(self, last: RequestRecord, reply: Reply) -> None:
+        arrived_s = self.asked[0].sent_s
+        newest = max((v for v, known_s in self.known.items() if known_s <= arrived_s), default=0)
         for span in reply.spans:
-            if breaks_pin(last.pin, span["version"]):
-                self._note("pin_broken", f"{span} for {last.pin}")
+            untold = span["version"] == UNTOLD
+            if not untold and breaks_pin(last.pin, span["version"], newest=newest):
+                self._note("pin_broken", f"{span} for {last.pin}, {newest} was the newest")
+        engines = [each.engine for _, each in sorted(self._made().items())]
+        wanted = last.body.get("equal_numerics", False)
+        if others := other_numerics(wanted, engines, self.evidence.numerics):
+            self._note("pin_broken", f"numerics {others} for {wanted}: {engines[:1]}")
 
-    def _span_of_engine(self, span: dict[str, Any]) -> None:
-        wanted = self.evidence.hashes.get(span["version"])
+    def _made(self) -> dict[int, AttemptRecord]:
+        """The attempt that made each token."""
         made: dict[int, AttemptRecord] = {}
         for attempt in self.attempts:
             offset = self._offset(attempt)
             made |= dict.fromkeys(range(offset, offset + len(attempt.token_ids)), attempt)
+        return made
+
+    def _span_of_engine(self, span: dict[str, Any]) -> None:
+        if span["version"] == UNTOLD:
+            self.verdict.unknown_weights_spans += 1
+            return
+        wanted, made = self.evidence.hashes.get(span["version"]), self._made()
         makers = {
             made[at].number: made[at] for at in range(span["start"], span["end"]) if at in made
         }
@@ -451,7 +369,7 @@ class _TurnJudge:
     def _tokens(self, last: RequestRecord, reply: Reply) -> None:
         """The weights of each span's version give its tokens."""
         truths = self.evidence.truths.get(self.name, ())
-        if not reply.spans:
+        if not reply.spans or any(span["version"] == UNTOLD for span in reply.spans):
             return
         if len({len(truths), len(reply.logprobs), len(reply.token_ids)}) > 1:
             told = f"{len(reply.logprobs)} log-probabilities and {len(truths)} that the store gives"
@@ -488,11 +406,13 @@ def _settings(sampling: Mapping[str, Any]) -> list[str]:
     return sorted(set(sampling) - usual) or ["plain"]
 
 
-def _without_defaults(setting: Any) -> Any:
-    """Without the fields that vLLM's renderer adds as null or false."""
-    if not isinstance(setting, dict):
-        return setting
-    return {name: value for name, value in setting.items() if value not in (None, False)}
+def _differs(before: Reply, after: Reply) -> bool:
+    """Whether an answer is another than an earlier one, of which its client may lack the end."""
+    if before.finish_reasons:
+        fields = ("token_ids", "logprobs", "finish_reasons", "spans")
+        differs = any(getattr(before, name) != getattr(after, name) for name in fields)
+        return differs and bool(after.finish_reasons)
+    return before.token_ids != after.token_ids[: len(before.token_ids)]
 
 
 def _add(counts: dict[str, int], name: str) -> None:

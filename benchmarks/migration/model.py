@@ -5,7 +5,7 @@ choice; these are larger. Computes nothing but files.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from weightsync.publisher import Publisher
@@ -17,14 +17,29 @@ FIRST_ID = 5
 REASONING = {"reasoning_start_str": "<think>", "reasoning_end_str": "Enough.</think>"}
 """vLLM's `--reasoning-config`: a budget forces an end of several tokens."""
 ENGINE_ARGUMENTS = ("--dtype", "float32", "--reasoning-config", json.dumps(REASONING))
+PARSER_ARGUMENTS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--reasoning-parser", "deepseek_r1"),
+)
+"""Engines whose chats are parted into reasoning, content and calls. A grammar then rules behind the
+end of reasoning, so that prompts of other routes end with it."""
 _TEMPLATE = (
-    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    "{% if tools %}<bos>tools:{% for t in tools %} {{ t['function']['name'] }}{% endfor %}"
+    # A line's end right behind a block would be left out.
+    "{{ '\\n' }}{% endif %}"
+    "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "assistant:{% if thinking %}<think>{% endif %}"
 )
 
 
-def chat_text(content: str) -> str:
-    """The template's text of a chat of one message."""
-    return f"<bos>user: {content}\nassistant:"
+def chat_text(
+    messages: Iterable[Mapping[str, str]], *, tools: Iterable[str] = (), thinks: bool = False
+) -> str:
+    """The template's text of a chat; `tools` are names."""
+    offered = "".join(f" {name}" for name in tools)
+    said = "".join(f"<bos>{one['role']}: {one['content']}\n" for one in messages)
+    opened = "<think>" if thinks else ""
+    return (f"<bos>tools:{offered}\n" if offered else "") + f"{said}assistant:{opened}"
 
 
 def write_model(directory: Path, *, texts: Iterable[str], context_tokens: int, seed: int) -> None:

@@ -21,19 +21,23 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     body: dict[str, Any]
     """In the words of the gateway's own route; the request was sent in those of `route`."""
     route: RolloutRoute = RolloutRoute.GENERATE
+    turn: int = 0
+    """Its number in the trajectory."""
     sent_s: float
     status: int = 0
     """0: no reply."""
     events: list[str] = []
     """Events of a stream, as they came."""
     reply: str = ""
-    """Body of any other reply."""
+    """Body of any other reply; of Tinker's route, base 64 of its protobuf or JSON of an error."""
     retry_after: str = ""
     """The header of a refusal that says when to ask again."""
     broken_off: bool = False
     """The client closed the connection itself, to send the request again."""
     error: str = ""
     ended_s: float = 0.0
+    tap_spans: dict[int, list[dict[str, Any]]] = {}
+    """Spans of each choice that the judge takes from taps, where the route tells none."""
 
     @property
     def request_id(self) -> str:
@@ -53,13 +57,28 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return self.body.get("weight_version") or {}
 
     @property
+    def pins(self) -> list[str]:
+        """Kinds of the pins that it has."""
+        numerics = ["equal_numerics"] if self.body.get("equal_numerics") else []
+        return [*sorted(self.pin.keys() - {"wait_s"}), *numerics]
+
+    @property
     def refusal(self) -> int:
-        """The status of a refusal: the reply's, or what its stream says in place of an end; 0."""
+        """The status of a refusal: the reply's, or what its stream says in place of an end; 0.
+        Tinker's replies tell only whether to ask again: 409, or not: 410."""
+        if self.route is RolloutRoute.TINKER:
+            return {"server": 409, "user": 410}.get(self.tinker_error.get("category", ""), 0)
         if self.status != 200:
             return self.status
         last = self.events[-2:-1]
         told = msgspec.json.decode(last[0]) if last else {}
         return int(told["error"]["code"]) if "error" in told else 0
+
+    @property
+    def tinker_error(self) -> dict[str, Any]:
+        """The error of a promise that was not kept; empty for any other reply."""
+        is_error = self.status == 200 and self.reply.startswith("{")
+        return msgspec.json.decode(self.reply, type=dict[str, Any]) if is_error else {}
 
     @property
     def max_tokens(self) -> int:

@@ -12,8 +12,9 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from benchmarks.migration.judge import EDGE_NATS, TokenTruth
-from benchmarks.migration.model import EOS_ID, REASONING, chat_text
+from benchmarks.migration.chat_plan import TOOL, Chat
+from benchmarks.migration.evidence import EDGE_NATS, TokenTruth
+from benchmarks.migration.model import EOS_ID, FIRST_ID, REASONING, chat_text
 from benchmarks.migration.records import RequestRecord
 from benchmarks.migration.replies import Reply
 from benchmarks.migration.rollout_plan import ENDS
@@ -178,10 +179,19 @@ class ModelText:
         ended = self._tokenizer.encode(REASONING["reasoning_end_str"], add_special_tokens=False)
         self.forced_end: list[int] = ended.ids
 
-    def chat(self, content: str) -> list[int]:
-        """The prompt of a chat whose user says this."""
-        ids: list[int] = self._tokenizer.encode(chat_text(content), add_special_tokens=False).ids
+    def chat(self, chat: Chat) -> list[int]:
+        """Its prompt."""
+        text = chat_text(
+            chat.messages, tools=[TOOL] if chat.tool_choice else [], thinks=chat.thinks
+        )
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    @property
+    def blanks(self) -> list[int]:
+        """Tokens of white space alone."""
+        every = range(FIRST_ID, self._tokenizer.get_vocab_size())
+        return [each for each in every if self([each]).isspace()]
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

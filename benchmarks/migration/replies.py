@@ -4,6 +4,7 @@ Nothing is repaired: what a reply lacks is missing here, and where it says two t
 that is its contradiction.
 """
 
+from base64 import b64decode
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import msgspec
 
 from benchmarks.migration.records import RequestRecord
 from benchmarks.migration.rollout_routes import RolloutRoute
+from benchmarks.migration.tinker_reply import sequences
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -23,7 +25,12 @@ class Reply(msgspec.Struct, kw_only=True):
     finish_reasons: list[str] = []
     fault: str = ""
     text: str | None = None
-    """None where the route sends none."""
+    """None where the route sends none. A chat's content."""
+    reasoning: str | None = None
+    calls: dict[int, list[str]] = {}
+    """Name and arguments, as text, of each call of a tool."""
+    calls_at_end: bool = False
+    """Whether it says that it ended with calls."""
     whole: bool = False
     contradiction: str = ""
 
@@ -45,6 +52,12 @@ class Reply(msgspec.Struct, kw_only=True):
         said = choice.get("message") or choice.get("delta") or choice
         if (text := said.get("content", said.get("text"))) is not None:
             self.text = (self.text or "") + text
+        if (thought := said.get("reasoning")) is not None:
+            self.reasoning = (self.reasoning or "") + thought
+        for place, call in enumerate(said.get("tool_calls") or ()):
+            made = self.calls.setdefault(call.get("index", place), ["", ""])
+            made[0] += call["function"].get("name") or ""
+            made[1] += call["function"].get("arguments") or ""
         if choice.get("finish_reason"):
             self._end(choice["finish_reason"], choice.get("spans"), choice.get("fault"))
 
@@ -68,7 +81,9 @@ class Reply(msgspec.Struct, kw_only=True):
             self.contradiction = f"tokens {ids[-3:]} with log-probabilities of {scored[-3:]}"
 
     def _end(self, reason: str, spans: list[dict[str, Any]] | None, fault: str | None) -> None:
-        self.finish_reasons.append(reason)
+        # A call is how such a turn stops.
+        self.calls_at_end = self.calls_at_end or reason == "tool_calls"
+        self.finish_reasons.append("stop" if reason == "tool_calls" else reason)
         # The last event has all spans.
         self.spans = spans or []
         self.fault = fault or self.fault
@@ -79,6 +94,8 @@ def replies(record: RequestRecord) -> dict[int, Reply]:
     found: dict[int, Reply] = defaultdict(Reply)
     if record.status != 200:
         return {}
+    if record.route is RolloutRoute.TINKER:
+        return _of_tinker(record)
     done = bool(record.reply)
     for text in record.events or ([record.reply] if record.reply else []):
         if text == "[DONE]":
@@ -96,6 +113,21 @@ def replies(record: RequestRecord) -> dict[int, Reply]:
     for reply in found.values():
         reply.whole = done
     return dict(found)
+
+
+def _of_tinker(record: RequestRecord) -> dict[int, Reply]:
+    if not record.reply or record.tinker_error:
+        return {}
+    return {
+        index: Reply(
+            token_ids=each.token_ids,
+            logprobs=each.logprobs,
+            finish_reasons=[each.finish_reason],
+            spans=record.tap_spans.get(index, []),
+            whole=True,
+        )
+        for index, each in enumerate(sequences(b64decode(record.reply)))
+    }
 
 
 def _of_sglang(told: Any) -> Iterable[tuple[int, dict[str, Any]]]:

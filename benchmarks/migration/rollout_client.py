@@ -19,9 +19,10 @@ import aiohttp
 import msgspec
 
 from benchmarks.migration.records import RequestRecord, append
-from benchmarks.migration.replies import Reply
+from benchmarks.migration.replies import Reply, replies
 from benchmarks.migration.rollout_plan import PATIENCE_S, PinKind, PlannedTrajectory, PlannedTurn
-from benchmarks.migration.rollout_routes import sent
+from benchmarks.migration.rollout_routes import RolloutRoute, sent
+from benchmarks.migration.tinker_client import TinkerClient
 from harvester.contracts.clock import MonotonicClock
 
 _EXACT_ASKS = 4
@@ -36,6 +37,7 @@ class RolloutClient:
         self._session = session
         self._record = record
         self._store = store
+        self._tinker = TinkerClient(session)
         self._clock = MonotonicClock()
         self._may_begin = asyncio.Event()
         self._may_begin.set()
@@ -70,19 +72,19 @@ class RolloutClient:
         version = 0
         for number, turn in enumerate(planned.turns):
             context += turn.new_tokens
-            name = f"{planned.name}-{number}"
-            reply = Reply.of(await self._answered(planned.name, name, turn, context, version))
-            if not (reply.whole and reply.finish_reasons[-1:] in (["stop"], ["length"])):
+            reply = Reply.of(await self._answered(planned.name, number, turn, context, version))
+            if not _ended_well(reply):
                 break
             context += reply.token_ids
-            version = max(span["version"] for span in reply.spans)
+            version = max((span["version"] for span in reply.spans), default=version)
         self._ended += 1
         say(f"ended {self._ended}")
 
     async def _answered(
-        self, trajectory: str, name: str, turn: PlannedTurn, context: list[int], version: int
+        self, trajectory: str, number: int, turn: PlannedTurn, context: list[int], version: int
     ) -> RequestRecord:
         """The last request for the turn."""
+        name = f"{trajectory}-{number}"
         for ask in range(_EXACT_ASKS + 1):
             await self._may_begin.wait()
             self._open += 1
@@ -94,9 +96,13 @@ class RolloutClient:
             }
             if pin := self._pin(turn, version, ask):
                 body["weight_version"] = pin
+            if turn.route is RolloutRoute.TINKER:
+                body["request_id"] = await self._tinker.request_id(pin.get("exact"), number)
+            if turn.equal_numerics:
+                body["equal_numerics"] = turn.equal_numerics
             if turn.chat:
-                body["messages"] = [{"role": "user", "content": turn.chat}]
-            record = await self._turn(trajectory, turn, body)
+                body |= turn.chat.fields
+            record = await self._turn(trajectory, number, turn, body)
             self._open -= 1
             self._say_if_idle()
             if "exact" not in pin or record.refusal not in (409, 410):
@@ -105,14 +111,18 @@ class RolloutClient:
         return record
 
     def _pin(self, turn: PlannedTurn, version: int, ask: int) -> dict[str, Any]:
+        if turn.pin is PinKind.LAG:
+            return {"max_lag": turn.max_lag}
         if turn.pin is None or not version:
             return {}
         if turn.pin is PinKind.MINIMUM:
             return {"minimum": version}
+        by_tinker = turn.route is RolloutRoute.TINKER
         if ask == _EXACT_ASKS:
-            return {"minimum": self._newest()}
+            return {} if by_tinker else {"minimum": self._newest()}
         if ask:
-            return {"exact": self._newest(), "wait_s": PATIENCE_S}
+            patience_s = turn.patience_s if by_tinker else PATIENCE_S
+            return {"exact": self._newest(), "wait_s": patience_s}
         exact = {
             PinKind.EXACT: version,
             PinKind.NEWEST: self._newest(),
@@ -125,11 +135,13 @@ class RolloutClient:
         return int((self._store / "LATEST").read_text().strip().removeprefix("weight_v"))
 
     async def _turn(
-        self, trajectory: str, turn: PlannedTurn, body: dict[str, Any]
+        self, trajectory: str, number: int, turn: PlannedTurn, body: dict[str, Any]
     ) -> RequestRecord:
         def record() -> RequestRecord:
             now = self._clock.now()
-            return RequestRecord(trajectory=trajectory, body=body, route=turn.route, sent_s=now)
+            return RequestRecord(
+                trajectory=trajectory, turn=number, body=body, route=turn.route, sent_s=now
+            )
 
         if turn.breaks_off_after_s is not None:
             first = record()
@@ -144,25 +156,34 @@ class RolloutClient:
                 return first
         last = record()
         await self._send(last)
+        if turn.repeats and _is_whole(last):
+            last = record()
+            await self._send(last)
         return last
 
     async def _send(self, record: RequestRecord) -> None:
         headers = {"X-Session-ID": record.trajectory}
         try:
-            async with self._session.post(
-                record.route.value, json=sent(record.route, record.body), headers=headers
-            ) as reply:
-                record.status = reply.status
-                record.retry_after = reply.headers.get("Retry-After", "")
-                if reply.content_type == "text/event-stream":
-                    async for line in reply.content:
-                        if text := line.decode().strip().removeprefix("data: "):
-                            record.events.append(text)
-                else:
-                    record.reply = await reply.text()
+            if record.route is RolloutRoute.TINKER:
+                await self._tinker.ask(record, headers)
+            else:
+                await self._ask(record, headers)
         except (aiohttp.ClientError, ConnectionError) as error:
             record.error = repr(error)
         self._write(record)
+
+    async def _ask(self, record: RequestRecord, headers: dict[str, str]) -> None:
+        async with self._session.post(
+            record.route.value, json=sent(record.route, record.body), headers=headers
+        ) as reply:
+            record.status = reply.status
+            record.retry_after = reply.headers.get("Retry-After", "")
+            if reply.content_type == "text/event-stream":
+                async for line in reply.content:
+                    if text := line.decode().strip().removeprefix("data: "):
+                        record.events.append(text)
+            else:
+                record.reply = await reply.text()
 
     def _write(self, record: RequestRecord) -> None:
         record.ended_s = self._clock.now()
@@ -171,6 +192,16 @@ class RolloutClient:
     def _say_if_idle(self) -> None:
         if not self._may_begin.is_set() and not self._open:
             say("idle")
+
+
+def _ended_well(reply: Reply) -> bool:
+    return reply.whole and reply.finish_reasons[-1:] in (["stop"], ["length"])
+
+
+def _is_whole(record: RequestRecord) -> bool:
+    """Whether each of its samples is: the gateway keeps the answer then."""
+    found = replies(record)
+    return len(found) == record.samples and all(map(_ended_well, found.values()))
 
 
 def say(line: str) -> None:

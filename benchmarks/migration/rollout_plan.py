@@ -4,15 +4,23 @@ Pure. Faults are due at a number of ended trajectories, so that a slow machine h
 at the same places as a fast one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
 from typing import Any, TypeVar
 
 import msgspec
 
-from benchmarks.migration.model import BOS_ID, EOS_ID, FIRST_ID, THINK_ID, VOCABULARY
-from benchmarks.migration.rollout_routes import UNCARRIED, RolloutRoute
+from benchmarks.migration.chat_plan import Chat, drawn_chat
+from benchmarks.migration.model import (
+    BOS_ID,
+    END_THINK_ID,
+    EOS_ID,
+    FIRST_ID,
+    THINK_ID,
+    VOCABULARY,
+)
+from benchmarks.migration.rollout_routes import KEPT_ANSWERS, UNCARRIED, RolloutRoute
 
 POISON_KILLS, POISON_FAILS = 3, 4
 """Second tokens of prompts that kill an engine, and that an engine answers with a failure. They
@@ -23,12 +31,8 @@ GRAMMARS = ["([a-z]{2,5}-){2,8}[0-9]", "([äöü€]{3,9}){2,4}[.]", '[{]"n": [0
 """The second makes characters of several tokens."""
 
 
-WORDS = ["why", "does", "a", "turn", "move", "to", "another", "engine", "and", "go", "on", "there"]
-"""Chats are of these."""
-
-
 class PinKind(StrEnum):
-    """Versions that a later turn asks for."""
+    """Versions that a turn asks for; all but the last one need an earlier turn."""
 
     MINIMUM = "minimum"
     """None older than the trajectory has had."""
@@ -38,6 +42,8 @@ class PinKind(StrEnum):
     """Exactly the newest in the store, which may not be announced to the gateway yet."""
     NEXT = "next"
     """Exactly the one after it, for which there mostly is not the patience."""
+    LAG = "lag"
+    """At most so many versions behind the newest."""
 
 
 class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,22 +51,34 @@ class PlannedTurn(msgspec.Struct, frozen=True, kw_only=True):
     """Appended to the trajectory's context: the prompt, later a tool's output."""
     sampling: dict[str, Any]
     route: RolloutRoute = RolloutRoute.GENERATE
-    chat: str = ""
-    """The user's message, in a chat; `new_tokens` are its prompt."""
+    chat: Chat | None = None
+    """`new_tokens` are its prompt."""
     stream: bool = False
     pin: PinKind | None = None
     """A turn whose exact pin is refused is asked for again, with the newest."""
     patience_s: float = 0.0
     """Time for which the gateway may wait to meet an exact pin."""
+    max_lag: int = 0
+    equal_numerics: bool | str = False
     breaks_off_after_s: float | None = None
     """The client closes its connection then, and sends the same request again."""
+    repeats: bool = False
+    """The client asks for the whole answer once more."""
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of turns that it is one of."""
-        several = ["several samples"] if self.sampling.get("n", 1) > 1 else []
-        pin = [f"{self.pin} pin"] if self.pin else []
-        return [self.route.label, *several, *pin]
+        is_of = {
+            self.route.label: True,
+            "several samples": self.sampling.get("n", 1) > 1,
+            f"{self.pin} pin": self.pin is not None,
+            "equal numerics": bool(self.equal_numerics),
+            f"{self.route.label}, asked again": self.repeats,
+        }
+        return [
+            *(kind for kind, fits in is_of.items() if fits),
+            *(self.chat.kinds if self.chat else []),
+        ]
 
 
 class PlannedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,15 +89,32 @@ class PlannedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories of one arm follow each other; the client names the next arm before it begins."""
 
 
-_CHATS = 0.15
+_CHATS = 0.25
 """Share of first turns."""
-_ROUTES = {RolloutRoute.COMPLETIONS: 0.18, RolloutRoute.SGLANG: 0.18}
+_ROUTES = {
+    RolloutRoute.COMPLETIONS: 0.16,
+    RolloutRoute.SGLANG: 0.16,
+    RolloutRoute.TINKER: 0.14,
+}
 _SEVERAL = 0.3
 """Share of turns with a temperature that ask for two or three samples; vLLM's renderer refuses them
 without one. The trajectory goes on from the first."""
-_PINS = {PinKind.MINIMUM: 0.35, PinKind.EXACT: 0.15, PinKind.NEWEST: 0.12, PinKind.NEXT: 0.05}
+_FIRST_PINS = {PinKind.LAG: 0.12}
+_PINS = {
+    PinKind.MINIMUM: 0.3,
+    PinKind.EXACT: 0.15,
+    PinKind.NEWEST: 0.12,
+    PinKind.NEXT: 0.05,
+    **_FIRST_PINS,
+}
 """Shares of later turns."""
+_TINKER_PINS = {PinKind.MINIMUM: PinKind.EXACT, PinKind.NEXT: PinKind.NEWEST, PinKind.LAG: None}
+"""Tinker's samplers are pinned to one version or to none."""
+_NUMERICS: dict[bool | str, float] = {True: 0.08, "wide": 0.04}
+"""The label is that of the engines whose context holds every turn."""
 PATIENCE_S = 10.0
+TINKER_PATIENCE_S = 60.0
+"""The gateway's own: Tinker's clients name none."""
 T = TypeVar("T")
 
 
@@ -152,12 +187,18 @@ def fault_script(seed: int, trajectories: int, *, dedicated: list[str], guest: s
 
 
 def rollout_plan(
-    seed: int, trajectories: int, *, contexts: tuple[int, int], chat: Callable[[str], list[int]]
+    seed: int,
+    trajectories: int,
+    *,
+    contexts: tuple[int, int],
+    chat: Callable[[Chat], list[int]],
+    blanks: Sequence[int] = (),
 ) -> list[Any]:
     """Trajectories of one to four turns; half of them outgrow the smaller of the two contexts.
 
-    A tenth of the requests of the gateway's own route is sent twice, one trajectory in fifty is
-    poison. `chat` gives the prompt of what a user says; only a first turn can be a chat.
+    A tenth of the requests of routes that keep answers is broken off and sent again, as many are
+    asked for again behind their answer, one trajectory in fifty is poison. `chat` gives the prompt
+    of a chat, which only a first turn can be, `blanks` are tokens of white space.
     """
     random = Random(f"plan {seed}")
     plan = []
@@ -168,7 +209,7 @@ def rollout_plan(
         while len(turns) < random.randint(1, 4):
             turn = _turn(random, [] if turns else _filler(random, room - small), later=bool(turns))
             if not turns and random.random() < _CHATS:
-                turn = _as_chat(random, turn, chat)
+                turn = _as_chat(random, turn, chat, blanks)
             room -= len(turn.new_tokens) + turn.sampling["max_tokens"]
             if room < 0 and turns:
                 break
@@ -182,7 +223,12 @@ def _turn(random: Random, filler: list[int], *, later: bool) -> PlannedTurn:
     if not later:
         new = [BOS_ID, *new, *filler]
     route = _drawn(random, _ROUTES) or RolloutRoute.GENERATE
-    sampling = _sampling(random, random.randint(16, 80)) | _surface(random, route)
+    drawn = _sampling(random, random.randint(16, 80)) | _surface(random, route)
+    uncarried = UNCARRIED.get(route, frozenset())
+    sampling = {name: value for name, value in drawn.items() if name not in uncarried}
+    if route is RolloutRoute.TINKER and "stop" in sampling:
+        # Its field takes strings or tokens.
+        del sampling["stop_token_ids"]
     if sampling["temperature"] and random.random() < _SEVERAL:
         sampling["n"] = random.randint(2, 3)
     if "structured_outputs" in sampling:
@@ -192,35 +238,46 @@ def _turn(random: Random, filler: list[int], *, later: bool) -> PlannedTurn:
     new.append(FIRST_ID)
     if "thinking_token_budget" in sampling:
         new.append(THINK_ID)
-    pin = _drawn(random, _PINS) if later else None
-    # Answers of other routes are not kept for clients that ask for the same again.
-    breaks_off = route is RolloutRoute.GENERATE and random.random() < 0.1
+    if "structured_outputs" in sampling:
+        # Behind the end of reasoning a grammar rules from the first token.
+        new.append(END_THINK_ID)
+    pin = _drawn(random, _PINS if later else _FIRST_PINS)
+    patience_s = random.uniform(0.2, 3.0) if pin is PinKind.NEXT else PATIENCE_S
+    numerics = _drawn(random, _NUMERICS) if route is not RolloutRoute.TINKER else None
+    if route is RolloutRoute.TINKER:
+        pin, patience_s = _TINKER_PINS.get(pin, pin) if pin else None, TINKER_PATIENCE_S
+    again = random.random() if route in KEPT_ANSWERS else 1.0
     return PlannedTurn(
         new_tokens=new,
         sampling=sampling,
         route=route,
-        stream=random.random() < 0.5,
+        stream=route is not RolloutRoute.TINKER and random.random() < 0.5,
         pin=pin,
-        patience_s=random.uniform(0.2, 3.0) if pin is PinKind.NEXT else PATIENCE_S,
-        breaks_off_after_s=random.uniform(0.02, 0.5) if breaks_off else None,
+        patience_s=patience_s,
+        max_lag=random.randint(0, 1),
+        equal_numerics=numerics or False,
+        breaks_off_after_s=random.uniform(0.02, 0.5) if again < 0.1 else None,
+        repeats=0.1 <= again < 0.2,
     )
 
 
-def _as_chat(random: Random, turn: PlannedTurn, chat: Callable[[str], list[int]]) -> PlannedTurn:
+def _as_chat(
+    random: Random,
+    turn: PlannedTurn,
+    chat: Callable[[Chat], list[int]],
+    blanks: Sequence[int],
+) -> PlannedTurn:
     """The turn with a prompt about as long, in words."""
-    said = " ".join(random.choices(WORDS, k=max(4, len(turn.new_tokens) // 4)))
-    sampling = {
-        name: value
-        for name, value in turn.sampling.items()
-        if name not in UNCARRIED[RolloutRoute.CHAT]
-    }
+    words = max(4, len(turn.new_tokens) // 4)
+    drawn, sampling = drawn_chat(random, turn.sampling, words=words, blanks=blanks)
     return msgspec.structs.replace(
         turn,
-        new_tokens=chat(said),
+        new_tokens=chat(drawn),
         sampling=sampling,
         route=RolloutRoute.CHAT,
-        chat=said,
+        chat=drawn,
         breaks_off_after_s=None,
+        repeats=False,
     )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 import regex
 
 from benchmarks.migration.model import EOS_ID, THINK_ID
+from benchmarks.migration.records import AttemptRecord, RequestRecord
+from benchmarks.migration.replies import Reply
+from benchmarks.migration.rollout_routes import route_made
 
 Text = Callable[[Sequence[int]], str]
 """Text of tokens, without special ones."""
@@ -22,8 +25,10 @@ def broken_setting(
     ends: frozenset[int],
     forced_end: Sequence[int],
     text: Text,
+    content: Sequence[int],
 ) -> str:
-    """The setting that the reply breaks; "" if it keeps all. `ends` are EOS and stop tokens."""
+    """The setting that the reply breaks; "" if it keeps all. `ends` are EOS and stop tokens;
+    `content`, the last of `ids`, are those that a grammar rules."""
     least = sampling.get("min_tokens", 0)
     if any(token in ends for token in ids[: max(0, least - 1)]):
         return f"an end before {least} tokens"
@@ -31,9 +36,9 @@ def broken_setting(
     if [ids[at] for at in forced] != list(forced_end[: len(forced)]):
         return f"{[ids[at] for at in forced]} behind the thinking budget, not {forced_end}"
     if (structured := sampling.get("structured_outputs")) is not None:
-        whole = ids[-1:] == [EOS_ID]
+        whole = content[-1:] == [EOS_ID]
         # A character whose last bytes are missing.
-        said = text(ids) if whole else text(ids).rstrip("\ufffd")
+        said = text(content) if whole else text(content).rstrip("\ufffd")
         if regex.fullmatch(structured["regex"], said, partial=not whole) is None:
             return f"{said!r} is not of the grammar {structured['regex']}"
     return ""
@@ -72,19 +77,49 @@ def stopped_at(sampling: Mapping[str, Any], ids: Sequence[int], text: Text) -> i
 
 
 def wrong_text(
-    sampling: Mapping[str, Any], ids: Sequence[int], said: str, *, ends: frozenset[int], text: Text
+    request: RequestRecord, ids: Sequence[int], reply: Reply, *, ends: frozenset[int], text: Text
 ) -> str:
     """The difference of a reply's text from that of its tokens up to what ended it; "" for none."""
+    said = reply.text or ""
+    fits = texts_of(request.body["sampling_params"], ids, ends, text)
+    # Bytes that are no character have no text of their own.
+    is_right = said.replace("\ufffd", "") in {each.replace("\ufffd", "") for each in fits}
+    return "" if is_right else f"{said!r} is the text of {fits[0]!r}"
+
+
+def texts_of(
+    sampling: Mapping[str, Any], ids: Sequence[int], ends: frozenset[int], text: Text
+) -> list[str]:
+    """The text of tokens up to what ended them, and what a stream may have sent of it."""
     kept = list(ids[:-1] if ids[-1:] and ids[-1] in ends else ids)
     wanted = text(kept)
     places = [at for one in sampling.get("stop") or () if (at := wanted.find(one)) >= 0]
-    wanted = wanted[: min(places, default=None)]
-    fits = {wanted}
-    if not places:
-        # A stream holds back tokens that end within a character, and may end with them.
-        while kept and text(kept).endswith("\ufffd"):
-            kept.pop()
-        fits.add(text(kept))
-    # Bytes that are no character have no text of their own.
-    is_right = said.replace("\ufffd", "") in {each.replace("\ufffd", "") for each in fits}
-    return "" if is_right else f"{said!r} is the text of {wanted!r}"
+    if places:
+        return [wanted[: min(places)]]
+    # A stream holds back tokens that end within a character, and may end with them.
+    while kept and text(kept).endswith("\ufffd"):
+        kept.pop()
+    return [wanted, text(kept)]
+
+
+def wrong_attempt_settings(
+    request: RequestRecord, index: int, attempt: AttemptRecord, *, goes_on: bool
+) -> list[str]:
+    """Settings that an attempt at the request's choice did not get as its client gave them; the
+    seed alone differs behind output."""
+    wanted, sent = request.body["sampling_params"], attempt.sampling
+    kept = sorted(wanted.keys() - {"seed", "n"} - route_made(request.body))
+    wrong = [name for name in kept if _without_defaults(sent.get(name)) != wanted[name]]
+    wrong += [name for name in route_made(request.body) if not sent.get(name)]
+    if "seed" in wanted:
+        is_own = sent.get("seed") == wanted["seed"] + index
+        if sent.get("seed") is None or is_own == goes_on:
+            wrong.append("seed")
+    return wrong
+
+
+def _without_defaults(setting: Any) -> Any:
+    """Without the fields that vLLM's renderer adds as null or false."""
+    if not isinstance(setting, dict):
+        return setting
+    return {name: value for name, value in setting.items() if value not in (None, False)}

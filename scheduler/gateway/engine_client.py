@@ -337,7 +337,9 @@ class EngineClient:
         except (*_BROKEN, EngineLost) as error:
             self.forget()
             what = f"switch to {store} {version}" if version else "version 0"
-            raise EngineLost(f"{what}: {reason_of(error)}") from error
+            fault, change = f"{what}: {reason_of(error)}", _left_by(error)
+            lost = EngineUnreachable(fault, change) if change is Change.PROCESS else None
+            raise lost or EngineLost(fault) from error
 
     async def _load(self, store: str, version: WeightVersion, adapter: str | None) -> None:
         named = {} if adapter is None else {"adapter": adapter}

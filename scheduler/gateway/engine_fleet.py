@@ -15,7 +15,7 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineClient, EngineLost
+from scheduler.gateway.engine_client import EngineClient, EngineLost, EngineUnreachable
 from scheduler.gateway.fleet_member import Member, numerics_of
 from scheduler.gateway.policy.engine_health import EngineLog
 from scheduler.gateway.policy.routing_events import (
@@ -358,7 +358,7 @@ class EngineFleet:
             self.observe(EngineEmptied(engine=effect.engine))
 
     async def _update(self, member: Member, effect: UpdateEngine) -> None:
-        fault = ""
+        fault, died = "", False
         try:
             if not member.is_described:
                 member.description = await member.client.describe()
@@ -374,7 +374,7 @@ class EngineFleet:
             member.numerics = member.engine.numerics or await self._numerics(member)
             fault = self._review_clash(member)
         except EngineLost as error:
-            fault = str(error)
+            fault, died = str(error), isinstance(error, EngineUnreachable)
         except Exception as error:
             # Not foreseen; without an end, the engine would be updating for ever.
             _log.exception("engine %s: update to %s", effect.engine, effect.version)
@@ -385,11 +385,15 @@ class EngineFleet:
         if member.updating is asyncio.current_task():
             self.log_fault(member, fault)
             member.updating, member.fault = None, fault
-            self.observe(
-                EngineUpdated(
-                    engine=effect.engine, job=effect.job, version=effect.version, fault=fault
+            if died:
+                # It could not fail to load anything, and has no identity to be missed by.
+                self.down(member, fault)
+            else:
+                self.observe(
+                    EngineUpdated(
+                        engine=effect.engine, job=effect.job, version=effect.version, fault=fault
+                    )
                 )
-            )
             if fault:
                 self._wake_publishers()
             else:

@@ -51,6 +51,8 @@ _DERENDERED_BYTES = 4 << 20
 """Completions of one call, encoded: its reply is decoded in one piece, in some 50 ms."""
 _SEED_TOKENS = 64
 """The end of a prompt, from which text is decoded where no parser reads all of it."""
+_CHARACTER_TOKENS = 4
+"""Tokens that a character is made of, at most."""
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids")
 _ENCODER = msgspec.json.Encoder()
 
@@ -184,7 +186,7 @@ class Renderer:
         return reply | {"choices": choices}
 
     async def _derender(
-        self, dialect: Dialect, request: Body, prompts: Any, lengths: Any, responses: Any
+        self, dialect: Dialect, request: Any, prompts: Any, lengths: Any, responses: Any
     ) -> Body:
         body = {"prompt_token_ids": prompts, "prompt_tokens": lengths}
         body |= {dialect.response_field: responses, dialect.request_field: request}
@@ -197,7 +199,29 @@ class Renderer:
         """A chunk of the dialect's stream, and the state to send with the choice's next one."""
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
         reply = await self.post(f"{text.dialect.route}/derender", body | text.beside(prompt, state))
-        return reply["chunk"], reply["stream_state"]
+        told: Body = reply["chunk"]
+        for each, choice in zip(told["choices"], chunk["choices"], strict=False):
+            asked = (choice.get("logprobs") or {}).get("content")
+            left_out = each.get("logprobs") is None and not text.dialect.many
+            if asked and left_out and text.shows_reasoning:
+                each["logprobs"] = await self._logprobs(text, prompt, choice, state)
+        return told, reply["stream_state"]
+
+    async def _logprobs(
+        self, text: "StreamedText", prompt: Sequence[int], choice: Body, state: Body | None
+    ) -> Body | None:
+        """Those of a chunk, which vLLM leaves out where a parser reads a stream: made as of a whole
+        reply, behind the tokens that a character may have begun in."""
+        before = ((state or {}).get("output_token_ids") or [])[-_CHARACTER_TOKENS:]
+        content = [
+            {"token_id": one, "token": "", "logprob": 0.0, "top_logprobs": []} for one in before
+        ]
+        content += choice["logprobs"]["content"]
+        whole = choice | {"token_ids": [*before, *choice["token_ids"]]}
+        response = {"request_id": "", "choices": [whole | {"logprobs": {"content": content}}]}
+        reply = await self._derender(text.dialect, text.request, prompt, len(prompt), response)
+        told: Body | None = reply["choices"][0]["logprobs"]
+        return told and told | {"content": told["content"][len(before) :]}
 
     async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
@@ -282,7 +306,8 @@ class StreamedText:
     def __init__(self, dialect: Dialect, request: Body, prompt: Sequence[int]) -> None:
         """`prompt`: the first one; a dialect whose text is parsed has no other."""
         self.dialect = dialect
-        self._whole = msgspec.Raw(_ENCODER.encode(request))
+        self.request = msgspec.Raw(_ENCODER.encode(request))
+        self.shows_reasoning = request.get("include_reasoning") is not False
         self._prompt = msgspec.Raw(_ENCODER.encode(prompt))
         self._least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
 
@@ -296,4 +321,4 @@ class StreamedText:
             return {field: self._least} | seed
         if state is not None and state.get("prev_tokens") and not state.get("output_token_ids"):
             return {field: self._least}
-        return {"prompt_token_ids": self._prompt, field: self._whole}
+        return {"prompt_token_ids": self._prompt, field: self.request}

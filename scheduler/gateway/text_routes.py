@@ -316,7 +316,7 @@ class _TextRequest:
         self.returns_ids = bool(body.get("return_token_ids"))
         self._on_interrupt = body.get("on_interrupt")
         self._pins = given(body, PIN_FIELDS)
-        self._requires_tool = body.get("tool_choice") == "required"
+        self._names_tool = isinstance(body.get("tool_choice"), dict)
         self.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
         self.echoes = bool(body.get("echo"))
         self.generates = body.get("max_tokens") != 0
@@ -423,11 +423,11 @@ class _TextRequest:
         """Adds to a choice of the reply what the renderer does not know of."""
         spans = msgspec.to_builtins(choice.spans)
         told |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
-        if choice.finish_reason in (FinishReason.LENGTH, FinishReason.REPETITION):
+        if choice.finish_reason not in (None, FinishReason.STOP):
             # vLLM's derenderer takes a call that was cut off for a whole one,
             told["finish_reason"] = choice.finish_reason
-        elif self._requires_tool and _message(told).get("tool_calls") and choice.finish_reason:
-            # and one that had to come for text.
+        elif choice.finish_reason and not self._names_tool and _message(told).get("tool_calls"):
+            # and a whole reply's call for text.
             told["finish_reason"] = "tool_calls"
         if choice.weight_versions is not None:
             told["weight_versions"] = msgspec.to_builtins(choice.weight_versions)

@@ -118,7 +118,8 @@ class FakeRenderer:
             self.chunk_bytes.append(request.content_length or 0)
             delta = {"content": text_of(choice["token_ids"])}
             told = {"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}
-            if choice.get("logprobs"):
+            # vLLM 0.32 leaves them out where a parser reads the stream.
+            if choice.get("logprobs") and not self.parses:
                 told["logprobs"] = {"content": decoded_logprobs(choice)}
             return web.json_response(
                 {

@@ -333,6 +333,24 @@ async def test_an_activation_of_an_older_version_tries_engines_that_cannot_load_
         assert (status, "another model" in reply["error"], len(fake.staged)) == (503, True, 1)
 
 
+async def test_an_engine_that_dies_in_its_switch_is_away_and_refuses_no_publish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has not failed to load the version, and is brought to it when it is back."""
+    monkeypatch.setattr(job_versions, "SHOWN_S", 0.2)
+    fakes = [engine(), engine()]
+    times = {"health_s": 0.3}
+    async with gateway_on(*fakes, versions={"retry_s": 0.1}, timeouts=times) as gateway:
+        assert (await gateway.publish(1))[0] == 200
+        await gateway.sites[1].close()
+        status, reply = await gateway.publish(2)
+        assert (status, reply.get("engines")) == (200, {"e0": "switched"}), reply
+        await gateway.sites[1].serve(fakes[1].app())
+        policy = gateway.scheduler.fleet.policy
+        await gateway.until(lambda: policy.state("e1") == "serving")
+        assert fakes[1].version == 2
+
+
 async def test_an_activation_says_at_once_what_keeps_engines_from_the_version_in_force() -> None:
     fakes = [engine(), engine()]
     times = {"publish_s": 3600.0}

@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 
 from benchmarks.migration import records
-from benchmarks.migration.judge import Evidence, TokenTruth, judged
+from benchmarks.migration.chat_plan import Chat
+from benchmarks.migration.evidence import Evidence, TokenTruth
+from benchmarks.migration.judge import judged
 from benchmarks.migration.model import VOCABULARY as PLANNED_VOCABULARY
 from benchmarks.migration.pin_judge import Announcement
 from benchmarks.migration.records import RequestRecord
-from benchmarks.migration.replies import Reply
+from benchmarks.migration.replies import Reply, replies
 from benchmarks.migration.rollout_plan import PlannedTurn, rollout_plan
 from benchmarks.migration.rollout_process import RolloutProcess
 from benchmarks.migration.rollout_routes import RolloutRoute
@@ -23,8 +25,9 @@ from tests.integration.gateway_in_process import Site, gateway_on
 TRAJECTORIES = 20
 
 
-def ids_of(said: str) -> list[int]:
-    return [ord(c) % 256 for c in said]
+def ids_of(chat: Chat) -> list[int]:
+    """As the fake renderer has it, which knows no template."""
+    return [ord(c) % 256 for message in chat.messages for c in message["content"]]
 
 
 def settings(record: RequestRecord) -> dict[str, Any]:
@@ -40,6 +43,17 @@ def truth(record: RequestRecord, index: int) -> list[TokenTruth]:
         found.append(TokenTruth(-token / VOCABULARY, 0.0 if token == best else 1.0))
         context.append(token)
     return found
+
+
+def told_by_no_tap(record: RequestRecord) -> RequestRecord:
+    """With the spans that taps would have seen, if its route tells none."""
+    if record.route is not RolloutRoute.TINKER:
+        return record
+    spans = {
+        index: [{"start": 0, "end": len(reply.token_ids), "engine": "e0", "version": 1}]
+        for index, reply in replies(record).items()
+    }
+    return msgspec.structs.replace(record, tap_spans=spans)
 
 
 async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
@@ -85,6 +99,7 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
     assert ended == TRAJECTORIES
     requests = list(records.read(record, RequestRecord))
     assert [one.broken_off for one in requests if one.trajectory == plan[0].name] == [True, False]
+    requests = [told_by_no_tap(one) for one in requests]
     answered = {one.request_id: one for one in requests}
     verdict = judged(
         Evidence(
@@ -100,6 +115,7 @@ async def test_a_client_that_is_held_comes_to_rest_and_all_its_turns_are_whole(
             announced={1: Announcement(0.0, 0.0)},
             ends=frozenset(),
             text=text_of,
+            parses_chats=False,
         )
     )
     assert verdict.trajectories == TRAJECTORIES

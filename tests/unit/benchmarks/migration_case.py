@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from benchmarks.migration.judge import (
-    CONVICTING,
-    Evidence,
-    TokenTruth,
-    Verdict,
-    judged,
-)
+from benchmarks.migration.evidence import Evidence, TokenTruth
+from benchmarks.migration.judge import judged
 from benchmarks.migration.pin_judge import Announcement
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
+from benchmarks.migration.settings_judge import Text
+from benchmarks.migration.tap_spans import with_tap_spans
+from benchmarks.migration.verdict import CONVICTING, Verdict
 
 PROMPT = [1, 10, 11]
 OUTPUT = [20, 21, 22, 23, 24, 25, 26, 27]
@@ -70,6 +68,7 @@ def letters(ids: Sequence[int]) -> str:
     return "".join(chr(ord("a") + one - 20) for one in ids if one >= 20)
 
 
+NUMERICS = {"e0": "wide", "e1": "narrow", "guest": "wide"}
 SPANS = [span(0, 3, "e0", 1), span(3, len(OUTPUT), "e1", 2)]
 
 
@@ -91,6 +90,8 @@ class Case:
         self.extra: list[RequestRecord] = []
         self.announced = {1: Announcement(-20.0, -19.0), 2: Announcement(9.0, 12.0)}
         self.poison: frozenset[str] = frozenset()
+        self.parses_chats = False
+        self.text: Text = letters
         self.truths_of_last = name
         self.say(OUTPUT, SPANS)
 
@@ -109,8 +110,9 @@ class Case:
         self.request.events = [json.dumps({"choices": [one]}) for one in events] + ["[DONE]"]
 
     def verdict(self) -> Verdict:
+        requests = [*self.extra, self.request]
         evidence = Evidence(
-            requests=[*self.extra, self.request],
+            requests=with_tap_spans(requests, self.attempts, self.held),
             attempts=self.attempts,
             held=self.held,
             hashes={1: "h1", 2: "h2"},
@@ -122,7 +124,9 @@ class Case:
             announced=self.announced,
             poison=self.poison,
             forced_end=FORCED_END,
-            text=letters,
+            text=self.text,
+            parses_chats=self.parses_chats,
+            numerics=NUMERICS,
         )
         return judged(deepcopy(evidence))
 

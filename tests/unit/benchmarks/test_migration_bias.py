@@ -12,7 +12,7 @@ from benchmarks.migration.bias import (
     power,
 )
 from benchmarks.migration.bias_run import bias_faults, judged_bias
-from benchmarks.migration.judge import CONVICTING
+from benchmarks.migration.verdict import CONVICTING
 
 STOP_P = 0.06
 PAIRS = 1500

@@ -12,7 +12,7 @@ from benchmarks.migration.draws import (
     power_against_lost_ends,
     report,
 )
-from benchmarks.migration.judge import TokenTruth
+from benchmarks.migration.evidence import TokenTruth
 
 END, VOCABULARY, PLACES, LONGEST = 0, 6, 256, 64
 

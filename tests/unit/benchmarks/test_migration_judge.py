@@ -7,7 +7,8 @@ from copy import deepcopy
 
 import pytest
 
-from benchmarks.migration.judge import IN_FLIGHT_S, TokenTruth
+from benchmarks.migration.evidence import TokenTruth
+from benchmarks.migration.judge import IN_FLIGHT_S
 from benchmarks.migration.records import HeldRecord, RequestRecord
 from tests.unit.benchmarks.migration_case import (
     LOGPROB,

@@ -1,4 +1,4 @@
-"""Exact pins before the judge of benchmarks.migration.faults: what they excuse, and what not."""
+"""Pins before the judge of benchmarks.migration.faults: what they excuse and what they bind."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 
 from benchmarks.migration.pin_judge import Announcement, PinExcuse
-from tests.unit.benchmarks.migration_case import OUTPUT, SPANS, Case, span
+from tests.unit.benchmarks.migration_case import OUTPUT, SPANS, Case, attempt, span
 
 
 def pinned(case: Case, exact: int) -> None:
@@ -102,6 +102,97 @@ def test_a_token_in_flight_to_a_turn_that_is_cut_is_none_that_it_has_lost() -> N
     assert case.verdict().in_flight_tokens == 1
 
 
+def lagging(case: Case, lag: int, *, since_s: float) -> None:
+    """It arrived when version 2 had been published, and its first tokens are of version 1."""
+    case.request.body["weight_version"] = {"max_lag": lag}
+    case.request.sent_s = 5.0
+    case.announced[2] = Announcement(since_s - 1.0, since_s)
+
+
+def published_before(case: Case) -> None:
+    lagging(case, 1, since_s=4.0)
+
+
+def published_behind_its_arrival(case: Case) -> None:
+    """The bound does not rise with later publishes."""
+    lagging(case, 0, since_s=6.0)
+
+
+def sent_again_behind_a_publish(case: Case) -> None:
+    """The turn arrived with the first request."""
+    lagging(case, 0, since_s=6.0)
+    case.extra.append(deepcopy(case.request))
+    case.extra[0].events, case.extra[0].status, case.extra[0].broken_off = [], 0, True
+    case.request.sent_s = 7.0
+
+
+def of_equal_numerics(case: Case) -> None:
+    """It moved between engines of one label."""
+    case.request.body["equal_numerics"] = True
+    case.say(OUTPUT, [SPANS[0], span(3, len(OUTPUT), "guest", 2)])
+    case.attempts[1].engine = "guest"
+
+
+def of_the_label_that_was_asked_for(case: Case) -> None:
+    of_equal_numerics(case)
+    case.request.body["equal_numerics"] = "wide"
+
+
+def tried_on_another_label(case: Case) -> None:
+    """A failed attempt elsewhere made none of its tokens."""
+    of_equal_numerics(case)
+    failed = deepcopy(case.attempts[0])
+    failed.number, failed.engine, failed.token_ids, failed.passed = 0, "e1", [], []
+    case.attempts.insert(0, failed)
+
+
+@pytest.mark.parametrize(
+    ("settle", "kind"),
+    [
+        (published_before, "max_lag"),
+        (published_behind_its_arrival, "max_lag"),
+        (sent_again_behind_a_publish, "max_lag"),
+        (of_equal_numerics, "equal_numerics"),
+        (of_the_label_that_was_asked_for, "equal_numerics"),
+        (tried_on_another_label, "equal_numerics"),
+    ],
+)
+def test_a_turn_that_kept_its_bound_of_versions_or_numerics_is_acquitted(
+    settle: Callable[[Case], None], kind: str
+) -> None:
+    case = Case()
+    settle(case)
+    assert case.counted() == {}, case.verdict().findings
+    assert case.verdict().pins[kind] == 1
+    assert case.verdict().settings[f"{kind} pin"] == 1
+
+
+def older_than_its_lag(case: Case) -> None:
+    lagging(case, 0, since_s=4.0)
+
+
+def older_than_its_lag_by_the_tokens_of_another_turn(case: Case) -> None:
+    """The announcement was not answered yet, but an engine had made tokens with the version."""
+    lagging(case, 0, since_s=30.0)
+    other = attempt("t9-0", 1, "e1", [], [20])
+    other.identity, other.passed = "e1.2", [(4.0, 1)]
+    case.attempts.append(other)
+
+
+def moved_to_other_numerics(case: Case) -> None:
+    case.request.body["equal_numerics"] = True
+
+
+def begun_with_other_numerics(case: Case) -> None:
+    of_equal_numerics(case)
+    case.request.body["equal_numerics"] = "narrow"
+
+
+def refused_with_a_lag(case: Case) -> None:
+    refused(case)
+    case.request.body["weight_version"] = {"max_lag": 0}
+
+
 def cut_without_a_token_that_had_come(case: Case) -> None:
     cut_behind_a_token(case, 0.2)
 
@@ -161,6 +252,11 @@ def cut_without_a_reason(case: Case) -> None:
     [
         (cut_without_a_token_that_had_come, {"resampled_tokens": 1}),
         (of_another_version, {"pin_broken": 1}),
+        (older_than_its_lag, {"pin_broken": 1}),
+        (older_than_its_lag_by_the_tokens_of_another_turn, {"pin_broken": 1}),
+        (moved_to_other_numerics, {"pin_broken": 1}),
+        (begun_with_other_numerics, {"pin_broken": 1}),
+        (refused_with_a_lag, {"lost": 1}),
         (not_asked_again, {"lost": 1}),
         (refused_before_its_patience_ended, {"lost": 1}),
         (refused_for_ever, {"lost": 1}),

@@ -4,6 +4,8 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.migration.chat_plan import TOOL, Chat
+from benchmarks.migration.model import END_THINK_ID, chat_text
 from benchmarks.migration.rollout_plan import (
     FaultKind,
     PinKind,
@@ -17,8 +19,9 @@ CONTEXTS = (256, 512)
 DEDICATED = ["e0", "e1"]
 
 
-def chat(said: str) -> list[int]:
+def chat(asked: Chat) -> list[int]:
     """Two characters a token, as the model's tokenizer has it at best."""
+    said = chat_text(asked.messages, tools=[TOOL] if asked.tool_choice else [], thinks=asked.thinks)
     return [1, *map(ord, said[::2])]
 
 
@@ -55,9 +58,22 @@ def test_all_turns_fit_the_larger_context_and_many_only_that(trajectories: int) 
         assert min(kinds[route.label] for route in RolloutRoute) > trajectories / 10
         assert min(kinds[f"{pin} pin"] for pin in PinKind) > trajectories / 40
         assert kinds["several samples"] > trajectories / 10
+        assert 0.07 < kinds["tinker"] / sum(kinds[route.label] for route in RolloutRoute) < 0.15
+        assert kinds["equal numerics"] > trajectories / 10
+        several = ("chat of several messages", "thinking chat")
+        assert min(kinds[name] for name in several) > trajectories / 20
+        choices = ("none", "auto", "required")
+        assert min(kinds[f"chat with tools: {name}"] for name in choices) > trajectories / 60
+        assert min(kinds[f"{name}, asked again"] for name in ("tinker", "generate")) > 10
     for turn in (turn for one in plan for turn in one.turns):
         assert not UNCARRIED.get(turn.route, frozenset()) & turn.sampling.keys()
         assert bool(turn.chat) == (turn.route is RolloutRoute.CHAT)
+        if "structured_outputs" in turn.sampling:
+            # A parser of reasoning keeps a grammar back until it has ended.
+            assert turn.chat.thinks if turn.chat else turn.new_tokens[-1] == END_THINK_ID
+        if turn.route is RolloutRoute.TINKER:
+            assert turn.pin in (None, PinKind.EXACT, PinKind.NEWEST)
+            assert (turn.stream, turn.equal_numerics) == (False, False)
     poison = [one for one in plan if one.poison]
     assert len(plan) - len(poison) == trajectories
     prompts = {tuple(one.turns[0].new_tokens) for one in poison}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.migration.replies import replies
+from benchmarks.migration.records import RequestRecord
+from benchmarks.migration.replies import Reply, replies
 from benchmarks.migration.rollout_plan import rollout_plan
 from benchmarks.migration.rollout_routes import RolloutRoute, choice_name, sent
 from benchmarks.migration.settings_judge import wrong_text
@@ -22,6 +23,8 @@ from tests.unit.benchmarks.migration_case import (
     sampling,
 )
 
+TINKER_FIELDS = {"max_tokens", "temperature", "top_k", "top_p", "seed", "stop"}
+"""Fields of its client's `SamplingParams`, of which the plan's turns may be."""
 UNIQUE = "0123456789abcdef" * 2
 OTHERS = (RolloutRoute.COMPLETIONS, RolloutRoute.CHAT, RolloutRoute.SGLANG)
 
@@ -238,8 +241,9 @@ def test_a_stream_may_end_without_the_text_of_tokens_that_end_within_a_character
     def text(ids: Sequence[int]) -> str:
         return letters(ids[:7]) + " \ufffd" * (len(ids) > 7)
 
+    request = RequestRecord(trajectory="t0", body=body("t0-0"), sent_s=0.0)
     for said, is_right in (("abcdefg", True), ("abcdefg \ufffd", True), ("abcdef", False)):
-        broken = wrong_text({}, OUTPUT, said, ends=frozenset(), text=text)
+        broken = wrong_text(request, OUTPUT, Reply(text=said), ends=frozenset(), text=text)
         assert (broken == "") == is_right
 
 
@@ -265,13 +269,15 @@ def test_every_planned_turn_is_sent_in_words_that_its_route_knows() -> None:
         RolloutRoute.COMPLETIONS: COMPLETION_FIELDS | OWN_FIELDS,
         RolloutRoute.CHAT: CHAT_FIELDS | OWN_FIELDS,
     }
-    plan = rollout_plan(0, 300, contexts=(256, 512), chat=lambda said: list(map(ord, said)))
+    plan = rollout_plan(0, 300, contexts=(256, 512), chat=lambda chat: [1] * len(chat.messages))
     seen = set()
     for turn in (turn for planned in plan for turn in planned.turns):
-        native = {**body("t0-0"), "sampling_params": turn.sampling, "stream": turn.stream}
-        told = sent(turn.route, native | {"messages": [{"role": "user", "content": turn.chat}]})
+        native = {**body("s.1..0"), "sampling_params": turn.sampling, "stream": turn.stream}
+        told = sent(turn.route, native | (turn.chat.fields if turn.chat else {}))
         assert told.keys() <= known.get(turn.route, told.keys())
         seen.add(turn.route)
+        if turn.route is RolloutRoute.TINKER:
+            assert told["sampling_params"].keys() <= TINKER_FIELDS
         if turn.route is RolloutRoute.SGLANG:
             assert told["sampling_params"]["max_new_tokens"] == turn.sampling["max_tokens"]
             assert ("regex" in told["sampling_params"]) == ("structured_outputs" in turn.sampling)

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.migration import reference
 from benchmarks.migration.bias_run import at_moves, bias_faults, drawn
 from benchmarks.migration.comparison import differing
+from benchmarks.migration.evidence import Evidence, TokenTruth
 from benchmarks.migration.faults import convicted
-from benchmarks.migration.judge import Evidence, TokenTruth
 from benchmarks.migration.model import EOS_ID
 from benchmarks.migration.records import AttemptRecord, RequestRecord
 

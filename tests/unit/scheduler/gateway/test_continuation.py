@@ -33,7 +33,7 @@ def moved(turn: Turn, *, resumes: bool):
 def test_an_engine_that_resumes_gets_output_as_output_and_the_request_s_own_bounds() -> None:
     body = generate_body(moved(turn(min_tokens=6, presence_penalty=1.0), resumes=True), "r", 0)
     sampling = body["sampling_params"]
-    assert body["token_ids"] == (7, 8)
+    assert msgspec.json.decode(body["token_ids"]) == [7, 8]
     assert sampling["extra_args"][EMITTED_ARGUMENT] == (1, 2, 3)
     assert (sampling["max_tokens"], sampling["min_tokens"]) == (10, 6)
 
