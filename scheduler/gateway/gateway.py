@@ -22,7 +22,7 @@ import secrets
 from contextlib import ExitStack
 from functools import cache, partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -33,7 +33,6 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
-    Choice,
     GenerateReply,
     GenerateRequest,
     PublishedVersion,
@@ -76,7 +75,7 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
-from scheduler.gateway.text_logprobs import encoded
+from scheduler.gateway.text_logprobs import named
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     RENDERER_ROUTES,
@@ -89,6 +88,7 @@ from scheduler.gateway.weight_sync import WeightSyncRoutes
 
 _log = logging.getLogger(__name__)
 _tell_once = cache(_log.warning)
+_ENCODER = msgspec.json.Encoder()
 _MODEL_CHARS = 200
 
 
@@ -241,14 +241,16 @@ class Gateway:
             if asked.stream:
                 return await _streamed(request, asked, samples)
             turns = await samples.results()
-            share, choices = LoopShare(), []
+            share, choices = LoopShare(), list[Any]()
             for index, turn in enumerate(turns):
-                choices.append(await encoded(msgspec.structs.replace(turn.choice(), index=index)))
+                choice = await named(msgspec.structs.replace(turn.choice(), index=index))
+                # Thousands of them would be encoded at once.
+                choices.append(msgspec.Raw(_ENCODER.encode(choice)) if len(turns) > 1 else choice)
                 await share.rest()
             return json_reply(
                 GenerateReply(
                     request_id=asked.request_id,
-                    choices=cast(tuple[Choice, ...], choices),
+                    choices=tuple(choices),
                     model=asked.model or job,
                     usage=samples.usage(),
                     **_of_prompt(asked, samples) | samples.versions(),
@@ -406,8 +408,7 @@ async def _streamed(
                 unsent = False
             if wants_usage(options, "include_usage", "continuous_usage_stats"):
                 more["usage"] = samples.usage(choice.index)
-            told = cast(tuple[Choice, ...], (await encoded(choice),))
-            await send(msgspec.structs.replace(reply, choices=told, **more))
+            await send(msgspec.structs.replace(reply, choices=(await named(choice),), **more))
         if wants_usage(options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response

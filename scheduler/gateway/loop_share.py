@@ -12,8 +12,11 @@ _HELD_S = 0.02
 be read without a reader's notice."""
 
 AT_ONCE = 16
-"""Turns or requests begun, or left, in one pass of the loop. Some 0.5 ms each, in this pass and the
-next three, in which their tasks start: a clock would see only the first part of it."""
+"""Turns begun, or left, in one pass of the loop. Some 0.5 ms each, in this pass and the next three,
+in which their tasks start: a clock would see only the first part of it."""
+ENTERED_AT_ONCE = 64
+"""The same of requests. With 16 of them a busy gateway reads tokens more one by one, which costs it
+6 % of its requests."""
 
 _CLOCK = MonotonicClock()
 T = TypeVar("T")
@@ -47,7 +50,7 @@ class LoopEntry:
     thousands of requests come in one."""
 
     def __init__(self) -> None:
-        self._room = AT_ONCE
+        self._room = ENTERED_AT_ONCE
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._resets = False
 
@@ -63,13 +66,13 @@ class LoopEntry:
         await waiting
 
     def _passed(self) -> None:
-        self._room = AT_ONCE
+        self._room = ENTERED_AT_ONCE
         while self._waiting and self._room:
             waiting = self._waiting.popleft()
             # One whose client has left takes no place.
             if not waiting.done():
                 waiting.set_result(None)
                 self._room -= 1
-        self._resets = self._room < AT_ONCE
+        self._resets = self._room < ENTERED_AT_ONCE
         if self._resets:
             asyncio.get_running_loop().call_soon(self._passed)

@@ -240,4 +240,6 @@ async def follow(
         try:
             yield samples
         finally:
+            # It refers back: without this both would wait for the garbage collector.
+            samples._unbegun = iter(())
             await samples._leave()

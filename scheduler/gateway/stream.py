@@ -4,7 +4,7 @@ A large event comes as many chunks, each of so few tokens that its reader can do
 between two of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -194,17 +194,19 @@ class EventStream:
             if event == b"data: " + DONE:
                 self.done = True
                 return
+            told = memoryview(event)[6:]
             try:
-                for chunk in self._chunks(memoryview(event)[6:]):
-                    for choice in chunk.choices:
-                        if choice.index:
-                            # Each turn is a request of one sample.
-                            raise PeerProtocolError(f"choice {choice.index} of a request for one")
-                    yield chunk
+                if len(told) > _LARGE_EVENT_BYTES:
+                    yield from map(_checked, _pieces(told, self._most_tokens))
+                else:
+                    yield _checked(_chunk(told))
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
 
-    def _chunks(self, event: memoryview) -> Iterable[EngineChunk]:
-        if len(event) > _LARGE_EVENT_BYTES:
-            return _pieces(event, self._most_tokens)
-        return (_chunk(event),)
+
+def _checked(chunk: EngineChunk) -> EngineChunk:
+    for choice in chunk.choices:
+        if choice.index:
+            # Each turn is a request of one sample.
+            raise PeerProtocolError(f"choice {choice.index} of a request for one")
+    return chunk

@@ -64,15 +64,14 @@ def token_name(logprob: TokenLogprob) -> str:
     return f"token_id:{logprob.token_id}"
 
 
-async def encoded(choice: Choice) -> msgspec.Raw:
-    """The choice in a reply, with the name of each token: clients of vLLM before 0.32 hold it
-    against its id."""
+async def named(choice: Choice) -> Choice:
+    """With the name of each token: clients of vLLM before 0.32 hold it against its id. Many are
+    encoded, and stand in the reply as they are."""
     content = choice.logprobs.content
-    named: Iterable[Any] = map(_named, content)
+    told: Iterable[Any] = map(_named, content)
     if len(content) * (1 + len(content[0].top_logprobs) if content else 0) > _ENCODED_AT_ONCE:
-        named = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in named)
-    told = msgspec.structs.replace(choice, logprobs=Logprobs(tuple(named)))
-    return msgspec.Raw(_ENCODER.encode(told))
+        told = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in told)
+    return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(told)))
 
 
 def _named(logprob: TokenLogprob) -> TokenLogprob:

@@ -18,7 +18,9 @@ from harvester.contracts.wire.rollouts import GenerateRequest
 from scheduler.gateway.policy.trajectories import Turn
 
 _ID_BYTES = 40
-"""A token id in a tuple, as objects: of a prompt, or of a sampling mask."""
+"""A token id in a tuple, as objects."""
+_PROMPT_ID_BYTES = _ID_BYTES + 8
+"""The same and encoded."""
 _JSON_BYTES = 16
 """A byte of JSON, as objects: of a map of numbers, or of empty lists."""
 _TOKEN_BYTES = 200
@@ -130,7 +132,7 @@ class AnsweredTurns:
 
 def _size_of_request(request: GenerateRequest) -> int:
     said = msgspec.json.encode(msgspec.structs.replace(request, token_ids=()))
-    return len(request.token_ids) * _ID_BYTES + len(said) * _JSON_BYTES
+    return len(request.token_ids) * _PROMPT_ID_BYTES + len(said) * _JSON_BYTES
 
 
 def size_of(turn: Turn) -> int:

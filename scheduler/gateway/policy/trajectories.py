@@ -490,5 +490,3 @@ class TurnLedger:
         if not turn.ended:
             turn.end(FinishReason.ABORT)
         self._open.pop(turn.request.request_id, None)
-        # An answer may be kept for long, and its prompt's encoded form is worth nothing any more.
-        turn.prompt = Prompt(turn.job, turn.request.token_ids)

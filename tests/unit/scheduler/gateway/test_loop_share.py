@@ -7,7 +7,7 @@ import pytest
 
 from harvester.contracts.clock import VirtualClock
 from scheduler.gateway import loop_share, serve_command
-from scheduler.gateway.loop_share import AT_ONCE, LoopEntry, in_shares
+from scheduler.gateway.loop_share import ENTERED_AT_ONCE, LoopEntry, in_shares
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ async def test_thousands_that_come_at_once_enter_a_few_in_each_pass_and_in_their
         await asyncio.sleep(0)
         steps.append(len(entered) - sum(steps))
         assert any(steps[-3:]), "nobody enters any more"
-    assert max(steps) <= AT_ONCE
+    assert max(steps) <= ENTERED_AT_ONCE
     assert entered == [*range(500), *range(600, 1000)]
     await asyncio.gather(*tasks, return_exceptions=True)
     async with asyncio.timeout(10):
