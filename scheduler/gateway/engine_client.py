@@ -37,7 +37,7 @@ from scheduler.gateway.identity import (
     WorkerReplies,
     change_between,
 )
-from scheduler.gateway.loop_share import LoopShare
+from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.policy.trajectories import Attempt
 from scheduler.gateway.stream import MAX_EVENT_BYTES, EngineChoice, EngineChunk, EventStream
 
@@ -194,7 +194,7 @@ class EngineClient:
                     raise EngineLost("the stream ended early")
                 share = LoopShare()
                 try:
-                    for chunk in chain(stream.feed(data), unread()):
+                    for at, chunk in enumerate(chain(stream.feed(data), unread()), start=1):
                         if fault := chunk.fault:
                             raise _refusal(chunk.fault_status, fault)
                         for choice in chunk.choices:
@@ -203,6 +203,8 @@ class EngineClient:
                         if finished:
                             # Bytes behind it change nothing.
                             break
+                        if at % AT_ONCE:
+                            continue
                         try:
                             await share.rest()
                         except asyncio.CancelledError as error:

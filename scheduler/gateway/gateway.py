@@ -75,7 +75,7 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
-from scheduler.gateway.text_logprobs import named
+from scheduler.gateway.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     RENDERER_ROUTES,
@@ -243,7 +243,7 @@ class Gateway:
             turns = await samples.results()
             share, choices = LoopShare(), list[Any]()
             for index, turn in enumerate(turns):
-                choice = await named(msgspec.structs.replace(turn.choice(), index=index))
+                choice = await named_in_parts(msgspec.structs.replace(turn.choice(), index=index))
                 # Thousands of them would be encoded at once.
                 choices.append(msgspec.Raw(_ENCODER.encode(choice)) if len(turns) > 1 else choice)
                 await share.rest()
@@ -408,7 +408,9 @@ async def _streamed(
                 unsent = False
             if wants_usage(options, "include_usage", "continuous_usage_stats"):
                 more["usage"] = samples.usage(choice.index)
-            await send(msgspec.structs.replace(reply, choices=(await named(choice),), **more))
+            short = len(choice.token_ids) <= NAMED_AT_ONCE
+            told = named(choice) if short else await named_in_parts(choice)
+            await send(msgspec.structs.replace(reply, choices=(told,), **more))
         if wants_usage(options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response

@@ -138,11 +138,12 @@ class Samples:
             self._more.clear()
             share = LoopShare()
             for index, task in enumerate(self._tasks):
+                if index and index % AT_ONCE == 0:
+                    await share.rest()
                 if task.done():
                     task.result()
                 if (choice := self._chunk(index)) is not None:
                     yield choice
-                await share.rest()
             if every_s and (open_ := [task for task in self._tasks if not task.done()]):
                 await asyncio.wait(open_, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
 

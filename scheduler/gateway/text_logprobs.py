@@ -21,8 +21,8 @@ class PromptLogprob(msgspec.Struct):
 _PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
 """Decodes one token's: all of a long prompt take a second."""
 _ENCODER = msgspec.json.Encoder()
-_ENCODED_AT_ONCE = 4096
-"""Log-probabilities of one choice that are encoded in one piece: some 4 ms."""
+NAMED_AT_ONCE = 32
+"""Tokens of a choice that are named in one piece: of 128 candidates each, some 4 ms."""
 
 
 def renderer_logprob(logprob: TokenLogprob) -> Body:
@@ -64,13 +64,18 @@ def token_name(logprob: TokenLogprob) -> str:
     return f"token_id:{logprob.token_id}"
 
 
-async def named(choice: Choice) -> Choice:
-    """With the name of each token: clients of vLLM before 0.32 hold it against its id. Many are
-    encoded, and stand in the reply as they are."""
-    content = choice.logprobs.content
-    told: Iterable[Any] = map(_named, content)
-    if len(content) * (1 + len(content[0].top_logprobs) if content else 0) > _ENCODED_AT_ONCE:
-        told = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in told)
+def named(choice: Choice) -> Choice:
+    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
+    content = tuple(map(_named, choice.logprobs.content))
+    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
+
+
+async def named_in_parts(choice: Choice) -> Choice:
+    """The same. Tokens of a long choice are encoded, and stand in the reply as they are."""
+    if len(choice.token_ids) <= NAMED_AT_ONCE:
+        return named(choice)
+    told: Iterable[Any] = map(_named, choice.logprobs.content)
+    told = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in told)
     return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(told)))
 
 

@@ -25,7 +25,7 @@ from scheduler.gateway import loop_share
 from scheduler.gateway.renderer import CHAT, COMPLETION
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.stopped_text import StoppedText, in_parts, text_tokens, without_stop
-from scheduler.gateway.text_logprobs import named, prompt_logprobs
+from scheduler.gateway.text_logprobs import named_in_parts, prompt_logprobs
 from scheduler.gateway.text_routes import (
     MAX_TURNS,
     SESSION_HEADERS,
@@ -267,7 +267,7 @@ async def test_each_token_has_the_name_that_older_vllm_gives_it(tokens: int) -> 
         TokenLogprob(one, at, token=f"token_id:{one}") for one, at in ((7, -0.5), (8, -1.5))
     )
     told = TokenLogprob(7, -0.5, pair, "token_id:7")
-    reply = msgspec.json.encode(await named(choice))
+    reply = msgspec.json.encode(await named_in_parts(choice))
     assert msgspec.json.decode(reply, type=Choice) == msgspec.structs.replace(
         choice, logprobs=Logprobs((told,) * tokens)
     )
@@ -279,7 +279,7 @@ async def test_the_tokens_of_a_long_choice_are_encoded_in_parts(
     monkeypatch.setattr(loop_share, "_HELD_S", 0.0)
     content = (TokenLogprob(7, -0.5),) * 5000
     choice = Choice(token_ids=(7,) * 5000, logprobs=Logprobs(content))
-    work, passes = asyncio.create_task(named(choice)), 0
+    work, passes = asyncio.create_task(named_in_parts(choice)), 0
     while not work.done():
         await asyncio.sleep(0)
         passes += 1
