@@ -71,6 +71,10 @@ def test_all_turns_fit_the_larger_context_and_many_only_that(trajectories: int) 
         if "structured_outputs" in turn.sampling:
             # A parser of reasoning keeps a grammar back until it has ended.
             assert turn.chat.thinks if turn.chat else turn.new_tokens[-1] == END_THINK_ID
+            # Thinking that the model ends is ended again at its budget, which a grammar refuses.
+            assert not turn.chat or turn.sampling["logit_bias"][str(END_THINK_ID)] == -100.0
+        if turn.chat and turn.chat.thinks and "min_tokens" in turn.sampling:
+            assert "stop_token_ids" not in turn.sampling, "the forced end may begin with one"
         if turn.route is RolloutRoute.TINKER:
             assert turn.pin in (None, PinKind.EXACT, PinKind.NEWEST)
             assert (turn.stream, turn.equal_numerics) == (False, False)
