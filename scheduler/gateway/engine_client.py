@@ -212,8 +212,12 @@ class EngineClient:
                             cut = error
                 finally:
                     # Whatever the last bytes were, the caller has ended the attempt.
-                    if cut is not None:
-                        raise cut
+                    try:
+                        if cut is not None:
+                            raise cut
+                    finally:
+                        # It refers to this frame: both would wait for the garbage collector.
+                        cut = None
             await reply.drain(_DRAIN_S)
 
     async def score(

@@ -91,8 +91,9 @@ class StreamedReply:
             return
         self._is_closed = True
         self._connection.left(self, keep=self._ended and self._keeps)
-        # It refers back: without this both would wait for the garbage collector.
+        # They refer back: without this all would wait for the garbage collector.
         del self._parser
+        self._fault = None
         self.unread()
 
     async def head(self) -> None:

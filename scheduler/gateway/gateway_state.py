@@ -82,8 +82,15 @@ class SchedulerState:
         }
 
     def publish(
-        self, job: JobId, *, store: str, version: WeightVersion, activate: bool = False
+        self,
+        job: JobId,
+        *,
+        store: str,
+        version: WeightVersion,
+        activate: bool = False,
+        owns: bool = True,
     ) -> None:
+        """`owns`: the store is remembered as the job's."""
         with self._db:
             self._db.execute("BEGIN")
             self._db.execute(
@@ -92,9 +99,10 @@ class SchedulerState:
                 "WHERE store != excluded.store OR version != excluded.version",
                 (job, store, version),
             )
-            self._db.execute(
-                "INSERT OR IGNORE INTO stores (store, job) VALUES (?, ?)", (store, job)
-            )
+            if owns:
+                self._db.execute(
+                    "INSERT OR IGNORE INTO stores (store, job) VALUES (?, ?)", (store, job)
+                )
             if activate:
                 self._activate(job)
 

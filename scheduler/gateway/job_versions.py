@@ -5,6 +5,7 @@ import math
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
@@ -98,10 +99,15 @@ class JobVersions:
             self._check_store(job, store)  # Another tenant may have published it meanwhile.
             serves = self._takes_engines(job)
             new = wanted != policy.published(job)
-            self._observe(
-                published,
-                lambda: self._state.publish(job, store=store, version=version, activate=serves),
+            record = partial(
+                self._state.publish,
+                job,
+                store=store,
+                version=version,
+                activate=serves,
+                owns=self._owners.remembers(job, store),
             )
+            self._observe(published, record)
             self._owners.note(job, store)
             if new:
                 self._announced_s[job] = self._clock.now()

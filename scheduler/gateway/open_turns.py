@@ -11,6 +11,7 @@ its clients get them.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,8 +155,8 @@ class OpenTurns:
 
     async def close(self) -> None:
         """Closes all turns; those that have ended are delivered to their clients first."""
-        for held in tuple(self._open.values()):
-            await self._cancel(held)
+        while self._open:
+            await self._cancel(next(iter(self._open.values())))
 
     def _begin(
         self,
@@ -174,7 +175,10 @@ class OpenTurns:
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
         self._on_end(held.turn)
-        # Retrieves the error: a waiting client gets it, and asyncio logs none without one.
+        # Retrieves the error: a waiting client gets it, and asyncio logs none without one. That of
+        # a cancellation refers back to here, by the frames that it passed, and goes with this call.
+        with suppress(asyncio.CancelledError):
+            task.exception()
         if task.cancelled() or task.exception() is not None:
             self._forget(held)
         elif held.part_of.named and held.turn.finish_reason in _WHOLE:
@@ -218,13 +222,16 @@ class OpenTurns:
                 held.listeners.remove(listener)
             if heard:
                 self._forget(held)
+                if not held.clients:
+                    # Its error refers back to here, by the frames that it passed.
+                    held.task = None
             elif not held.clients:
                 loop = asyncio.get_running_loop()
                 held.forget = loop.call_later(self._rejoin_s, self._abandon, held)
 
     def _abandon(self, held: _Open) -> None:
         assert held.task is not None
-        held.abandoned = True
+        held.abandoned, held.forget = True, None
         if not held.task.cancel():
             # Its end may not have been taken note of yet: uvloop runs timers before callbacks.
             asyncio.get_running_loop().call_soon(self._forget, held)

@@ -204,14 +204,15 @@ class Renderer:
             asked = (choice.get("logprobs") or {}).get("content")
             left_out = each.get("logprobs") is None and not text.dialect.many
             if asked and left_out and text.shows_reasoning:
-                each["logprobs"] = await self._logprobs(text, prompt, choice, state)
+                each["logprobs"] = await self._logprobs(text, choice, state)
         return told, reply["stream_state"]
 
     async def _logprobs(
-        self, text: "StreamedText", prompt: Sequence[int], choice: Body, state: Body | None
+        self, text: "StreamedText", choice: Body, state: Body | None
     ) -> Body | None:
         """Those of a chunk, which vLLM leaves out where a parser reads a stream: made as of a whole
-        reply, behind the tokens that a character may have begun in."""
+        reply, behind the tokens that a character may have begun in. Neither prompt nor tools go
+        with it: no parser reads them for that, and one may refuse a part of a call."""
         before = ((state or {}).get("output_token_ids") or [])[-_CHARACTER_TOKENS:]
         content = [
             {"token_id": one, "token": "", "logprob": 0.0, "top_logprobs": []} for one in before
@@ -219,7 +220,7 @@ class Renderer:
         content += choice["logprobs"]["content"]
         whole = choice | {"token_ids": [*before, *choice["token_ids"]]}
         response = {"request_id": "", "choices": [whole | {"logprobs": {"content": content}}]}
-        reply = await self._derender(text.dialect, text.request, prompt, len(prompt), response)
+        reply = await self._derender(text.dialect, text.least, text.seed, 0, response)
         told: Body | None = reply["choices"][0]["logprobs"]
         return told and told | {"content": told["content"][len(before) :]}
 
@@ -306,10 +307,11 @@ class StreamedText:
     def __init__(self, dialect: Dialect, request: Body, prompt: Sequence[int]) -> None:
         """`prompt`: the first one; a dialect whose text is parsed has no other."""
         self.dialect = dialect
-        self.request = msgspec.Raw(_ENCODER.encode(request))
+        self._whole = msgspec.Raw(_ENCODER.encode(request))
         self.shows_reasoning = request.get("include_reasoning") is not False
+        self.seed = prompt[-_SEED_TOKENS:]
         self._prompt = msgspec.Raw(_ENCODER.encode(prompt))
-        self._least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
+        self.least = dialect.empty | {n: request[n] for n in _DECODING if n in request}
 
     def beside(self, prompt: Sequence[int], state: Body | None) -> Body:
         """A parser reads the whole request and prompt with each chunk, and its state then holds the
@@ -318,7 +320,7 @@ class StreamedText:
         if self.dialect.many:
             # No parser reads a completion's text, and its request may have thousands of prompts.
             seed = {} if state is not None else {"prompt_token_ids": prompt[-_SEED_TOKENS:]}
-            return {field: self._least} | seed
+            return {field: self.least} | seed
         if state is not None and state.get("prev_tokens") and not state.get("output_token_ids"):
-            return {field: self._least}
-        return {"prompt_token_ids": self._prompt, field: self.request}
+            return {field: self.least}
+        return {"prompt_token_ids": self._prompt, field: self._whole}

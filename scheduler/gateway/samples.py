@@ -125,6 +125,8 @@ class Samples:
             # Cancelled itself: none of them may go on for nobody.
             for task in left:
                 task.cancel()
+            # Their errors refer back to here, by the frames that they passed.
+            self._tasks.clear()
 
     async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:
         """New tokens of each choice as they come, at most `every_s` apart but for each choice's

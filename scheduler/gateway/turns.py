@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from contextlib import aclosing
 
+import msgspec
+
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Stale
 from harvester.contracts.ids import EngineId, Epoch
@@ -284,6 +286,8 @@ class TurnRunner:
             )
             self._fleet.ended(member, running)
             running.over.set()
+            # Its error refers back to here, by the frames that it passed.
+            running.task = None
 
     async def _outcome(
         self,
@@ -335,7 +339,7 @@ class TurnRunner:
                 self._fleet.context_ended(member, turn.length)
             else:
                 course.too_short.add(engine)
-                if not (names_context(str(error)) and self._fits_elsewhere(turn, course)):
+                if not (_is_too_long(turn, error) and self._fits_elsewhere(turn, course)):
                     raise
             turn.lose(attempt)
             course.why = f"{engine}: {error}"
@@ -456,6 +460,12 @@ class TurnRunner:
     def _cleared(self, turn: Turn, is_cleared: bool) -> None:
         if is_cleared:
             self._dispatcher.observe(TurnCleared(turn=turn.key))
+
+
+def _is_too_long(turn: Turn, refused: RequestRefused) -> bool:
+    """Whether the engine's words are of a context, and not the request's own."""
+    said = msgspec.json.encode(msgspec.structs.replace(turn.request, token_ids=())).decode()
+    return names_context(str(refused)) and not names_context(said)
 
 
 def check_finish(choice: EngineChoice) -> None:

@@ -163,3 +163,16 @@ async def test_samples_that_fit_no_engine_are_refused_before_one_is_begun() -> N
         status, reply = await gateway.generate("t", LARGE, sampling=sampling)
         assert (status, str(LARGE) in reply["error"]["message"]) == (400, True)
         assert gateway.scheduler.ledgers["job"].counters.started == 0
+
+
+async def test_words_of_a_context_that_a_request_says_itself_prove_no_engine_short() -> None:
+    """They ask for more than any turn before had, so that nothing speaks for the engine."""
+    quoting = fake(LARGE)
+    quoting.answers = {str(PROMPT[0]): 400}
+    quoting.answer_words = "the salt 'maximum context length' is none"
+    async with gateway_on(quoting, fake(LARGE), routing={"affinity_ratio": 1.0}) as gateway:
+        await serving(gateway, "e0", "e1")
+        salt = {"cache_salt": "maximum context length"}
+        turns = [gateway.generate(f"t{each}", 20, **salt) for each in range(12)]
+        assert {status for status, _ in await asyncio.gather(*turns)} == {200, 400}
+        assert (await gateway.status())["engines"]["e0"]["context_tokens"] == LARGE

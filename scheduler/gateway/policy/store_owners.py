@@ -9,7 +9,7 @@ Jobs of one tenant share their stores. A job that is not configured any more own
 file and no socket.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,7 +18,8 @@ from harvester.contracts.ids import JobId
 
 ANY = "*"
 MAX_STORES = 4096
-"""Stores that one job without a pattern may publish in its life: each of them is remembered."""
+"""Stores of one job that are remembered. One without a pattern may publish no more in its life;
+those of a pattern are its tenant's all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +39,19 @@ class StoreOwners:
         """`published`: stores and their jobs, the oldest first."""
         self._jobs = jobs
         self._published: defaultdict[str, list[JobId]] = defaultdict(list)
+        self._counts: Counter[JobId] = Counter()
         for store, job in published:
             self.note(job, store)
 
     def note(self, job: JobId, store: str) -> None:
         """The job has published the store."""
-        if job in self._jobs and job not in self._published[store]:
+        if job in self._jobs and self.remembers(job, store) and not self._has(job, store):
             self._published[store].append(job)
+            self._counts[job] += 1
+
+    def remembers(self, job: JobId, store: str) -> bool:
+        """Whether the store is, or would be, remembered as the job's."""
+        return self._has(job, store) or self._counts[job] < MAX_STORES
 
     def refusal(self, job: JobId, store: str) -> str:
         """Why the job may not publish the store; "" if it may. Names no job of another tenant."""
@@ -57,7 +64,7 @@ class StoreOwners:
                 f"{store} is another tenant's; publish under another name, or have the operator "
                 f"give job {job} a pattern `stores` that it matches"
             )
-        if job not in self._published.get(store, ()) and self._count(job) >= MAX_STORES:
+        if not self.remembers(job, store):
             return f"job {job} has published {MAX_STORES} stores; give it a pattern `stores`"
         return ""
 
@@ -72,5 +79,5 @@ class StoreOwners:
         ]
         return owners[0].tenant if owners else None
 
-    def _count(self, job: JobId) -> int:
-        return sum(job in jobs for jobs in self._published.values())
+    def _has(self, job: JobId, store: str) -> bool:
+        return job in self._published.get(store, ())

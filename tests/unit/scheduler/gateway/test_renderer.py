@@ -9,7 +9,14 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_connections import ConnectionFailed
-from scheduler.gateway.renderer import COMPLETION, Renderer, RenderPlace, RenderRefused
+from scheduler.gateway.renderer import (
+    CHAT,
+    COMPLETION,
+    Renderer,
+    RenderPlace,
+    RenderRefused,
+    StreamedText,
+)
 from scheduler.gateway.settings import Timeouts
 
 PATIENCE_S = 1.0
@@ -172,3 +179,33 @@ async def test_many_large_completions_are_several_calls_in_their_order() -> None
     assert {body["completion_request"]["logprobs"] for body in peer.bodies} == {1}
     await renderer.derender(COMPLETION, request, prompts[:2], iter(responses[:2]))
     assert peer.bodies[-1]["completion_request"] == request, "one call is as it was"
+
+
+async def test_log_probabilities_of_a_parsed_chunk_cost_neither_prompt_nor_tools() -> None:
+    bodies: list[Any] = []
+    content = [{"token_id": 9, "token": "", "logprob": -1.0, "top_logprobs": []}]
+    choice = {"index": 0, "token_ids": [9], "logprobs": {"content": content}}
+
+    class ParsingPeer(FlappingPeer):
+        async def post(self, _path: str, data: bytes, _headers: object) -> Any:
+            bodies.append(body := msgspec.json.decode(data))
+            told: dict[str, Any] = {"chunk": {"choices": [{"index": 0}]}, "stream_state": None}
+            if "generate_response" in body:
+                told = {"choices": body["generate_response"]["choices"]}
+
+            async def read_most(_most_bytes: int) -> bytes:
+                return msgspec.json.encode(told)
+
+            return SimpleNamespace(status=200, read_most=read_most, close=lambda: None)
+
+    prompt = tuple(range(10_000))
+    request = {"messages": [{"role": "user", "content": "x" * 10_000}], "tools": [{}]}
+    text = StreamedText(CHAT, request, prompt)
+    chunk, state = {"request_id": "r", "choices": [choice]}, {"output_token_ids": [1, 2, 3, 4, 5]}
+    told, _ = await renderer_of(ParsingPeer()).derender_chunk(text, prompt, chunk, state)
+    assert told["choices"][0]["logprobs"]["content"] == content
+    streamed, scored = bodies
+    assert len(streamed["prompt_token_ids"]) == len(prompt)
+    assert scored["generate_response"]["choices"][0]["token_ids"] == [2, 3, 4, 5, 9]
+    assert scored["chat_request"] == {"messages": []}
+    assert len(scored["prompt_token_ids"]) == 64

@@ -59,3 +59,13 @@ def test_one_job_claims_a_bounded_number_of_names() -> None:
     assert owners.refusal(OTHER, "s0") == ""
     assert f"{MAX_STORES} stores" in owners.refusal(OTHER, "one-more")
     assert owners.refusal(TRAIN, "one-more") == ""
+
+
+def test_a_job_with_a_pattern_publishes_more_stores_than_are_remembered() -> None:
+    owners = StoreOwners(JOBS | {OTHER: StoreRule(tenant="b", pattern="b-*")})
+    for number in range(MAX_STORES + 1):
+        owners.note(OTHER, f"b-{number}")
+    assert owners.remembers(OTHER, "b-0")
+    assert not owners.remembers(OTHER, f"b-{MAX_STORES}")
+    assert owners.refusal(OTHER, f"b-{MAX_STORES}") == ""
+    assert owners.refusal(TRAIN, f"b-{MAX_STORES}")
