@@ -15,10 +15,7 @@ import msgspec
 
 from harvester.contracts.errors import (
     UNDECODABLE,
-    Exhausted,
     PeerProtocolError,
-    RoseMuxError,
-    Stale,
     reason_of,
 )
 from harvester.contracts.ids import Epoch, WeightVersion
@@ -29,6 +26,15 @@ from harvester.platform.http_kit import message_of
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply
+from scheduler.gateway.engine_faults import (
+    ADVICE,
+    EngineBusy,
+    EngineChanged,
+    EngineLost,
+    EngineUnreachable,
+    RequestRefused,
+    refusal,
+)
 from scheduler.gateway.generate_body import generate_body
 from scheduler.gateway.identity import (
     Change,
@@ -53,56 +59,8 @@ _DRAIN_S = 1.0
 """The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
-_RETRY_AFTER_S = 1.0
-_RETRY_AFTER_MAX_S = 30.0
-_WRONG_REQUEST = frozenset({400, 413, 422})
-_ADVICE = dict.fromkeys((401, 403), ", it refuses this gateway: see token_file and cert_file")
-_BETWEEN = frozenset({502, 504})
-"""Answers of a proxy for an engine that does not answer."""
 _TELLS_NOTHING = frozenset({401, 403, 408, 429, 504})
 """Answers to a health check that leave open whether the engine lives."""
-
-
-class EngineLost(RoseMuxError):  # noqa: N818 - named for the state
-    """The engine does not answer or broke the stream."""
-
-
-class EngineUnreachable(EngineLost):
-    """No connection was made: the engine never saw the request."""
-
-    def __init__(self, message: str, change: Change = Change.UNKNOWN) -> None:
-        """`change`: PROCESS where the connection was refused, since no process listens."""
-        super().__init__(message)
-        self.change = change
-
-
-class EngineChanged(EngineLost):
-    """Another process answers, or one whose weights may have been changed by another caller."""
-
-    def __init__(self, message: str, change: Change = Change.PROCESS) -> None:
-        super().__init__(message)
-        self.change = change
-
-
-class RequestRefused(RoseMuxError):  # noqa: N818 - as above
-    """The engine rejects the request itself; no other engine would take it."""
-
-
-def names_context(message: str) -> bool:
-    """Whether vLLM's words are of a request that is too long for its context."""
-    return "maximum context length" in message or "max_model_len" in message
-
-
-class RequestFailed(RoseMuxError):  # noqa: N818 - as above
-    """The engine answered this request with a failure; others may be served all the same."""
-
-
-class EngineBusy(Exhausted):
-    """The engine takes no more for now."""
-
-    def __init__(self, message: str, *, retry_after_s: float = _RETRY_AFTER_S) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class _StageState(msgspec.Struct, frozen=True):
@@ -196,7 +154,7 @@ class EngineClient:
                 try:
                     for at, chunk in enumerate(chain(stream.feed(data), unread()), start=1):
                         if fault := chunk.fault:
-                            raise _refusal(chunk.fault_status, fault)
+                            raise refusal(chunk.fault_status, fault)
                         for choice in chunk.choices:
                             yield choice
                             finished |= choice.finish_reason is not None
@@ -268,7 +226,7 @@ class EngineClient:
                     # For people: as much of it as has come.
                     message = message_of(await reply.read())
                     retry_after = reply.headers.get("retry-after", "")
-                    raise _refusal(reply.status, message[:_MESSAGE_CHARS], retry_after)
+                    raise refusal(reply.status, message[:_MESSAGE_CHARS], retry_after)
                 yield reply
         except ConnectionFailed as error:
             if error.errno == errno.EMFILE:
@@ -447,7 +405,7 @@ class EngineClient:
             self.health_fault = f"/health: {reason_of(error)}"
             return _left_by(error)
         self.health_fault = (
-            "" if status == 200 else f"/health: HTTP {status}{_ADVICE.get(status, '')}"
+            "" if status == 200 else f"/health: HTTP {status}{ADVICE.get(status, '')}"
         )
         if status == 200:
             return await self.changed()
@@ -482,24 +440,3 @@ def _left_by(error: Exception) -> Change:
 async def _message(response: aiohttp.ClientResponse) -> str:
     # For people: as much of it as has come.
     return message_of(await response.content.read(4 * _MESSAGE_CHARS))[:_MESSAGE_CHARS]
-
-
-def _refusal(status: int, message: str, retry_after: str = "") -> RoseMuxError:
-    if status == 409:
-        return Stale(message)
-    if status in _ADVICE or status in _BETWEEN:
-        return EngineLost(f"HTTP {status}{_ADVICE.get(status, '')}: {message}")
-    if status in (429, 503):
-        return EngineBusy(message, retry_after_s=_retry_after_s(retry_after))
-    if status in _WRONG_REQUEST:
-        return RequestRefused(message)
-    return RequestFailed(f"HTTP {status}: {message}")
-
-
-def _retry_after_s(value: str) -> float:
-    """Seconds of a Retry-After value, bounded; dates and other text count as the default."""
-    try:
-        retry_s = float(value)
-    except ValueError:
-        return _RETRY_AFTER_S
-    return min(max(retry_s, 0.1), _RETRY_AFTER_MAX_S) if retry_s >= 0 else _RETRY_AFTER_S

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
-from scheduler.gateway.engine_client import EngineLost
+from scheduler.gateway.engine_faults import EngineLost
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.identity import Change

@@ -51,7 +51,7 @@ from harvester.platform.http_kit import (
 )
 from harvester.platform.openapi_document import openapi_route
 from scheduler.gateway.abort_routes import AbortRoutes
-from scheduler.gateway.engine_client import RequestRefused
+from scheduler.gateway.engine_faults import RequestRefused
 from scheduler.gateway.engine_list_routes import EngineListRoutes
 from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status

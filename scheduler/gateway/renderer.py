@@ -23,8 +23,8 @@ from harvester.contracts.errors import (
     reason_of,
 )
 from harvester.platform.backoff import Interrupted
-from scheduler.gateway.engine_client import names_context
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
+from scheduler.gateway.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS

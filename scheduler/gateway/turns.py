@@ -15,9 +15,9 @@ import msgspec
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Stale
 from harvester.contracts.ids import EngineId, Epoch
-from harvester.contracts.wire.rollouts import FinishReason, TokenLogprob
+from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.gateway.dispatch import Dispatcher, context_tokens
-from scheduler.gateway.engine_client import (
+from scheduler.gateway.engine_faults import (
     EngineBusy,
     EngineChanged,
     EngineLost,
@@ -27,6 +27,7 @@ from scheduler.gateway.engine_client import (
     names_context,
 )
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_output import ROUNDED_LOGPROB, accepted, check_finish
 from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member, unfit_for
 from scheduler.gateway.identity import Change
@@ -49,18 +50,12 @@ from scheduler.gateway.request_blame import RequestBlame
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.gateway.settings import Timeouts
 from scheduler.gateway.stall_watch import WATCH_S, StallWatch
-from scheduler.gateway.stream import EngineChoice
 from scheduler.model import EngineKind
 
 _FAILED_PAUSE_S = 5.0
 _REASONING_MINOR = 32
 """The first 0.x of vLLM whose generate route takes what a renderer resolved of reasoning."""
 _ABORTED_PAUSE_S = 0.25
-_UNFINISHED = frozenset(("abort", "error"))
-"""Finish reasons of an attempt whose turn goes on."""
-_REASON_CHARS = 40
-ROUNDED_LOGPROB = 1e-3
-"""Largest log-probability of an engine: certainty, which rounding may put above 0."""
 _UNFIT_S = 5.0
 """A turn that counts output looks this often for engines that may serve it."""
 
@@ -466,43 +461,6 @@ def _is_too_long(turn: Turn, refused: RequestRefused) -> bool:
     """Whether the engine's words are of a context, and not the request's own."""
     said = msgspec.json.encode(msgspec.structs.replace(turn.request, token_ids=())).decode()
     return names_context(str(refused)) and not names_context(said)
-
-
-def check_finish(choice: EngineChoice) -> None:
-    """Raises EngineLost for a finish reason that vLLM (0.24 to 0.33) does not send."""
-    reason = choice.finish_reason
-    if not (reason is None or reason in FINISHED or reason in _UNFINISHED):
-        raise EngineLost(f"protocol: finish reason {reason[:_REASON_CHARS]!r}")
-
-
-def accepted(
-    turn: Turn,
-    attempt: Attempt,
-    choice: EngineChoice,
-    vocabulary_tokens: float = math.inf,
-    most_logprob: float = ROUNDED_LOGPROB,
-) -> int:
-    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
-    vocabulary: a wrong log-probability must not reach training."""
-    token_ids = choice.token_ids or []
-    logprobs = choice.logprobs.content if choice.logprobs else None
-    if logprobs and (named := [each.token_id for each in logprobs]) != token_ids:
-        raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
-    if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
-        raise EngineLost(f"protocol: tokens {token_ids[:8]}, a vocabulary of {vocabulary_tokens}")
-    if logprobs and (most := max(each.logprob for each in logprobs)) > most_logprob:
-        raise EngineLost(
-            f"protocol: log-probability {most:g}, above 0; run vLLM with "
-            "--logprobs-mode processed_logprobs"
-        )
-    if logprobs and not turn.request.sampling_params.lists_candidates:
-        # vLLM lists the sampled token among its own candidates.
-        logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
-    try:
-        taken = turn.accept(attempt, token_ids, logprobs or (), choice.sampling_mask)
-        return len(token_ids) if taken else 0
-    except ValueError as error:
-        raise EngineLost(f"protocol: {error}") from error
 
 
 def _check_request(turn: Turn, member: Member) -> None:

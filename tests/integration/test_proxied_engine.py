@@ -9,7 +9,8 @@ import pytest
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.page import GrantMode
 from harvester.platform.tls import Credentials
-from scheduler.gateway.engine_client import EngineClient, EngineLost
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_faults import EngineLost
 from scheduler.gateway.identity import Change
 from tests.certificates import Authority, token_file
 from tests.contract.scheduler.test_engine_contract import attempt

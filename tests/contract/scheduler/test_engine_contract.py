@@ -13,7 +13,8 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.engine_client import EngineClient, RequestRefused
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_faults import RequestRefused
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
 from scheduler.gateway.stream import EngineChoice

@@ -24,7 +24,7 @@ from harvester.contracts.wire.rollouts import (
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway import turns as turns_module
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import (
+from scheduler.gateway.engine_faults import (
     EngineLost,
     EngineUnreachable,
     RequestFailed,

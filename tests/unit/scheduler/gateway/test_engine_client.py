@@ -11,7 +11,8 @@ import pytest
 
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.engine_client import EngineBusy, EngineClient, EngineUnreachable
+from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engine_faults import EngineBusy, EngineUnreachable
 from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.trajectories import TurnLedger
 

@@ -12,7 +12,7 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineUnreachable
+from scheduler.gateway.engine_faults import EngineUnreachable
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
 from scheduler.gateway.fleet_member import Member
