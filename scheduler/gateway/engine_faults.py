@@ -7,7 +7,7 @@ _RETRY_AFTER_S = 1.0
 _RETRY_AFTER_MAX_S = 30.0
 _WRONG_REQUEST = frozenset({400, 413, 422})
 ADVICE = dict.fromkeys((401, 403), ", it refuses this gateway: see token_file and cert_file")
-"""What an operator is to look at, by HTTP status."""
+"""The settings that an operator is to look at, by HTTP status."""
 _BETWEEN = frozenset({502, 504})
 """Answers of a proxy for an engine that does not answer."""
 
