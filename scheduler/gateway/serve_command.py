@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from harvester.platform.file_lock import FileLock
     from scheduler.gateway.settings import GatewaySettings
     from scheduler.gateway.tenants import Tenants
 
@@ -83,6 +84,7 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
 
     clock = MonotonicClock()
     stop = stop_event()
+    alone = _lock_of(settings.state_file)
     state = SchedulerState(settings.state_file)
     # Shorter than the 5 s after which an engine closes an idle connection: a request that meets the
     # closing would look like a lost engine.
@@ -113,3 +115,20 @@ async def serve(settings: "GatewaySettings", tenants: "Tenants") -> None:
                     scheduler.runner.close()
         finally:
             await scheduler.close()
+            if alone is not None:
+                alone.close()
+
+
+def _lock_of(state_file: Path | None) -> "FileLock | None":
+    """Two gateways on one file would lead the same engines and leases. Raises ConfigError."""
+    from harvester.contracts.errors import ConfigError
+    from harvester.platform.file_lock import locked
+
+    if state_file is None:
+        return None
+    taken = f"state_file {state_file}: another gateway runs with it; give each gateway its own"
+    try:
+        state_file.parent.mkdir(parents=True, exist_ok=True)
+        return locked(state_file.with_name(f"{state_file.name}.lock"), taken=taken)
+    except OSError as error:
+        raise ConfigError(f"cannot lock state_file {state_file}: {error}") from error
