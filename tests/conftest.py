@@ -1,7 +1,9 @@
 """Fixtures of several folders: the real engines, started once a session and on demand."""
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +17,25 @@ if TYPE_CHECKING:
 
     from tests.integration.engine_slot import EngineSlot
 
+ENGINE = "engine"
+"""The mark of tests that start a real vLLM."""
+
 # Compiling a loop, or a busy machine, takes as long as it takes.
 # How fast examples are made says how loaded the machine is, nothing else.
 settings.register_profile("rosemux", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rosemux")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Importing what is deselected anyway would take each process half a minute."""
+    if collection_path.suffix != ".py" or config.option.markexpr not in (ENGINE, f"not {ENGINE}"):
+        return None
+    text = collection_path.read_text()
+    if config.option.markexpr == ENGINE:
+        of_folder = collection_path.with_name("conftest.py")
+        text += of_folder.read_text() if of_folder.exists() else ""
+        return None if f"mark.{ENGINE}" in text else True
+    return True if re.search(rf"^pytestmark = .*mark\.{ENGINE}\b", text, re.MULTILINE) else None
 
 
 @pytest.hookimpl(trylast=True)
@@ -29,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or not find_spec("vllm"):
         return
-    if any(item.get_closest_marker("engine") for item in session.items):
+    if any(item.get_closest_marker(ENGINE) for item in session.items):
         preload_engines()
 
 

@@ -42,6 +42,7 @@ async def served(
 
 HELLO = [{"role": "user", "content": "hello"}]
 IDS = [ord(c) for c in "hello"]
+NO_RENDERER = {"renderers": ["http://127.0.0.1:9"], "timeouts": {"queue_s": 0.5}}
 
 
 async def test_chat_gives_text_ids_and_spans_of_every_sample() -> None:
@@ -108,7 +109,7 @@ async def test_faults_have_openai_s_form_whoever_finds_them() -> None:
 
 async def test_a_request_without_a_renderer_says_what_is_missing() -> None:
     engine = FakeEngine(step_s=0.001, epoch=None)
-    async with gateway_on(engine, renderers=["http://127.0.0.1:9"]) as gateway:
+    async with gateway_on(engine, **NO_RENDERER) as gateway:
         status, told = await gateway.post("/v1/chat/completions", {"messages": HELLO})
     assert status == 503
     assert "cannot be rendered" in told["error"]["message"]
@@ -255,7 +256,7 @@ async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:
 
 async def test_sglang_s_clients_get_no_empty_text_where_none_can_be_made() -> None:
     engine = FakeEngine(step_s=0.001, epoch=None)
-    async with gateway_on(engine, renderers=["http://127.0.0.1:9"]) as gateway:
+    async with gateway_on(engine, **NO_RENDERER) as gateway:
         status, told = await gateway.post("/generate", {"input_ids": IDS})
     assert status == 503
     assert "cannot be rendered" in told["error"]

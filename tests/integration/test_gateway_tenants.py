@@ -153,7 +153,8 @@ async def test_no_priority_brings_a_turn_beside_or_before_one_of_another_tenant(
     urgent: dict[str, Any] = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
     urgent["priority"] = -(1 << 63)
     plain = {name: urgent[name] for name in ("token_ids", "sampling_params")}
-    async with gateway_on(engine, jobs=jobs, tokens=role_tokens(tmp_path)) as gateway:
+    with_tenants: dict[str, Any] = {"jobs": jobs, "tokens": role_tokens(tmp_path)}
+    async with gateway_on(engine, **with_tenants, timeouts={"silence_s": 1}) as gateway:
         await answered(gateway, "b", "/v1/jobs/job-b/versions", {"version": 1, "store": "b"})
         engine.running.clear()
         first = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", plain))

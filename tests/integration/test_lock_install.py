@@ -23,16 +23,20 @@ from deploy.check_expressions import DEPLOY
 
 ASKING = "asking PyTorch's CPU wheel index"
 SENTENCE = "name PyTorch's CPU wheel index in"
-# Stands for uv: checks its arguments, and installs with pip from FAKE_TORCH_INDEX alone.
+# Stands for uv: checks its arguments, and installs with pip; what is to come from PyTorch's own
+# index, from FAKE_TORCH_INDEX alone.
 UV = """#!python
-import os, subprocess, sys
-words = sys.argv[1:]
-at = words.index("--torch-backend")
-assert words[at + 1] == "cpu" and words[words.index("--python") + 1] == ".venv/bin/python", words
-ours = {"--python", ".venv/bin/python"}
-words = [word for word in words[1:at] + words[at + 2:] if word not in ours]
-index = ["--index-url", os.environ["FAKE_TORCH_INDEX"]]
-sys.exit(subprocess.call([sys.executable, "-m", "pip", *words, *index]))
+import argparse, os, subprocess, sys
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for name in ("--python", "--index-strategy", "--default-index", "--torch-backend"):
+    parser.add_argument(name)
+ours, words = parser.parse_known_args()
+if "FAKE_UV_FAILS" in os.environ:
+    sys.exit("no way to this index")
+assert ours.python.endswith("/bin/python"), sys.argv
+assert ours.torch_backend in (None, "cpu"), sys.argv
+index = os.environ["FAKE_TORCH_INDEX"] if ours.torch_backend else ours.default_index
+sys.exit(subprocess.call([sys.executable, "-m", *words, "--index-url", index]))
 """
 PYTHON = """#!/bin/sh
 if [ $# = 3 ] && [ "$1 $2" = "-m venv" ]; then
@@ -104,7 +108,8 @@ def checkout(tmp_path: Path) -> Path:
     registry yet."""
     root = tmp_path / "checkout"
     (root / "deploy/lock").mkdir(parents=True)
-    shutil.copy(DEPLOY / "lock/install", root / "deploy/lock")
+    for name in ("install", "uv_install.py"):
+        shutil.copy(DEPLOY / "lock" / name, root / "deploy/lock")
     (root / "deploy/lock/excluded.txt").write_text("# none is installed\ntriton\n")
     (root / "pyproject.toml").write_text(
         '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
@@ -178,6 +183,36 @@ def test_pip_s_configured_index_comes_first(checkout: Path, install: Install) ->
     code, said = install("main")
     assert (code, ASKING in said) == (0, False), said
     assert imports(checkout, "torch", "small")
+
+
+def test_pip_installs_what_uv_cannot_reach(
+    checkout: Path, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_UV_FAILS", "1")
+    code, said = install("main")
+    assert (code, ASKING in said) == (0, False), said
+    assert imports(checkout, "torch", "small")
+
+
+def test_uv_goes_where_pip_is_configured_to_go(
+    tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_wheel(tmp_path / "index/main", "first", "1.0", files={"first.py": ""})
+    add_wheel(tmp_path / "index/more", "second", "1.0", files={"second.py": ""})
+    add_wheel(tmp_path / "index/folder", "third", "1.0", files={"third.py": ""})
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text(
+        f"[global]\nindex-url = http://127.0.0.1:9/nothing\nextra-index-url = {index}/more\n"
+        f"[install]\nfind-links = {tmp_path}/index/folder/third\n"
+    )
+    for name in [*os.environ]:
+        if name.startswith(("PIP_", "UV_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(configuration))
+    monkeypatch.setenv("PIP_INDEX_URL", f"{index}/main")
+    command = [sys.executable, DEPLOY / "lock/uv_install.py", "--target", tmp_path / "here"]
+    subprocess.run([*command, "first", "second", "third"], check=True, capture_output=True)
+    assert {"first.py", "second.py", "third.py"} <= {path.name for path in (tmp_path / "here").iterdir()}
 
 
 def test_elsewhere_torch_alone_comes_from_pytorch_s_own_index(
