@@ -41,8 +41,6 @@ _READ_AT_IMPORT = {
     **NO_COMPILER,
 }
 """Variables that a fork sets too late, for what its libraries have read by then."""
-FORK_CORE = {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork"}
-"""For an engine's core and ranks, which on a CPU import vLLM again otherwise."""
 _FORKS.set_forkserver_preload(_GATEWAY)
 
 
@@ -116,15 +114,14 @@ def begin_forked(
     """Python as `subprocess.Popen` would start it, without a core or a priority of its own."""
     program, *words = arguments
     assert program == sys.executable
-    forked = ForkedProgram(*words, env={**env, **FORK_CORE}, log=stdout, grouped=True)
+    forked = ForkedProgram(*words, env=env, log=stdout, grouped=True)
     return cast("subprocess.Popen[bytes]", forked)
 
 
 def output_of(*arguments: str, log: Path, env: Mapping[str, str], timeout_s: float = 280.0) -> str:
     """Output of a program with an engine in it; a failure ends the test with its log."""
     with log.open("wb") as file:
-        environment = {**os.environ, **env, **FORK_CORE}
-        program = ForkedProgram(*arguments, env=environment, log=file, grouped=True)
+        program = ForkedProgram(*arguments, env={**os.environ, **env}, log=file, grouped=True)
     try:
         status = program.wait(timeout_s)
     finally:
@@ -158,11 +155,25 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    _fork_for_spawn()
     try:
         _run_python(*arguments)
     finally:
         # A process of `multiprocessing` leaves them out, and an engine's processes would stay.
         atexit._run_exitfuncs()
+
+
+def _fork_for_spawn() -> None:
+    """On a CPU vLLM spawns cores, ranks and further servers, each of which would import it again.
+
+    It sets the variable that chooses the method itself.
+    """
+    given = multiprocessing.get_context
+
+    def context(method: str | None = None) -> Any:
+        return given("fork" if method == "spawn" else method)
+
+    multiprocessing.get_context = context  # type: ignore[assignment]
 
 
 def _run_python(first: str, *rest: str) -> None:

@@ -80,11 +80,10 @@ class WideProduction:
         done = await asyncio.gather(*[self.complete(max_tokens) for _ in range(requests)])
         assert done == [max_tokens] * requests
 
-    def server(self, index: int) -> psutil.Process:
-        """The API server process with vLLM's own title for it."""
-        title = f"APIServer_{index}"
-        (found,) = [p for p in self.child.tree() if title in " ".join(p.cmdline())]
-        return found
+    def server(self, pulse: str) -> psutil.Process:
+        """The API server process that writes it, which signs the lock of its page."""
+        (lock,) = self.pages.path.rglob(f".{pulse}.lock")
+        return psutil.Process(int(lock.read_text().split()[0]))
 
 
 @contextmanager
@@ -225,7 +224,7 @@ async def test_the_gate_needs_every_servers_pulse_and_obeys_each_of_them(
             break
     assert busy == set(PULSES), "each of them closed it while the other was idle"
     await until(lambda: guest.decide().open, "and open again")
-    stopped = wide.server(1)
+    stopped = wide.server(PULSES[1])
     stopped.suspend()
     try:
         await until(lambda: guest.decide().reason is Closed.PULSE_FAULT, "one server is silent")
