@@ -166,12 +166,14 @@ def _run(
 def _fork_for_spawn() -> None:
     """On a CPU vLLM spawns cores, ranks and further servers, each of which would import it again.
 
-    It sets the variable that chooses the method itself.
+    It sets the variable that chooses the method itself. Ranks of a process that has numba are
+    spawned: they look for kernels in all modules, and llvmlite's library fails at that.
     """
     given = multiprocessing.get_context
 
     def context(method: str | None = None) -> Any:
-        return given("fork" if method == "spawn" else method)
+        forks = method == "spawn" and "llvmlite" not in sys.modules
+        return given("fork" if forks else method)
 
     multiprocessing.get_context = context  # type: ignore[assignment]
 

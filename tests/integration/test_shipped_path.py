@@ -45,7 +45,8 @@ from tests.integration.engine_slot import (
 pytestmark = pytest.mark.engine
 
 WANTED_TOKENS = 10_000
-WITHIN_S = 30.0
+WITHIN_S = 90.0
+"""A machine of its own needs a quarter of it; the guest has the time that other tests leave."""
 # On the small model a prefill of this length takes some tens of milliseconds, like a real one's.
 PROMPT_TOKENS = 2000
 R = TypeVar("R", bound=Record)
