@@ -212,7 +212,8 @@ def test_uv_goes_where_pip_is_configured_to_go(
     monkeypatch.setenv("PIP_INDEX_URL", f"{index}/main")
     command = [sys.executable, DEPLOY / "lock/uv_install.py", "--target", tmp_path / "here"]
     subprocess.run([*command, "first", "second", "third"], check=True, capture_output=True)
-    assert {"first.py", "second.py", "third.py"} <= {path.name for path in (tmp_path / "here").iterdir()}
+    found = {path.name for path in (tmp_path / "here").iterdir()}
+    assert {"first.py", "second.py", "third.py"} <= found
 
 
 def test_elsewhere_torch_alone_comes_from_pytorch_s_own_index(
