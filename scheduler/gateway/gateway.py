@@ -72,6 +72,7 @@ from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.session_names import trajectory_of
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
@@ -80,7 +81,6 @@ from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
     RENDERER_ROUTES,
     TextRoutes,
-    trajectory_of,
     wants_usage,
 )
 from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes

@@ -28,7 +28,8 @@ from scheduler.gateway.engine_list_routes import (
 )
 from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.job_switches import SwitchRequest
-from scheduler.gateway.text_routes import REQUEST_ID_HEADER, SESSION_HEADERS
+from scheduler.gateway.session_names import SESSION_HEADERS
+from scheduler.gateway.text_routes import REQUEST_ID_HEADER
 from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
 
 RETRIED = (409, 429, 503)

@@ -24,17 +24,15 @@ from scheduler.gateway.loop_share import LoopShare, in_shares
 from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.session_names import session_of, trajectory_of
 from scheduler.gateway.stopped_text import early_parts, text_tokens, without_stop
-from scheduler.gateway.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS
+from scheduler.gateway.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS, given
 from scheduler.gateway.text_logprobs import prompt_logprobs
 from scheduler.gateway.text_routes import (
     CHUNK_PERIOD_S,
     Admit,
     JobOf,
-    given,
     json_object,
-    session_of,
-    trajectory_of,
     turns_of,
 )
 

@@ -114,3 +114,8 @@ def _parts(messages: Collection[Any]) -> Iterator[Any]:
     for message in messages:
         content = message.get("content") if isinstance(message, dict) else None
         yield from content if isinstance(content, list) else ()
+
+
+def given(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields of these names that have a value."""
+    return {name: body[name] for name in names if body.get(name) is not None}

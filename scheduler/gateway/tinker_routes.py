@@ -33,8 +33,9 @@ from scheduler.gateway.pressure import HELD_BODY, TenantShares
 from scheduler.gateway.renderer import Body
 from scheduler.gateway.samples import follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
+from scheduler.gateway.session_names import trajectory_of
 from scheduler.gateway.text_logprobs import prompt_logprobs
-from scheduler.gateway.text_routes import Admit, JobOf, json_object, trajectory_of
+from scheduler.gateway.text_routes import Admit, JobOf, json_object
 
 SAMPLE_ROUTE = "/api/v1/asample"
 ABANDONED_S = 60.0

@@ -51,10 +51,10 @@ from scheduler.gateway.requests import (
     RefusedField,
     decode_generate,
 )
+from scheduler.gateway.session_names import SESSION_HEADERS
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.text_fields import SESSION_FIELDS
-from scheduler.gateway.text_routes import SESSION_HEADERS
 from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
 from weightsync.layout.slices import SliceRecord

@@ -24,17 +24,16 @@ from harvester.contracts.wire.rollouts import (
 from scheduler.gateway import loop_share
 from scheduler.gateway.renderer import CHAT, COMPLETION
 from scheduler.gateway.requests import decode_generate
-from scheduler.gateway.stopped_text import StoppedText, in_parts, text_tokens, without_stop
-from scheduler.gateway.text_logprobs import named_in_parts, prompt_logprobs
-from scheduler.gateway.text_routes import (
-    MAX_TURNS,
+from scheduler.gateway.session_names import (
     SESSION_HEADERS,
-    _TextRequest,
     session_header,
     session_of,
     trajectory_of,
-    turns_of,
 )
+from scheduler.gateway.stopped_text import StoppedText, in_parts, text_tokens, without_stop
+from scheduler.gateway.text_logprobs import named_in_parts, prompt_logprobs
+from scheduler.gateway.text_request import TextRequest
+from scheduler.gateway.text_routes import MAX_TURNS, turns_of
 
 
 def turn_with(*stops: str, include: bool = False, min_tokens: int = 0) -> GenerateRequest:
@@ -127,7 +126,7 @@ async def one_chunk(choice: Choice) -> AsyncIterator[Choice]:
 
 @pytest.mark.parametrize("given", ["\udcff", "a\r\nb", "r" * 500])
 def test_a_reply_can_be_encoded_whatever_the_request_s_id_has(given: str) -> None:
-    request = _TextRequest(CHAT, JobId("job"), {"messages": []}, given)
+    request = TextRequest(CHAT, JobId("job"), {"messages": []}, given)
     assert msgspec.json.encode([request.name, request.turn_name])
 
 
@@ -140,11 +139,11 @@ def test_a_reply_can_be_encoded_whatever_the_request_s_id_has(given: str) -> Non
 )
 def test_messages_of_other_types_are_the_clients_fault(body: dict[str, Any]) -> None:
     with pytest.raises(PeerProtocolError, match="messages"):
-        _TextRequest(CHAT, JobId("job"), body)
+        TextRequest(CHAT, JobId("job"), body)
 
 
 def test_a_last_chunk_without_text_gives_what_was_held_back() -> None:
-    request = _TextRequest(CHAT, JobId("job"), {"messages": []})
+    request = TextRequest(CHAT, JobId("job"), {"messages": []})
     held = request.stopped_texts(turn_with("</answer>"))
     chunk = {"delta": {"content": "The answer is 42."}}
     request.change_streamed(chunk, held, Choice())
@@ -154,7 +153,7 @@ def test_a_last_chunk_without_text_gives_what_was_held_back() -> None:
 
 
 def test_reasoning_ends_before_its_stop_string_and_is_whole_where_content_begins() -> None:
-    request = _TextRequest(CHAT, JobId("job"), {"messages": []})
+    request = TextRequest(CHAT, JobId("job"), {"messages": []})
     ended = Choice(token_ids=(1,), finish_reason=FinishReason.STOP, stop_reason="END")
     message = {"reasoning": "so itEND", "content": ""}
     request.end_text({"message": message}, ended, turn_with("END"))
@@ -191,7 +190,7 @@ def test_the_token_that_ends_a_turn_is_not_part_of_its_text(finish, stop, includ
 
 
 def test_an_answer_of_its_stop_token_alone_is_an_empty_text() -> None:
-    request = _TextRequest(COMPLETION, JobId("job"), {"prompt": "x"})
+    request = TextRequest(COMPLETION, JobId("job"), {"prompt": "x"})
     turn = GenerateRequest(
         request_id="r", token_ids=(1,), sampling_params=SamplingParams(max_tokens=9)
     )
@@ -252,7 +251,7 @@ def test_a_session_in_the_body_that_is_no_string_is_refused_by_its_name() -> Non
 
 
 def test_a_field_that_vllm_leaves_out_of_a_rendered_request_has_its_own_default() -> None:
-    asked = _TextRequest(COMPLETION, JobId("job"), {"prompt": "a"})
+    asked = TextRequest(COMPLETION, JobId("job"), {"prompt": "a"})
     rendered = {"token_ids": [1], "sampling_params": {"temperature": 0.5}}
     body = decode_generate(asked.generate(rendered, 0))
     assert (body.sampling_params.max_tokens, body.sampling_params.logprobs) == (16, None)
@@ -299,4 +298,4 @@ async def test_scores_of_another_prompt_are_the_engine_s_fault(raw: bytes) -> No
 def test_a_request_s_id_that_every_chunk_would_repeat_has_a_bound() -> None:
     body = {"messages": [], "request_id": "x" * 8193}
     with pytest.raises(PeerProtocolError, match="request_id: use at most 8192 characters"):
-        _TextRequest(CHAT, JobId("job"), body)
+        TextRequest(CHAT, JobId("job"), body)
