@@ -177,11 +177,11 @@ class TinkerRoutes:
         promise = self._promises.get((job, name))
         if promise is None:
             # The client begins the sample again.
-            return web.json_response({"error": f"no promise {name[:200]}"}, status=410)
+            return json_reply({"error": f"no promise {name[:200]}"}, status=410)
         task = promise.expected()
         done, _ = await asyncio.wait({task}, timeout=WAIT_S)
         if not done:
-            return web.json_response({"queue_state": "active"}, status=408)
+            return json_reply({"queue_state": "active"}, status=408)
         if task.cancelled():
             return json_reply({"error": "the sample was cancelled", "category": "user"})
         error = task.exception()

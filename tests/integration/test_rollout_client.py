@@ -1,10 +1,12 @@
 """A job's client beside a gateway that is killed, stopped and started again: no token is lost."""
 
 import asyncio
+import inspect
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import pairwise
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+import scheduler
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, VersionPin
 from harvester.platform.backoff import RetryLimits
@@ -337,3 +340,17 @@ def test_the_example_of_a_turn_runs(fake_engine: Start, gateway: Start) -> None:
     shown = f"3 tokens, length: {continued(PROMPT, 3, version=0)}"
     assert printed.startswith(shown)
     assert "tokens 0 to 3: version 0, e0 " in printed
+
+
+def test_the_example_of_the_package_runs(fake_engine: Start, gateway: Start) -> None:
+    service = gateway(fake_engine(), jobs=[{"id": "math-7b"}])
+    with RolloutClient(service.url, "math-7b") as client:
+        client.announce(3, "math-7b")
+    page = inspect.cleandoc(scheduler.__doc__ or "").partition("`AsyncRolloutClient`")[0]
+    code = textwrap.dedent("\n".join(page.splitlines()[1:]))
+    names: dict[str, object] = {}
+    example = code.replace("http://127.0.0.1:8300", service.url)
+    exec(compile(example, "scheduler/__init__.py", "exec"), names)
+    turn = names["turn"]
+    assert isinstance(turn, Choice)
+    assert (len(turn.token_ids), {span.version for span in turn.spans}) == (64, {3})

@@ -91,3 +91,13 @@ def test_every_package_is_described(folder: str, repository: Path, table_after: 
         found - adapter
     )
     assert found or folder in described
+
+
+def test_the_sizes_of_the_packages_are_those_of_the_tree(
+    repository: Path, table_after: TableAfter
+) -> None:
+    for package, lines, files, _ in table_after(PAGE, "| package | lines | files | aim, lines |"):
+        found = [*(repository / package).rglob("*.py")]
+        count = sum(path.read_bytes().count(b"\n") for path in found)
+        assert count == pytest.approx(int(lines.replace(",", "")), rel=0.03), package
+        assert len(found) == pytest.approx(int(files), rel=0.03), package
