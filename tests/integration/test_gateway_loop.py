@@ -8,9 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from harvester.contracts.ids import JobId
+from scheduler.gateway import loop_share
 from scheduler.gateway.loop_share import AT_ONCE, ENTERED_AT_ONCE
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.fake_renderer import FakeRenderer
@@ -99,7 +101,11 @@ class OneEventEngine(FakeEngine):
         await response.write(f"data: {event}\n\ndata: [DONE]\n\n".encode())
 
 
-async def test_tokens_of_one_large_event_are_taken_over_several_passes() -> None:
+async def test_tokens_of_one_large_event_are_taken_over_several_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A fast machine takes half of them in one share of the shipped length.
+    monkeypatch.setattr(loop_share, "_HELD_S", 0.002)
     engine, tokens = OneEventEngine(step_s=0.0, epoch=None), 1 << 16
     async with gateway_on(engine) as gateway:
         ledger = gateway.scheduler.ledgers[JOB]
