@@ -18,7 +18,7 @@ from benchmarks.rollmux.optimal_hosting import KnownJob, Optimum
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.group_effects import AssignPlace
+from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
@@ -122,7 +122,7 @@ def _reviewed(planner: GroupPlanner, now: float) -> float:
         moved: list[JobId] = [
             effect.placement.job
             for effect in planner.review(now=now)
-            if isinstance(effect, AssignPlace)
+            if isinstance(effect, AssignNodes)
         ]
         for job in moved:
             planner.complete_move(job, now=now)
