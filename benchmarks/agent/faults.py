@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.agent.judge import INVARIANTS, Verdict, judged
+from benchmarks.agent.judge import INVARIANTS, ScenarioVerdict, judged
 from benchmarks.agent.real_faults import STRIKES, run_real
 from benchmarks.agent.virtual_faults import run_in, was_open
 from harvester.contracts.errors import ConfigError
@@ -28,7 +28,7 @@ def faults(*, virtual: int, real: int, seed: int, keep: Path | None = None) -> d
     unstruck: list[str] = []
     struck = {"virtual": Counter[str](), "real": Counter[str]()}
 
-    def add(verdict: Verdict) -> None:
+    def add(verdict: ScenarioVerdict) -> None:
         violations.update(verdict.violations)
         notes.extend(verdict.notes)
         for note in verdict.notes:
@@ -65,12 +65,12 @@ def faults(*, virtual: int, real: int, seed: int, keep: Path | None = None) -> d
     }
 
 
-def _virtual(root: Path, seeds: Iterable[int]) -> Iterable[tuple[Verdict, list[str], bool]]:
+def _virtual(root: Path, seeds: Iterable[int]) -> Iterable[tuple[ScenarioVerdict, list[str], bool]]:
     with ProcessPoolExecutor() as executor:
         yield from executor.map(partial(_judged_virtual, root), seeds, chunksize=_CHUNK)
 
 
-def _judged_virtual(root: Path, seed: int) -> tuple[Verdict, list[str], bool]:
+def _judged_virtual(root: Path, seed: int) -> tuple[ScenarioVerdict, list[str], bool]:
     evidence, names = run_in(root, seed)
     return judged(evidence), names, was_open(evidence)
 

@@ -34,7 +34,7 @@ _KILL_S = 5.0
 
 
 @dataclass(slots=True)
-class Verdict:
+class ScenarioVerdict:
     violations: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
@@ -44,8 +44,8 @@ class Verdict:
             self.notes.append(f"{invariant}: {text}")
 
 
-def judged(evidence: Evidence) -> Verdict:
-    verdict = Verdict()
+def judged(evidence: Evidence) -> ScenarioVerdict:
+    verdict = ScenarioVerdict()
     for check in (_data, _caps, _leases, _records, _leavings):
         check(evidence, verdict)
     return verdict
@@ -55,7 +55,7 @@ def _open(evidence: Evidence) -> list[GrantSeen]:
     return [seen for seen in evidence.grants if seen.grant.mode is not GrantMode.CLOSED]
 
 
-def _data(evidence: Evidence, verdict: Verdict) -> None:
+def _data(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for seen in _open(evidence):
         if not _fresh(evidence, seen.slot, seen.stamp_s):
             verdict.note("stale_grants", f"{_named(evidence, seen)}: no data that was fresh")
@@ -77,7 +77,7 @@ def _fresh(evidence: Evidence, slot: str, at_s: float) -> bool:
     )
 
 
-def _caps(evidence: Evidence, verdict: Verdict) -> None:
+def _caps(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for seen in _open(evidence):
         caps = _caps_at(evidence, seen.stamp_s)
         beyond = {
@@ -100,7 +100,7 @@ def _caps_at(evidence: Evidence, at_s: float) -> Caps:
     return max([last, *near], key=lambda caps: (caps.step_tokens, caps.kv_tokens))
 
 
-def _leases(evidence: Evidence, verdict: Verdict) -> None:
+def _leases(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     requests: dict[tuple[str, int], set[str]] = defaultdict(set)
     for call in evidence.calls:
         requests[call.slot, call.epoch].add(call.request_id)
@@ -134,7 +134,7 @@ def _term(evidence: Evidence, slot: str, epoch: int) -> tuple[float, float]:
     return since_s, min([max(ends_s, default=since_s), *released_s])
 
 
-def _records(evidence: Evidence, verdict: Verdict) -> None:
+def _records(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for fault in evidence.replay_faults:
         verdict.note("unrecorded", f"{evidence.name}: {fault}")
     times = {slot: [line.t_s for line in lines] for slot, lines in evidence.decisions.items()}
@@ -164,7 +164,7 @@ def _names(effect: dict[str, Any], pid: int) -> bool:
     return any(process["pid"] == pid for process in effect["processes"])
 
 
-def _audited(evidence: Evidence, verdict: Verdict) -> None:
+def _audited(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     """Each lease that was given has one event, and one for its end once its epoch is over."""
     events = Counter((event.event, event.slot, event.epoch) for event in evidence.audit)
     last: dict[str, int] = {}
@@ -178,7 +178,7 @@ def _audited(evidence: Evidence, verdict: Verdict) -> None:
             verdict.note("unrecorded", f"{evidence.name}: {slot}.{epoch}: {ended} ends in audit")
 
 
-def _leavings(evidence: Evidence, verdict: Verdict) -> None:
+def _leavings(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for fate in evidence.production:
         touched = {
             f"signals {fate.signals}": bool(fate.signals),

@@ -31,7 +31,7 @@ LEASE_TTL_S = 10.0
 _OPEN_S = 30.0
 
 
-class Scheduler:
+class GatewayChild:
     """A gateway process with one agent and no dedicated engine."""
 
     def __init__(self, root: Path, agent: AgentChild) -> None:
@@ -114,7 +114,7 @@ def kill(*, share: float = 1.0) -> dict[str, Any]:
         agent.start()
         log = GrantLog([pages.path], every_s=1e-3)
         stack.callback(log.stop)
-        scheduler = Scheduler(root, agent)
+        scheduler = GatewayChild(root, agent)
         stack.callback(scheduler.kill)
         scheduler.start()
         switch, number = root / "pages" / "kill", 0

@@ -19,7 +19,7 @@ _PER_HORIZON = 5
 
 
 class LevelForecaster:
-    def __init__(self, level: Callable[[float], "Level"]) -> None:
+    def __init__(self, level: Callable[[float], "RecentMean"]) -> None:
         """`level` makes the level of a horizon."""
         self._parts = [_Part(horizon_s, level(horizon_s)) for horizon_s in HORIZONS_S]
 
@@ -38,7 +38,7 @@ class LevelForecaster:
         return tuple(one for part in self._parts if (one := part.forecast()) is not None)
 
 
-class Level:
+class RecentMean:
     """An exponentially weighted mean of the last seconds."""
 
     def __init__(self, memory_s: float) -> None:
@@ -54,7 +54,7 @@ class Level:
         return self._total / self._weight
 
 
-class LastWindow(Level):
+class LastWindow(RecentMean):
     """The mean of the window of the horizon's length that has just passed: the last value."""
 
     def __init__(self, horizon_s: float) -> None:
@@ -69,7 +69,7 @@ class LastWindow(Level):
 
 
 class _Part:
-    def __init__(self, horizon_s: float, level: Level) -> None:
+    def __init__(self, horizon_s: float, level: RecentMean) -> None:
         self._horizon_s = horizon_s
         self._level = level
         self._idle_s = 0.0

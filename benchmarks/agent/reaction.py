@@ -36,7 +36,7 @@ class Restarts:
 
 
 @dataclass
-class Slot:
+class ReactionTimer:
     log: GrantLog
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -92,7 +92,7 @@ def _of_page(root: Path, *, trials: int) -> list[float]:
             pulse.base = beats.step
             beats.write()
 
-        return Slot(log).reactions_ms(restart, trials=trials, pause_s=0.4)
+        return ReactionTimer(log).reactions_ms(restart, trials=trials, pause_s=0.4)
 
 
 def _of_metrics(root: Path, *, trials: int) -> list[float]:
@@ -110,7 +110,7 @@ def _of_metrics(root: Path, *, trials: int) -> list[float]:
         grants = GrantLog([pages.path], every_s=5e-4)
         stack.callback(grants.stop)
         restart = lambda: production.word("restarted")  # noqa: E731
-        return Slot(grants).reactions_ms(restart, trials=trials, pause_s=2.2)
+        return ReactionTimer(grants).reactions_ms(restart, trials=trials, pause_s=2.2)
 
 
 def _figures(level: str, times_ms: list[float]) -> dict[str, float]:

@@ -28,14 +28,14 @@ from benchmarks.coserve.reclaim import closings
 from benchmarks.coserve.restart import LeftPages, restart
 from benchmarks.coserve.rollouts import Rollouts
 from benchmarks.coserve.round_log import Plan, RoundLog, RunSettings
-from benchmarks.coserve.rounds import Runner, Slice
+from benchmarks.coserve.rounds import ArmSlice, Runner
 from benchmarks.coserve.run_length import FULL, SHORT, RunLength
 from benchmarks.coserve.surge import surges
 from benchmarks.coserve.unseen import CONTEXT_TOKENS, KV_ARGUMENTS, full_kv, long_prompts
 from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware
-from benchmarks.testbed.hardware import Hardware, Kind
+from benchmarks.testbed.hardware import Hardware, HardwareKind
 from benchmarks.testbed.held_lease import HeldLease
 from benchmarks.testbed.interleaving import cycle_rounds, interleaved
 from benchmarks.testbed.load import Load
@@ -44,7 +44,7 @@ from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Processes, freeze
-from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production import ProductionClient, RandomPrompts, production_session
 from benchmarks.testbed.production_model import PROMPT_IDS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.reporting import report
@@ -104,7 +104,10 @@ def main() -> None:
         "--short", action="store_true", help="fewer trials and shorter slices, within ten minutes"
     )
     parser.add_argument(
-        "--hardware", type=Kind, choices=tuple(Kind), help="of the engines; else what is there"
+        "--hardware",
+        type=HardwareKind,
+        choices=tuple(HardwareKind),
+        help="of the engines; else what is there",
     )
     given = parser.parse_args()
     # The machine that is asked for is found, and checked, in the run.
@@ -217,7 +220,7 @@ class Bench:
                 session=session,
                 url=url(self.slot.ports.production),
                 model=PRODUCTION,
-                prompts=Prompts(
+                prompts=RandomPrompts(
                     seed=self.given.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]
                 ),
                 clock=self.clock,
@@ -310,7 +313,7 @@ class Bench:
         for turn, arms in groupby(order, key=lambda pair: pair[1]):
             if rounds_s and not self._fits(f"round {turn + 1}", max(rounds_s)):
                 break
-            began_s, slices = self.clock.now(), list[Slice]()
+            began_s, slices = self.clock.now(), list[ArmSlice]()
             self.requests.clear()
             for arm, _ in arms:
                 done = await runner.run(arm, turn, windows[turn])

@@ -30,7 +30,7 @@ _STEPPING_S = 1.5
 """Seconds of rollouts before the agent is lost."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class FailsafeTrial(msgspec.Struct, frozen=True, kw_only=True):
     """One line."""
 
     signal: str
@@ -45,18 +45,18 @@ class TrialLog:
 
     wanted: int
     file: Path | None = None
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[FailsafeTrial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the file holds something else."""
         if self.file is None or not self.file.exists():
             return
         try:
-            self.trials = msgspec.json.Decoder(Trial).decode_lines(self.file.read_bytes())
+            self.trials = msgspec.json.Decoder(FailsafeTrial).decode_lines(self.file.read_bytes())
         except msgspec.DecodeError as error:
             raise ConfigError(f"{self.file} holds no trials: {error}") from error
 
-    def add(self, trial: Trial) -> None:
+    def add(self, trial: FailsafeTrial) -> None:
         self.trials.append(trial)
         if self.file is not None:
             with self.file.open("ab") as lines:
@@ -105,7 +105,7 @@ class FailSafe:
         """Runs trials until every signal has its trials or the time is over."""
         start_s, before = self.clock.now(), len(log.trials)
         while (number := log.next()) and self.clock.now() - start_s < within_s:
-            log.add(Trial(signal=number.name, ms=await self._trial(number)))
+            log.add(FailsafeTrial(signal=number.name, ms=await self._trial(number)))
             self.kept(log.figures())
             made = len(log.trials) - before
             if made % _TOLD_EVERY == 0:

@@ -11,9 +11,9 @@ from benchmarks.coserve.arms import BESIDE, IN_ROUNDS, Arm, baseline
 from benchmarks.coserve.blocking import percentile_of
 from benchmarks.coserve.goals import STEPS_MET_MAX, verdicts
 from benchmarks.coserve.residual import residual_figures
-from benchmarks.coserve.rounds import Slice, slower_by_round
+from benchmarks.coserve.rounds import ArmSlice, slower_by_round
 from benchmarks.testbed.interleaving import cycle_rounds
-from benchmarks.testbed.latencies import Latencies, itl_of, ttft_of
+from benchmarks.testbed.latencies import ArmLatencies, itl_of, ttft_of
 from benchmarks.testbed.latency_ratios import latency_ratios
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.round_ratios import STATISTICS, mean_interval
@@ -31,7 +31,7 @@ class Facts:
 
 
 def figures(
-    requests: Sequence[ProductionRequest], slices: Sequence[Slice], facts: Facts
+    requests: Sequence[ProductionRequest], slices: Sequence[ArmSlice], facts: Facts
 ) -> dict[str, Any]:
     """Every latency rests on the requests that all arms replayed.
 
@@ -96,11 +96,11 @@ def _arm(given: ArmRequests, level: ServiceLevel) -> dict[str, Any]:
     }
 
 
-def _ms(latencies: Latencies, figure: Callable[[Any], float]) -> float | None:
+def _ms(latencies: ArmLatencies, figure: Callable[[Any], float]) -> float | None:
     return 1e3 * figure(latencies.values_s) if len(latencies.values_s) else None
 
 
-def _steps_of(slices: Sequence[Slice], arm: Arm) -> dict[str, Any]:
+def _steps_of(slices: Sequence[ArmSlice], arm: Arm) -> dict[str, Any]:
     """Our own work in a step, and the guest steps that requests met; intervals over rounds."""
     own = [each for each in slices if each.arm is arm]
     met: Counter[int] = Counter()
@@ -126,7 +126,7 @@ def _steps_of(slices: Sequence[Slice], arm: Arm) -> dict[str, Any]:
     }
 
 
-def _speeds(slices: Sequence[Slice], arm: Arm, base: Arm) -> dict[str, Any]:
+def _speeds(slices: Sequence[ArmSlice], arm: Arm, base: Arm) -> dict[str, Any]:
     """How much slower the machine was in the arm's slices: 1, but for chance."""
     slower = list(slower_by_round(slices, arm, base).values())
     interval = mean_interval(slower)
@@ -136,7 +136,7 @@ def _speeds(slices: Sequence[Slice], arm: Arm, base: Arm) -> dict[str, Any]:
     }
 
 
-def _mean(slices: Sequence[Slice], arm: Arm, of: Callable[[Slice], float]) -> float | None:
+def _mean(slices: Sequence[ArmSlice], arm: Arm, of: Callable[[ArmSlice], float]) -> float | None:
     """Amount in a second, over all of an arm's slices, which are equally long."""
     rates = [of(each) / each.seconds for each in slices if each.arm is arm]
     return fmean(rates) if rates else None

@@ -9,7 +9,7 @@ REQUESTS_MIN = 5000
 """Requests in each arm, for any verdict on a latency."""
 
 
-class Verdict(StrEnum):
+class GoalVerdict(StrEnum):
     MET = "met"
     MISSED = "missed"
     OPEN = "open"
@@ -44,12 +44,12 @@ STEPS_MET_BEYOND_MAX = 0.01
 Interval = tuple[float, float]
 
 
-def verdicts(result: Mapping[str, Any], *, requests: int) -> dict[str, Verdict]:
+def verdicts(result: Mapping[str, Any], *, requests: int) -> dict[str, GoalVerdict]:
     """`result` are the figures; `requests` the fewest of any arm that serves.
 
     Every verdict is of a 95 % interval: met where all of it is, missed where none of it is.
     """
-    found: dict[str, Verdict] = {}
+    found: dict[str, GoalVerdict] = {}
     for name, goal in LATENCIES.items():
         interval, width = result["intervals"].get(name), result["half_widths"].get(name)
         known = width is not None and width < goal.half_width and requests >= REQUESTS_MIN
@@ -61,24 +61,24 @@ def verdicts(result: Mapping[str, Any], *, requests: int) -> dict[str, Verdict]:
     found["step_overhead_us"] = _at_most(overhead, STEP_OVERHEAD_MAX_US)
     found["steps_met_p99"] = _at_most(beyond, STEPS_MET_BEYOND_MAX)
     if not result["orders_balanced"]:
-        return dict.fromkeys(found, Verdict.OPEN)
+        return dict.fromkeys(found, GoalVerdict.OPEN)
     return found
 
 
-def _residual_share(interval: Interval | None, busy_share: float | None) -> Verdict:
+def _residual_share(interval: Interval | None, busy_share: float | None) -> GoalVerdict:
     """Met only by a production that is about as busy as the goal says."""
     if interval is None or busy_share is None or busy_share > BUSY_SHARE_MAX + BUSY_SHARE_NEAR:
-        return Verdict.OPEN
+        return GoalVerdict.OPEN
     low, high = interval
     verdict = _at_most((-high, -low), -RESIDUAL_SHARE_MIN)
     less_busy = busy_share < BUSY_SHARE_MAX - BUSY_SHARE_NEAR
-    return Verdict.OPEN if verdict is Verdict.MET and less_busy else verdict
+    return GoalVerdict.OPEN if verdict is GoalVerdict.MET and less_busy else verdict
 
 
-def _at_most(interval: Interval | None, most: float) -> Verdict:
+def _at_most(interval: Interval | None, most: float) -> GoalVerdict:
     if interval is None:
-        return Verdict.OPEN
+        return GoalVerdict.OPEN
     low, high = interval
     if high <= most:
-        return Verdict.MET
-    return Verdict.MISSED if low > most else Verdict.OPEN
+        return GoalVerdict.MET
+    return GoalVerdict.MISSED if low > most else GoalVerdict.OPEN

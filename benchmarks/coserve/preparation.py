@@ -8,7 +8,7 @@ from benchmarks.coserve.arms import ESSENTIAL, SETTINGS, Arm
 from benchmarks.coserve.round_log import RoundLog
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.run_length import RunLength
-from benchmarks.testbed.calibration import Replayed
+from benchmarks.testbed.calibration import MeasuredReplay
 from benchmarks.testbed.load import REQUESTS_MIN, Aim, Load
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel, choose_slo
@@ -80,7 +80,7 @@ class Preparation:
         )
         runner.slot.show_stock(alone=False)
 
-    async def _replayed(self, window: Window) -> Replayed:
+    async def _replayed(self, window: Window) -> MeasuredReplay:
         runner = self.runner
         seen: list[ProductionRequest] = []
         start_s, busy_s = runner.clock.now(), runner.pulse().busy_s_total
@@ -91,9 +91,9 @@ class Preparation:
         seconds = runner.clock.now() - start_s
         runner.level = choose_slo(seen).level
         busy_s = runner.pulse().busy_s_total - busy_s
-        return Replayed(arrivals=window.arrivals, seconds=seconds, busy_s=busy_s)
+        return MeasuredReplay(arrivals=window.arrivals, seconds=seconds, busy_s=busy_s)
 
-    def _aim(self, replays: tuple[Replayed, ...]) -> None:
+    def _aim(self, replays: tuple[MeasuredReplay, ...]) -> None:
         aim = Aim(
             scales=self.runner.slot.hardware.scales,
             slice_s=self.length.slice_s,

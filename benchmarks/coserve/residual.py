@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.coserve.arms import Arm
-from benchmarks.coserve.rounds import Slice, slower_by_round
+from benchmarks.coserve.rounds import ArmSlice, slower_by_round
 from benchmarks.testbed.round_ratios import jackknife_ratio
 
-Amount = Callable[[Slice], float | None]
+Amount = Callable[[ArmSlice], float | None]
 
 
-def residual_figures(slices: Sequence[Slice], arm: Arm, *, base: Arm) -> dict[str, Any]:
+def residual_figures(slices: Sequence[ArmSlice], arm: Arm, *, base: Arm) -> dict[str, Any]:
     """Figures of one arm, each None if the guest did nothing alone. `base` is production alone."""
     rounds = sorted({each.round for each in slices})
     by_round = [[each for each in slices if each.round == number] for number in rounds]
@@ -50,7 +50,7 @@ def residual_figures(slices: Sequence[Slice], arm: Arm, *, base: Arm) -> dict[st
 
 
 def _share(
-    slices: Sequence[Slice], arm: Arm, base: Arm, of: Amount = lambda each: each.guest_tokens
+    slices: Sequence[ArmSlice], arm: Arm, base: Arm, of: Amount = lambda each: each.guest_tokens
 ) -> float | None:
     """Guest's rate of `of` beside production, over its rate alone times the core share left."""
     beside, alone = _rate(slices, arm, of), _rate(slices, Arm.ROLLOUTS, of)
@@ -60,7 +60,7 @@ def _share(
     return beside / (alone * (1.0 - used))
 
 
-def _rate(slices: Sequence[Slice], arm: Arm, of: Amount) -> float | None:
+def _rate(slices: Sequence[ArmSlice], arm: Arm, of: Amount) -> float | None:
     own = [each for each in slices if each.arm is arm]
     amounts = [amount for each in own if (amount := of(each)) is not None]
     if not own or len(amounts) < len(own):

@@ -36,7 +36,7 @@ class LeftPages:
 
 
 @dataclass(slots=True)
-class GuestWatch:
+class OutageSteps:
     """The guest's steps while production was gone."""
 
     last_pulse_ns: int
@@ -73,7 +73,7 @@ async def restart(runner: Runner, window: Window, pages: LeftPages) -> dict[str,
         await asyncio.sleep(_BEFORE_S)
         await _kill(runner)
         # One that died while it wrote left no stamp.
-        watch = GuestWatch(pages.pulse().stamp_ns or monotonic_ns())
+        watch = OutageSteps(pages.pulse().stamp_ns or monotonic_ns())
         runner.slot.start_production()
         up = asyncio.ensure_future(runner.slot.production_answers(lambda _: None))
         while (back_ns := pages.pulse().stamp_ns) <= watch.last_pulse_ns:

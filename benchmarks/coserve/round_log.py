@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.coserve.arms import Arm
-from benchmarks.coserve.rounds import Slice
+from benchmarks.coserve.rounds import ArmSlice
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.origin import Origin
 from benchmarks.testbed.production_request import ProductionRequest
@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     level: ServiceLevel
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
+class RunPiece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
     settings: RunSettings
     origin: Origin
     plan: Plan
@@ -55,7 +55,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, tag="piece"):
 
 class MeasuredRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     number: int
-    slices: tuple[Slice, ...]
+    slices: tuple[ArmSlice, ...]
     """In the order in which the arms ran."""
     requests: tuple[ProductionRequest, ...]
 
@@ -65,7 +65,7 @@ class RoundLog:
     file: Path
     settings: RunSettings
     origin: Origin
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[RunPiece] = field(default_factory=list)
     rounds: list[MeasuredRound] = field(default_factory=list)
 
     def resume(self) -> None:
@@ -75,10 +75,10 @@ class RoundLog:
         # A line without its end is a round that was being written when its run was killed.
         whole = self.file.read_bytes().rpartition(b"\n")[0]
         try:
-            lines = msgspec.json.Decoder(Piece | MeasuredRound).decode_lines(whole)
+            lines = msgspec.json.Decoder(RunPiece | MeasuredRound).decode_lines(whole)
         except msgspec.DecodeError as error:
             raise ConfigError(f"{self.file} holds no rounds of this version: {error}") from error
-        self.pieces = [line for line in lines if isinstance(line, Piece)]
+        self.pieces = [line for line in lines if isinstance(line, RunPiece)]
         self.rounds = [line for line in lines if isinstance(line, MeasuredRound)]
         if [each.number for each in self.rounds] != list(range(len(self.rounds))):
             raise ConfigError(f"{self.file} lacks rounds: take another --json")
@@ -107,11 +107,11 @@ class RoundLog:
             self.file.write_bytes(b"")
             shutil.rmtree(self.agent_state, ignore_errors=True)
         began = wall_time_utc()
-        piece = Piece(settings=self.settings, origin=self.origin, plan=plan, began=began)
+        piece = RunPiece(settings=self.settings, origin=self.origin, plan=plan, began=began)
         self.pieces.append(piece)
         self._write(piece)
 
-    def add(self, slices: Sequence[Slice], requests: Sequence[ProductionRequest]) -> None:
+    def add(self, slices: Sequence[ArmSlice], requests: Sequence[ProductionRequest]) -> None:
         measured = MeasuredRound(
             number=len(self.rounds), slices=tuple(slices), requests=tuple(requests)
         )
@@ -119,14 +119,14 @@ class RoundLog:
         self._write(measured)
 
     @property
-    def slices(self) -> list[Slice]:
+    def slices(self) -> list[ArmSlice]:
         return [each for measured in self.rounds for each in measured.slices]
 
     @property
     def requests(self) -> list[ProductionRequest]:
         return [each for measured in self.rounds for each in measured.requests]
 
-    def _write(self, line: Piece | MeasuredRound) -> None:
+    def _write(self, line: RunPiece | MeasuredRound) -> None:
         with self.file.open("ab") as lines:
             lines.write(msgspec.json.encode(line) + b"\n")
 

@@ -35,7 +35,7 @@ _QUIET_S = 20.0
 _POLL_S = 0.1
 
 
-class Slice(msgspec.Struct, frozen=True, kw_only=True):
+class ArmSlice(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of one arm in one round."""
 
     arm: Arm
@@ -62,7 +62,7 @@ class Slice(msgspec.Struct, frozen=True, kw_only=True):
     """Times of a fixed loop on production's core before and after the arm, in s; empty on a GPU."""
 
 
-def slower_by_round(slices: Sequence[Slice], above: Arm, below: Arm) -> dict[int, float]:
+def slower_by_round(slices: Sequence[ArmSlice], above: Arm, below: Arm) -> dict[int, float]:
     """Logarithm of how much slower the machine was in `above`'s slice than in `below`'s.
 
     Without rounds in which it was not measured.
@@ -89,7 +89,7 @@ class Runner:
     """Production's SLO as of now."""
     requests: list[ProductionRequest]
 
-    async def run(self, arm: Arm, number: int, window: Window) -> Slice:
+    async def run(self, arm: Arm, number: int, window: Window) -> ArmSlice:
         setting = IN_ROUNDS[arm]
         before = await self._loops_s()
         async with AsyncExitStack() as around:
@@ -155,7 +155,7 @@ class Runner:
             steps = guest.steps_finished
             await asyncio.sleep(_POLL_S)
 
-    async def _measured(self, arm: Arm, number: int, window: Window) -> Slice:
+    async def _measured(self, arm: Arm, number: int, window: Window) -> ArmSlice:
         start_s, guest, busy_s = self.clock.now(), self.guest(), self.pulse().busy_s_total
         client, production = self.served(arm)
         seen: list[ProductionRequest] = []
@@ -187,7 +187,7 @@ class Runner:
             raise ConfigError("the guest began anew within a slice")
         self.requests += seen
         shares_core = self.slot.hardware.shares_core
-        return Slice(
+        return ArmSlice(
             arm=arm,
             round=number,
             seconds=end_s - start_s,

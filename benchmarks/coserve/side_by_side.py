@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.coserve.arms import SETTINGS, Arm
 from benchmarks.coserve.rounds import Runner
 from benchmarks.testbed.interleaving import interleaved
-from benchmarks.testbed.latencies import Latencies
+from benchmarks.testbed.latencies import ArmLatencies
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.round_ratios import STATISTICS, round_ratio
 from benchmarks.testbed.trace import Arrival
@@ -85,9 +85,9 @@ def compared(
     return found
 
 
-def _ttft_of(requests: Sequence[ProductionRequest]) -> Latencies:
+def _ttft_of(requests: Sequence[ProductionRequest]) -> ArmLatencies:
     """First-token latencies by trial: the requests of one trial met the same machine speed."""
     answered = [(r.ttft_s, r.block) for r in requests if r.ttft_s is not None]
-    return Latencies(
+    return ArmLatencies(
         np.array([ttft_s for ttft_s, _ in answered]), np.array([trial for _, trial in answered])
     )

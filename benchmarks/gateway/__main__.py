@@ -24,11 +24,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from benchmarks.gateway.comparison import Rounds, Served, Streams, compared
+from benchmarks.gateway.comparison import LoopWindow, Rounds, Streams, compared
 from benchmarks.gateway.dialects import COMPLETIONS, GENERATE, SGLANG
 from benchmarks.gateway.figures import Outside, Times
 from benchmarks.gateway.load import (
-    Connections,
+    ConnectionPool,
     Exchange,
     Requests,
     closed_loop,
@@ -157,7 +157,7 @@ class Bench:
                 try:
                     for stream in (False, True):
                         requests = self._requests(arm, TOKENS, stream=stream)
-                        async with Connections(requests.port, kept=1) as connections:
+                        async with ConnectionPool(requests.port, kept=1) as connections:
                             for one in await closed_loop(
                                 requests, connections, clients=1, seconds=0.1
                             ):
@@ -184,7 +184,7 @@ class Bench:
     async def _latencies(self, arm: Arm, size: Size, random: Random, *, stream: bool) -> Outside:
         self._set_pace(STEP_S)
         requests = self._requests(arm, TOKENS, stream=stream)
-        async with Connections(requests.port, kept=48) as connections:
+        async with ConnectionPool(requests.port, kept=48) as connections:
             await closed_loop(requests, connections, clients=8, seconds=0.05)
             with _no_garbage_collection():
                 exchanges = await open_loop(
@@ -193,11 +193,11 @@ class Bench:
         self._check(arm, requests, exchanges)
         return Outside.of(exchanges, self._times())
 
-    async def _served(self, arm: Arm, kind: str, size: Size) -> Served:
+    async def _served(self, arm: Arm, kind: str, size: Size) -> LoopWindow:
         tokens, stream, step_s = SATURATIONS[kind]
         self._set_pace(step_s)
         requests = self._requests(arm, tokens, stream=stream)
-        async with Connections(requests.port, kept=CLIENTS) as connections:
+        async with ConnectionPool(requests.port, kept=CLIENTS) as connections:
             await closed_loop(requests, connections, clients=CLIENTS, seconds=0.05)
             with _no_garbage_collection():
                 before, began_s = self._account(arm.router), _CLOCK.now()
@@ -208,7 +208,7 @@ class Bench:
                 wall_s = _CLOCK.now() - began_s
         self._check(arm, requests, exchanges)
         self._times()
-        return Served(requests=len(exchanges), core_s=core_s, wall_s=wall_s)
+        return LoopWindow(requests=len(exchanges), core_s=core_s, wall_s=wall_s)
 
     async def streams(self, router: str, size: Size) -> Streams:
         """Holds the streams on the router's route for token ids."""
@@ -226,7 +226,7 @@ class Bench:
             found.core_share = core_s / (_CLOCK.now() - began_s)
             found.at_s, found.rss_mb = _CLOCK.now(), _rss_mb(process)
 
-        async with Connections(requests.port, kept=size.streams) as connections:
+        async with ConnectionPool(requests.port, kept=size.streams) as connections:
             with _no_garbage_collection():
                 observing: list[asyncio.Task[None]] = []
                 exchanges = await held_streams(

@@ -15,7 +15,7 @@ _NS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class LoopWindow:
     """One window of the closed loop."""
 
     requests: int
@@ -32,7 +32,7 @@ class Served:
 class Rounds:
     outside: dict[tuple[Arm, bool], list[Outside]] = field(default_factory=dict)
     """A window for each round, by arm and whether streamed."""
-    served: dict[tuple[Arm, str], list[Served]] = field(default_factory=dict)
+    served: dict[tuple[Arm, str], list[LoopWindow]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def _arm(rounds: Rounds, arm: Arm) -> dict[str, Any]:
     }
 
 
-def _req_s(windows: Sequence[Served]) -> float:
+def _req_s(windows: Sequence[LoopWindow]) -> float:
     return round(sum(each.requests for each in windows) / sum(each.wall_s for each in windows))
 
 

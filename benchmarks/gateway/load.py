@@ -90,7 +90,7 @@ class _Connection(asyncio.Protocol):
         self._on_end(self)
 
 
-class Connections:
+class ConnectionPool:
     """Connections to one port that are kept between requests. Use as `async with`."""
 
     def __init__(self, port: int, *, kept: int) -> None:
@@ -100,7 +100,7 @@ class Connections:
         self._all: list[_Connection] = []
         self._opening: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> "Connections":
+    async def __aenter__(self) -> "ConnectionPool":
         for _ in range(self._kept):
             self.free.append(await self._open())
         return self
@@ -138,7 +138,7 @@ class Connections:
 
 
 async def open_loop(
-    requests: Requests, connections: Connections, *, rate: float, seconds: float, random: Random
+    requests: Requests, connections: ConnectionPool, *, rate: float, seconds: float, random: Random
 ) -> list[Exchange]:
     """Poisson arrivals for `seconds`; returns when the last reply has ended."""
     loop = asyncio.get_running_loop()
@@ -179,7 +179,7 @@ async def open_loop(
 
 
 async def closed_loop(
-    requests: Requests, connections: Connections, *, clients: int, seconds: float
+    requests: Requests, connections: ConnectionPool, *, clients: int, seconds: float
 ) -> list[Exchange]:
     """`clients` that each send their next request when a reply ends, for `seconds`."""
     ended: list[Exchange] = []
@@ -207,7 +207,7 @@ async def closed_loop(
 
 async def held_streams(
     requests: Requests,
-    connections: Connections,
+    connections: ConnectionPool,
     *,
     streams: int,
     opened_per_s: float,

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_slot.parts import NOT_HERE, Part
+from benchmarks.gpu_slot.parts import NOT_HERE, BenchmarkPart
 from benchmarks.gpu_slot.results import left_in
 from harvester.contracts.clock import Clock
 from harvester.platform.parent import end_with
@@ -50,7 +50,7 @@ class PartRuns:
     until_s: float
     """Deadline on the clock, in s: no part goes on beyond it."""
 
-    def run(self, parts: Sequence[Part], result: dict[str, Any]) -> dict[str, Any]:
+    def run(self, parts: Sequence[BenchmarkPart], result: dict[str, Any]) -> dict[str, Any]:
         """`result` with what the parts found under `parts`."""
         result["parts"] = {}
         for part in parts:
@@ -64,7 +64,7 @@ class PartRuns:
                 write_whole(self.path, json.dumps(result, indent=1) + "\n")
         return result
 
-    def _run(self, part: Part) -> dict[str, Any]:
+    def _run(self, part: BenchmarkPart) -> dict[str, Any]:
         began_s = self.clock.now()
         limit_s = min(part.limit_s, self.until_s - began_s)
         if limit_s < _LEAST_S:
@@ -81,7 +81,7 @@ class PartRuns:
             found["log"] = log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
         return found
 
-    def _status(self, part: Part, file: Path, log: Path, limit_s: float) -> Status:
+    def _status(self, part: BenchmarkPart, file: Path, log: Path, limit_s: float) -> Status:
         command = [sys.executable, "-m", "benchmarks.gpu_slot.part_process", part.module, self.kind]
         with (
             log.open("wb") as output,

@@ -75,7 +75,7 @@ def paired_p_value(
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LengthDifference:
     """Length of a pair's moved turn less that of the calm one, in tokens, with a 95 % interval."""
 
     mean: float
@@ -83,12 +83,12 @@ class Difference:
     high: float
 
 
-def interval(calm: Sequence[Sample], moved: Sequence[Sample]) -> Difference:
+def interval(calm: Sequence[Sample], moved: Sequence[Sample]) -> LengthDifference:
     pairs = _paired(calm, moved)
     found = [other.length - one.length for one, other in pairs]
     mean = float(np.mean(found))
     half = 1.96 * float(np.std(found, ddof=1)) / len(found) ** 0.5
-    return Difference(mean, mean - half, mean + half)
+    return LengthDifference(mean, mean - half, mean + half)
 
 
 def _paired(calm: Sequence[Sample], moved: Sequence[Sample]) -> list[tuple[Sample, Sample]]:

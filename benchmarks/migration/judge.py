@@ -63,7 +63,7 @@ from benchmarks.migration.settings_judge import (
     wrong_text,
 )
 from benchmarks.migration.tap_spans import UNTOLD
-from benchmarks.migration.verdict import Verdict
+from benchmarks.migration.verdict import MigrationVerdict
 
 TIE_NATS = 1e-3
 """Two best candidates this close are decided by rounding."""
@@ -74,8 +74,8 @@ IN_FLIGHT_S = 0.05
 gateway lets tokens wait to be read together: all that has come must be read at a cut."""
 
 
-def judged(evidence: Evidence) -> Verdict:
-    verdict = Verdict()
+def judged(evidence: Evidence) -> MigrationVerdict:
+    verdict = MigrationVerdict()
     known = known_since(evidence.announced, evidence.attempts, evidence.held)
     attempts: dict[str, list[AttemptRecord]] = defaultdict(list)
     for attempt in sorted(evidence.attempts, key=lambda one: (one.began_s, one.number)):
@@ -135,7 +135,7 @@ def _poisoned(
 
 @dataclass(slots=True)
 class _TurnJudge:
-    verdict: Verdict
+    verdict: MigrationVerdict
     evidence: Evidence
     name: str
     index: int

@@ -29,7 +29,7 @@ _EXACT_ASKS = 4
 """Versions that follow each other at once may pass each of them."""
 
 
-class RolloutClient:
+class RecordingClient:
     def __init__(
         self, session: aiohttp.ClientSession, record: Path, store: Path | None = None
     ) -> None:
@@ -222,7 +222,7 @@ async def main() -> None:
     async with aiohttp.ClientSession(
         given.gateway, timeout=timeout, connector=connector
     ) as session:
-        client = RolloutClient(session, given.record, given.store)
+        client = RecordingClient(session, given.record, given.store)
         orders = asyncio.create_task(client.obey())
         await client.roll_out(plan, concurrency=given.concurrency)
         orders.cancel()

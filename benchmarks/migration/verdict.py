@@ -19,7 +19,7 @@ CONVICTING = (
 
 
 @dataclass(slots=True)
-class Verdict:
+class MigrationVerdict:
     turns: int = 0
     trajectories: int = 0
     tokens: int = 0

@@ -23,7 +23,7 @@ from benchmarks.multiplex.outcomes import (
     spread,
     training_s,
 )
-from benchmarks.multiplex.serving_node import Served
+from benchmarks.multiplex.serving_node import ServingFigures
 from benchmarks.testbed.production_request import ProductionRequest
 from examples.grpo.events import StepDone
 from scheduler.model import PhaseKind
@@ -39,7 +39,7 @@ class Facts:
 def figures(
     done: Done,
     facts: Facts,
-    served: Sequence[Served] = (),
+    served: Sequence[ServingFigures] = (),
     requests: Sequence[ProductionRequest] = (),
 ) -> dict[str, Any]:
     """Ratios are medians over rounds, each of two arms of one round; `spread` has the extremes.

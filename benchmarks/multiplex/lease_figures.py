@@ -17,7 +17,7 @@ from benchmarks.multiplex.outcomes import (
     rounds_of,
     spread,
 )
-from benchmarks.multiplex.serving_node import Served
+from benchmarks.multiplex.serving_node import ServingFigures
 from benchmarks.testbed.latency_ratios import latency_ratios
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import ArmRequests, arms_of, serving_of
@@ -28,7 +28,7 @@ _TAIL_KEYS = ("moved", "seconds", "returned", "lost")
 
 
 def lease_figures(
-    done: Done, served: Sequence[Served], requests: Sequence[ProductionRequest]
+    done: Done, served: Sequence[ServingFigures], requests: Sequence[ProductionRequest]
 ) -> dict[str, Any]:
     """Ratios are of the others' makespans over the leased one's, medians over rounds."""
     rounds = rounds_of(done)
@@ -64,7 +64,9 @@ def _over_bound(of: Round, *, production_busy_ratio: float) -> float | None:
     return of[Arm.LEASED].makespan_s / bound
 
 
-def _production(requests: Sequence[ProductionRequest], served: Sequence[Served]) -> dict[str, Any]:
+def _production(
+    requests: Sequence[ProductionRequest], served: Sequence[ServingFigures]
+) -> dict[str, Any]:
     """Ratios with the lease over without, on the requests that both arms replayed.
 
     The SLO is the one that production attains without the lease, trainers beside it.
@@ -84,7 +86,7 @@ def _production(requests: Sequence[ProductionRequest], served: Sequence[Served])
     }
 
 
-def _arm(requests: ArmRequests, served: Sequence[Served], slo: Slo) -> dict[str, Any]:
+def _arm(requests: ArmRequests, served: Sequence[ServingFigures], slo: Slo) -> dict[str, Any]:
     serving = serving_of(requests, ttft_slo_s=slo.ttft_s, itl_slo_s=slo.itl_s)
     return {
         "ttft_p50_ms": serving.ttft_p50_ms,
@@ -104,6 +106,6 @@ def _leased_tokens(step: StepDone) -> int:
     return step.rollout_tokens - sum(own)
 
 
-def _busy_ratio(served: Sequence[Served]) -> float:
+def _busy_ratio(served: Sequence[ServingFigures]) -> float:
     seconds = sum(each.seconds for each in served)
     return sum(each.production_busy_s for each in served) / seconds if seconds else 0.0

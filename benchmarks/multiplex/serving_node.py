@@ -13,9 +13,9 @@ import aiohttp
 
 from benchmarks.multiplex.arms import SERVING_CORE, Arm, Run
 from benchmarks.multiplex.rollout_node import CONCURRENCY
-from benchmarks.testbed.calibration import Replayed, measured_ratio, rate_for
+from benchmarks.testbed.calibration import MeasuredReplay, measured_ratio, rate_for
 from benchmarks.testbed.parts import Parts
-from benchmarks.testbed.production import ProductionClient, Prompts
+from benchmarks.testbed.production import ProductionClient, RandomPrompts
 from benchmarks.testbed.production_model import PROMPT_IDS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import FIRST_LEVEL, choose_slo
@@ -38,7 +38,7 @@ _SEED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServingFigures:
     """Measurements of the node during one arm."""
 
     run: Run
@@ -61,7 +61,7 @@ class ServingNode:
             places=CONCURRENCY,
         )
         self.requests: list[ProductionRequest] = []
-        self.served: list[Served] = []
+        self.served: list[ServingFigures] = []
         self.window: Window
         self._clock = parts.clock
         self._trace = trace
@@ -84,7 +84,7 @@ class ServingNode:
             session=session,
             url=url(self.slot.ports.production),
             model=PRODUCTION,
-            prompts=Prompts(seed=_SEED, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
+            prompts=RandomPrompts(seed=_SEED, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
             clock=self._clock,
             record=self.requests.append,
         )
@@ -101,7 +101,7 @@ class ServingNode:
         await quiet.replay(window.arrivals, arm=Arm.SERVING, block=-1, start_s=start_s)
         await asyncio.sleep(_PULSE_S)
         pulse, seconds = self._pulse_now(), self._clock.now() - start_s
-        replayed = Replayed(
+        replayed = MeasuredReplay(
             arrivals=window.arrivals, seconds=seconds, busy_s=pulse.busy_s_total - busy_s
         )
         rate = rate_for(
@@ -140,7 +140,7 @@ class ServingNode:
             with suppress(asyncio.CancelledError):
                 await replay
         self.served.append(
-            Served(run=run, seconds=seconds, production_busy_s=busy_s, guest_tokens=tokens)
+            ServingFigures(run=run, seconds=seconds, production_busy_s=busy_s, guest_tokens=tokens)
         )
         if run.arm is Arm.SERVING:
             self._promise_what_stands_without_lease()

@@ -23,13 +23,13 @@ from benchmarks.pulse.probe import scraped
 from benchmarks.testbed.bursts import trace_of
 from benchmarks.testbed.core_time import account, used
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind
 from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.parts import Parts, run_with_watchdog
 from benchmarks.testbed.prerequisites import free_ports
 from benchmarks.testbed.processes import Processes, pin
-from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production import ProductionClient, RandomPrompts, production_session
 from benchmarks.testbed.production_model import PROMPT_IDS, write_production_checkpoint
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.reporting import report
@@ -65,7 +65,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--hardware", type=Kind, choices=tuple(Kind), help="of the servers; else what is there"
+        "--hardware",
+        type=HardwareKind,
+        choices=tuple(HardwareKind),
+        help="of the servers; else what is there",
     )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -112,7 +115,9 @@ class Bench:
                     session=session,
                     url=url(port),
                     model=name,
-                    prompts=Prompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
+                    prompts=RandomPrompts(
+                        seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]
+                    ),
                     clock=self.clock,
                     record=self.figures.requests.append,
                 )

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.rollmux.pieces import ArmOfSeed, Piece, Pieces
+from benchmarks.rollmux.pieces import ArmOfSeed, ArmRun, Pieces
 from benchmarks.rollmux.variants import VARIANTS
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
 from scheduler.sim.rollmux.baselines import UNSHARED, Unshared
@@ -17,7 +17,7 @@ def arm_on_seeds(wanted: Sequence[ArmOfSeed], pieces: Pieces) -> dict[str, Any]:
     return {"seeds": [one.seed for one in wanted]} | arm_figures(found, alone)
 
 
-def arm_figures(found: Sequence[Piece], solo_d_dollars: Sequence[float]) -> dict[str, Any]:
+def arm_figures(found: Sequence[ArmRun], solo_d_dollars: Sequence[float]) -> dict[str, Any]:
     arms = [one.arm for one in found]
     jobs = sum(one.jobs for one in arms)
     ratios = [alone / one.dollars for alone, one in zip(solo_d_dollars, arms, strict=True)]

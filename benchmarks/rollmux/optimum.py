@@ -18,7 +18,7 @@ from benchmarks.rollmux.optimal_hosting import KnownJob, Optimum
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.planner.group_effects import AssignPlace
+from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, ArmResult, run_arm, summary
@@ -52,7 +52,7 @@ class Lived(msgspec.Struct, frozen=True, kw_only=True):
     worst_window: float
 
 
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
+class HostingComparison(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     ours_per_hour: float
     found_per_hour: float
@@ -78,13 +78,13 @@ def instance_jobs(instance: int) -> list[SimulatedJob]:
     return [drawn[int(at)] for at in rng.choice(len(drawn), count, replace=False)]
 
 
-def compared(instance: int) -> Compared:
+def compared(instance: int) -> HostingComparison:
     jobs = instance_jobs(instance)
     planner = _settled(jobs)
     optimum = Optimum([KnownJob.of(one) for one in jobs])
     rng = np.random.Generator(np.random.PCG64([8, instance]))
     lasting = [_lasting(one, rng) for one in jobs]
-    return Compared(
+    return HostingComparison(
         jobs=len(jobs),
         ours_per_hour=planner.table.price_per_hour(),
         found_per_hour=optimum.cheapest()[0],
@@ -122,7 +122,7 @@ def _reviewed(planner: GroupPlanner, now: float) -> float:
         moved: list[JobId] = [
             effect.placement.job
             for effect in planner.review(now=now)
-            if isinstance(effect, AssignPlace)
+            if isinstance(effect, AssignNodes)
         ]
         for job in moved:
             planner.complete_move(job, now=now)
@@ -184,7 +184,7 @@ def _price_per_hour(run: RunResult) -> float:
 
 def optimum_figures(instances: int, pieces: Pieces) -> dict[str, Any]:
     found = [
-        pieces.kept(f"optimum-{at}", partial(compared, at), Compared)
+        pieces.kept(f"optimum-{at}", partial(compared, at), HostingComparison)
         for at in range(FIRST_INSTANCE, FIRST_INSTANCE + instances)
     ]
     for one in found:

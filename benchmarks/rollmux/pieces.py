@@ -27,7 +27,7 @@ from scheduler.sim.rollmux.workload import JOBS, PAPER_WORLD, Drift, SimulatedJo
 _Kept = TypeVar("_Kept")
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True):
+class ArmRun(msgspec.Struct, frozen=True, kw_only=True):
     arm: ArmResult
     cpu_s: float
     """Process time of the run, including its compilation, in s."""
@@ -61,7 +61,7 @@ class ArmOfSeed:
         jobs = self.mix.drawn(self.seed, drift=self.drift, jobs=self.jobs)
         return VARIANTS[self.variant].of(jobs, seed=self.seed)
 
-    def run(self) -> Piece:
+    def run(self) -> ArmRun:
         disruptions = UNDISTURBED
         if self.mtbf_h:
             disruptions = Disruptions(seed=self.seed, node_mtbf_s=self.mtbf_h * 3600.0)
@@ -77,17 +77,17 @@ def run_piece(
     seed: int,
     world: World = PAPER_WORLD,
     disruptions: Disruptions = UNDISTURBED,
-) -> Piece:
+) -> ArmRun:
     began_s = process_time()
     done = run_arm(ARMS[name], jobs, seed=seed, world=world, disruptions=disruptions)
-    return Piece(arm=summary(jobs, done, world), cpu_s=process_time() - began_s)
+    return ArmRun(arm=summary(jobs, done, world), cpu_s=process_time() - began_s)
 
 
 class Pieces:
     def __init__(self, directory: Path | None, *, workers: int = 1) -> None:
         self._directory = directory
         self._workers = workers
-        self._ahead: dict[str, Piece] = {}
+        self._ahead: dict[str, ArmRun] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -115,8 +115,8 @@ class Pieces:
                     worker.terminate()
                 raise
 
-    def arm(self, wanted: ArmOfSeed) -> Piece:
-        return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), Piece)
+    def arm(self, wanted: ArmOfSeed) -> ArmRun:
+        return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), ArmRun)
 
     def kept(self, name: str, run: Callable[[], _Kept], kind: type[_Kept]) -> _Kept:
         path = self._path(name)

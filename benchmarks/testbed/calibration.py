@@ -23,7 +23,7 @@ _QUICKEST, _LONGEST = 1 / 16, 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class MeasuredReplay:
     """A replay that has been measured: what came in, and how long the engine had steps to run."""
 
     arrivals: Sequence[Arrival]
@@ -63,7 +63,7 @@ def busy_share(
 
 
 def measured_ratio(
-    replays: Sequence[Replayed], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
+    replays: Sequence[MeasuredReplay], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
 ) -> float:
     """Ratio of measured to modelled step time that explains the busy time of all replays.
 

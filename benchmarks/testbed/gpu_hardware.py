@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks.testbed import memory_split
-from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind, RolloutLoad
+from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind, RolloutLoad
 from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.prerequisites import check_gpu_machine, check_machine, is_cuda_build
 from benchmarks.testbed.production_model import (
@@ -39,7 +39,7 @@ class GpuHardware(Hardware):
     gpu: Gpu
     memory: GpuMemory
 
-    kind: ClassVar[Kind] = Kind.GPU
+    kind: ClassVar[HardwareKind] = HardwareKind.GPU
     shape = EIGHT_BILLION
     step_tokens = 2048
     production_requests = 64
@@ -120,7 +120,7 @@ _SMALL_AS_A_GPUS = replace(SMALL, architecture="LlamaForCausalLM", model_type="l
 class RehearsedGpu(GpuHardware):
     """All of a GPU's form but what names the GPU to an engine."""
 
-    kind: ClassVar[Kind] = Kind.REHEARSAL
+    kind: ClassVar[HardwareKind] = HardwareKind.REHEARSAL
     shape = _SMALL_AS_A_GPUS
     step_tokens = STEP_TOKENS
     production_requests = 32
@@ -164,14 +164,14 @@ def gpu_memory(uuid: str, command: str = "nvidia-smi") -> GpuMemory:
     raise Unsupported(f"{command} does not report the memory of GPU {uuid}")
 
 
-def find_hardware(wanted: Kind | None = None, *, command: str = "nvidia-smi") -> Hardware:
+def find_hardware(wanted: HardwareKind | None = None, *, command: str = "nvidia-smi") -> Hardware:
     """This machine's, or the wanted kind. Raises Unsupported where that is not here.
 
     A GPU counts where the installed vLLM is the CUDA build: a CPU build beside it uses none.
     """
-    if wanted is Kind.REHEARSAL:
+    if wanted is HardwareKind.REHEARSAL:
         return _REHEARSED
-    if wanted is Kind.CPU or (wanted is None and not is_cuda_build()):
+    if wanted is HardwareKind.CPU or (wanted is None and not is_cuda_build()):
         return CpuHardware()
     here = gpus(command)
     if not here:

@@ -22,7 +22,7 @@ from coserve.vllm.launch import GpuOwner, GpuShare
 from examples.grpo.model import PolicyShape, write_checkpoint
 
 
-class Kind(StrEnum):
+class HardwareKind(StrEnum):
     CPU = "cpu"
     GPU = "gpu"
     REHEARSAL = "gpu-rehearsal"
@@ -45,7 +45,7 @@ class RolloutLoad:
 class Hardware(ABC):
     """Its class attributes are those of the CPU form."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[HardwareKind]
     shape: ModelShape = SMALL
     """Shape of production."""
     step_tokens: int = STEP_TOKENS
@@ -121,7 +121,7 @@ class Hardware(ABC):
 class CpuHardware(Hardware):
     """Both engines on one core, the guest in the isolation backend's class."""
 
-    kind = Kind.CPU
+    kind = HardwareKind.CPU
     # From the demo's requests to ever smaller ones.
     scales = tuple(
         TokenScale(

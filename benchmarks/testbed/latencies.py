@@ -10,7 +10,7 @@ from benchmarks.testbed.production_request import ProductionRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Latencies:
+class ArmLatencies:
     """One kind of latency of one arm."""
 
     values_s: NDArray[np.float64]
@@ -21,20 +21,20 @@ class Latencies:
         return float(np.percentile(self.values_s, percent)) if len(self.values_s) else None
 
 
-def ttft_of(requests: Iterable[ProductionRequest]) -> Latencies:
+def ttft_of(requests: Iterable[ProductionRequest]) -> ArmLatencies:
     """First-token latencies of the requests that had a first token and did not fail, in s."""
     return _latencies(
         (r.block, () if r.ttft_s is None else (r.ttft_s,), r.failed) for r in requests
     )
 
 
-def itl_of(requests: Iterable[ProductionRequest]) -> Latencies:
+def itl_of(requests: Iterable[ProductionRequest]) -> ArmLatencies:
     return _latencies((r.block, r.itl_s, r.failed) for r in requests)
 
 
-def _latencies(found: Iterable[tuple[int, Sequence[float], bool]]) -> Latencies:
+def _latencies(found: Iterable[tuple[int, Sequence[float], bool]]) -> ArmLatencies:
     kept = [(number, value) for number, values, failed in found if not failed for value in values]
-    return Latencies(
+    return ArmLatencies(
         np.array([value for _, value in kept], dtype=float),
         np.array([number for number, _ in kept], dtype=np.int64),
     )

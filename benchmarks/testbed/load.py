@@ -7,7 +7,12 @@ Both follow from the step times that were measured on this machine. Pure.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, Replayed, measured_ratio, rate_for
+from benchmarks.testbed.calibration import (
+    TARGET_BUSY_SHARE,
+    MeasuredReplay,
+    measured_ratio,
+    rate_for,
+)
 from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import TokenScale, Window, windows_of
 from harvester.contracts.page import ProductionModel
@@ -43,7 +48,7 @@ class Aim:
     """Busy share of production alone."""
 
     def load(
-        self, before: Load, model: ProductionModel, *, replays: Sequence[Replayed] = ()
+        self, before: Load, model: ProductionModel, *, replays: Sequence[MeasuredReplay] = ()
     ) -> Load:
         """The load that keeps production so busy, at the largest scale with enough requests.
 

@@ -61,7 +61,7 @@ class StreamWatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
+class RandomPrompts:
     """Token ids drawn anew for every request, so that no block finds another's prefix cached."""
 
     seed: int
@@ -101,7 +101,7 @@ class ProductionClient:
     session: aiohttp.ClientSession
     url: str
     model: str
-    prompts: Prompts
+    prompts: RandomPrompts
     clock: Clock
     record: Callable[[ProductionRequest], None]
     """Called once per request, as it ends."""

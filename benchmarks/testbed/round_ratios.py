@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student_t
 
-from benchmarks.testbed.latencies import Latencies
+from benchmarks.testbed.latencies import ArmLatencies
 
 Values = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -66,7 +66,7 @@ class RoundRatio:
 
 
 def round_ratio(
-    above: Latencies, below: Latencies, statistic: Statistic, covariates: Sequence[float] = ()
+    above: ArmLatencies, below: ArmLatencies, statistic: Statistic, covariates: Sequence[float] = ()
 ) -> RoundRatio:
     """`above`'s statistic over `below`'s, of the rounds that both have.
 
@@ -186,7 +186,7 @@ def _log(ratio: float | None) -> float:
     return math.nan if ratio is None or not ratio > 0.0 else math.log(ratio)
 
 
-def _by_round(latencies: Latencies) -> dict[int, Values]:
+def _by_round(latencies: ArmLatencies) -> dict[int, Values]:
     order = np.argsort(latencies.rounds, kind="stable")
     numbers, starts = np.unique(latencies.rounds[order], return_index=True)
     parts = np.split(latencies.values_s[order], starts[1:])

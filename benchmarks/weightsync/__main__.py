@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import Hardware, Kind
+from benchmarks.testbed.hardware import Hardware, HardwareKind
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.reporting import report
 from benchmarks.weightsync.contenders import CONTENDERS
@@ -47,7 +47,10 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS)
     parser.add_argument(
-        "--hardware", type=Kind, choices=tuple(Kind), help="of the engine; else what is there"
+        "--hardware",
+        type=HardwareKind,
+        choices=tuple(HardwareKind),
+        help="of the engine; else what is there",
     )
     given = parser.parse_args()
     if (given.old is None) != (given.new is None):

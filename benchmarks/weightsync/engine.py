@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind
 from benchmarks.testbed.partial_result import PartialResult
 from benchmarks.testbed.processes import Child, Processes
 from benchmarks.testbed.reporting import report
@@ -79,14 +79,14 @@ class EngineForm:
 
 
 FORMS = {
-    Kind.CPU: EngineForm(model=HUNDRED_MILLION, environment=_CPU),
-    Kind.GPU: EngineForm(
+    HardwareKind.CPU: EngineForm(model=HUNDRED_MILLION, environment=_CPU),
+    HardwareKind.GPU: EngineForm(
         model=ONE_BILLION,
         environment={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         arguments={"gpu_memory_utilization": 0.2},
         device="cuda",
     ),
-    Kind.REHEARSAL: EngineForm(model=HUNDRED_MILLION, environment=_CPU),
+    HardwareKind.REHEARSAL: EngineForm(model=HUNDRED_MILLION, environment=_CPU),
 }
 
 
@@ -95,7 +95,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     parser.add_argument(
-        "--hardware", type=Kind, choices=tuple(Kind), help="of the engine; else what is there"
+        "--hardware",
+        type=HardwareKind,
+        choices=tuple(HardwareKind),
+        help="of the engine; else what is there",
     )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -44,7 +44,7 @@ class Times:
     native: list[float] = field(default_factory=list)
 
 
-class Engine:
+class InProcessEngine:
     """A vLLM engine with steps and updates in this process."""
 
     def __init__(self, path: Path, arguments: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def main(root: Path, repetitions: int) -> None:
     path.mkdir()
     form = json.loads((root / FORM_FILE).read_text())
     (path / "config.json").write_text(json.dumps(form["model"]))
-    engine = Engine(path, form["arguments"])
+    engine = InProcessEngine(path, form["arguments"])
 
     from weightsync.publisher import Publisher
 
@@ -103,7 +103,7 @@ def main(root: Path, repetitions: int) -> None:
 
 
 def _measure(
-    engine: Engine,
+    engine: InProcessEngine,
     publisher: Any,
     state: State,
     generator: torch.Generator,
@@ -135,7 +135,7 @@ def _measure(
 
 
 def _ours(
-    engine: Engine, version: int, clock: MonotonicClock, times: Times, unstaged: bool
+    engine: InProcessEngine, version: int, clock: MonotonicClock, times: Times, unstaged: bool
 ) -> None:
     if not unstaged:
         started, waiting = clock.now(), threading.Event()

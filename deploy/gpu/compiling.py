@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from deploy.gpu import machine, toolkit
-from deploy.gpu.parts import Refused
+from deploy.gpu.parts import BundleRefused
 from deploy.gpu.unpacking import INSTALLED
 
 STARTUP = '''\
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environment, library = build_environment(os.environ)
         build(source, directory, environment, library)
         refuse_unloadable(directory, os.environ)
-    except (Refused, OSError, subprocess.SubprocessError) as error:
+    except (BundleRefused, OSError, subprocess.SubprocessError) as error:
         print(f"build-kvcached: {error}", file=sys.stderr)
         return 1
     activate = shlex.quote(str(directory / "activate"))
@@ -61,32 +61,34 @@ def kvcached_source(site: Path) -> Path:
     found = sorted(site.glob("sources/kvcached-*.tar.gz"))
     if not found:
         state = "has no sources/kvcached-*.tar.gz" if site.is_dir() else "is not there"
-        raise Refused(f"{site} {state}; name the directory that deploy/gpu/install made of vLLM")
+        raise BundleRefused(
+            f"{site} {state}; name the directory that deploy/gpu/install made of vLLM"
+        )
     return found[-1]
 
 
 def refuse_foreign(directory: Path) -> None:
     ours = (directory / "activate").is_file() and not (directory / INSTALLED).exists()
     if not ours and directory.exists() and any(directory.iterdir()):
-        raise Refused(f"{directory} was not made by this script; name another directory")
+        raise BundleRefused(f"{directory} was not made by this script; name another directory")
 
 
 def build_environment(
     environment: Mapping[str, str], *, cache: str | None = None, system: Path = toolkit.SYSTEM
 ) -> tuple[dict[str, str], Path]:
-    """Variables of the compilation, and the driver's library. Raises Refused before it begins."""
+    """Variables of the compilation, and the driver's library. Raises BundleRefused before it."""
     for name in ("torch", "setuptools", "pip"):
         # On the path alone: setuptools answers for pip by a finder that replaces distutils.
         if PathFinder.find_spec(name) is None:
-            raise Refused(f"{sys.executable} has no {name}; name another one with PYTHON")
+            raise BundleRefused(f"{sys.executable} has no {name}; name another one with PYTHON")
     if toolkit.compiler(environment, "CXX", ("c++", "g++", "clang++")) is None:
-        raise Refused("no C++ compiler here; install one or set CXX")
+        raise BundleRefused("no C++ compiler here; install one or set CXX")
     nvcc = shutil.which("nvcc", path=environment.get("PATH", os.defpath))
     home = toolkit.toolkit_home(environment, nvcc, system=system)
     cache = toolkit.loader_cache() if cache is None else cache
     library = toolkit.driver_library(environment, cache, system=system)
     if library is None:
-        raise Refused(
+        raise BundleRefused(
             "nothing to link with: neither a driver's libcuda.so.1 (the loader's cache, "
             "LD_LIBRARY_PATH, /usr/local/nvidia) nor a toolkit's stub is here"
         )
@@ -111,7 +113,7 @@ def build(source: Path, directory: Path, environment: Mapping[str, str], library
         )
     if done.returncode:
         shutil.rmtree(partial, ignore_errors=True)
-        raise Refused("pip could not build it; its reasons are above")
+        raise BundleRefused("pip could not build it; its reasons are above")
     (partial / "sitecustomize.py").write_text(STARTUP)
     (partial / "activate").write_text(activation(directory))
     shutil.rmtree(directory, ignore_errors=True)
@@ -144,7 +146,7 @@ def refuse_unloadable(directory: Path, environment: Mapping[str, str]) -> None:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         if toolkit.DRIVER in reason:
             reason = machine.NO_DRIVER
-        raise Refused(f"kvcached is compiled in {directory} and cannot be loaded: {reason}")
+        raise BundleRefused(f"kvcached is compiled in {directory} and cannot be loaded: {reason}")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ _SECTION = struct.Struct("<IIQQQQIIQQ")
 _ALIGNMENT_BYTES = 8
 
 
-class Kind(IntEnum):
+class CodeKind(IntEnum):
     PTX = 1
     MACHINE_CODE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FatbinEntry:
     kind: int
     architecture: int
     """Compute capability times ten; of PTX, the lowest that can run it."""
@@ -40,7 +40,7 @@ class Entry:
     length_bytes: int
 
 
-def containers(library: bytes | bytearray) -> Iterator[tuple[Entry, ...]]:
+def containers(library: bytes | bytearray) -> Iterator[tuple[FatbinEntry, ...]]:
     """The entries of each container, in file order; empty without CUDA code."""
     if library[: len(_ELF_MAGIC)] != _ELF_MAGIC:
         raise CarryError("not a little-endian 64-bit ELF file")
@@ -66,11 +66,13 @@ def keep_one_architecture(library: bytearray, architecture: int = HOPPER) -> int
     return zeroed
 
 
-def _chosen(entries: tuple[Entry, ...], architecture: int) -> tuple[int, int] | None:
-    if any(e.kind == Kind.MACHINE_CODE and e.architecture == architecture for e in entries):
-        return (Kind.MACHINE_CODE, architecture)
-    ptx = [e.architecture for e in entries if e.kind == Kind.PTX and e.architecture <= architecture]
-    return (Kind.PTX, max(ptx)) if ptx else None
+def _chosen(entries: tuple[FatbinEntry, ...], architecture: int) -> tuple[int, int] | None:
+    if any(e.kind == CodeKind.MACHINE_CODE and e.architecture == architecture for e in entries):
+        return (CodeKind.MACHINE_CODE, architecture)
+    ptx = [
+        e.architecture for e in entries if e.kind == CodeKind.PTX and e.architecture <= architecture
+    ]
+    return (CodeKind.PTX, max(ptx)) if ptx else None
 
 
 def _fatbin_sections(library: bytes | bytearray) -> Iterator[tuple[int, int]]:
@@ -89,7 +91,7 @@ def _fatbin_sections(library: bytes | bytearray) -> Iterator[tuple[int, int]]:
             yield section[4], section[4] + section[5]
 
 
-def _walk(library: bytes | bytearray, start: int, end: int) -> Iterator[tuple[Entry, ...]]:
+def _walk(library: bytes | bytearray, start: int, end: int) -> Iterator[tuple[FatbinEntry, ...]]:
     if end > len(library):
         raise ValueError("the section ends behind the file")
     at = start
@@ -105,7 +107,7 @@ def _walk(library: bytes | bytearray, start: int, end: int) -> Iterator[tuple[En
         yield tuple(_entries(library, body, at))
 
 
-def _entries(library: bytes | bytearray, start: int, end: int) -> Iterator[Entry]:
+def _entries(library: bytes | bytearray, start: int, end: int) -> Iterator[FatbinEntry]:
     at = start
     while at < end:
         kind, _, header_bytes, payload_bytes, architecture = _ENTRY.unpack_from(library, at)
@@ -113,4 +115,4 @@ def _entries(library: bytes | bytearray, start: int, end: int) -> Iterator[Entry
         at = payload + payload_bytes
         if header_bytes < _ENTRY.size or at > end:
             raise ValueError("an entry ends behind its container")
-        yield Entry(kind, architecture, payload, payload_bytes)
+        yield FatbinEntry(kind, architecture, payload, payload_bytes)

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from deploy.gpu.parts import MANIFEST, Manifest
+from deploy.gpu.parts import MANIFEST, BundleManifest
 
 PARTS = "/tmp/rosemux-parts"
 SITE = "/tmp/rosemux-site"
@@ -12,7 +12,7 @@ ROSEMUX = "rosemux"
 """The bundle without vLLM."""
 
 
-def text(folder: Path, manifest: Manifest, tree: Path) -> str:
+def text(folder: Path, manifest: BundleManifest, tree: Path) -> str:
     """One part a go: a part is as large as what travels at once."""
     shown = folder.relative_to(tree) if folder.is_relative_to(tree) else folder
     total = sum(part.size_bytes for part in manifest.parts)

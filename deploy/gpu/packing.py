@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 from deploy.gpu import itinerary, selection
 from deploy.gpu.missing import Missing, missing_wheels, read_names, read_requirements
-from deploy.gpu.parts import PART_LIMIT_BYTES, PartWriter, Refused, read_manifest
+from deploy.gpu.parts import PART_LIMIT_BYTES, BundleRefused, PartWriter, read_manifest
 from deploy.gpu.registry import TARGET, Lock, Registry, read_lock
 from deploy.gpu.stripping import size_bytes, strip
 from deploy.gpu.wheel import CarryError, Wheel
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         _carry(asked)
-    except (CarryError, Refused, OSError) as error:
+    except (CarryError, BundleRefused, OSError) as error:
         print(f"carry: {error}", file=sys.stderr)
         return 1
     return 0

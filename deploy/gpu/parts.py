@@ -22,12 +22,12 @@ _BLOCK_BYTES = 1 << 20
 _FORMAT = 1
 
 
-class Refused(Exception):  # noqa: N818 - the bundle is at fault
+class BundleRefused(Exception):  # noqa: N818 - the bundle is at fault
     """A bundle is damaged, incomplete or another one; the message names what."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BundlePart:
     index: int
     """Counted from 1."""
     size_bytes: int
@@ -39,9 +39,9 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class BundleManifest:
     bundle: str
-    parts: tuple[Part, ...]
+    parts: tuple[BundlePart, ...]
 
     def encode(self) -> bytes:
         document = {
@@ -52,7 +52,7 @@ class Manifest:
         return json.dumps(document, indent=1).encode() + b"\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> BundleManifest:
     try:
         with (folder / MANIFEST).open("rb") as file:
             raw = file.read(MANIFEST_LIMIT_BYTES + 1)
@@ -62,14 +62,14 @@ def read_manifest(folder: Path) -> Manifest:
         if document["format"] != _FORMAT or not 1 <= len(document["parts"]) <= PARTS_LIMIT:
             raise ValueError("of another format")
         parts = tuple(
-            Part(index, int(part["bytes"]), str(part["sha256"]))
+            BundlePart(index, int(part["bytes"]), str(part["sha256"]))
             for index, part in enumerate(document["parts"], 1)
         )
-        return Manifest(str(document["bundle"]), parts)
+        return BundleManifest(str(document["bundle"]), parts)
     except FileNotFoundError as error:
-        raise Refused(_no_bundle(folder)) from error
+        raise BundleRefused(_no_bundle(folder)) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Refused(f"{folder / MANIFEST} cannot be read: {error}") from error
+        raise BundleRefused(f"{folder / MANIFEST} cannot be read: {error}") from error
 
 
 def _no_bundle(folder: Path) -> str:
@@ -87,7 +87,7 @@ class PartWriter(io.RawIOBase):
         if limit_bytes <= 0:
             raise ValueError("a part has more than 0 bytes")
         self._folder, self._bundle, self._limit_bytes = folder, bundle, limit_bytes
-        self._finished: list[Part] = []
+        self._finished: list[BundlePart] = []
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._written = 0
@@ -118,34 +118,34 @@ class PartWriter(io.RawIOBase):
 
     def write_manifest(self) -> None:
         self.close()
-        manifest = Manifest(self._bundle, tuple(self._finished))
+        manifest = BundleManifest(self._bundle, tuple(self._finished))
         (self._folder / MANIFEST).write_bytes(manifest.encode())
 
     def _begin(self) -> None:
         if len(self._finished) == PARTS_LIMIT:
-            raise Refused(f"more than {PARTS_LIMIT} parts")
+            raise BundleRefused(f"more than {PARTS_LIMIT} parts")
         self._file = (self._folder / f"part-{len(self._finished) + 1}").open("wb")
         self._digest, self._written = hashlib.sha256(), 0
 
     def _end(self) -> None:
         if self._file is not None:
             self._file.close()
-            part = Part(len(self._finished) + 1, self._written, self._digest.hexdigest())
+            part = BundlePart(len(self._finished) + 1, self._written, self._digest.hexdigest())
             self._finished.append(part)
             self._file = None
 
 
-def join(bundle: Path, directory: Path) -> tuple[Part, ...]:
+def join(bundle: Path, directory: Path) -> tuple[BundlePart, ...]:
     """Take the parts that lie in `bundle` into `directory`; return those that are still missing.
 
-    In any order, again or not. Raises Refused, and takes nothing more, at a torn part or where
-    `directory` holds parts of another bundle.
+    In any order, again or not. Raises BundleRefused, and takes nothing more, at a torn part or
+    where `directory` holds parts of another bundle.
     """
     manifest = read_manifest(bundle)
     directory.mkdir(parents=True, exist_ok=True)
     kept = directory / MANIFEST
     if kept.exists() and read_manifest(directory) != manifest:
-        raise Refused(f"{directory} holds parts of another bundle; name another directory")
+        raise BundleRefused(f"{directory} holds parts of another bundle; name another directory")
     _place(bundle / MANIFEST, kept)
     for part in manifest.parts:
         if (bundle / part.file_name).exists() and not _is_whole(directory, part):
@@ -155,24 +155,24 @@ def join(bundle: Path, directory: Path) -> tuple[Part, ...]:
     return missing(directory, manifest)
 
 
-def missing(directory: Path, manifest: Manifest) -> tuple[Part, ...]:
+def missing(directory: Path, manifest: BundleManifest) -> tuple[BundlePart, ...]:
     return tuple(part for part in manifest.parts if not _is_whole(directory, part))
 
 
-def verify(folder: Path, part: Part) -> None:
+def verify(folder: Path, part: BundlePart) -> None:
     path = folder / part.file_name
     found_bytes = path.stat().st_size
     if found_bytes != part.size_bytes:
-        raise Refused(f"{path} is torn: {found_bytes} of {part.size_bytes} bytes")
+        raise BundleRefused(f"{path} is torn: {found_bytes} of {part.size_bytes} bytes")
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != part.sha256:
-            raise Refused(f"{path} is damaged: its SHA-256 differs")
+            raise BundleRefused(f"{path} is damaged: its SHA-256 differs")
 
 
 class PartReader(io.RawIOBase):
     """The bytes of all parts, one after the other."""
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, directory: Path, manifest: BundleManifest) -> None:
         super().__init__()
         self._blocks = _blocks(directory, manifest)
         self._rest = memoryview(b"")
@@ -190,17 +190,17 @@ class PartReader(io.RawIOBase):
         return len(piece)
 
 
-def _blocks(directory: Path, manifest: Manifest) -> Iterator[bytes]:
+def _blocks(directory: Path, manifest: BundleManifest) -> Iterator[bytes]:
     for part in manifest.parts:
         with (directory / part.file_name).open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
 
 
-def _is_whole(directory: Path, part: Part) -> bool:
+def _is_whole(directory: Path, part: BundlePart) -> bool:
     try:
         verify(directory, part)
-    except (Refused, OSError):
+    except (BundleRefused, OSError):
         return False
     return True
 

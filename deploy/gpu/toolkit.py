@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from deploy.gpu.parts import Refused
+from deploy.gpu.parts import BundleRefused
 
 DRIVER = "libcuda.so.1"
 HEADER = "include/cuda_runtime.h"
@@ -51,7 +51,7 @@ def driver_library(
 def toolkit_home(
     environment: Mapping[str, str], nvcc: str | None, *, system: Path = SYSTEM
 ) -> Path:
-    """CUDA_HOME: the toolkit with the headers. Raises Refused where there is none.
+    """CUDA_HOME: the toolkit with the headers. Raises BundleRefused where there is none.
 
     torch takes the folder above nvcc's, which for a wrapper in /usr/local/bin has no headers.
     """
@@ -59,7 +59,7 @@ def toolkit_home(
         if value := environment.get(name):
             if (Path(value) / HEADER).is_file():
                 return Path(value)
-            raise Refused(f"{name} is {value}, which has no {HEADER}")
+            raise BundleRefused(f"{name} is {value}, which has no {HEADER}")
     local = system / "usr/local"
     candidates: list[Path] = [Path(nvcc).resolve().parents[1]] if nvcc else []
     candidates += [local / "cuda", *sorted(local.glob("cuda-*"), reverse=True)]
@@ -67,7 +67,7 @@ def toolkit_home(
         if (home / HEADER).is_file():
             return home
     tried = ", ".join(dict.fromkeys(map(str, candidates)))
-    raise Refused(f"no CUDA headers: no {HEADER} in {tried}; set CUDA_HOME")
+    raise BundleRefused(f"no CUDA headers: no {HEADER} in {tried}; set CUDA_HOME")
 
 
 def compiler(environment: Mapping[str, str], variable: str, names: Iterable[str]) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deploy.gpu import parts
-from deploy.gpu.parts import Refused
+from deploy.gpu.parts import BundleRefused
 
 TREE = Path(__file__).resolve().parents[2]
 INSTALLED = "installed-bundle.json"
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.command == "join":
             return _join(asked.bundle, asked.directory)
         return _install(asked.directory, asked.site.resolve())
-    except (Refused, OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
+    except (BundleRefused, OSError, tarfile.TarError, lzma.LZMAError, EOFError) as error:
         print(f"{asked.command}: {error}", file=sys.stderr)
         return 1
 
@@ -72,9 +72,9 @@ def _install(directory: Path, site: Path) -> int:
         print(f"install: {site} has {manifest.bundle} already")
         return 0
     if site.exists() and any(site.iterdir()):
-        raise Refused(f"{site} has something else in it; name another directory")
+        raise BundleRefused(f"{site} has something else in it; name another directory")
     if missing := parts.missing(directory, manifest):
-        raise Refused(f"missing or torn: {', '.join(part.file_name for part in missing)}")
+        raise BundleRefused(f"missing or torn: {', '.join(part.file_name for part in missing)}")
     unpack(directory, manifest, site)
     _settle(site)
     marker.write_bytes(manifest.encode())
@@ -90,7 +90,7 @@ def _settle(site: Path) -> None:
     (site / "activate").write_text(activation(site, TREE, ENVIRONMENT))
 
 
-def unpack(directory: Path, manifest: parts.Manifest, site: Path) -> None:
+def unpack(directory: Path, manifest: parts.BundleManifest, site: Path) -> None:
     """Make `site` from the whole parts; a run that was cut short leaves no `site`."""
     partial = site.with_name(f"{site.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -10,10 +10,10 @@ _PLAN = "scheduler_phase_plan"
 
 def plan() -> tuple[Lines, ...]:
     """Panels on the jobs' promises and their cost."""
-    return (*_standing(), *_shortest(), *_deciding())
+    return (*_states(), *_shortest(), *_deciding())
 
 
-def _standing() -> tuple[Lines, ...]:
+def _states() -> tuple[Lines, ...]:
     """Panels on the states of jobs, promises and nodes."""
     return (
         lines(

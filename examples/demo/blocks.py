@@ -13,7 +13,7 @@ from benchmarks.testbed.gateway_admin import GatewayAdmin
 from benchmarks.testbed.production import ProductionClient
 from benchmarks.testbed.slot import GUEST
 from benchmarks.testbed.window import Window
-from examples.demo.records import Arm, Block, EngineGap, Record, TrainingStep
+from examples.demo.records import Arm, ArmBlock, EngineGap, Record, TrainingStep
 from examples.demo.stack import JOBS, Stack
 from examples.demo.trainer_link import TrainerLink
 from examples.demo.watch import SlotWatch
@@ -119,7 +119,7 @@ class BlockRunner:
             with suppress(asyncio.CancelledError):
                 await replay
         self.record(
-            Block(
+            ArmBlock(
                 arm=arm,
                 index=index,
                 start_s=start_s,

@@ -3,7 +3,7 @@
 from benchmarks.testbed.serving_figures import ratio
 from benchmarks.testbed.slo import ATTAINMENT_MAX, ATTAINMENT_MIN
 from examples.demo.job_figures import Comparison, JobRun
-from examples.demo.schema import Check, Interval, Result
+from examples.demo.schema import Interval, Result, ResultCheck
 
 STEP_SPEEDUP_MIN = 1.2
 IDEAL_SHARE_MIN = 0.85
@@ -20,7 +20,7 @@ TOTAL_S_MAX = 600.0
 
 def checks_of(
     result: Result, *, fixed: JobRun, harvest: JobRun, both: Comparison
-) -> tuple[Check, ...]:
+) -> tuple[ResultCheck, ...]:
     return (
         *_speed(result),
         *_production(result),
@@ -41,7 +41,7 @@ def checks_of(
     )
 
 
-def _speed(result: Result) -> tuple[Check, ...]:
+def _speed(result: Result) -> tuple[ResultCheck, ...]:
     """If the two jobs' token counts differ by more than 5 %, speed is counted per token."""
     tokens = result.ratios.rollout_tokens
     equal = tokens is not None and abs(tokens - 1.0) <= TOKENS_RATIO_SPREAD
@@ -57,7 +57,7 @@ def _speed(result: Result) -> tuple[Check, ...]:
     )
 
 
-def _production(result: Result) -> tuple[Check, ...]:
+def _production(result: Result) -> tuple[ResultCheck, ...]:
     alone, shared = result.serving_only, result.harvest
     loss = (
         None
@@ -85,7 +85,7 @@ def _production(result: Result) -> tuple[Check, ...]:
     )
 
 
-def _exactness(result: Result) -> tuple[Check, ...]:
+def _exactness(result: Result) -> tuple[ResultCheck, ...]:
     kept = result.trajectories
     ran = kept.completed > 0
     return (
@@ -101,23 +101,23 @@ def _exactness(result: Result) -> tuple[Check, ...]:
     )
 
 
-def _at_least(name: str, value: float | None, limit: float) -> Check:
+def _at_least(name: str, value: float | None, limit: float) -> ResultCheck:
     ok = value is not None and value >= limit
-    return Check(name=name, ok=ok, value=value, limit=f"at least {limit:g}")
+    return ResultCheck(name=name, ok=ok, value=value, limit=f"at least {limit:g}")
 
 
-def _at_most(name: str, value: float | None, limit: float) -> Check:
+def _at_most(name: str, value: float | None, limit: float) -> ResultCheck:
     ok = value is not None and value <= limit
-    return Check(name=name, ok=ok, value=value, limit=f"at most {limit:g}")
+    return ResultCheck(name=name, ok=ok, value=value, limit=f"at most {limit:g}")
 
 
-def _within(name: str, value: float | None, least: float, most: float) -> Check:
+def _within(name: str, value: float | None, least: float, most: float) -> ResultCheck:
     ok = value is not None and least <= value <= most
-    return Check(name=name, ok=ok, value=value, limit=f"{least:g} to {most:g}")
+    return ResultCheck(name=name, ok=ok, value=value, limit=f"{least:g} to {most:g}")
 
 
-def _reported(name: str, value: float | None, interval: Interval) -> Check:
+def _reported(name: str, value: float | None, interval: Interval) -> ResultCheck:
     limit = "reported: too few rounds for an interval"
     if interval is not None:
         limit = f"reported: {interval[0]:.2f} to {interval[1]:.2f}"
-    return Check(name=name, ok=value is not None, value=value, limit=limit)
+    return ResultCheck(name=name, ok=value is not None, value=value, limit=limit)

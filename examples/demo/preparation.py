@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from benchmarks.testbed.calibration import Replayed
+from benchmarks.testbed.calibration import MeasuredReplay
 from benchmarks.testbed.hardware import CpuHardware
 from benchmarks.testbed.load import Aim, Load
 from benchmarks.testbed.production import ProductionClient
@@ -54,7 +54,7 @@ class Preparation:
     clock: Clock
     load: Load = field(init=False)
     """At first a guess, in the end the measured blocks'."""
-    _replayed: list[Replayed] = field(default_factory=list)
+    _replayed: list[MeasuredReplay] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.load = Load(trace=self.trace, sizes=SCALES[0], rate=FIRST_RATE)
@@ -112,7 +112,7 @@ class Preparation:
         yield
         seconds = self.clock.now() - start_s
         self._replayed.append(
-            Replayed(
+            MeasuredReplay(
                 arrivals=window.until(seconds),
                 seconds=seconds,
                 busy_s=self.watch.pulse().busy_s_total - busy_s,

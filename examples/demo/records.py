@@ -17,7 +17,7 @@ class Arm(StrEnum):
     HARVEST = "harvest"
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
+class ArmBlock(msgspec.Struct, frozen=True, kw_only=True, tag="block"):
     """One contiguous stretch of one arm; arms alternate in blocks."""
 
     arm: Arm
@@ -78,4 +78,4 @@ class TrainingStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     bytes_dense: int
 
 
-Record = Block | ProductionRequest | GrantSample | TrainingStep
+Record = ArmBlock | ProductionRequest | GrantSample | TrainingStep

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.demo import plots, wording
 from examples.demo.records import Record
-from examples.demo.schema import Check, Result
+from examples.demo.schema import Result, ResultCheck
 from harvester.platform.whole_file import write_whole
 from scheduler.report_page import Markup, page
 
@@ -124,6 +124,6 @@ def _narrow_plots(records: Sequence[Record], result: Result) -> list[Plot]:
     ]
 
 
-def _halves(checks: Sequence[Check]) -> list[Sequence[Check]]:
+def _halves(checks: Sequence[ResultCheck]) -> list[Sequence[ResultCheck]]:
     middle = (len(checks) + 1) // 2
     return [checks[:middle], checks[middle:]]

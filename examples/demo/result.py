@@ -29,7 +29,7 @@ from examples.demo.job_figures import (
     trajectories_of,
     weights_of,
 )
-from examples.demo.records import Arm, Block, Record, TrainingStep
+from examples.demo.records import Arm, ArmBlock, Record, TrainingStep
 from examples.demo.schema import (
     Intervals,
     LatencyRatios,
@@ -74,7 +74,7 @@ def result_of(records: Iterable[Record], facts: Facts) -> Result:
     alone = serving[Arm.SERVING_ONLY]
     ratios, intervals = _over_alone(Arm.HARVEST, arms, serving)
     fixed_ratios, fixed_intervals = _over_alone(Arm.FIXED, arms, serving)
-    blocks = [r for r in kept if isinstance(r, Block)]
+    blocks = [r for r in kept if isinstance(r, ArmBlock)]
     busy = busy_share(blocks)
     result = Result(
         trace=facts.trace,
@@ -117,7 +117,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return plain
 
 
-def busy_share(blocks: Iterable[Block]) -> float | None:
+def busy_share(blocks: Iterable[ArmBlock]) -> float | None:
     """Busy share of production alone, over the time of its measured blocks."""
     alone = [
         (block.production_busy_share, block.end_s - block.start_s)
@@ -130,7 +130,7 @@ def busy_share(blocks: Iterable[Block]) -> float | None:
 
 
 def nothing_in_flight_share(
-    blocks: Iterable[Block], arm: Arm, requests: ArmRequests
+    blocks: Iterable[ArmBlock], arm: Arm, requests: ArmRequests
 ) -> float | None:
     """Share of an arm's measured blocks without a request in flight."""
     own = [block for block in blocks if block.arm is arm and block.index >= 0]

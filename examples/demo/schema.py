@@ -96,7 +96,7 @@ class Trajectories(msgspec.Struct, frozen=True, kw_only=True):
     migrated: int | None
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class ResultCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One line of what the demo must show."""
 
     name: str
@@ -132,7 +132,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Share of an arm's time: a guest that stepped only then could have no more of it."""
     scaling: dict[str, float] = {}
     """Changes that made the trace's requests fit, beside `scale`."""
-    checks: tuple[Check, ...] = ()
+    checks: tuple[ResultCheck, ...] = ()
 
 
 _ZERO = (

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.testbed.production_request import ProductionRequest
-from examples.demo.records import Arm, Block, GrantSample, Record
+from examples.demo.records import Arm, ArmBlock, GrantSample, Record
 
 Series = NDArray[np.float64]
 
@@ -20,7 +20,7 @@ Series = NDArray[np.float64]
 class ArmAxis:
     """The blocks of one arm, in clock seconds, in order."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[ArmBlock, ...]
 
     @property
     def length_s(self) -> float:
@@ -66,7 +66,7 @@ class GrantSeries:
 
 def axis_of(records: Sequence[Record], arm: Arm) -> ArmAxis:
     """The measured blocks of `arm`."""
-    blocks = (r for r in records if isinstance(r, Block) and r.arm == arm and r.index >= 0)
+    blocks = (r for r in records if isinstance(r, ArmBlock) and r.arm == arm and r.index >= 0)
     return ArmAxis(tuple(sorted(blocks, key=lambda block: block.start_s)))
 
 

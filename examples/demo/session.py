@@ -19,7 +19,7 @@ from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
 from benchmarks.testbed.gateway_admin import GatewayAdmin
 from benchmarks.testbed.interleaving import interleaved
 from benchmarks.testbed.parts import run_with_watchdog
-from benchmarks.testbed.production import ProductionClient, Prompts, production_session
+from benchmarks.testbed.production import ProductionClient, RandomPrompts, production_session
 from benchmarks.testbed.production_model import PROMPT_IDS
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import FIRST_LEVEL, ServiceLevel, choose_slo
@@ -124,7 +124,7 @@ class Session:
             session=session,
             url=self.stack.production_url,
             model=PRODUCTION,
-            prompts=Prompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
+            prompts=RandomPrompts(seed=self.seed, first_id=PROMPT_IDS[0], last_id=PROMPT_IDS[1]),
             clock=self.clock,
             record=self._record,
         )

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 
 from benchmarks.testbed.processes import Child
-from examples.grpo.events import Event, Failed, Ready, Step, StepDone
+from examples.grpo.events import Event, Failed, Ready, StepCommand, StepDone
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 
 _LINE_BYTES = 1 << 20
@@ -28,7 +28,7 @@ class TrainerLink:
 
     async def step(self, prompts: int | None = None) -> StepDone:
         """Do one training step of so many prompts; None: of the job's own number."""
-        self._child.input.write(msgspec.json.encode(Step(prompts)) + b"\n")
+        self._child.input.write(msgspec.json.encode(StepCommand(prompts)) + b"\n")
         self._child.input.flush()
         event = await self._event()
         if not isinstance(event, StepDone):

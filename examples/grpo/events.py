@@ -6,18 +6,22 @@ import msgspec
 from msgspec import Meta
 
 
-class Step(msgspec.Struct, frozen=True, tag_field="cmd", tag="step", forbid_unknown_fields=True):
+class StepCommand(
+    msgspec.Struct, frozen=True, tag_field="cmd", tag="step", forbid_unknown_fields=True
+):
     """Do one GRPO step."""
 
     prompts: Annotated[int, Meta(ge=1)] | None = None
     """Prompts of this step; None: the job's own number."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag_field="cmd", tag="stop", forbid_unknown_fields=True):
+class StopCommand(
+    msgspec.Struct, frozen=True, tag_field="cmd", tag="stop", forbid_unknown_fields=True
+):
     """Finish the step in hand, then exit."""
 
 
-Command = Step | Stop
+Command = StepCommand | StopCommand
 
 
 class Trajectories(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +77,7 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
     gradient_norm: float
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="refused"):
+class CommandRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="refused"):
     """A line on stdin was no command; nothing was done."""
 
     reason: str
@@ -91,19 +95,19 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
     steps: int
 
 
-Event = Ready | StepDone | Refused | Failed | Stopped
+Event = Ready | StepDone | CommandRefused | Failed | Stopped
 
 
 class Emits(Protocol):
     def __call__(self, event: Event) -> None: ...
 
 
-def decoded_command(line: bytes) -> Command | Refused:
+def decoded_command(line: bytes) -> Command | CommandRefused:
     """The command in `line`, or why it is none."""
     try:
         command: Command = msgspec.json.decode(line, type=Command)
     except msgspec.DecodeError as error:
-        return Refused(reason=f"not a command: {error}")
+        return CommandRefused(reason=f"not a command: {error}")
     return command
 
 

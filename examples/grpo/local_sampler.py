@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from examples.grpo.environment import LINE_TOKENS, Episode, Task
-from examples.grpo.model import KvCache, Policy
+from examples.grpo.model import KvCache, PolicyModel
 from examples.grpo.trajectory import OpenTrajectory, OutputToken, Trajectory
 from examples.grpo.vocabulary import STOP_ID
 
@@ -18,7 +18,7 @@ ENGINE = "local"
 
 
 class LocalSampler:
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
 
     @torch.no_grad()

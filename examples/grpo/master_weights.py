@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from examples.grpo.model import Policy, PolicyShape
+from examples.grpo.model import PolicyModel, PolicyShape
 from harvester.contracts.errors import ConfigError
 
 
@@ -28,7 +28,7 @@ class AdamSettings:
 class MasterWeights:
     """One policy in training."""
 
-    def __init__(self, policy: Policy, settings: AdamSettings) -> None:
+    def __init__(self, policy: PolicyModel, settings: AdamSettings) -> None:
         """`policy` holds the first weights in float32; it is turned to bf16 here."""
         self._masters = {
             name: parameter.detach().float().clone()
@@ -79,9 +79,9 @@ class MasterWeights:
         return {name: p.detach().clone() for name, p in self.policy.named_parameters()}
 
 
-def policy_of(shape: PolicyShape, state: Mapping[str, Tensor]) -> Policy:
+def policy_of(shape: PolicyShape, state: Mapping[str, Tensor]) -> PolicyModel:
     """A policy with the weights `state`. Raises ConfigError where they are not of that shape."""
-    policy = Policy(shape, seed=0)
+    policy = PolicyModel(shape, seed=0)
     try:
         policy.load_state_dict(dict(state))
     except RuntimeError as error:

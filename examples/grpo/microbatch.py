@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from examples.grpo.model import Policy
+from examples.grpo.model import PolicyModel
 from examples.grpo.vocabulary import PAD_ID
 
 _PADDING_MAX = 0.1
@@ -39,7 +39,7 @@ class Microbatch:
     labels: Tensor
     """The output tokens."""
 
-    def output_logprobs(self, policy: Policy) -> tuple[Tensor, Tensor]:
+    def output_logprobs(self, policy: PolicyModel) -> tuple[Tensor, Tensor]:
         """Log-probability of each output token, and the entropy of its distribution; float32
         `[outputs]`."""
         hidden = policy(self.token_ids).flatten(0, 1)[self.predictors]

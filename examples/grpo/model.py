@@ -144,7 +144,7 @@ class Trunk(nn.Module):
         self.norm = RmsNorm(shape.hidden, shape.norm_epsilon)
 
 
-class Policy(nn.Module):
+class PolicyModel(nn.Module):
     """`state_dict()` holds a Qwen2ForCausalLM checkpoint's names and layouts."""
 
     def __init__(self, shape: PolicyShape, *, seed: int) -> None:

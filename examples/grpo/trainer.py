@@ -22,12 +22,12 @@ import uvloop
 from examples.grpo.config import JobConfig, read_config
 from examples.grpo.events import (
     Command,
+    CommandRefused,
     Emits,
     Event,
     Failed,
     Ready,
-    Refused,
-    Stop,
+    StopCommand,
     Stopped,
     decoded_command,
     encoded_event,
@@ -142,7 +142,7 @@ async def _ready(
 
 async def serve(run: TrainingRun, lines: AsyncIterator[bytes], emit: Emits) -> None:
     """Obeys commands in order until `stop`, or until `lines` end, which cuts a step short."""
-    commands: asyncio.Queue[Command | Refused] = asyncio.Queue()
+    commands: asyncio.Queue[Command | CommandRefused] = asyncio.Queue()
     obeying = asyncio.ensure_future(_obey(run, commands, emit))
     reading = asyncio.ensure_future(_read(lines, commands))
     try:
@@ -158,18 +158,22 @@ async def serve(run: TrainingRun, lines: AsyncIterator[bytes], emit: Emits) -> N
     emit(Stopped(steps=run.steps))
 
 
-async def _read(lines: AsyncIterator[bytes], commands: asyncio.Queue[Command | Refused]) -> None:
+async def _read(
+    lines: AsyncIterator[bytes], commands: asyncio.Queue[Command | CommandRefused]
+) -> None:
     async for line in lines:
         if line.strip():
             commands.put_nowait(decoded_command(line))
 
 
-async def _obey(run: TrainingRun, commands: asyncio.Queue[Command | Refused], emit: Emits) -> None:
+async def _obey(
+    run: TrainingRun, commands: asyncio.Queue[Command | CommandRefused], emit: Emits
+) -> None:
     while True:
         command = await commands.get()
-        if isinstance(command, Stop):
+        if isinstance(command, StopCommand):
             return
-        emit(command if isinstance(command, Refused) else await run.step(command.prompts))
+        emit(command if isinstance(command, CommandRefused) else await run.step(command.prompts))
 
 
 async def _stdin_lines() -> AsyncGenerator[bytes, None]:

@@ -22,7 +22,7 @@ from examples.grpo.demonstrator import Demonstration, MistakeRates, demonstratio
 from examples.grpo.environment import Task, TaskShape
 from examples.grpo.master_weights import AdamSettings, MasterWeights
 from examples.grpo.microbatch import microbatches
-from examples.grpo.model import Policy, PolicyShape
+from examples.grpo.model import PolicyModel, PolicyShape
 from harvester.contracts.clock import Clock, MonotonicClock
 
 CODE_VERSION = 1
@@ -83,7 +83,7 @@ def warm_start(warm_up: WarmUp, cache_directory: Path, *, clock: Clock | None = 
 def trained(warm_up: WarmUp) -> dict[str, Tensor]:
     """Imitates demonstrations from scratch; float32 weights under the checkpoint's names."""
     weights = MasterWeights(
-        Policy(warm_up.policy, seed=warm_up.seed),
+        PolicyModel(warm_up.policy, seed=warm_up.seed),
         AdamSettings(learning_rate=warm_up.learning_rate, epsilon=1e-8),
     )
     stream = _demonstrations(warm_up)
@@ -130,7 +130,7 @@ def _cached(path: Path, shape: PolicyShape) -> dict[str, Tensor] | None:
     except (SafetensorError, OSError) as error:
         _LOG.warning("%s is unreadable (%s): making it again", path.name, error)
         return None
-    expected = {name: p.shape for name, p in Policy(shape, seed=0).named_parameters()}
+    expected = {name: p.shape for name, p in PolicyModel(shape, seed=0).named_parameters()}
     if {name: tensor.shape for name, tensor in state.items()} != expected:
         _LOG.warning("%s holds other tensors than this policy's: making it again", path.name)
         return None

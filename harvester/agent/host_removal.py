@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harvester.agent.guest_place import GuestPlace
+from harvester.agent.guest_lock import GuestLock
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import audit_files
@@ -67,10 +67,10 @@ def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> N
         raise ConfigError(f"slot {slot.name}: stop the agent first: {error}") from error
     held.callback(grant.close)
     with _as_owner(path / _GUEST_LOCK):
-        place = GuestPlace(pages)
-    held.callback(place.close)
+        lock = GuestLock(pages)
+    held.callback(lock.close)
     try:
-        place.take(timeout_s=0.0)
+        lock.take(timeout_s=0.0)
     except Exhausted as error:
         raise ConfigError(f"slot {slot.name}: {error}") from error
 

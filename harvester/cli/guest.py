@@ -20,7 +20,7 @@ from coserve.guest.isolation import IsolationBackend, MpsShare
 from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
-from harvester.agent.guest_place import GuestPlace
+from harvester.agent.guest_lock import GuestLock
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
 from harvester.config import GuestConfig, SlotConfig, load_agent_config
@@ -84,16 +84,16 @@ def guest(
     segment = None
     if settings.shared_kv:
         segment = KvSegment(settings.shared_kv, owners=frozenset((os.getuid(),)))
-    place = GuestPlace(PageDirectory(pages, owners))
-    place.take()
+    lock = GuestLock(PageDirectory(pages, owners))
+    lock.take()
     if segment is not None:
-        place.clear(segment)
+        lock.clear(segment)
     engine = GuestEngine(
         command.arguments,
         command.environment,
         mps=_watch(settings.mps, planned),
         segment=segment,
-        inherits=(place.descriptor,),
+        inherits=(lock.descriptor,),
         pages=PageDirectory(pages),
     )
     try:

@@ -38,7 +38,7 @@ from deploy.check_expressions import (
     variable_values,
 )
 from deploy.local_prometheus import render, run_prometheus
-from deploy.metrics import METRICS, Exporter, Kind, Metric
+from deploy.metrics import METRICS, Exporter, Metric, MetricType
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 
@@ -101,13 +101,13 @@ class TableExporter:
     def _family(self, metric: Metric) -> Family:
         choices = [LABEL_VALUES.get(label, (f"{label}0",)) for label in metric.labels]
         count = 10.0 * self._scrapes
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricType.HISTOGRAM:
             histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
             shares = [count * (n + 1) / len(BUCKETS) for n in range(len(BUCKETS))]
             for labels in product(*choices):
                 histogram.add_metric(labels, list(zip(BUCKETS, shares, strict=True)), count)
             return histogram
-        is_counter = metric.kind is Kind.COUNTER
+        is_counter = metric.kind is MetricType.COUNTER
         family = (CounterMetricFamily if is_counter else GaugeMetricFamily)(
             metric.name, metric.help, labels=metric.labels
         )

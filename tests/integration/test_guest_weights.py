@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 import torch
 
-from examples.grpo.model import Policy
+from examples.grpo.model import PolicyModel
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
 from scheduler.gateway.engine_client import EngineClient
@@ -22,7 +22,7 @@ State = dict[str, torch.Tensor]
 def first_state() -> State:
     return {
         name: tensor.detach().to(torch.bfloat16)
-        for name, tensor in Policy(SHAPE, seed=3).state_dict().items()
+        for name, tensor in PolicyModel(SHAPE, seed=3).state_dict().items()
     }
 
 

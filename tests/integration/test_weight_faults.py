@@ -15,7 +15,7 @@ from benchmarks.weightsync.faults.manifests import MANIFESTS
 from benchmarks.weightsync.faults.payloads import PAYLOADS
 from benchmarks.weightsync.faults.states import LAYOUT, states
 from benchmarks.weightsync.faults.trials import struck
-from benchmarks.weightsync.faults.world import Template, World
+from benchmarks.weightsync.faults.world import FaultWorld, Template
 from benchmarks.weightsync.faults.zygote import Zygote
 from weightsync.encoding.codec import Encoding, encode
 from weightsync.encoding.grouped import GROUPS
@@ -47,15 +47,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 
 @pytest.fixture
-def world(template: Template, tmp_path: Path) -> Iterator[World]:
+def world(template: Template, tmp_path: Path) -> Iterator[FaultWorld]:
     """A world without a fork server: these faults kill no process."""
-    made = World(root=tmp_path / "world", template=template, rng=Random(1), zygote=Zygote())
+    made = FaultWorld(root=tmp_path / "world", template=template, rng=Random(1), zygote=Zygote())
     yield made
     made.end()
 
 
-def test_a_holder_that_claims_other_bits_is_found_out(world: World) -> None:
-    def strike(world: World) -> Mend:
+def test_a_holder_that_claims_other_bits_is_found_out(world: FaultWorld) -> None:
+    def strike(world: FaultWorld) -> Mend:
         holder = world.hold_memory()
         holder.bits["layers.0.scale"][3] ^= 1
         world.look()
@@ -65,8 +65,8 @@ def test_a_holder_that_claims_other_bits_is_found_out(world: World) -> None:
     assert world.wrong == ["claims version 5 and holds other bits"]
 
 
-def test_a_holder_that_claims_another_version_is_found_out(world: World) -> None:
-    def strike(world: World) -> Mend:
+def test_a_holder_that_claims_another_version_is_found_out(world: FaultWorld) -> None:
+    def strike(world: FaultWorld) -> Mend:
         holder = world.hold_memory()
         holder.version = holder.version and type(holder.version)(4)
         world.look()
@@ -76,8 +76,8 @@ def test_a_holder_that_claims_another_version_is_found_out(world: World) -> None
     assert world.wrong[0].startswith("claims version 4, ")
 
 
-def test_a_store_that_stays_broken_is_no_recovery(world: World) -> None:
-    def strike(world: World) -> Mend:
+def test_a_store_that_stays_broken_is_no_recovery(world: FaultWorld) -> None:
+    def strike(world: FaultWorld) -> Mend:
         world.hold_directory()
         world.shard(world.newest).write_bytes(b"")
         for anchor in world.store.glob("anchor_*"):
@@ -89,8 +89,8 @@ def test_a_store_that_stays_broken_is_no_recovery(world: World) -> None:
     assert world.wrong == []
 
 
-def test_a_crash_is_no_recovery(world: World) -> None:
-    def strike(world: World) -> Mend:
+def test_a_crash_is_no_recovery(world: FaultWorld) -> None:
+    def strike(world: FaultWorld) -> Mend:
         world.hold_memory()
         raise KeyError("not ours")
 

@@ -17,7 +17,7 @@ from weightsync.elements.groups import (
     ROOM,
     WORD_BYTES,
     Lows,
-    Places,
+    Positions,
     Walk,
     low_bits_of,
     read_group,
@@ -89,9 +89,9 @@ def apply_grouped(
 ) -> None:
     """Make all changes; `sums` takes `data`, which is `bits` as bytes, where `hashed`."""
     room, signed = np.empty(ROOM, np.uint16), np.empty(GROUP, np.int8)
-    places, far_places = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
+    positions, far_at = np.empty(GROUP + 1, np.uint64), np.empty(GROUP + 1, np.uint64)
     far_codes = np.empty(GROUP + 1, np.uint64)
-    places[0] = far_places[0] = END
+    positions[0] = far_at[0] = END
     start_walk = Walk(0, _NONE, BEFORE_ALL, _NONE, _WORD, _NONE)
     smalls = _Small(start_walk, _NONE)
     fars = _Far(start_walk, start_walk, _NONE, _NONE, _NONE, _NONE, _next_wide(wide, _NONE))
@@ -99,8 +99,8 @@ def apply_grouped(
     for start in range(0, bits.size, APPLIED_BYTES // width):
         end = min(bits.size, start + APPLIED_BYTES // width)
         stop = np.uint64(end)
-        smalls = _apply_small(bits, stop, small, low_bits, signs, smalls, room, signed, places)
-        fars = _apply_far(bits, stop, far, codes, low_bits, wide, fars, room, far_places, far_codes)
+        smalls = _apply_small(bits, stop, small, low_bits, signs, smalls, room, signed, positions)
+        fars = _apply_far(bits, stop, far, codes, low_bits, wide, fars, room, far_at, far_codes)
         pass_block(data, start * width, end * width, sums, hashed)
 
 
@@ -114,23 +114,23 @@ def _apply_small(
     done: _Small,
     room: Lows,
     signed: Signed,
-    places: Places,
+    positions: Positions,
 ) -> _Small:
     """Add or subtract one unit in the last place at each position before `stop`."""
     changes, _, lows, highs = gaps
     walk, change = done
     while True:
-        place = places[change]
-        while place < stop:
-            bits[place] = np.uint64(bits[place]) + np.uint64(np.int64(signed[change]))
+        position = positions[change]
+        while position < stop:
+            bits[position] = np.uint64(bits[position]) + np.uint64(np.int64(signed[change]))
             change += _ONE
-            place = places[change]
+            position = positions[change]
         left = changes - GROUP * walk.group
-        if place != END or left <= 0:
+        if position != END or left <= 0:
             return _Small(walk, change)
         put_signs(signed, word_at(signs, np.uint64(WORD_BYTES * walk.group)))
         kept = low_bits_of(low_bits, walk.group)
-        walk = read_group(min(GROUP, left), kept, lows, highs, walk, room, places)
+        walk = read_group(min(GROUP, left), kept, lows, highs, walk, room, positions)
         change = _NONE
 
 
@@ -144,32 +144,32 @@ def _apply_far(
     wide: Bytes,
     done: _Far,
     room: Lows,
-    places: Places,
-    codes: Places,
+    positions: Positions,
+    codes: Positions,
 ) -> _Far:
     """Add the zigzag difference at each position before `stop`."""
     changes, first, lows, highs = gaps
     _, _, code_lows, code_highs = differences
     walk, code_walk, change, behind, number, entry, next_wide = done
     while True:
-        place = places[change]
-        while place < stop:
+        position = positions[change]
+        while position < stop:
             code = codes[change] - behind + _NEAREST_FAR
             behind = codes[change] + _ONE
             if number == next_wide:
                 code = _number(wide, entry + np.uint64(INDEX_BYTES), width_of(bits))
                 entry += np.uint64(INDEX_BYTES + width_of(bits))
                 next_wide = _next_wide(wide, entry)
-            bits[place] = np.uint64(bits[place]) + unzigzag(code)
+            bits[position] = np.uint64(bits[position]) + unzigzag(code)
             number += _ONE
             change += _ONE
-            place = places[change]
+            position = positions[change]
         left = changes - GROUP * walk.group
-        if place != END or left <= 0:
+        if position != END or left <= 0:
             return _Far(walk, code_walk, change, behind, number, entry, next_wide)
         count, group = min(GROUP, left), first + walk.group
         kept = low_bits_of(low_bits, group)
-        walk = read_group(count, kept, lows, highs, walk, room, places)
+        walk = read_group(count, kept, lows, highs, walk, room, positions)
         kept = low_bits_of(low_bits, group + (changes + GROUP - 1) // GROUP)
         code_walk = read_group(count, kept, code_lows, code_highs, code_walk, room, codes)
         change = _NONE

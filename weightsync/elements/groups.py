@@ -25,7 +25,7 @@ MAX_LOW_BITS = 15
 ROOM = 2 * LANES
 """Elements that the loops over a group need in `room`: words are processed whole."""
 END = np.uint64(0xFFFFFFFFFFFFFFFF)
-"""Sentinel after the places of a group: a position that no tensor has."""
+"""Sentinel after the positions of a group: a position that no tensor has."""
 _NONE = np.uint64(0)
 _ONE = np.uint64(1)
 _THREE = np.uint64(3)
@@ -41,7 +41,7 @@ _MOST_ONES = np.uint64(0xFFFF - 63)
 
 
 Lows: TypeAlias = npt.NDArray[np.uint16]
-Places: TypeAlias = npt.NDArray[np.uint64]
+Positions: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Walk(NamedTuple):
@@ -67,7 +67,7 @@ def pick_group(
     highs: Bytes,
     walk: Walk,
     room: Lows,
-    places: Places,
+    positions: Positions,
 ) -> Walk:
     """`read_group` for at most nine low bits, by instructions that compress lanes."""
     word, byte = walk.word, walk.high_byte
@@ -81,9 +81,9 @@ def pick_group(
         word = word_at(highs, byte)
         first += _WORD
         if first > _MOST_ONES:
-            return count_group(changes, low_bits, lows, highs, walk, room, places)
-    put_group(lows, walk.low_byte, low_bits, room, walk.bit, walk.after, places)
-    places[changes] = END
+            return count_group(changes, low_bits, lows, highs, walk, room, positions)
+    put_group(lows, walk.low_byte, low_bits, room, walk.bit, walk.after, positions)
+    positions[changes] = END
     lane = np.uint64(room[changes - 1]) & _LAST_BIT
     return Walk(
         walk.group + 1,
@@ -91,7 +91,7 @@ def pick_group(
         byte,
         word & ((END << lane) << _ONE),
         lane + _ONE,
-        places[changes - 1] + _ONE,
+        positions[changes - 1] + _ONE,
     )
 
 
@@ -103,7 +103,7 @@ def count_group(
     highs: Bytes,
     walk: Walk,
     room: Lows,
-    places: Places,
+    positions: Positions,
 ) -> Walk:
     """`read_group` by counting zeros."""
     join_planes(lows, walk.low_byte, low_bits, room)
@@ -119,17 +119,17 @@ def count_group(
         lane = first_lane(word)
         word &= word - _ONE
         behind += np.uint64(room[i])
-        places[i] = behind + ((zeros + lane) << low_bits)
+        positions[i] = behind + ((zeros + lane) << low_bits)
         behind += _ONE
         zeros -= _ONE
-    places[changes] = END
+    positions[changes] = END
     return Walk(
         walk.group + 1,
         walk.low_byte + low_bits * _WORD_STEP,
         byte,
         word,
         lane + _ONE,
-        places[changes - 1] + _ONE,
+        positions[changes - 1] + _ONE,
     )
 
 
@@ -144,12 +144,12 @@ def read_group(
     highs: Bytes,
     walk: Walk,
     room: Lows,
-    places: Places,
+    positions: Positions,
 ) -> Walk:
-    """Write the places of the next `changes` changes, and END. `room` needs ROOM, `places` 65."""
+    """Write positions of the next `changes` changes, and END. `room` needs ROOM, `positions` 65."""
     if low_bits <= _MOST_PICKED_LOW_BITS:
-        return _quickest(changes, low_bits, lows, highs, walk, room, places)
-    return count_group(changes, low_bits, lows, highs, walk, room, places)
+        return _quickest(changes, low_bits, lows, highs, walk, room, positions)
+    return count_group(changes, low_bits, lows, highs, walk, room, positions)
 
 
 @compiled

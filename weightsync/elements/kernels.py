@@ -94,9 +94,9 @@ def _apply_small(bits: Bits, stop: int, cursor: Cursor, gaps: Bytes, signs: Byte
         then = after + gap + moves
         if then > np.uint64(stop):
             break
-        place = then - _ONE
+        position = then - _ONE
         minus = (np.uint64(signs[change >> np.uint64(3)]) >> (change & np.uint64(7))) & _ONE
-        bits[place] = np.uint64(bits[place]) + moves * (_ONE - (minus << _ONE))
+        bits[position] = np.uint64(bits[position]) + moves * (_ONE - (minus << _ONE))
         change += moves
         after = then
         at += _ONE
@@ -115,16 +115,16 @@ def _apply_far(
             after += _ESCAPE
             at += _ONE
             continue
-        place = after + gap
-        if place >= np.uint64(stop):
+        position = after + gap
+        if position >= np.uint64(stop):
             break
         code = _NONE
         # The width, not the rows: the compiler knows it and needs no loop.
         for plane in range(width_of(bits)):
             code |= np.uint64(planes[plane, change]) << np.uint64(8 * plane)
-        bits[place] = np.uint64(bits[place]) + unzigzag(code)
+        bits[position] = np.uint64(bits[position]) + unzigzag(code)
         change += _ONE
-        after = place + _ONE
+        after = position + _ONE
         at += _ONE
     return Cursor(at, after, change)
 

@@ -22,7 +22,7 @@ _FEW = 16
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _NUMBERS = ir.Constant(_BYTES, list(range(LANES)))
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
-_PLACE = ir.IntType(32)
+_POSITION = ir.IntType(32)
 _PICK = "llvm.experimental.vector.compress.v64i8"
 
 
@@ -59,12 +59,12 @@ def put_flags(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 
 @generated(lambda into, _at, _mask, _first: types.void(into, U64, U64, U64))
-def put_places(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def put_lanes(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     """(into, at, mask, first): the indices of the picked lanes, counted from `first`."""
     lanes = _picked(builder, _NUMBERS, args[2])
-    wide = builder.zext(lanes, ir.VectorType(_PLACE, LANES))
-    places = builder.add(wide, each_lane(builder, builder.trunc(args[3], _PLACE)))
-    _put(context, builder, signature.args[0], args[0], args[1], places, args[2])
+    wide = builder.zext(lanes, ir.VectorType(_POSITION, LANES))
+    positions = builder.add(wide, each_lane(builder, builder.trunc(args[3], _POSITION)))
+    _put(context, builder, signature.args[0], args[0], args[1], positions, args[2])
 
 
 @generated(lambda into, _at, _word, _first: types.void(into, U64, U64, U64))
@@ -84,7 +84,7 @@ def put_ones(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     )
 )
 def put_group(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """(lows, at, planes, ones, first, after, into): the places of a group's 64 changes.
+    """(lows, at, planes, ones, first, after, into): the positions of a group's 64 changes.
 
     The low bits of the gaps, at most nine, are in planes from byte `at` on; `ones` are the bits
     that end the unary codes above them, the first of which begins at bit `first`; `after` is the
@@ -97,10 +97,10 @@ def put_group(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     numbers = ir.Constant(_HALVES, list(range(LANES)))
     first = each_lane(builder, builder.trunc(args[4], _HALVES.element))
     zeros = builder.sub(ones, builder.add(numbers, first))
-    places = ir.VectorType(_PLACE, LANES)
-    planes = each_lane(builder, builder.trunc(args[2], _PLACE))
-    above = builder.shl(builder.zext(zeros, places), planes)
-    below = builder.zext(builder.add(unchanged, numbers), places)
+    positions = ir.VectorType(_POSITION, LANES)
+    planes = each_lane(builder, builder.trunc(args[2], _POSITION))
+    above = builder.shl(builder.zext(zeros, positions), planes)
+    below = builder.zext(builder.add(unchanged, numbers), positions)
     behind = builder.zext(builder.add(above, below), ir.VectorType(ir.IntType(64), LANES))
     found = builder.add(behind, each_lane(builder, args[5]))
     into = context.make_array(into_type)(context, builder, args[6]).data

@@ -25,10 +25,10 @@ from weightsync.elements.lanes import (
     step_masks,
     width_of,
 )
-from weightsync.elements.picked import IS_QUICK, put_distances, put_escapes, put_flags, put_places
+from weightsync.elements.picked import IS_QUICK, put_distances, put_escapes, put_flags, put_lanes
 from weightsync.elements.xxh3 import Accumulators, absorb
 
-Places: TypeAlias = npt.NDArray[np.int32]
+Positions: TypeAlias = npt.NDArray[np.int32]
 """Positions of elements within a block."""
 
 GAP_ESCAPE = 255
@@ -62,9 +62,9 @@ class Scan(NamedTuple):
 class Room(NamedTuple):
     """Buffers for further changes, after the present ones."""
 
-    small: Places
+    small: Positions
     """Small changes of one block. Every buffer has two groups of lanes to spare."""
-    far: Places
+    far: Positions
     minus: Bytes
     """One byte per small change, 1 if it is by minus one."""
     gaps: Bytes
@@ -142,16 +142,16 @@ def _pick_block(old: Bits, new: Bits, start: int, stop: int, scan: Scan, room: R
         at, after = _pick_gaps(near, first, after, room.gaps, at)
         put_flags(room.minus, small, by_minus, near)
         small += lane_count(near)
-        put_places(room.far, fars, other, first - np.uint64(start))
+        put_lanes(room.far, fars, other, first - np.uint64(start))
         fars += lane_count(other)
-    far_places = room.far[:fars]
+    far_positions = room.far[:fars]
     far_gap_bytes, far_after = _write_gaps(
-        far_places, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
+        far_positions, start, scan.far_after, room.far_gaps, scan.far_gap_bytes
     )
-    _write_differences(old, new, start, far_places, mask, room.far_planes, scan.far)
+    _write_differences(old, new, start, far_positions, mask, room.far_planes, scan.far)
     return Scan(
         int(np.int64(small)),
-        scan.far + far_places.size,
+        scan.far + far_positions.size,
         int(np.int64(at)),
         far_gap_bytes,
         int(np.int64(after)),
@@ -165,7 +165,7 @@ def _pick_gaps(
 ) -> tuple[np.uint64, np.uint64]:
     """Write the gaps before the picked lanes of one group, whose first element is `first`.
 
-    Returns (next byte, position after the last place). No branch depends on the changes.
+    Returns (next byte, position after the last change). No branch depends on the changes.
     """
     is_any = np.uint64(mask != _NONE)
     gap = (first + first_lane(mask) - after) * is_any
@@ -215,13 +215,13 @@ def _find_changes(
     start: int,
     stop: int,
     mask: np.uint64,
-    small: Places,
+    small: Positions,
     minus: Bytes,
-    far: Places,
+    far: Positions,
     likely_small: int,
     likely_far: int,
 ) -> tuple[int, int]:
-    """Find all places of changes before `stop`, relative to `start`; returns (small, far)."""
+    """Find all positions of changes before `stop`, relative to `start`; returns (small, far)."""
     smalls = fars = _NONE
     # Repeated here so that the compiler unrolls the loop: it needs to know its end.
     likely_small, likely_far = min(likely_small, _MOST_SMALL), min(likely_far, _MOST_FAR)
@@ -262,17 +262,17 @@ def _find_changes(
 
 
 @compiled
-def _write_gaps(places: Places, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
-    """Write the gaps before ascending places, from `at` on.
+def _write_gaps(found: Positions, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
+    """Write the gaps before ascending positions, from `at` on.
 
-    Returns (next byte, position after the last place). Unsigned throughout: an index that may be
+    Returns (next byte, position after the last change). Unsigned throughout: an index that may be
     negative costs a test.
     """
     base, unchanged_from, byte = np.uint64(start), np.uint64(after), np.uint64(at)
-    for i in range(places.size):
-        place = base + np.uint64(places[i])
-        gap = place - unchanged_from
-        unchanged_from = place + _ONE
+    for i in range(found.size):
+        position = base + np.uint64(found[i])
+        gap = position - unchanged_from
+        unchanged_from = position + _ONE
         while gap >= _BYTE:
             gaps[byte] = 255
             byte += _ONE
@@ -287,16 +287,16 @@ def _write_differences(
     old: Bits,
     new: Bits,
     start: int,
-    places: Places,
+    positions: Positions,
     mask: np.uint64,
     planes: npt.NDArray[np.uint8],
     at: int,
 ) -> None:
     """Write zigzag differences, one row per byte of the element, from column `at` on."""
     base, column = np.uint64(start), np.uint64(at)
-    for i in range(places.size):
-        place = base + np.uint64(places[i])
-        code = zigzag((np.uint64(new[place]) - np.uint64(old[place])) & mask, mask)
+    for i in range(positions.size):
+        position = base + np.uint64(positions[i])
+        code = zigzag((np.uint64(new[position]) - np.uint64(old[position])) & mask, mask)
         for plane in range(width_of(old)):
             planes[plane, column] = np.uint8((code >> np.uint64(8 * plane)) & _BYTE)
         column += _ONE

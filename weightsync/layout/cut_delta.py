@@ -12,10 +12,10 @@ from math import prod
 import numpy as np
 
 from harvester.contracts.errors import Corrupt
-from weightsync.elements import cut_places
+from weightsync.elements import cut_positions
 from weightsync.elements.bits import Bytes, TensorSpec
 from weightsync.elements.group_applying import NEAREST_FAR
-from weightsync.elements.groups import Places
+from weightsync.elements.groups import Positions
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.encoding.codec import Encoding, encode_as
 from weightsync.encoding.delta import (
@@ -82,10 +82,10 @@ def _planes(delta: PlanesDelta, boxes: Sequence[SliceRecord], _width: int) -> li
 
 @_cut.register
 def _overwrite(delta: OverwriteDelta, boxes: Sequence[SliceRecord], width: int) -> list[Delta]:
-    places = (delta.positions // width).astype(np.uint64)
+    elements = (delta.positions // width).astype(np.uint64)
     deltas: list[Delta] = []
     for box in boxes:
-        kept, inside = _within(places, box)
+        kept, inside = _within(elements, box)
         positions = inside.astype(np.uint32) * width + delta.positions[kept] % width
         deltas.append(
             OverwriteDelta(prod(box.lengths), positions.astype(np.uint32), delta.values[kept])
@@ -97,8 +97,8 @@ def _overwrite(delta: OverwriteDelta, boxes: Sequence[SliceRecord], width: int) 
 def _sparse(delta: SparseDelta, boxes: Sequence[SliceRecord], _width: int) -> list[Delta]:
     small = np.empty(np.count_nonzero(delta.gaps != GAP_ESCAPE), np.uint64)
     far = np.empty(delta.far_planes.shape[1], np.uint64)
-    cut_places.stream_places(_read_only(delta.gaps), small)
-    cut_places.stream_places(_read_only(delta.far_gaps), far)
+    cut_positions.stream_positions(_read_only(delta.gaps), small)
+    cut_positions.stream_positions(_read_only(delta.far_gaps), far)
     return [_streams(box, small, delta.signs, far, delta.far_planes) for box in boxes]
 
 
@@ -113,8 +113,8 @@ def _grouped(delta: GroupedDelta, boxes: Sequence[SliceRecord], width: int) -> l
     small, far, ends = (
         np.empty(part.changes, np.uint64) for part in (found.small, found.far, found.codes)
     )
-    for part, places in ((found.small, small), (found.far, far), (found.codes, ends)):
-        cut_places.group_places(part, found.low_bits, places)
+    for part, positions in ((found.small, small), (found.far, far), (found.codes, ends)):
+        cut_positions.group_positions(part, found.low_bits, positions)
     # Codes are stored as gaps are; wide ones beside them.
     codes = np.diff(ends, prepend=np.uint64(0)) + np.uint64(NEAREST_FAR - 1)
     codes[:1] += np.uint64(1)
@@ -126,12 +126,12 @@ def _grouped(delta: GroupedDelta, boxes: Sequence[SliceRecord], width: int) -> l
 
 
 def _streams(
-    box: SliceRecord, small: Places, signs: Bytes, far: Places, far_planes: Bytes
+    box: SliceRecord, small: Positions, signs: Bytes, far: Positions, far_planes: Bytes
 ) -> SparseDelta:
     kept, inside = _between(small, box)
     far_kept, far_inside = _between(far, box)
     picked = np.zeros((kept.size + 7) // 8, np.uint8)
-    cut_places.pick_signs(_read_only(signs), kept, picked)
+    cut_positions.pick_signs(_read_only(signs), kept, picked)
     elements = prod(box.lengths)
     return SparseDelta(
         elements,
@@ -149,31 +149,31 @@ def _read_only(data: Bytes) -> Bytes:
     return seen
 
 
-def _gaps(places: Places, elements: int) -> Bytes:
-    gaps = np.empty(places.size + elements // GAP_ESCAPE, np.uint8)
-    return gaps[: cut_places.write_gaps(places, gaps)].copy()
+def _gaps(positions: Positions, elements: int) -> Bytes:
+    gaps = np.empty(positions.size + elements // GAP_ESCAPE, np.uint8)
+    return gaps[: cut_positions.write_gaps(positions, gaps)].copy()
 
 
-def _between(places: Places, box: SliceRecord) -> tuple[cut_places.Numbers, Places]:
-    """`_within` of ascending places, of which only those from the box's first to its last element
-    are looked at."""
+def _between(positions: Positions, box: SliceRecord) -> tuple[cut_positions.Numbers, Positions]:
+    """`_within` of ascending positions, of which only those from the box's first to its last
+    element are looked at."""
     dims = _dims(box).astype(np.int64)
     first = int(dims[:, 0] @ dims[:, 1])
     last = first + int(dims[:, 0] @ (dims[:, 2] - 1))
-    start, stop = np.searchsorted(places, np.array([first, last + 1], np.uint64))
-    kept, inside = _within(places[start:stop], box)
+    start, stop = np.searchsorted(positions, np.array([first, last + 1], np.uint64))
+    kept, inside = _within(positions[start:stop], box)
     return kept + start, inside
 
 
-def _within(places: Places, box: SliceRecord) -> tuple[cut_places.Numbers, Places]:
-    """Indices of the places that are in the box, and their places there."""
-    kept, inside = np.empty(places.size, np.int64), np.empty(places.size, np.uint64)
-    found = cut_places.places_within(places, _dims(box), kept, inside)
+def _within(positions: Positions, box: SliceRecord) -> tuple[cut_positions.Numbers, Positions]:
+    """Indices of the positions that are in the box, and their positions there."""
+    kept, inside = np.empty(positions.size, np.int64), np.empty(positions.size, np.uint64)
+    found = cut_positions.within_box(positions, _dims(box), kept, inside)
     return kept[:found], inside[:found]
 
 
-def _dims(box: SliceRecord) -> Places:
-    """See `places_within`. Dimensions that the box has whole are one with the dimension before."""
+def _dims(box: SliceRecord) -> Positions:
+    """See `within_box`. Dimensions that the box has whole are one with the dimension before."""
     dims: list[list[int]] = []
     stride, held_stride, inner = 1, 1, 0
     for size, first, count in zip(

@@ -59,25 +59,25 @@ def bits_within(data: Bytes, first: int, count: int, device: torch.device) -> to
     return _bits(held)[first - 8 * skipped :][:count]
 
 
-def stream_places(gaps: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
+def stream_positions(gaps: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
     """Positions of the changes that a gap stream describes."""
     after = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, gaps.size, CHANGES_AT_ONCE):
         piece = sent(gaps[start : start + CHANGES_AT_ONCE], device)
         is_change = piece != GAP_ESCAPE
         # No byte runs over: an escape is no change.
-        places = torch.cumsum(piece + is_change, 0, dtype=torch.int64).add_(after)
-        after = places[-1].clone()
-        yield places.sub_(1)[is_change]
+        positions = torch.cumsum(piece + is_change, 0, dtype=torch.int64).add_(after)
+        after = positions[-1].clone()
+        yield positions.sub_(1)[is_change]
 
 
-def group_places(gaps: Gaps, low_bits: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
+def group_positions(gaps: Gaps, low_bits: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
     """Positions of the changes whose gaps are stored in groups."""
     after = torch.zeros((), dtype=torch.int64, device=device)
     for piece in group_gaps(gaps, low_bits, device):
-        places = piece.add_(1).cumsum(0).add_(after)
-        after = places[-1].clone()
-        yield places.sub_(1)
+        positions = piece.add_(1).cumsum(0).add_(after)
+        after = positions[-1].clone()
+        yield positions.sub_(1)
 
 
 def group_gaps(gaps: Gaps, low_bits: Bytes, device: torch.device) -> Iterator[torch.Tensor]:
@@ -195,37 +195,37 @@ def _overwrite(delta: OverwriteDelta, elements: torch.Tensor) -> None:
     for part in _parts(delta.positions.size, CHANGES_AT_ONCE):
         positions = np.ascontiguousarray(delta.positions[part], dtype="<u4").view(np.uint8)
         # Signed, since torch has few operations for unsigned numbers of this width.
-        places = _on(elements, positions).view(torch.int32).long().bitwise_and_(_UNSIGNED_32)
-        elements.view(torch.uint8)[places] = _on(elements, delta.values[part])
+        at = _on(elements, positions).view(torch.int32).long().bitwise_and_(_UNSIGNED_32)
+        elements.view(torch.uint8)[at] = _on(elements, delta.values[part])
 
 
 @_apply.register
 def _sparse(delta: SparseDelta, elements: torch.Tensor) -> None:
-    _step(elements, stream_places(delta.gaps, elements.device), delta.signs)
+    _step(elements, stream_positions(delta.gaps, elements.device), delta.signs)
     done = 0
-    for places in stream_places(delta.far_gaps, elements.device):
-        part = slice(done, done + places.numel())
-        elements[places] += _differences(elements, delta.far_planes[:, part])
+    for positions in stream_positions(delta.far_gaps, elements.device):
+        part = slice(done, done + positions.numel())
+        elements[positions] += _differences(elements, delta.far_planes[:, part])
         done = part.stop
 
 
 @_apply.register
 def _grouped(delta: GroupedDelta, elements: torch.Tensor) -> None:
     found, device = delta.opened(elements.element_size()), elements.device
-    _step(elements, group_places(found.small, found.low_bits, device), found.signs)
+    _step(elements, group_positions(found.small, found.low_bits, device), found.signs)
     done = 0
-    for places, codes in zip(
-        group_places(found.far, found.low_bits, device),
+    for positions, codes in zip(
+        group_positions(found.far, found.low_bits, device),
         group_gaps(found.codes, found.low_bits, device),
         strict=True,
     ):
         differences = _signed(codes.add_(NEAREST_FAR)).to(elements.dtype)
-        first, last = np.searchsorted(found.wide_numbers, [done, done + places.numel()])
+        first, last = np.searchsorted(found.wide_numbers, [done, done + positions.numel()])
         numbers = torch.from_numpy(found.wide_numbers[first:last].astype(np.int64) - done)
         wide = found.wide_differences[first:last].T
         differences[numbers.to(device)] = _differences(elements, wide)
-        elements[places] += differences
-        done += places.numel()
+        elements[positions] += differences
+        done += positions.numel()
 
 
 @_apply.register
@@ -235,19 +235,19 @@ def _planes(delta: PlanesDelta, elements: torch.Tensor) -> None:
 
 
 def _step(elements: torch.Tensor, pieces: Iterator[torch.Tensor], signs: Bytes) -> None:
-    """Add or subtract one unit at each place, by its sign bit."""
+    """Add or subtract one unit at each position, by its sign bit."""
     done = 0
-    for places in pieces:
-        minus = bits_within(signs, done, places.numel(), elements.device).to(elements.dtype)
-        elements[places] += 1 - 2 * minus
-        done += places.numel()
+    for positions in pieces:
+        minus = bits_within(signs, done, positions.numel(), elements.device).to(elements.dtype)
+        elements[positions] += 1 - 2 * minus
+        done += positions.numel()
 
 
 def _differences(elements: torch.Tensor, planes: npt.NDArray[np.uint8]) -> torch.Tensor:
     """Differences of the elements' width, from zigzag codes in byte planes."""
     codes = torch.zeros(planes.shape[1], dtype=torch.int64, device=elements.device)
-    for place, plane in enumerate(planes):
-        codes |= _on(elements, plane).long() << (8 * place)
+    for position, plane in enumerate(planes):
+        codes |= _on(elements, plane).long() << (8 * position)
     return _signed(codes).to(elements.dtype)
 
 

@@ -20,7 +20,7 @@ from benchmarks.gpu_slot.engines.orders import (
     Roll,
     Rolled,
     Serve,
-    Served,
+    ServedLoad,
 )
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
@@ -45,7 +45,7 @@ class EngineChild:
         reply = await self._request(
             Serve(number=self._orders, load=tuple(load), seconds=seconds), seconds
         )
-        assert isinstance(reply, Served)
+        assert isinstance(reply, ServedLoad)
         return reply.log
 
     async def roll(self, *, seconds: float, mixed: bool = False, seed: int = 0) -> GuestLog:

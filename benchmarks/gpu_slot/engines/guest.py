@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.gpu_slot.device import Device, Work
-from benchmarks.gpu_slot.engines.step_log import GuestLog, Step
+from benchmarks.gpu_slot.engines.step_log import GuestLog, LoggedStep
 from coserve.guest.guest_slot import GuestSlot
 from coserve.guest.isolation import IsolationBackend
 from coserve.vllm.waker import BEAT_S, Waker
@@ -21,7 +21,7 @@ from harvester.contracts.process import process_ids
 _PREFILL_EVERY = 16
 
 
-class GuestEngine:
+class SyntheticGuest:
     def __init__(
         self,
         device: Device,
@@ -53,7 +53,7 @@ class GuestEngine:
     def roll(self, *, seconds: float, mixed: bool = False, seed: int = 0) -> GuestLog:
         """Steps for so long, as the gate admits them. `mixed`: steps of all sizes by turns."""
         until_ns = monotonic_ns() + int(seconds * 1e9)
-        steps, closed, rng = list[Step](), Counter[str](), Random(seed)
+        steps, closed, rng = list[LoggedStep](), Counter[str](), Random(seed)
         probes = 0
         while monotonic_ns() < until_ns:
             decision = self._slot.decide(for_step=True)
@@ -86,7 +86,7 @@ class GuestEngine:
         kinds = ("prefill", "decode") if number % _PREFILL_EVERY == 0 else ("decode", "prefill")
         return next(max(f for f in fitting if f[0] == k) for k in kinds if _has(fitting, k))
 
-    def _run(self, form: tuple[str, int]) -> Step:
+    def _run(self, form: tuple[str, int]) -> LoggedStep:
         kind, size = form
         prefill = kind == "prefill"
         self._slot.launched(decodes=0 if prefill else size, prefill_tokens=size if prefill else 0)
@@ -96,7 +96,7 @@ class GuestEngine:
         end_ns = monotonic_ns()
         self._slot.finished()
         self._slot.publish()
-        return Step(kind=kind, size=size, start_ns=start_ns, end_ns=end_ns)
+        return LoggedStep(kind=kind, size=size, start_ns=start_ns, end_ns=end_ns)
 
 
 def _has(forms: list[tuple[str, int]], kind: str) -> bool:

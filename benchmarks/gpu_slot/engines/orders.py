@@ -50,7 +50,7 @@ class Roll(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     seed: int = 0
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class ServedLoad(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
     log: ProductionLog
 
@@ -68,6 +68,6 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Order = Serve | Roll
-Reply = Ready | Served | Rolled | Broken
+Reply = Ready | ServedLoad | Rolled | Broken
 ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 REPLIES: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu_slot.decode_model import LLAMA_8B, TINY, DecodeModel
 from benchmarks.gpu_slot.device import CudaDevice, Device, Work, device_of
 from benchmarks.gpu_slot.engines.green_context import partition
-from benchmarks.gpu_slot.engines.guest import GuestEngine
+from benchmarks.gpu_slot.engines.guest import SyntheticGuest
 from benchmarks.gpu_slot.engines.orders import (
     ORDERS,
     Broken,
@@ -32,7 +32,7 @@ from benchmarks.gpu_slot.engines.orders import (
     Roll,
     Rolled,
     Serve,
-    Served,
+    ServedLoad,
 )
 from benchmarks.gpu_slot.engines.production import ProductionEngine
 from coserve.guest.isolation import Isolation, apply_to_process
@@ -68,7 +68,7 @@ def main() -> None:
 @dataclass(frozen=True, slots=True)
 class _Engines:
     production: ProductionEngine | None
-    guest: GuestEngine | None
+    guest: SyntheticGuest | None
     multiprocessors: dict[str, int]
 
 
@@ -77,7 +77,7 @@ def _obey(engines: _Engines, order: Serve | Roll, reply: Callable[[Reply], None]
         if isinstance(order, Serve):
             assert engines.production is not None
             log = engines.production.serve(order.load, seconds=order.seconds)
-            reply(Served(number=order.number, log=log))
+            reply(ServedLoad(number=order.number, log=log))
         else:
             assert engines.guest is not None
             rolled = engines.guest.roll(seconds=order.seconds, mixed=order.mixed, seed=order.seed)
@@ -104,7 +104,7 @@ def _engines(setting: EngineSetting) -> _Engines:
         )
     if setting.guest is not None:
         prefills, decodes = _captured(devices[1], setting, setting.guest)
-        guest = GuestEngine(
+        guest = SyntheticGuest(
             devices[1],
             pages=Path(setting.pages),
             prefills=prefills,

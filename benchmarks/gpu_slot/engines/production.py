@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.gpu_slot.device import Device, Work
 from benchmarks.gpu_slot.engines.request_load import Request
-from benchmarks.gpu_slot.engines.step_log import ProductionLog, ServedRequest, Step
+from benchmarks.gpu_slot.engines.step_log import LoggedStep, ProductionLog, ServedRequest
 from coserve.pulse.engine_cores import EngineStep
 from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse_reporter import EngineShape, PulseReporter
@@ -66,7 +66,7 @@ class ProductionEngine:
         until_ns = begun_ns + int(seconds * 1e9)
         arrivals = threading.Thread(target=self._arrive, args=(load, begun_ns), daemon=True)
         arrivals.start()
-        steps, served = list[Step](), list[ServedRequest]()
+        steps, served = list[LoggedStep](), list[ServedRequest]()
         running: list[_Running] = []
         while len(served) < len(load) and monotonic_ns() < until_ns + _LATE_S * 1e9:
             if self._arrived and len(running) < self._batch_max:
@@ -101,7 +101,7 @@ class ProductionEngine:
             self._arrived.append(_Running(key, number, request, arrival_ns))
             self._bell.set()
 
-    def _prefill(self, one: _Running, beside: int) -> Step:
+    def _prefill(self, one: _Running, beside: int) -> LoggedStep:
         step = self._run("prefill", one.request.prompt_tokens)
         one.token_ns.append(step.end_ns)
         finished = (one.request.prompt_tokens,) if one.done else ()
@@ -110,7 +110,7 @@ class ProductionEngine:
         self._tell(running, ttft_s=(ttft_s,), prompt=step.size, finished=finished)
         return step
 
-    def _decode(self, running: Sequence[_Running]) -> Step:
+    def _decode(self, running: Sequence[_Running]) -> LoggedStep:
         size = next(rows for rows in self._decodes if rows >= len(running))
         step = self._run("decode", size)
         itl_s = tuple((step.end_ns - one.token_ns[-1]) * 1e-9 for one in running)
@@ -120,12 +120,12 @@ class ProductionEngine:
         self._tell(len(running) - len(finished), itl_s=itl_s, finished=finished)
         return step
 
-    def _run(self, kind: str, size: int) -> Step:
+    def _run(self, kind: str, size: int) -> LoggedStep:
         work = (self._prefills if kind == "prefill" else self._decodes)[size]
         start_ns = monotonic_ns()
         work()
         self._device.synchronize()
-        return Step(kind=kind, size=size, start_ns=start_ns, end_ns=monotonic_ns())
+        return LoggedStep(kind=kind, size=size, start_ns=start_ns, end_ns=monotonic_ns())
 
     def _tell(
         self,

@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """`decode` or `prefill`."""
     size: int
@@ -43,7 +43,7 @@ class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductionLog(msgspec.Struct, frozen=True, kw_only=True):
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LoggedStep, ...] = ()
     requests: tuple[ServedRequest, ...] = ()
 
     def until(self, end_ns: int) -> "ProductionLog":
@@ -55,7 +55,7 @@ class ProductionLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GuestLog(msgspec.Struct, frozen=True, kw_only=True):
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LoggedStep, ...] = ()
     closed: dict[str, int] = {}
     """Decisions that admitted no step, by reason."""
     probes: int = 0

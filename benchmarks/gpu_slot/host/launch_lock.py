@@ -28,7 +28,7 @@ _WAITS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class LockHold:
     """Nanoseconds of CLOCK_MONOTONIC."""
 
     asked_ns: int
@@ -48,7 +48,7 @@ def lock_facts(gpu: str, *, tiny: bool) -> dict[str, Any]:
     return {"contenders": _CONTENDERS, "hold_s": hold_s, **found}
 
 
-def turn_figures(turns: Sequence[Turn]) -> dict[str, Any]:
+def turn_figures(turns: Sequence[LockHold]) -> dict[str, Any]:
     ordered = sorted(turns, key=lambda turn: turn.held_ns)
     pairs = list(pairwise(ordered))
     return {
@@ -94,12 +94,12 @@ def _expect_held(contender: "subprocess.Popen[bytes]") -> None:
         raise RuntimeError("a contender got no turn")
 
 
-def _turns(contender: "subprocess.Popen[bytes]") -> list[Turn]:
+def _turns(contender: "subprocess.Popen[bytes]") -> list[LockHold]:
     """Turns of a contender that comes to its end. Raises RuntimeError where it failed."""
     output, _ = contender.communicate(timeout=_TIMEOUT_S)
     if contender.returncode:
         raise RuntimeError(f"a contender ended with {contender.returncode}")
-    return [Turn(**json.loads(line)) for line in output.splitlines() if line != b"held"]
+    return [LockHold(**json.loads(line)) for line in output.splitlines() if line != b"held"]
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.gpu_slot.engines.step_log import Step
+from benchmarks.gpu_slot.engines.step_log import LoggedStep
 
 Form = tuple[str, int]
 Samples = npt.NDArray[np.float64]
@@ -45,7 +45,7 @@ class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     """May be negative: a step is not always its median."""
 
 
-def times_alone(steps: Iterable[Step]) -> dict[Form, float]:
+def times_alone(steps: Iterable[LoggedStep]) -> dict[Form, float]:
     """Median seconds of each form."""
     taken: dict[Form, list[float]] = defaultdict(list)
     for step in steps:
@@ -58,8 +58,8 @@ def named_ms(times_s: dict[Form, float]) -> dict[str, float]:
 
 
 def overlaps(
-    production: Sequence[Step],
-    guest: Sequence[Step],
+    production: Sequence[LoggedStep],
+    guest: Sequence[LoggedStep],
     *,
     production_alone_s: dict[Form, float],
     guest_alone_s: dict[Form, float],

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.gpu_slot.engines.step_log import ServedRequest, Step
+from benchmarks.gpu_slot.engines.step_log import LoggedStep, ServedRequest
 
 
-def grant_to_step_s(opened_ns: Sequence[int], guest: Sequence[Step]) -> list[float]:
+def grant_to_step_s(opened_ns: Sequence[int], guest: Sequence[LoggedStep]) -> list[float]:
     """Seconds from each opening to the launch of the first step after it."""
     starts = [step.start_ns for step in guest]
     indices = [bisect_left(starts, at_ns) for at_ns in opened_ns]
@@ -20,7 +20,7 @@ def grant_to_step_s(opened_ns: Sequence[int], guest: Sequence[Step]) -> list[flo
 
 
 def closing_to_silence_s(
-    closed_ns: Sequence[int], until_ns: Sequence[int], guest: Sequence[Step]
+    closed_ns: Sequence[int], until_ns: Sequence[int], guest: Sequence[LoggedStep]
 ) -> list[float]:
     """From each closing to the end of the last step launched before `until_ns`, the next opening;
     0 where none ran or was launched."""
@@ -33,7 +33,9 @@ def closing_to_silence_s(
     return found
 
 
-def arrival_to_silence_s(requests: Sequence[ServedRequest], guest: Sequence[Step]) -> list[float]:
+def arrival_to_silence_s(
+    requests: Sequence[ServedRequest], guest: Sequence[LoggedStep]
+) -> list[float]:
     """From each arrival while a guest step ran to the end of the last step launched before the
     request had its first token. Requests that met no guest step are left out."""
     starts = [step.start_ns for step in guest]
@@ -47,7 +49,7 @@ def arrival_to_silence_s(requests: Sequence[ServedRequest], guest: Sequence[Step
     return found
 
 
-def launched_after_arrival(requests: Sequence[ServedRequest], guest: Sequence[Step]) -> int:
+def launched_after_arrival(requests: Sequence[ServedRequest], guest: Sequence[LoggedStep]) -> int:
     """Guest steps launched between an arrival and that request's first token."""
     starts = [step.start_ns for step in guest]
     return sum(

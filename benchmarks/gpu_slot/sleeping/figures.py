@@ -13,7 +13,7 @@ from benchmarks.gpu_slot.spread import spread
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class MeasuredPass:
     """One pass and production's steps in its round, in milliseconds."""
 
     taken: Pass
@@ -49,7 +49,7 @@ def _calls(taken: Sequence[Sequence[float]]) -> dict[str, Any]:
     }
 
 
-def production_figures(trials: Sequence[Trial]) -> dict[str, Any]:
+def production_figures(trials: Sequence[MeasuredPass]) -> dict[str, Any]:
     """Production's steps while the passes ran, against the same rounds without one."""
     ratios = [
         fmean(one.during_ms) / fmean(one.alone_ms)
@@ -64,7 +64,7 @@ def production_figures(trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _delay_ms(trial: Trial) -> float:
+def _delay_ms(trial: MeasuredPass) -> float:
     """Time that the steps beside a pass took beyond as many steps alone."""
     return sum(trial.during_ms) - len(trial.during_ms) * fmean(trial.alone_ms)
 

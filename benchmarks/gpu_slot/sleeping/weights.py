@@ -18,7 +18,7 @@ from benchmarks.gpu_slot.device import Device, device_of
 from benchmarks.gpu_slot.results import Put
 from benchmarks.gpu_slot.sleeping.cuda_virtual_memory import cuda_virtual_memory
 from benchmarks.gpu_slot.sleeping.figures import (
-    Trial,
+    MeasuredPass,
     pass_figures,
     production_figures,
     step_figures,
@@ -144,7 +144,7 @@ class _Rounds:
     beside: Production
     alone_s: float
     alone: dict[str, dict[str, list[Pass]]] = field(default_factory=dict)
-    trials: dict[str, dict[str, list[Trial]]] = field(default_factory=dict)
+    trials: dict[str, dict[str, list[MeasuredPass]]] = field(default_factory=dict)
     verified: int = 0
     """Passages after which all pieces held their original contents."""
 
@@ -177,7 +177,7 @@ class _Rounds:
         self._verify(name, taken[-1][0], pieces)
         alone_ms = steps_during(steps, began_ns, ended_ns)
         for action, one in taken:
-            trial = Trial(one, steps_during(steps, one.began_ns, one.ended_ns), alone_ms)
+            trial = MeasuredPass(one, steps_during(steps, one.began_ns, one.ended_ns), alone_ms)
             self.trials.setdefault(name, {}).setdefault(action, []).append(trial)
 
     def _verify(self, name: str, action: str, pieces: SleepingPieces) -> None:

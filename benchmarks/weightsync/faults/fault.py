@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.weightsync.faults.world import World
+from benchmarks.weightsync.faults.world import FaultWorld
 from weightsync.encoding.codec import Encoding
 
 Mend = Callable[[], None]
@@ -14,7 +14,7 @@ class Fault:
     """One class of faults. `strike` chooses a holder, does the damage and returns the mending."""
 
     name: str
-    strike: Callable[[World], Mend]
+    strike: Callable[[FaultWorld], Mend]
     encoding: Encoding | None = None
     """Encoding of the store; None: any."""
     in_store: bool = False
@@ -29,14 +29,14 @@ def nothing() -> None:
 
 def damaging(
     name: str,
-    damage: Callable[[World], None],
+    damage: Callable[[FaultWorld], None],
     *,
     encoding: Encoding | None = None,
     newest: int | None = None,
 ) -> Fault:
     """Damage to a store with any holder, mended by whole files or by the next version."""
 
-    def strike(world: World) -> Mend:
+    def strike(world: FaultWorld) -> Mend:
         world.hold_any()
         damage(world)
         return world.mend()

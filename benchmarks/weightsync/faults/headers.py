@@ -8,11 +8,11 @@ from typing import Any
 from benchmarks.weightsync.faults.fault import Fault, damaging
 from benchmarks.weightsync.faults.manifests import DEEP
 from benchmarks.weightsync.faults.payloads import forge
-from benchmarks.weightsync.faults.world import NEWEST, World
+from benchmarks.weightsync.faults.world import NEWEST, FaultWorld
 from weightsync.layout.names import INDEX_FILE, Kind
 
 
-def _tensor_names(world: World) -> None:
+def _tensor_names(world: FaultWorld) -> None:
     """Tensors that the base does not have, by names that would be paths."""
     name = world.rng.choice(("../../x", "/etc/x", "x" * 600, "layers.0", "nul\0"))
     old = "layers.0.scale"
@@ -27,8 +27,8 @@ def _tensor_names(world: World) -> None:
     index.write_text(json.dumps(fields))
 
 
-def _header_field(*values: tuple[str, Any]) -> Callable[[World], None]:
-    def damage(world: World) -> None:
+def _header_field(*values: tuple[str, Any]) -> Callable[[FaultWorld], None]:
+    def damage(world: FaultWorld) -> None:
         field, value = world.rng.choice(values)
 
         def edit(header: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def _header_field(*values: tuple[str, Any]) -> Callable[[World], None]:
     return damage
 
 
-def _edit_header(world: World, edit: Callable[[dict[str, Any]], None]) -> None:
+def _edit_header(world: FaultWorld, edit: Callable[[dict[str, Any]], None]) -> None:
     """Edits a header of the newest delta or, for a joiner, of a full version; forges the digest."""
     kind, version = Kind.WEIGHT, world.newest
     if world.newest == NEWEST and world.rng.random() < 0.4:
@@ -63,7 +63,7 @@ def _write_header(shard: Path, header: bytes, rest: bytes) -> None:
     forge(shard.parent / INDEX_FILE)
 
 
-def _not_a_header(world: World) -> None:
+def _not_a_header(world: FaultWorld) -> None:
     shard = world.shard(world.newest)
     rest = shard.read_bytes()[-1000:]
     header = world.rng.choice(
@@ -84,7 +84,7 @@ def _not_a_header(world: World) -> None:
         forge(world.index(world.newest))
 
 
-def _duplicate_header_keys(world: World) -> None:
+def _duplicate_header_keys(world: FaultWorld) -> None:
     shard = world.shard(world.newest)
     raw = shard.read_bytes()
     length = int.from_bytes(raw[:8], "little")

@@ -6,19 +6,21 @@ from pathlib import Path
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.tasks import Death, Task
-from benchmarks.weightsync.faults.world import NEWEST, World
+from benchmarks.weightsync.faults.world import NEWEST, FaultWorld
 from weightsync.encoding.codec import Encoding
 
 _PUBLISHED_AT_ONCE = 3
 
 
-def _publishing(how: str, *, keep_versions: int, outlived: bool = False) -> Callable[[World], Mend]:
+def _publishing(
+    how: str, *, keep_versions: int, outlived: bool = False
+) -> Callable[[FaultWorld], Mend]:
     """A full version, two deltas, an anchor beside the last, pruning where few are kept.
 
     Where its copy outlives it, the next publisher goes on from what the copy is then.
     """
 
-    def strike(world: World) -> Mend:
+    def strike(world: FaultWorld) -> Mend:
         world.hold_any()
 
         def task(death: Death, store: Path = world.store) -> Task:
@@ -45,10 +47,10 @@ def _publishing(how: str, *, keep_versions: int, outlived: bool = False) -> Call
     return strike
 
 
-def _copying(how: str) -> Callable[[World], Mend]:
+def _copying(how: str) -> Callable[[FaultWorld], Mend]:
     """The holder reads a mirror that lacks the newest version while it is copied."""
 
-    def strike(world: World) -> Mend:
+    def strike(world: FaultWorld) -> Mend:
         world.hold_any()
 
         def task(death: Death) -> Task:
@@ -78,7 +80,7 @@ def _copying(how: str) -> Callable[[World], Mend]:
     return strike
 
 
-def _pull(world: World, phase: str, how: str, *, fresh: bool) -> None:
+def _pull(world: FaultWorld, phase: str, how: str, *, fresh: bool) -> None:
     directory, before = world.root / "held", world.root / "held before"
     shutil.rmtree(before, ignore_errors=True)
     if directory.exists():
@@ -105,10 +107,10 @@ def _pull(world: World, phase: str, how: str, *, fresh: bool) -> None:
 
 def _pulling(
     phase: str, how: str, *, fresh: bool = False, kills: int = 1, foreign: bool = False
-) -> Callable[[World], Mend]:
+) -> Callable[[FaultWorld], Mend]:
     """A pull dies, and again in each of its repairs; meanwhile the store may go on or be pruned."""
 
-    def strike(world: World) -> Mend:
+    def strike(world: FaultWorld) -> Mend:
         world.hold_directory(fresh=fresh)
         if foreign:
             world.make_foreign()

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.holders import Claim, directory_contents
 from benchmarks.weightsync.faults.states import states
-from benchmarks.weightsync.faults.world import ANCHOR_EVERY, HELD_VERSION, World
+from benchmarks.weightsync.faults.world import ANCHOR_EVERY, HELD_VERSION, FaultWorld
 from harvester.contracts.errors import Corrupt, Exhausted, Stale
 from harvester.contracts.ids import WeightVersion
 from weightsync.follower import Follower
@@ -41,7 +41,7 @@ class JumpingClock:
         return self._now_s
 
 
-def _clock_jumps(world: World) -> Mend:
+def _clock_jumps(world: FaultWorld) -> Mend:
     """Publisher and holder read it; nothing may depend on it."""
     world.clock = JumpingClock(world.rng)
     world.hold_any()
@@ -52,7 +52,7 @@ def _clock_jumps(world: World) -> Mend:
     return world.republish
 
 
-def _disk_full_while_publishing(world: World) -> Mend:
+def _disk_full_while_publishing(world: FaultWorld) -> Mend:
     """The same publisher goes on when there is room again."""
     world.hold_any()
     room = world.rng.randrange(1, 1 << 20)
@@ -111,7 +111,7 @@ def may_mount(directory: Path) -> bool:
     return True
 
 
-def _small_disk_for_the_store(world: World) -> Mend:
+def _small_disk_for_the_store(world: FaultWorld) -> Mend:
     """A real file system that is full at some byte of a publish."""
     used = sum(path.stat().st_size + 4096 for path in world.store.rglob("*"))
     shutil.rmtree(world.store)
@@ -132,7 +132,7 @@ def _small_disk_for_the_store(world: World) -> Mend:
     return mend
 
 
-def _small_disk_for_the_directory(world: World) -> Mend:
+def _small_disk_for_the_directory(world: FaultWorld) -> Mend:
     """A real file system that is full when a directory is first pulled, or at its next record."""
     fresh = world.rng.random() < 0.5
     directory = world.root / "held"
@@ -148,7 +148,7 @@ def _small_disk_for_the_directory(world: World) -> Mend:
     return disk.grow
 
 
-def _record(world: World) -> Mend:
+def _record(world: FaultWorld) -> Mend:
     """SkyRL's torn state file: ours is torn, bent, missing or of another version."""
     holder = world.hold_directory()
     record = holder.directory / RECORD_FILE
@@ -175,7 +175,7 @@ def _record(world: World) -> Mend:
     return mend
 
 
-def _rot(world: World) -> Mend:
+def _rot(world: FaultWorld) -> Mend:
     """Files of the directory change while no process has them open."""
     directory = world.hold_directory().directory
     shard = directory / "model-00001-of-00001.safetensors"
@@ -199,7 +199,7 @@ def _rot(world: World) -> Mend:
     return world.restore
 
 
-def _wrong_base(world: World) -> Mend:
+def _wrong_base(world: FaultWorld) -> Mend:
     """The holder believes that it is at 5; its bits are those of an older state."""
     old = states(world.template.seed)[world.rng.randrange(HELD_VERSION - 1)]
     if world.rng.random() < 0.5:
@@ -219,7 +219,7 @@ def _wrong_base(world: World) -> Mend:
     return nothing
 
 
-def _repaired_under_its_name(world: World) -> Mend:
+def _repaired_under_its_name(world: FaultWorld) -> Mend:
     """SkyRL's cached corrupt payload: it is seen broken several times, then it is whole."""
     world.hold_any()
     shard = world.shard(world.newest)
@@ -232,7 +232,7 @@ def _repaired_under_its_name(world: World) -> Mend:
     return world.restore
 
 
-def _read_while_applied(world: World) -> Mend:
+def _read_while_applied(world: FaultWorld) -> Mend:
     """A reader loads the directory again and again while it goes from version to version."""
     holder = world.hold_directory()
 

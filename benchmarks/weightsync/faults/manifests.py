@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
 from benchmarks.weightsync.faults.payloads import BENDS
-from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, World
+from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, FaultWorld
 from weightsync.layout.names import Kind
 
 DEEP = 200_000
@@ -25,23 +25,23 @@ _HOSTILE_NAMES = (
 )
 
 
-def _bent_index(world: World) -> None:
+def _bent_index(world: FaultWorld) -> None:
     index = _some_index(world)
     bend = BENDS[world.rng.choice(sorted(BENDS))]
     index.write_bytes(bend(index.read_bytes(), world.rng))
 
 
-def _some_index(world: World) -> Path:
+def _some_index(world: FaultWorld) -> Path:
     kinds = [(world.newest, Kind.WEIGHT), (world.newest, Kind.WEIGHT), (4, Kind.ANCHOR)]
     return world.index(*world.rng.choice(kinds))
 
 
-def _other_index(world: World) -> None:
+def _other_index(world: FaultWorld) -> None:
     version = world.rng.choice([1, 2, HELD_VERSION])
     world.index(world.newest).write_bytes(world.index(version).read_bytes())
 
 
-def _not_an_index(world: World) -> None:
+def _not_an_index(world: FaultWorld) -> None:
     world.index(world.newest).write_bytes(
         world.rng.choice(
             [
@@ -59,8 +59,8 @@ def _not_an_index(world: World) -> None:
     )
 
 
-def _index_field(*values: tuple[tuple[str, ...], Any]) -> Callable[[World], None]:
-    def damage(world: World) -> None:
+def _index_field(*values: tuple[tuple[str, ...], Any]) -> Callable[[FaultWorld], None]:
+    def damage(world: FaultWorld) -> None:
         path, value = world.rng.choice(values)
         index = world.index(world.newest)
         fields = json.loads(index.read_bytes())
@@ -73,7 +73,7 @@ def _index_field(*values: tuple[tuple[str, ...], Any]) -> Callable[[World], None
     return damage
 
 
-def _duplicate_keys(world: World) -> None:
+def _duplicate_keys(world: FaultWorld) -> None:
     """Readers differ in which of two equal keys they take."""
     index = world.index(world.newest)
     text = index.read_text()
@@ -87,7 +87,7 @@ def _duplicate_keys(world: World) -> None:
     index.write_text(text)
 
 
-def _shard_names(world: World) -> None:
+def _shard_names(world: FaultWorld) -> None:
     name = world.rng.choice(_HOSTILE_NAMES)
     index = world.index(world.newest)
     fields = json.loads(index.read_bytes())
@@ -96,7 +96,7 @@ def _shard_names(world: World) -> None:
     index.write_text(json.dumps(fields))
 
 
-def _latest(world: World) -> None:
+def _latest(world: FaultWorld) -> None:
     newest = f"weight_v{world.newest:06d}\n".encode()
     ahead = world.rng.choice([world.newest + 1, 999_999])
     world.latest_file.write_bytes(
@@ -119,7 +119,7 @@ def _latest(world: World) -> None:
     )
 
 
-def _latest_is_no_file(world: World) -> Mend:
+def _latest_is_no_file(world: FaultWorld) -> Mend:
     """No publisher replaces a directory: an operator has to remove it."""
     world.hold_any()
     world.latest_file.unlink()
@@ -132,7 +132,7 @@ def _latest_is_no_file(world: World) -> Mend:
     return world.mend()
 
 
-def _no_file(world: World) -> None:
+def _no_file(world: FaultWorld) -> None:
     """A file is replaced by a directory, or by a link to nothing or to something."""
     path = world.rng.choice([world.index(world.newest), world.shard(world.newest)])
     path.unlink()
@@ -147,21 +147,21 @@ def _no_file(world: World) -> None:
         path.symlink_to("/dev/zero")
 
 
-def _ready(world: World) -> None:
+def _ready(world: FaultWorld) -> None:
     """An unfinished version, as a mirror or another file system shows it."""
     world.ready(world.newest).unlink()
     if world.rng.random() < 0.5:
         world.shard(world.newest).write_bytes(b"")
 
 
-def _ready_too_early(world: World) -> None:
+def _ready_too_early(world: FaultWorld) -> None:
     directory = world.version_dir(world.newest)
     for path in directory.iterdir():
         if path.name != "READY" and world.rng.random() < 0.6:
             path.unlink()
 
 
-def _strange_entries(world: World) -> None:
+def _strange_entries(world: FaultWorld) -> None:
     """Entries that look like versions: a file, a link out of the store, an empty directory."""
     (world.store / "weight_v000008").write_bytes(b"")
     (world.store / "anchor_v000006").symlink_to("/")
@@ -171,7 +171,7 @@ def _strange_entries(world: World) -> None:
     world.latest_file.write_text(f"weight_v{world.rng.choice([8, 9, 77]):06d}\n")
 
 
-def _anchor_is_a_delta(world: World) -> None:
+def _anchor_is_a_delta(world: FaultWorld) -> None:
     """An anchor's directory holds the delta."""
     anchor = world.version_dir(world.newest, Kind.ANCHOR)
     shutil.rmtree(anchor)

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.weightsync.faults.fault import Fault, damaging
-from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, World
+from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, FaultWorld
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import INDEX_FILE, Kind
 
@@ -74,7 +74,7 @@ def forge(index: Path) -> None:
     index.write_text(json.dumps(fields))
 
 
-def victims(world: World) -> list[Path]:
+def victims(world: FaultWorld) -> list[Path]:
     """Directories on the way to the newest version; the newest delta comes often."""
     delta = world.version_dir(world.newest)
     others = [
@@ -88,8 +88,8 @@ def victims(world: World) -> list[Path]:
     return [delta] * len(others) + others
 
 
-def _bent(bend: Bend, *, forged: bool) -> Callable[[World], None]:
-    def damage(world: World) -> None:
+def _bent(bend: Bend, *, forged: bool) -> Callable[[FaultWorld], None]:
+    def damage(world: FaultWorld) -> None:
         directory = world.rng.choice(victims(world))
         shard = directory / SHARD_FILE
         shard.write_bytes(bend(shard.read_bytes(), world.rng))
@@ -99,14 +99,14 @@ def _bent(bend: Bend, *, forged: bool) -> Callable[[World], None]:
     return damage
 
 
-def _bent_foreign(world: World) -> None:
+def _bent_foreign(world: FaultWorld) -> None:
     """The newest delta of a store that has no digests of files, only checksums of tensors."""
     world.make_foreign()
     shard = world.shard(world.newest)
     shard.write_bytes(world.rng.choice(list(BENDS.values()))(shard.read_bytes(), world.rng))
 
 
-def _missing(world: World) -> None:
+def _missing(world: FaultWorld) -> None:
     directory = world.rng.choice(victims(world))
     what = world.rng.choice([SHARD_FILE, INDEX_FILE, "all"])
     if what == "all":
@@ -117,7 +117,7 @@ def _missing(world: World) -> None:
         (directory / what).unlink()
 
 
-def _other_shard(world: World) -> None:
+def _other_shard(world: FaultWorld) -> None:
     """The payload of another version under this one's index, its digest forged or not."""
     shard = world.shard(world.newest)
     shard.write_bytes(world.shard(world.rng.choice([1, 2, 3, HELD_VERSION])).read_bytes())
@@ -125,14 +125,14 @@ def _other_shard(world: World) -> None:
         forge(world.index(world.newest))
 
 
-def _other_run(world: World) -> None:
+def _other_run(world: FaultWorld) -> None:
     """The delta of another run: whole, the right number, another base."""
     for name in (SHARD_FILE, INDEX_FILE):
         source = world.template.other / world.version_dir(world.newest).name / name
         (world.version_dir(world.newest) / name).write_bytes(source.read_bytes())
 
 
-def _other_base(world: World) -> None:
+def _other_base(world: FaultWorld) -> None:
     """The index claims a base version other than the delta's."""
     index = world.index(world.newest)
     fields = json.loads(index.read_bytes())
@@ -140,7 +140,7 @@ def _other_base(world: World) -> None:
     index.write_text(json.dumps(fields))
 
 
-def _bomb(world: World) -> None:
+def _bomb(world: FaultWorld) -> None:
     """Tensors whose payload is a small frame that unpacks to gigabytes."""
     import zstandard
 
@@ -151,7 +151,7 @@ def _bomb(world: World) -> None:
     _replace_payloads(world, bomb)
 
 
-def _random_frames(world: World) -> None:
+def _random_frames(world: FaultWorld) -> None:
     """Payloads that are whole zstd frames of nonsense: positions out of range, too many changes."""
     import zstandard
 
@@ -159,7 +159,7 @@ def _random_frames(world: World) -> None:
     _replace_payloads(world, zstandard.ZstdCompressor().compress(raw.tobytes()))
 
 
-def _replace_payloads(world: World, payload: bytes) -> None:
+def _replace_payloads(world: FaultWorld, payload: bytes) -> None:
     from weightsync.elements.bits import TensorSpec
     from weightsync.layout.shard import shard_chunks, shard_header
 

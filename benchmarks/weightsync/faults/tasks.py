@@ -41,7 +41,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     death: Death = Death()
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class ChildEnd(msgspec.Struct, frozen=True, kw_only=True):
     """End of a child, and its progress if it lived."""
 
     killed: bool

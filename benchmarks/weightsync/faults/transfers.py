@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.weightsync.faults.fault import Fault, Mend, nothing
 from benchmarks.weightsync.faults.tasks import Death, Task
-from benchmarks.weightsync.faults.world import World
+from benchmarks.weightsync.faults.world import FaultWorld
 from harvester.platform.backoff import RetryLimits
 from weightsync.transport.access import Access
 from weightsync.transport.http_source import HttpSource
@@ -30,13 +30,13 @@ def _free_port() -> int:
         return port
 
 
-def _server(world: World, port: int, death: Death = Death()) -> Task:
+def _server(world: FaultWorld, port: int, death: Death = Death()) -> Task:
     return Task(
         role="serve", store=str(world.root), port=port, target=world.new_stop(), death=death
     )
 
 
-def _relay(world: World, port: int, upstream: int, death: Death = Death()) -> Task:
+def _relay(world: FaultWorld, port: int, upstream: int, death: Death = Death()) -> Task:
     return Task(
         role="relay",
         store=f"http://127.0.0.1:{upstream}",
@@ -51,13 +51,13 @@ def _url(port: int) -> str:
     return f"http://127.0.0.1:{port}/stores/store"
 
 
-def _read_from(world: World, port: int) -> None:
+def _read_from(world: FaultWorld, port: int) -> None:
     world.source = lambda: HttpSource(_url(port), _HASTY)
     world.hold_any()
 
 
-def _dying_server(how: str) -> Callable[[World], Mend]:
-    def strike(world: World) -> Mend:
+def _dying_server(how: str) -> Callable[[FaultWorld], Mend]:
+    def strike(world: FaultWorld) -> Mend:
         port = _free_port()
         _read_from(world, port)
         reach = 1.0
@@ -73,10 +73,10 @@ def _dying_server(how: str) -> Callable[[World], Mend]:
     return strike
 
 
-def _dying_relay(how: str) -> Callable[[World], Mend]:
+def _dying_relay(how: str) -> Callable[[FaultWorld], Mend]:
     """A relay that dies; its cache keeps its pulled versions, torn at the point of death."""
 
-    def strike(world: World) -> Mend:
+    def strike(world: FaultWorld) -> Mend:
         upstream, port = _free_port(), _free_port()
         world.keep_serving(0, _server(world, upstream))
         _read_from(world, port)
@@ -93,7 +93,7 @@ def _dying_relay(how: str) -> Callable[[World], Mend]:
     return strike
 
 
-def _dying_receiver(world: World) -> Mend:
+def _dying_receiver(world: FaultWorld) -> Mend:
     port = _free_port()
     world.keep_serving(0, _server(world, port))
     fresh = world.rng.random() < 0.5
@@ -114,7 +114,7 @@ def _dying_receiver(world: World) -> Mend:
     return nothing
 
 
-def _death(world: World, how: str, reach: float) -> Death:
+def _death(world: FaultWorld, how: str, reach: float) -> Death:
     part = world.rng.random() * reach
     if how == "call":
         return Death(after_calls=1 + int(part * _SERVER_CALLS))

@@ -17,7 +17,7 @@ from benchmarks.weightsync.faults.machine import DISKS, MACHINE, may_mount
 from benchmarks.weightsync.faults.manifests import MANIFESTS
 from benchmarks.weightsync.faults.payloads import PAYLOADS
 from benchmarks.weightsync.faults.transfers import TRANSFERS
-from benchmarks.weightsync.faults.world import NEWEST, Template, World
+from benchmarks.weightsync.faults.world import NEWEST, FaultWorld, Template
 from benchmarks.weightsync.faults.zygote import Zygote
 from weightsync.encoding.codec import Encoding
 
@@ -68,7 +68,7 @@ class Trials:
     ) -> None:
         """One fault in a world of its own."""
         rng = Random(f"{self.seed} {number} {fault.name}")
-        world = World(
+        world = FaultWorld(
             root=template.root / f"world-{number}",
             template=template,
             rng=rng,
@@ -93,7 +93,7 @@ class Trials:
                 self.failures.append(f"{number}, {fault.name}: {line}")
 
 
-def struck(world: World, fault: Fault) -> Outcome:
+def struck(world: FaultWorld, fault: Fault) -> Outcome:
     """Strikes, lets the holder try, removes the cause, and sees whether it recovers.
 
     A holder that an intact way is left to has to get there before the cause is removed.

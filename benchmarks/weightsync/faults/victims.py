@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.weightsync.faults.states import states, tensors
-from benchmarks.weightsync.faults.tasks import Death, Ended, Task
+from benchmarks.weightsync.faults.tasks import ChildEnd, Death, Task
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits
@@ -61,8 +61,8 @@ class Meter:
         self.tensors = 0
         sys.addaudithook(self._called)
 
-    def ended(self) -> Ended:
-        return Ended(
+    def ended(self) -> ChildEnd:
+        return ChildEnd(
             killed=False,
             status=0,
             bytes=self.bytes,
@@ -231,7 +231,7 @@ def _child(task: Task, report: Path) -> None:
     report.write_bytes(msgspec.json.encode(meter.ended()))
 
 
-def _ended(task: Task, report: Path) -> Ended:
+def _ended(task: Task, report: Path) -> ChildEnd:
     report.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -247,12 +247,12 @@ def _ended(task: Task, report: Path) -> Ended:
         if clock.now() > until_s:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return Ended(killed=False, status=-1)
+            return ChildEnd(killed=False, status=-1)
         time.sleep(0.0005)
     status = os.waitstatus_to_exitcode(found[1])
     if status == 0:
-        return msgspec.json.decode(report.read_bytes(), type=Ended)
-    return Ended(killed=status == -signal.SIGKILL, status=status)
+        return msgspec.json.decode(report.read_bytes(), type=ChildEnd)
+    return ChildEnd(killed=status == -signal.SIGKILL, status=status)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from benchmarks.weightsync.faults.holders import (
     Source,
 )
 from benchmarks.weightsync.faults.states import COUNT, hashes, states, tensors
-from benchmarks.weightsync.faults.tasks import Ended, Task
+from benchmarks.weightsync.faults.tasks import ChildEnd, Task
 from benchmarks.weightsync.faults.zygote import Zygote
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
@@ -77,7 +77,7 @@ class Template:
 
 
 @dataclass
-class World:
+class FaultWorld:
     """The place of one fault. `newest` is 6 (reached by deltas) or 7 (an anchor beside it)."""
 
     root: Path
@@ -204,7 +204,7 @@ class World:
         with suppress(OSError):
             _reached(task.port)
 
-    def stop(self, which: int) -> Ended:
+    def stop(self, which: int) -> ChildEnd:
         """Ends a server; returns its end."""
         self._stops[which].touch()
         return self.servers[which].ended()

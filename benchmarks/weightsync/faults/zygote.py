@@ -9,7 +9,7 @@ from typing import IO, Self
 
 import msgspec
 
-from benchmarks.weightsync.faults.tasks import Death, Ended, Task
+from benchmarks.weightsync.faults.tasks import ChildEnd, Death, Task
 
 _TRIES = 8
 
@@ -24,7 +24,7 @@ class Zygote:
             stdout=subprocess.PIPE,
         )
         self._ready = False
-        self._full: dict[str, Ended] = {}
+        self._full: dict[str, ChildEnd] = {}
         return self
 
     def __exit__(
@@ -41,7 +41,7 @@ class Zygote:
             self._process.kill()
             self._process.wait()
 
-    def run(self, task: Task) -> Ended:
+    def run(self, task: Task) -> ChildEnd:
         """One child from its start to its end."""
         self.begin(task)
         return self.ended()
@@ -55,16 +55,18 @@ class Zygote:
         pipe.write(msgspec.json.encode(task) + b"\n")
         pipe.flush()
 
-    def ended(self) -> Ended:
-        return msgspec.json.decode(self._line(), type=Ended)
+    def ended(self) -> ChildEnd:
+        return msgspec.json.decode(self._line(), type=ChildEnd)
 
-    def whole(self, key: str, task: Callable[[], Task]) -> Ended:
+    def whole(self, key: str, task: Callable[[], Task]) -> ChildEnd:
         """Progress of a task of this kind that lives; measured once."""
         if key not in self._full:
             self._full[key] = self.run(task())
         return self._full[key]
 
-    def kill(self, task: Callable[[Death], Task], *, how: str, whole: Ended, rng: Random) -> None:
+    def kill(
+        self, task: Callable[[Death], Task], *, how: str, whole: ChildEnd, rng: Random
+    ) -> None:
         """Runs a task that dies: at a random byte, call or instant, or within a random tensor.
 
         A child that was faster than its death is no fault: a new one dies earlier, and where the
@@ -98,7 +100,7 @@ class Zygote:
         return pipe
 
 
-def _death(how: str, whole: Ended, reach: float, rng: Random) -> Death:
+def _death(how: str, whole: ChildEnd, reach: float, rng: Random) -> Death:
     part = rng.random() * reach
     if how == "byte":
         return Death(after_bytes=int(part * whole.bytes))

@@ -1,6 +1,6 @@
 """Places jobs on nodes: turns the group planner's answers into terms of run permits.
 
-Jobs are submitted, wait for a place, and get one; observed phases teach the planner. Its requests
+Jobs are submitted, wait for nodes, and get them; observed phases teach the planner. Its requests
 take effect where they cost no phase: a job learns of a move at the end of its iteration, and has
 left its old nodes when it requests its next phase. Host memory is given once. A failed node is
 replaced by a free one; only a phase that ran on it ends. Reads the permit state of each job and
@@ -31,7 +31,7 @@ from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStag
 from scheduler.rollmux.permits.terms import JobTerms
 from scheduler.rollmux.planner.group_effects import (
     AddNode,
-    AssignPlace,
+    AssignNodes,
     GroupEffect,
     PlacementDecision,
     ReleaseNode,
@@ -274,11 +274,11 @@ class ClusterPolicy:
                     self.fleet.bind(node.node, node.pool)
                 case ReleaseNode(node=name):
                     self.fleet.release(name)
-                case AssignPlace(placement=placement):
+                case AssignNodes(placement=placement):
                     placed = self.placements[placement.job]
                     self._assign(placed, effect, why or effect.reason, now)
 
-    def _assign(self, placed: JobPlacement, to: AssignPlace, reason: str, now: float) -> None:
+    def _assign(self, placed: JobPlacement, to: AssignNodes, reason: str, now: float) -> None:
         placed.reason = reason
         placed.to, placed.to_group, placed.notified = to.placement, to.group, False
         self.unsaved.add(placed.job)
@@ -308,7 +308,7 @@ class ClusterPolicy:
             case PlacementDecision.RESTARTED:
                 self._restart(placed, to.placement, now)
 
-    def _beside(self, to: AssignPlace) -> tuple[JobId, ...]:
+    def _beside(self, to: AssignNodes) -> tuple[JobId, ...]:
         group = self.planner.table.groups.get(to.group)
         others = {} if group is None else group.pinned
         nodes = set(to.placement.nodes)
@@ -351,8 +351,8 @@ class ClusterPolicy:
         self.unsaved.add(placed.job)
 
     def _let_in(self, now: float) -> None:
-        """Binds machines first, then memory for jobs between two places, then places for the
-        queue."""
+        """Binds machines first, then memory for jobs between two placements, then nodes for
+        the queue."""
         for name in self.fleet.bind_awaited():
             self.layout_changed = True
             self._touched |= {

@@ -46,7 +46,7 @@ class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     placed: JobPlacement = msgspec.field(name="stay")
     facts: PlannedFacts | None = None
-    """None while it waits for a place."""
+    """None while it waits for a placement."""
     held: tuple[NodeId, ...] | None = None
     """Nodes whose host memory has its state; None: written by a version that kept it with the
     placement."""

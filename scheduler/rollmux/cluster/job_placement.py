@@ -1,4 +1,4 @@
-"""One job in the cluster: its resident state, and its next place."""
+"""One job in the cluster: its resident state, and its next placement."""
 
 from enum import StrEnum
 
@@ -11,7 +11,7 @@ from scheduler.rollmux.cluster.submission import Submission
 
 class PlacementStage(StrEnum):
     QUEUED = "queued"
-    """Waits for a place."""
+    """Waits for a placement."""
     PLACED = "placed"
     MOVING = "moving"
     """Placed, and asked to go elsewhere at its iteration's end."""

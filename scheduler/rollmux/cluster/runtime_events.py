@@ -32,7 +32,7 @@ RuntimeEvent = PermitEvent | Submit | NodeReport
 
 
 class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
-    """The target place of a job, with the reason. A move takes effect at its iteration's end."""
+    """Target placement of a job, with the reason. A move takes effect at its iteration's end."""
 
     decision: PlacementDecision
     job: JobId
@@ -55,7 +55,7 @@ class SettleJob(msgspec.Struct, frozen=True, kw_only=True, tag="settle_job"):
 
 
 class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
-    """The job finds no place for now, and why."""
+    """The job finds no placement for now, and why."""
 
     job: JobId
     reason: str

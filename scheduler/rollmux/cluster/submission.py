@@ -1,4 +1,4 @@
-"""A job's declaration to a planning control, and the permit terms for its place."""
+"""A job's declaration to a planning control, and the permit terms for its placement."""
 
 from itertools import pairwise
 from typing import Final
@@ -129,7 +129,7 @@ def _phase_terms(
 
 
 def submission_fault(given: Submission) -> str:
-    """Why no place can be given so, in words; empty if one can. NaN is within no bounds."""
+    """Why no placement can be given so, in words; empty if one can. NaN is within no bounds."""
     if tuple(one.kind for one in given.phases) not in (KINDS, (*KINDS, PhaseKind.SYNC)):
         return "a planned job has a rollout and a training phase, then a sync or none"
     if not 1.0 <= given.slo <= SLO_MAX:

@@ -85,7 +85,7 @@ def submit(
     jobs: Annotated[Path, typer.Argument(help="YAML file of jobs, as for rosemux plan.")],
     socket: _Socket,
 ) -> None:
-    """Ask a control that plans for places; a job that is known hears where it is."""
+    """Ask a control that plans for placements; a job that is known hears where it is."""
     from scheduler.rollmux.cluster.runtime_events import Submit
     from scheduler.rollmux.control.nodes_file import read_submissions
     from scheduler.rollmux.control.socket_control import SocketControl
@@ -105,7 +105,7 @@ def forget(
     job: Annotated[str, typer.Argument(help="The job's name.")],
     socket: _Socket,
 ) -> None:
-    """Give up a job's place for good; its phase, if one runs, loses its permit."""
+    """Give up a job's placement for good; its phase, if one runs, loses its permit."""
     from harvester.contracts.ids import JobId
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.permits.events import Forget

@@ -94,7 +94,7 @@ class PhaseControl:
     ) -> None:
         """`terms` name the job's nodes; a planning control takes a `Submission` and names them.
 
-        `timeout_s` bounds the wait for a place, for a permit and for an absent control.
+        `timeout_s` bounds the wait for a placement, for a permit and for an absent control.
         A job's move comes between two iterations: `on_move` frees what it holds on its old
         nodes, and the job waits until its new ones have room. Its next phase loads it there.
         With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
@@ -146,7 +146,7 @@ class PhaseControl:
         return Phase(lambda: self, PhaseKind(kind))
 
     def forget(self) -> None:
-        """The job is over: give up its place for good."""
+        """The job is over: give up its placement for good."""
         self._loaded.release()
         self._transport.call(Forget(job=self.job))
 

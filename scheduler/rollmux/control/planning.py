@@ -115,7 +115,7 @@ class PlanningService(PhaseService):
         return CallRefused(reason=f"job {given.terms.job}: {_PLANS}")
 
     def submit(self, message: Submit) -> Placed | Waiting | CallRefused:
-        """The same submission may be repeated, also to learn the job's present place.
+        """The same submission may be repeated, also to learn the job's present placement.
 
         A job notified of a move sends this again when it has left its old nodes.
         """

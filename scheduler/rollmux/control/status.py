@@ -18,7 +18,7 @@ def statuses(service: PhaseService) -> tuple[JobStatus, ...]:
 def _status(service: PhaseService, job: JobId) -> JobStatus:
     permit, plan = service.policy.permit(job), service.plan_of(job)
     if permit is None:
-        # Submitted, and without a place or on its way to one.
+        # Submitted, and without a placement or on its way to one.
         return JobStatus(job=job, stage=PermitStage.APART, plan=plan)
     return JobStatus(
         job=job,

@@ -56,12 +56,12 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted", omit_def
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
-    """For a permit, or for a place on nodes: it gets one by itself; ask again to hear of it."""
+    """For a permit, or for a placement: it gets one by itself; ask again to hear of it."""
 
     ahead: int
     """Jobs that come before."""
     reason: str = ""
-    """Why there is no place on nodes for now."""
+    """Why there is no placement for now."""
 
 
 class CallRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -94,7 +94,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A submitted job's place and progress."""
+    """A submitted job's placement and progress."""
 
     stage: PlacementStage
     group: str
@@ -111,7 +111,7 @@ class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
     iterations: int
     moves: int
     waits_s: float
-    """Time that it has waited for a place, in s."""
+    """Time that it has waited for a placement, in s."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
     """One job on its nodes for one phase, or for the bulk or the moved tail of one."""
 
     job: int
-    """Its place in the roster."""
+    """Its index in the roster."""
     phase: PhaseKind
     nodes: int
     """Bits of the group's nodes."""

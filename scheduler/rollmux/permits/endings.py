@@ -108,7 +108,7 @@ def _solo_s(permit: JobPermit, loading_s: float, leased_s: float) -> float:
 def fail(
     table: PermitTable, permit: JobPermit, reason: PermitEndReason, words: str, *, now: float
 ) -> EndPermit:
-    """The job has lost its place; it comes again from its last checkpoint, as if it were new."""
+    """The job has lost its permit; it comes again from its last checkpoint, as if it were new."""
     if reason is PermitEndReason.OVERRAN and permit.kind is not None:
         longest = permit.longest_runs.get(permit.kind, LongestRun())
         work_until(permit, now=now)

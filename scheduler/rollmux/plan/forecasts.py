@@ -57,7 +57,7 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
 
 def _company(group: GroupState, placement: Placement) -> tuple[frozenset[JobId], frozenset[JobId]]:
     """Jobs on the placement's rollout nodes and on its training nodes; equal sets mean equal
-    places."""
+    placements."""
     others = [one for one in group.pinned.values() if one.job != placement.job]
     rollout, training = set(placement.rollout_nodes), set(placement.training_nodes)
     return (

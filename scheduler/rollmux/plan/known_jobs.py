@@ -10,7 +10,7 @@ from typing import Final
 from harvester.contracts.ids import JobId
 from scheduler.model import Pool
 from scheduler.rollmux.plan.jobs_file import PlannedJobSettings, PlanSettings
-from scheduler.rollmux.planner.group_effects import AssignPlace
+from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.rollmux.planner.relocation import MovePrices
 
@@ -36,7 +36,7 @@ class KnownJobsPlanner(GroupPlanner):
             given.as_job, measured=given.measured, curve=given.phases[0].curve, now=0.0
         )
         for effect in effects:
-            if isinstance(effect, AssignPlace):
+            if isinstance(effect, AssignNodes):
                 self.reasons[effect.placement.job] = effect.reason
 
     def settle(self) -> None:

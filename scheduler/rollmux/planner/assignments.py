@@ -155,7 +155,7 @@ def affordable(
     per_node: tuple[float, float],
     between: tuple[float, float],
 ) -> tuple[Records, Records, Records]:
-    """Prices, and places in both tables, of what makes one group, fits, and is not refused.
+    """Prices, and indices in both tables, of what makes one group, fits, and is not refused.
 
     `inside` tells a mask of members as one of guests. `refused` has the pairs that may not share
     nodes of both pools, of the first only, and of the second only.

@@ -12,7 +12,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.planner.group_effects import (
     AddNode,
-    AssignPlace,
+    AssignNodes,
     GroupEffect,
     PlacementDecision,
     ReleaseNode,
@@ -27,8 +27,7 @@ class Evacuation:
         self._choose = choose
 
     def replace(self, node: NodeId) -> tuple[GroupEffect, ...]:
-        """Puts a new node in the lost one's place; it is brought up only if a job is pinned to
-        it."""
+        """Replaces the lost node; the new one is brought up only if a job is pinned to it."""
         group = self._table.groups[self._table.nodes[node]]
         pinned, torn = self._table.on_node(node), self._table.leaving_node(node)
         down = [gone for job in torn for gone in self._left(job)]
@@ -59,8 +58,8 @@ class Evacuation:
         effects += [self._again(job, why, lost=job in torn) for job in _each(pinned, torn)]
         return (*effects, *(ReleaseNode(node=gone) for gone in down))
 
-    def _again(self, job: JobId, why: str, *, lost: bool) -> AssignPlace:
-        """The job's new place; takes effect at once unless the job still runs on nodes it is
+    def _again(self, job: JobId, why: str, *, lost: bool) -> AssignNodes:
+        """The job's new placement; takes effect at once unless the job still runs on nodes it is
         leaving."""
         facts = self._packer.facts[job]
         group = self._table.home[job]
@@ -69,10 +68,10 @@ class Evacuation:
             decision, facts.moving = PlacementDecision.RESTARTED, False
             facts.lose_iteration()
         placement = self._table.groups[group].pinned[job]
-        return AssignPlace(decision=decision, group=group, placement=placement, reason=why)
+        return AssignNodes(decision=decision, group=group, placement=placement, reason=why)
 
     def _anywhere(self, job: JobId) -> Opening:
-        """A place for a job that has run already; without free nodes, new ones that it awaits."""
+        """Opening for a job that has run already; without free nodes, new ones that it awaits."""
         try:
             return self._choose(job)
         except Exhausted:

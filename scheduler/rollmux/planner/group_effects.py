@@ -1,4 +1,4 @@
-"""Requests of the group planner to the cluster: nodes, and places of jobs on them."""
+"""Requests of the group planner to the cluster: nodes, and placements of jobs on them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +13,7 @@ class PlacementDecision(StrEnum):
     """At the end of the job's present iteration; it stays resident on its old nodes until then.
 
     It loads on its new nodes as soon as their memory has room: another mover may still be there.
-    The last place asked for holds.
+    The last requested placement holds.
     """
     RESTARTED = "restarted"
     """Immediate restart from the last checkpoint, because one of the job's nodes failed.
@@ -33,11 +33,11 @@ class ReleaseNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AssignPlace:
+class AssignNodes:
     decision: PlacementDecision
     group: GroupId
     placement: Placement
     reason: str
 
 
-GroupEffect = AddNode | ReleaseNode | AssignPlace
+GroupEffect = AddNode | ReleaseNode | AssignNodes

@@ -143,7 +143,7 @@ class GroupTable:
         self._settle(placement, self.groups[self.nodes[placement.rollout_nodes[0]]], host_bytes)
 
     def left(self, job: JobId, host_bytes: int) -> tuple[NodeId, ...]:
-        """The moved or ended job has left every old place; returns the nodes that go down."""
+        """The moved or ended job has left every old placement; returns the nodes that go down."""
         down: list[NodeId] = []
         groups = self.leaving_groups(job)
         for group, placement in zip(groups, self._leaving.pop(job, ()), strict=True):

@@ -1,4 +1,4 @@
-"""Finds a place for a job: Algorithm 1's openings, the cheapest one that keeps every SLO.
+"""Finds a placement for a job: Algorithm 1's openings, the cheapest one that keeps every SLO.
 
 Direct packing shares existing nodes, rollout scaling adds rollout nodes to a group, training
 scaling (ours) adds training nodes, and a new isolated group is always possible. Host memory is a

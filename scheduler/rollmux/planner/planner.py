@@ -1,9 +1,9 @@
-"""The inter-group scheduler: the place of each job, from its arrival to its end.
+"""The inter-group scheduler: the placement of each job, from its arrival to its end.
 
 An arrival takes the cheapest admissible opening. Later knowledge, a departure or a drift may break
 an SLO or leave a node half empty: a review moves the fewest jobs that restore every SLO, then
 those that free a node. A supply limits the nodes of a pool: an arrival that finds no
-place within it is refused, and no move needs more. Permits start the phases within a group.
+placement within it is refused, and no move needs more. Permits start the phases within a group.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.evacuation import Evacuation
 from scheduler.rollmux.planner.group_effects import (
     AddNode,
-    AssignPlace,
+    AssignNodes,
     GroupEffect,
     PlacementDecision,
     ReleaseNode,
@@ -38,7 +38,7 @@ class PlannerConfig:
     limits: PackingLimits = field(default_factory=PackingLimits)
     prices: MovePrices = field(default_factory=MovePrices)
     moves: bool = True
-    """Whether reviews may move jobs; the paper's planner leaves them in place."""
+    """Whether reviews may move jobs; the paper's planner leaves them where they are."""
     resubmits: bool = False
     """Whether a failed node's jobs arrive anew, as in the paper; else the node is replaced."""
     looks: int = 2
@@ -95,11 +95,11 @@ class GroupPlanner:
         curve: tuple[Completion, ...] = (),
         submitted_s: float | None = None,
     ) -> tuple[GroupEffect, ...]:
-        """Places an arrival. Raises Exhausted without a place; the planner is as before then.
+        """Places an arrival. Raises Exhausted if none fits; the planner is as before then.
 
         `measured` are earlier measurements of its phases: they teach durations and earn no credit.
         `curve` is the declared completion of a rollout; empty: unknown. `submitted_s` is the time
-        at which the job began to wait for a place; None: it did not wait.
+        at which the job began to wait for nodes; None: it did not wait.
         """
         self.packer.now_s = now
         config = self.config
@@ -115,16 +115,16 @@ class GroupPlanner:
             raise
         up = self.table.pin(opening.placement, opening.group, job.host_bytes_per_node)
         self.packer.refresh(opening.group)
-        place = AssignPlace(
+        placed = AssignNodes(
             decision=PlacementDecision.PLACED,
             group=opening.group.group,
             placement=opening.placement,
             reason=f"{opening.kind}, {opening.delta_per_hour:+.2f} $/h",
         )
-        return (*(AddNode(node=node) for node in up), place)
+        return (*(AddNode(node=node) for node in up), placed)
 
     def choose(self, job: JobId) -> Opening:
-        """The place for an arrival; the table is unchanged. Raises Exhausted if nodes are
+        """The opening for an arrival; the table is unchanged. Raises Exhausted if nodes are
         lacking."""
         opening = self.packer.best(job) or self.packer.isolated(job)
         if self.table.is_supplied(opening.placement):
@@ -230,7 +230,7 @@ class GroupPlanner:
             group = move.opening.group.group
             effects += [AddNode(node=node) for node in move.up]
             effects.append(
-                AssignPlace(
+                AssignNodes(
                     decision=PlacementDecision.MOVED,
                     group=group,
                     placement=move.opening.placement,

@@ -118,7 +118,7 @@ class Regroup:
         return [], ()
 
     def _by_promise(self, spares: list[float]) -> list[tuple[int, ...]]:
-        """Places of groups, one to three of them, that together spare enough; the most first."""
+        """Indices of groups, one to three of them, that together spare enough; the most first."""
         chosen = [
             (sum(spares[one] for one in at), at)
             for size in (1, 2, 3)

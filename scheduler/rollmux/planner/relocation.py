@@ -111,7 +111,7 @@ class Relocation:
     def relocate(
         self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
     ) -> list[Move] | None:
-        """Moves all of the jobs, the heaviest first, or none; None if one finds no place."""
+        """Moves all of the jobs, the heaviest first, or none; None if one finds no opening."""
         table, packer = self._table, self._packer
         homes = self._leave_home(jobs)
         moves: list[Move] = []
@@ -166,7 +166,7 @@ class Relocation:
     def move_all(
         self, wanted: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
     ) -> list[Move]:
-        """Moves jobs to given places, all or none: memory may not carry both ends of a move, or a
+        """Moves jobs to given nodes, all or none: memory may not carry both ends of a move, or a
         node may be missing."""
         table = self._table
         homes = self._leave_home([one.job for _, one in wanted])

@@ -22,7 +22,7 @@ _APART = -1
 
 
 class Hosting(NamedTuple):
-    """One group: members by their place in the search's list, and their nodes as masks."""
+    """One group: members by their index in the search's list, and their nodes as masks."""
 
     members: tuple[int, ...]
     rollout: Masks

@@ -33,7 +33,7 @@ class GroupSizes:
         self.sizes.append((now, tuple(counts)))
 
 
-class Arm(msgspec.Struct, frozen=True, kw_only=True):
+class ArmSummary(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     dollars: float
     over_ours: float
@@ -59,11 +59,11 @@ class ArmComparison(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     hours: float
     """Time from the first arrival to the last end in any arm, in hours."""
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmSummary, ...]
     group_sizes: tuple[tuple[float, ...], ...]
     """Number of our groups in each bin, per group size from one job on: `[size - 1][bin]`."""
 
-    def arm(self, name: str) -> Arm:
+    def arm(self, name: str) -> ArmSummary:
         return next(arm for arm in self.arms if arm.name == name)
 
 
@@ -92,7 +92,7 @@ def compare(
     for name, price in UNSHARED.items():
         spent = price(jobs, PAPER_WORLD)
         arms.append(
-            Arm(
+            ArmSummary(
                 name=name,
                 dollars=spent.dollars,
                 over_ours=spent.dollars / ledger.dollars,
@@ -112,14 +112,14 @@ def compare(
 
 def _shared(
     name: str, run: RunResult, jobs: list[SimulatedJob], ours: float, edges_s: np.ndarray
-) -> Arm:
+) -> ArmSummary:
     """An arm whose jobs share nodes; `ours` are our dollars."""
     ratios = (
         slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slowdown_slo
         for one in jobs
     )
     found = summary(jobs, run)
-    return Arm(
+    return ArmSummary(
         name=name,
         dollars=found.dollars,
         over_ours=found.dollars / ours,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from scheduler.report_page import GRID, LIMIT, Axes, Markup, chart, colour, page, svg, titled
-from scheduler.sim.rollmux.comparison import Arm, ArmComparison
+from scheduler.sim.rollmux.comparison import ArmComparison, ArmSummary
 from scheduler.sim.rollmux.comparison_text import HEAD, TITLES, WINDOW, row, summary
 
 _COLOURS = {name: colour(at) for at, name in enumerate(TITLES)}
@@ -39,7 +39,7 @@ def _prices(found: ArmComparison) -> Markup:
         return svg(figure, alt="Dollars an hour over time, one curve an arm")
 
 
-def _kept(arms: Sequence[Arm]) -> Markup:
+def _kept(arms: Sequence[ArmSummary]) -> Markup:
     with chart(0.32 * len(arms) + 0.8) as figure:
         axes = figure.subplots()
         for at, arm in enumerate(arms):
@@ -55,7 +55,7 @@ def _kept(arms: Sequence[Arm]) -> Markup:
         return svg(figure, alt="Share of jobs that kept their SLO, one bar an arm")
 
 
-def _slowdowns(arms: Sequence[Arm]) -> Markup:
+def _slowdowns(arms: Sequence[ArmSummary]) -> Markup:
     with chart(3.6) as figure:
         axes = figure.subplots()
         axes.axvline(1.0, color=LIMIT, linestyle="--", linewidth=1.2)
@@ -95,7 +95,7 @@ def _sizes(found: ArmComparison) -> list[tuple[int, tuple[float, ...]]]:
     return list(enumerate(found.group_sizes, start=1))
 
 
-def _curve(axes: Axes, arm: Arm, x: Sequence[float], y: Sequence[float]) -> None:
+def _curve(axes: Axes, arm: ArmSummary, x: Sequence[float], y: Sequence[float]) -> None:
     title = TITLES[arm.name]
     axes.plot(x, y, color=_COLOURS[arm.name], label=title, linewidth=1.6, gid=titled(title))
 

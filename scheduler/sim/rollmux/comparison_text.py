@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scheduler.sim.rollmux.arms import SLO_COUNTS_QUEUEING, WINDOW_GOAL
-from scheduler.sim.rollmux.comparison import Arm, ArmComparison
+from scheduler.sim.rollmux.comparison import ArmComparison, ArmSummary
 
 TITLES: Final = {
     "ours": "RoseMux",
@@ -58,7 +58,7 @@ def comparison_text(found: ArmComparison) -> RenderableType:
     return Group(Text(summary(found), style="bold"), Text(), shown)
 
 
-def row(arm: Arm) -> list[str]:
+def row(arm: ArmSummary) -> list[str]:
     return [
         TITLES[arm.name],
         f"{arm.dollars:,.0f}",

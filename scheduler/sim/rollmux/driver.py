@@ -1,7 +1,7 @@
 """The shipped runtime in virtual time: a shell that draws durations instead of running engines.
 
 It tells the runtime what jobs and nodes would, at the moments that the truth gives, and does what
-the effects say. It has no rule of its own: no order, no tail, no place and no memory.
+the effects say. It has no rule of its own: no order, no tail, no placement and no memory.
 """
 
 from collections.abc import Callable
@@ -209,7 +209,7 @@ class Driver:
         self._set_next(worker, self._now + loading_s, self._ask)
 
     def _submit_again(self, worker: Worker) -> None:
-        """Submits the job again: it hears its present place, and brings its state there."""
+        """Submits the job again: it hears its present placement, and brings its state there."""
         worker.stage = WorkerStage.BETWEEN
         self._tell(Submit(submission=submission_of(worker.one, self._world)))
         self._admitted(worker)

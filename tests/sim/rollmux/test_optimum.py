@@ -8,7 +8,13 @@ import pytest
 from benchmarks.rollmux import optimum as benchmark
 from benchmarks.rollmux.arms import ARMS
 from benchmarks.rollmux.optimal_hosting import KnownJob, Optimum, PinnedPlanner
-from benchmarks.rollmux.optimum import Compared, Lived, compared, instance_jobs, optimum_figures
+from benchmarks.rollmux.optimum import (
+    HostingComparison,
+    Lived,
+    compared,
+    instance_jobs,
+    optimum_figures,
+)
 from benchmarks.rollmux.pieces import Pieces
 from harvester.contracts.errors import ConfigError
 from scheduler.model import Pool
@@ -100,11 +106,11 @@ def test_an_instance_says_what_both_hostings_cost_and_kept(monkeypatch: pytest.M
 
 
 class _Kept(Pieces):
-    def __init__(self, found: Compared) -> None:
+    def __init__(self, found: HostingComparison) -> None:
         super().__init__(None)
         self._found = found
 
-    def kept(self, name: str, run: object, kind: type) -> Compared:  # type: ignore[override]
+    def kept(self, name: str, run: object, kind: type) -> HostingComparison:  # type: ignore[override]
         del name, run, kind
         return self._found
 
@@ -113,7 +119,7 @@ class _Kept(Pieces):
 def test_ours_below_the_search_is_reported_or_shows_that_the_search_is_wrong(
     admitted: bool,
 ) -> None:
-    below = Compared(
+    below = HostingComparison(
         jobs=6,
         ours_per_hour=90.0,
         found_per_hour=100.0,

@@ -11,7 +11,7 @@ from benchmarks.migration.pin_judge import Announcement
 from benchmarks.migration.records import AttemptRecord, HeldRecord, RequestRecord
 from benchmarks.migration.settings_judge import Text
 from benchmarks.migration.tap_spans import with_tap_spans
-from benchmarks.migration.verdict import CONVICTING, Verdict
+from benchmarks.migration.verdict import CONVICTING, MigrationVerdict
 
 PROMPT = [1, 10, 11]
 OUTPUT = [20, 21, 22, 23, 24, 25, 26, 27]
@@ -109,7 +109,7 @@ class Case:
         events[-1]["fault"] = fault
         self.request.events = [json.dumps({"choices": [one]}) for one in events] + ["[DONE]"]
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> MigrationVerdict:
         requests = [*self.extra, self.request]
         evidence = Evidence(
             requests=with_tap_spans(requests, self.attempts, self.held),

@@ -16,7 +16,7 @@ from benchmarks.agent.forecast import (
     verdict,
 )
 from benchmarks.agent.idle_series import IdleSeries, generated, idle_shares, series_of
-from benchmarks.agent.level_forecasts import LastWindow, Level, LevelForecaster
+from benchmarks.agent.level_forecasts import LastWindow, LevelForecaster, RecentMean
 from benchmarks.testbed.trace import read_trace
 from harvester.contracts.wire.leases import IdleForecast
 from harvester.policy.idle_forecast import HORIZONS_S, IdleForecaster
@@ -63,7 +63,7 @@ class _Narrow(_Fixed):
 def _verdict(own: Callable[[np.ndarray], Forecaster], idle: np.ndarray) -> dict:
     forecasters: Mapping[str, Forecaster] = {
         "own": own(idle),
-        "ewma": LevelForecaster(Level),
+        "ewma": LevelForecaster(RecentMean),
         "last": LevelForecaster(LastWindow),
     }
     return verdict(IdleSeries(name="noise", idle=idle), replayed(idle, forecasters))
@@ -97,7 +97,11 @@ def test_the_shipped_forecaster_is_within_three_points_on_noise() -> None:
 def test_no_forecast_changes_with_what_comes_later() -> None:
     idle, cut = _noise(600), 400
     other = np.concatenate((idle[:cut], 1.0 - idle[cut:]))
-    kinds = (IdleForecaster, lambda: LevelForecaster(Level), lambda: LevelForecaster(LastWindow))
+    kinds = (
+        IdleForecaster,
+        lambda: LevelForecaster(RecentMean),
+        lambda: LevelForecaster(LastWindow),
+    )
     for make in kinds:
         first, second = (replayed(each, {"own": make()})[10.0] for each in (idle, other))
         seen = sum(at_s <= cut for at_s in first.at_s)

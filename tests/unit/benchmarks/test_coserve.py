@@ -21,11 +21,11 @@ from benchmarks.coserve.arms import (
 )
 from benchmarks.coserve.blocking import StepWatch, blocking_histogram, percentile_of
 from benchmarks.coserve.figures import Facts, figures
-from benchmarks.coserve.goals import Verdict, verdicts
+from benchmarks.coserve.goals import GoalVerdict, verdicts
 from benchmarks.coserve.residual import residual_figures
-from benchmarks.coserve.rounds import Slice
+from benchmarks.coserve.rounds import ArmSlice
 from benchmarks.testbed.gpu_hardware import find_hardware
-from benchmarks.testbed.hardware import CpuHardware, Kind
+from benchmarks.testbed.hardware import CpuHardware, HardwareKind
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
@@ -62,9 +62,9 @@ def requests_of(arm: Arm, *, slower: float = 1.0) -> list[ProductionRequest]:
     ]
 
 
-def slices_of(speeds: Mapping[Arm, int], *, busy: float) -> list[Slice]:
+def slices_of(speeds: Mapping[Arm, int], *, busy: float) -> list[ArmSlice]:
     return [
-        Slice(
+        ArmSlice(
             arm=arm,
             round=turn,
             seconds=SECONDS,
@@ -231,12 +231,12 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_verdict_needs_enough_requests_and_a_narrow_interval() -> None:
-    assert set(verdicts(measured(), requests=5000).values()) == {Verdict.MET}
+    assert set(verdicts(measured(), requests=5000).values()) == {GoalVerdict.MET}
     few = verdicts(measured(), requests=4999)
-    assert few["ttft_p50"] is few["itl_p99"] is Verdict.OPEN
+    assert few["ttft_p50"] is few["itl_p99"] is GoalVerdict.OPEN
     wide = measured()
     wide["half_widths"]["itl_mean"] = 0.025
-    assert verdicts(wide, requests=5000)["itl_mean"] is Verdict.OPEN
+    assert verdicts(wide, requests=5000)["itl_mean"] is GoalVerdict.OPEN
 
 
 INTERVALS = [
@@ -255,19 +255,19 @@ GOALS = ("itl_mean", "residual_share", "step_overhead_us", "steps_met_p99")
 def test_a_goal_is_missed_beyond_its_interval_and_open_within_it(
     missed: dict[str, Any], open_: dict[str, Any], goal: str
 ) -> None:
-    def verdict(changes: dict[str, Any]) -> Verdict:
+    def verdict(changes: dict[str, Any]) -> GoalVerdict:
         result = measured()
         for name, value in changes.items():
             result[name] = result[name] | value if isinstance(value, dict) else value
         return verdicts(result, requests=5000)[goal]
 
-    assert verdict(missed) is Verdict.MISSED
-    assert verdict(open_) is Verdict.OPEN
+    assert verdict(missed) is GoalVerdict.MISSED
+    assert verdict(open_) is GoalVerdict.OPEN
 
 
 def test_orders_out_of_balance_or_intervals_that_are_not_there_give_no_verdict() -> None:
     unbalanced = verdicts(measured(orders_balanced=False), requests=5000)
-    assert set(unbalanced.values()) == {Verdict.OPEN}
+    assert set(unbalanced.values()) == {GoalVerdict.OPEN}
     none = verdicts(
         measured(
             intervals={},
@@ -278,20 +278,20 @@ def test_orders_out_of_balance_or_intervals_that_are_not_there_give_no_verdict()
         ),
         requests=5000,
     )
-    assert set(none.values()) == {Verdict.OPEN}
+    assert set(none.values()) == {GoalVerdict.OPEN}
 
 
 @pytest.mark.parametrize(
     ("busy", "interval", "verdict"),
     [
-        (0.5, (0.93, 0.97), Verdict.OPEN),
-        (0.5, (0.8, 0.9), Verdict.MISSED),
-        (0.68, (0.93, 0.97), Verdict.MET),
-        (0.8, (0.8, 0.9), Verdict.OPEN),
+        (0.5, (0.93, 0.97), GoalVerdict.OPEN),
+        (0.5, (0.8, 0.9), GoalVerdict.MISSED),
+        (0.68, (0.93, 0.97), GoalVerdict.MET),
+        (0.8, (0.8, 0.9), GoalVerdict.OPEN),
     ],
 )
 def test_a_share_up_to_seventy_percent_busy_is_met_only_by_a_production_so_busy(
-    busy: float, interval: tuple[float, float], verdict: Verdict
+    busy: float, interval: tuple[float, float], verdict: GoalVerdict
 ) -> None:
     result = measured(residual_interval=interval, production_busy_share=busy)
     assert verdicts(result, requests=5000)["residual_share"] is verdict
@@ -445,7 +445,7 @@ def test_the_shipped_agent_s_state_can_outlive_the_run(tmp_path: Path) -> None:
 
 
 def test_a_gpu_has_no_room_for_a_third_engine() -> None:
-    gpu = find_hardware(Kind.REHEARSAL)
+    gpu = find_hardware(HardwareKind.REHEARSAL)
     assert arms_on(CpuHardware(), ESSENTIAL) == ESSENTIAL
     assert arms_on(gpu, tuple(Arm))[0] is Arm.ALONE
     assert baseline(arms_on(gpu, tuple(Arm))) is Arm.ALONE

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.coserve.failsafe import Trial, TrialLog
+from benchmarks.coserve.failsafe import FailsafeTrial, TrialLog
 from harvester.contracts.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def fill(log: TrialLog, *, ms: float | None = 500.0, most: int = 100) -> list[st
     """Signals in the order in which they were asked for."""
     signals: list[str] = []
     while (number := log.next()) is not None and len(signals) < most:
-        log.add(Trial(signal=number.name, ms=ms))
+        log.add(FailsafeTrial(signal=number.name, ms=ms))
         signals.append(number.name)
     return signals
 
@@ -29,7 +29,7 @@ def test_a_run_goes_on_where_the_one_before_was_ended(tmp_path: Path) -> None:
     fill(TrialLog(4, file), ms=505.0, most=3)
     log = TrialLog(4, file)
     assert log.next() is signal.SIGSTOP
-    log.add(Trial(signal="SIGSTOP", ms=512.0))
+    log.add(FailsafeTrial(signal="SIGSTOP", ms=512.0))
     assert len(fill(log)) == 4
     found = TrialLog(4, file).figures()
     assert found == {"kill_max": 505.0, "stop_max": 512.0, "n": {"SIGKILL": 4, "SIGSTOP": 4}}
@@ -37,8 +37,8 @@ def test_a_run_goes_on_where_the_one_before_was_ended(tmp_path: Path) -> None:
 
 def test_a_guest_that_stood_says_nothing_and_is_tried_again_but_not_for_ever() -> None:
     log = TrialLog(2)
-    log.add(Trial(signal="SIGKILL", ms=None))
-    log.add(Trial(signal="SIGKILL", ms=501.0))
+    log.add(FailsafeTrial(signal="SIGKILL", ms=None))
+    log.add(FailsafeTrial(signal="SIGKILL", ms=501.0))
     assert log.measured(signal.SIGKILL) == [501.0]
     assert len(fill(log, ms=None)) == 2 + 4
     assert log.figures() == {

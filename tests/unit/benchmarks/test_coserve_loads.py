@@ -15,7 +15,7 @@ from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.closed_gate import Window as ClosedWindow
 from benchmarks.coserve.closed_gate import share_figures
 from benchmarks.coserve.opening import opening_figures, watch_openings
-from benchmarks.coserve.restart import GuestWatch
+from benchmarks.coserve.restart import OutageSteps
 from benchmarks.coserve.rounds import Runner
 from benchmarks.coserve.side_by_side import SideBySide, compared
 from benchmarks.coserve.surge import TIMES, surge
@@ -168,7 +168,7 @@ def guest(steps: int, *, end_ns: int = 0) -> Guest:
 
 
 def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_reported() -> None:
-    watch = GuestWatch(DIED_NS)
+    watch = OutageSteps(DIED_NS)
     watch.saw(guest(5, end_ns=DIED_NS - 1), now_ns=DIED_NS + 1)
     watch.saw(guest(9, end_ns=DIED_NS + 400_000_000), now_ns=DIED_NS + 420_000_000)
     watch.saw(guest(10, end_ns=DIED_NS + 510_000_000), now_ns=DIED_NS + PULSE_TTL_NS + 20_000_000)
@@ -176,14 +176,14 @@ def test_steps_within_the_ttl_are_no_fault_and_the_last_of_them_is_reported() ->
 
 
 def test_a_step_after_the_ttl_is_seen() -> None:
-    watch = GuestWatch(DIED_NS)
+    watch = OutageSteps(DIED_NS)
     for later_ns, steps in ((1, 5), (2 * PULSE_TTL_NS, 6), (3 * PULSE_TTL_NS, 8)):
         watch.saw(guest(steps, end_ns=DIED_NS + later_ns), now_ns=DIED_NS + later_ns)
     assert watch.figures()["steps_after_ttl"] == 2
 
 
 def test_a_guest_that_stood_still_has_no_last_step() -> None:
-    watch = GuestWatch(DIED_NS)
+    watch = OutageSteps(DIED_NS)
     watch.saw(guest(5, end_ns=DIED_NS - 10**9), now_ns=DIED_NS + 10**9)
     assert watch.figures() == {"last_step_ms": 0.0, "steps_after_ttl": 0}
 

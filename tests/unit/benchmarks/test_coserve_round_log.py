@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.coserve.arms import ESSENTIAL, Arm
 from benchmarks.coserve.round_log import Plan, RoundLog, RunSettings
-from benchmarks.coserve.rounds import Slice
+from benchmarks.coserve.rounds import ArmSlice
 from benchmarks.testbed.origin import Origin, origin
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
@@ -26,7 +26,7 @@ HERE = Origin(
     commit="c0ffee",
 )
 PLAN = Plan(sizes=TokenScale(), rate=5.0, level=ServiceLevel(ttft_s=0.1, itl_s=0.05))
-SLICE = Slice(
+SLICE = ArmSlice(
     arm=Arm.ROSEMUX,
     round=0,
     seconds=10.0,

@@ -17,7 +17,7 @@ from benchmarks.coserve import __main__ as coserve
 from benchmarks.coserve.arms import Arm, Setting
 from benchmarks.coserve.failsafe import FailSafe
 from benchmarks.coserve.figures import Facts
-from benchmarks.coserve.rounds import Runner, Slice
+from benchmarks.coserve.rounds import ArmSlice, Runner
 from benchmarks.coserve.run_length import SHORT
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.hardware import CpuHardware
@@ -50,7 +50,7 @@ class CountedRunner:
             self.kept_at_starts.append(kept_in(self.folder)["rounds"] if there else None)
         self.now_s += ARM_S
         self.done.append((arm, turn))
-        return Slice(
+        return ArmSlice(
             arm=arm,
             round=turn,
             seconds=10.0,
@@ -109,7 +109,7 @@ def kept_in(folder: Path) -> dict[str, Any]:
     return kept
 
 
-def made_figures(_: object, slices: Sequence[Slice], facts: Facts) -> dict[str, Any]:
+def made_figures(_: object, slices: Sequence[ArmSlice], facts: Facts) -> dict[str, Any]:
     return {"rate": facts.requests_per_s, "rounds": len({each.round for each in slices})}
 
 

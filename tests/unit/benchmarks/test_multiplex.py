@@ -8,7 +8,7 @@ import pytest
 from benchmarks.multiplex.arms import JOBS, NODES, Arm, Run, runs
 from benchmarks.multiplex.figures import Facts, figures, reward_gap_se
 from benchmarks.multiplex.outcomes import ArmDone, JobDone
-from benchmarks.multiplex.serving_node import Served
+from benchmarks.multiplex.serving_node import ServingFigures
 from benchmarks.testbed.production_request import ProductionRequest
 from examples.grpo.events import StepDone, Trajectories
 from scheduler.rollmux.permits.terms import terms_fault
@@ -116,7 +116,7 @@ def test_the_lease_is_held_against_the_same_without_it_and_production_beside() -
         Run(Arm.LEASED): ArmDone(makespan_s=16.0, jobs={"a": leased}),
     }
     served = [
-        Served(run=Run(arm), seconds=20.0, production_busy_s=4.0, guest_tokens=tokens)
+        ServingFigures(run=Run(arm), seconds=20.0, production_busy_s=4.0, guest_tokens=tokens)
         for arm, tokens in ((Arm.SERVING, 0), (Arm.LEASED, 300))
     ]
     requests = [

@@ -9,14 +9,14 @@ import pytest
 from benchmarks.rollmux import __main__ as benchmark
 from benchmarks.rollmux.arm_figures import arm_figures, chosen_arms, dollars_over
 from benchmarks.rollmux.mixes import Mix
-from benchmarks.rollmux.pieces import ArmOfSeed, Piece, Pieces
+from benchmarks.rollmux.pieces import ArmOfSeed, ArmRun, Pieces
 from scheduler.sim.rollmux.arms import WINDOW_GOAL, ArmResult, summary
 from scheduler.sim.rollmux.ledger import Counts, Ledger, RunResult
 from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, w1
 
 
-def _piece(dollars: float, *, kept: int = 10, windows_kept: int = 8, above: int = 1) -> Piece:
-    return Piece(
+def _piece(dollars: float, *, kept: int = 10, windows_kept: int = 8, above: int = 1) -> ArmRun:
+    return ArmRun(
         arm=ArmResult(
             dollars=dollars,
             jobs=10,

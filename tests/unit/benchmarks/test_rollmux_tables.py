@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks.rollmux import tables as module
 from benchmarks.rollmux.arm_figures import arm_figures, unshared_figures
-from benchmarks.rollmux.pieces import Piece
+from benchmarks.rollmux.pieces import ArmRun
 from benchmarks.rollmux.tables import arms_table, tables
 from scheduler.sim.rollmux.arms import ArmResult
 from scheduler.sim.rollmux.baselines import Unshared
 
 
 def _arms() -> dict[str, dict[str, object]]:
-    def piece(dollars: float, kept: int) -> Piece:
+    def piece(dollars: float, kept: int) -> ArmRun:
         arm = ArmResult(
             dollars=dollars,
             jobs=200,
@@ -27,7 +27,7 @@ def _arms() -> dict[str, dict[str, object]]:
             moves=800,
             events=1,
         )
-        return Piece(arm=arm, cpu_s=20.0)
+        return ArmRun(arm=arm, cpu_s=20.0)
 
     alone = [200.0, 220.0]
     return {

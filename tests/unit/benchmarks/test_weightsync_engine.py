@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.testbed.hardware import Kind
+from benchmarks.testbed.hardware import HardwareKind
 from benchmarks.weightsync.engine import FORMS, measure
 from benchmarks.weightsync.engine_arms import (
     Times,
@@ -19,7 +19,7 @@ from benchmarks.weightsync.engine_arms import (
 from harvester.contracts.errors import Exhausted, Unsupported
 
 TINY = {
-    **FORMS[Kind.CPU].model,
+    **FORMS[HardwareKind.CPU].model,
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -30,14 +30,14 @@ TINY = {
 
 
 def test_every_kind_of_hardware_has_a_form_and_the_cpu_s_is_as_before() -> None:
-    assert set(FORMS) == set(Kind)
-    assert FORMS[Kind.CPU].model["hidden_size"] == 768
-    assert not FORMS[Kind.CPU].arguments
-    assert FORMS[Kind.REHEARSAL] == FORMS[Kind.CPU]
+    assert set(FORMS) == set(HardwareKind)
+    assert FORMS[HardwareKind.CPU].model["hidden_size"] == 768
+    assert not FORMS[HardwareKind.CPU].arguments
+    assert FORMS[HardwareKind.REHEARSAL] == FORMS[HardwareKind.CPU]
 
 
 def test_a_gpu_s_engine_takes_a_part_of_it_and_no_setting_of_cpus() -> None:
-    form = FORMS[Kind.GPU]
+    form = FORMS[HardwareKind.GPU]
     assert form.device == "cuda"
     assert 0.0 < form.arguments["gpu_memory_utilization"] < 0.5
     assert not [name for name in form.environment if name.startswith("VLLM_CPU")]

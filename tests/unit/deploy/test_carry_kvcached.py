@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.gpu import compiling, toolkit
-from deploy.gpu.parts import Refused
+from deploy.gpu.parts import BundleRefused
 from deploy.gpu.unpacking import INSTALLED
 
 TREE = Path(__file__).parents[3]
@@ -60,7 +60,7 @@ def test_a_drivers_own_library_is_preferred_to_a_stub(tmp_path: Path) -> None:
 def test_a_wrapper_of_nvcc_is_not_taken_for_the_toolkit(tmp_path: Path) -> None:
     wrapper = file(tmp_path / "usr/local/bin/nvcc")
     with pytest.raises(
-        Refused, match=r"no CUDA headers: no include/cuda_runtime\.h in .*CUDA_HOME"
+        BundleRefused, match=r"no CUDA headers: no include/cuda_runtime\.h in .*CUDA_HOME"
     ):
         toolkit.toolkit_home({}, str(wrapper), system=tmp_path)
     home = tmp_path / "usr/local/cuda-13.0"
@@ -75,7 +75,7 @@ def test_a_wrapper_of_nvcc_is_not_taken_for_the_toolkit(tmp_path: Path) -> None:
 def test_a_toolkit_that_is_named_is_taken_or_refused(name: str, tmp_path: Path) -> None:
     file(tmp_path / "usr/local/cuda/include/cuda_runtime.h")
     home = tmp_path / "named"
-    with pytest.raises(Refused, match=f"{name} is .*named, which has no include"):
+    with pytest.raises(BundleRefused, match=f"{name} is .*named, which has no include"):
         toolkit.toolkit_home({name: str(home)}, None, system=tmp_path)
     file(home / "include/cuda_runtime.h")
     assert toolkit.toolkit_home({name: str(home)}, None, system=tmp_path) == home
@@ -86,12 +86,12 @@ def test_a_machine_without_any_libcuda_is_refused_before_the_compilation(tmp_pat
     compiler = file(tmp_path / "c++")
     compiler.chmod(0o755)
     environment = {"PATH": str(tmp_path)}
-    with pytest.raises(Refused, match="nothing to link with"):
+    with pytest.raises(BundleRefused, match="nothing to link with"):
         compiling.build_environment(environment, cache="", system=tmp_path)
     library = file(tmp_path / "usr/local/nvidia/lib64/libcuda.so.1")
     found = compiling.build_environment(environment, cache="", system=tmp_path)
     assert found == ({**environment, "CUDA_HOME": f"{tmp_path}/usr/local/cuda"}, library)
-    with pytest.raises(Refused, match=r"no C\+\+ compiler here"):
+    with pytest.raises(BundleRefused, match=r"no C\+\+ compiler here"):
         compiling.build_environment({"PATH": "/nowhere"}, cache="", system=tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_failed_compilation_leaves_the_one_before(
 ) -> None:
     before = file(tmp_path / "there/activate")
     source = file(tmp_path / "kvcached-0.tar.gz")
-    with pytest.raises(Refused, match="pip could not build it"):
+    with pytest.raises(BundleRefused, match="pip could not build it"):
         compiling.build(source, tmp_path / "there", {"PATH": "/bin"}, tmp_path / "libcuda.so.1")
     assert "ERROR" in capfd.readouterr().err
     assert before.exists()

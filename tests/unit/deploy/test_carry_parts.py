@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.gpu import parts
-from deploy.gpu.parts import Manifest, PartReader, PartWriter, Refused
+from deploy.gpu.parts import BundleManifest, BundleRefused, PartReader, PartWriter
 
 CONTENT = random.Random(1).randbytes(2500)
 
 
-def cut(folder: Path, content: bytes = CONTENT, *, limit_bytes: int = 1000) -> Manifest:
+def cut(folder: Path, content: bytes = CONTENT, *, limit_bytes: int = 1000) -> BundleManifest:
     folder.mkdir(parents=True, exist_ok=True)
     writer = PartWriter(folder, "engine-1.0", limit_bytes=limit_bytes)
     for start in range(0, len(content), 700):
@@ -65,7 +65,7 @@ def test_a_torn_part_is_refused_and_leaves_the_others(tmp_path: Path) -> None:
     parts.join(go(tmp_path / "bundle", tmp_path / "go1", 1), tmp_path / "there")
     torn = go(tmp_path / "bundle", tmp_path / "go2", 2)
     (torn / "part-2").write_bytes((torn / "part-2").read_bytes()[:-1])
-    with pytest.raises(Refused, match="part-2 is torn: 999 of 1000 bytes"):
+    with pytest.raises(BundleRefused, match="part-2 is torn: 999 of 1000 bytes"):
         parts.join(torn, tmp_path / "there")
     manifest = parts.read_manifest(tmp_path / "there")
     assert [part.index for part in parts.missing(tmp_path / "there", manifest)] == [2, 3]
@@ -77,7 +77,7 @@ def test_a_part_with_one_changed_byte_is_refused(tmp_path: Path) -> None:
     changed = bytearray((tmp_path / "bundle/part-1").read_bytes())
     changed[500] ^= 1
     (tmp_path / "bundle/part-1").write_bytes(changed)
-    with pytest.raises(Refused, match="part-1 is damaged"):
+    with pytest.raises(BundleRefused, match="part-1 is damaged"):
         parts.join(tmp_path / "bundle", tmp_path / "there")
 
 
@@ -93,7 +93,7 @@ def test_parts_of_two_bundles_do_not_mix(tmp_path: Path) -> None:
     cut(tmp_path / "one")
     cut(tmp_path / "two", CONTENT[::-1])
     parts.join(tmp_path / "one", tmp_path / "there")
-    with pytest.raises(Refused, match="another bundle"):
+    with pytest.raises(BundleRefused, match="another bundle"):
         parts.join(tmp_path / "two", tmp_path / "there")
 
 
@@ -102,7 +102,7 @@ def test_parts_without_their_manifest_are_no_bundle(tmp_path: Path) -> None:
     writer = PartWriter(tmp_path, "engine-1.0", limit_bytes=1000)
     writer.write(CONTENT)
     writer.close()
-    with pytest.raises(Refused, match=r"is no bundle: it has no manifest\.json"):
+    with pytest.raises(BundleRefused, match=r"is no bundle: it has no manifest\.json"):
         parts.join(tmp_path, tmp_path / "there")
 
 
@@ -110,7 +110,7 @@ def test_the_folder_above_the_bundles_names_them(tmp_path: Path) -> None:
     for name in ("engine-2.0", "engine-1.0"):
         cut(tmp_path / name)
     (tmp_path / "other").mkdir()
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(BundleRefused) as refusal:
         parts.join(tmp_path, tmp_path / "there")
     assert str(refusal.value) == (
         f"{tmp_path} is no bundle; name one that is in it: "
@@ -124,5 +124,5 @@ def test_the_folder_above_the_bundles_names_them(tmp_path: Path) -> None:
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, manifest: bytes) -> None:
     (tmp_path / parts.MANIFEST).write_bytes(manifest)
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(BundleRefused, match="cannot be read"):
         parts.read_manifest(tmp_path)

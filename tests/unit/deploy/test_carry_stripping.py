@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.gpu.fatbin import Kind, containers, keep_one_architecture
+from deploy.gpu.fatbin import CodeKind, containers, keep_one_architecture
 from deploy.gpu.stripping import strip
 from deploy.gpu.wheel import CarryError
 
-PTX, CODE = Kind.PTX, Kind.MACHINE_CODE
-Payloads = dict[tuple[Kind, int], bytes]
+PTX, CODE = CodeKind.PTX, CodeKind.MACHINE_CODE
+Payloads = dict[tuple[CodeKind, int], bytes]
 
 
 def library(*payloads: Payloads) -> bytearray:

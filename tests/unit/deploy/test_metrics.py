@@ -17,7 +17,7 @@ from deploy.check_expressions import (
     rule_expressions,
     selectors,
 )
-from deploy.metrics import METRICS, Exporter, Kind
+from deploy.metrics import METRICS, Exporter, MetricType
 
 KNOWN = {series: metric for metric in METRICS for series in metric.series}
 RECORDED = {one.where.removeprefix("rule "): one for one in rule_expressions() if not one.is_alert}
@@ -67,7 +67,7 @@ def test_runbooks_name_only_metrics_that_exist(runbook: Path) -> None:
 
 def test_names_follow_the_conventions_of_prometheus() -> None:
     for metric in METRICS:
-        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert metric.name.endswith("_total") == (metric.kind is MetricType.COUNTER), metric.name
         assert not set(metric.labels) & SCRAPER_LABELS, metric.name
     assert len({metric.name for metric in METRICS}) == len(METRICS)
 

@@ -12,7 +12,7 @@ from deploy.metrics import METRICS, Exporter
 
 PAGE = "docs/glossary.md"
 PACKAGES = ("harvester", "coserve", "weightsync", "scheduler")
-CHECKOUT = ("benchmarks", "examples")
+CHECKOUT = ("benchmarks", "examples", "deploy")
 TableAfter = Callable[[str, str], list[list[str]]]
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z]|\d|$)|[A-Z]?[a-z]+")
@@ -134,6 +134,18 @@ def test_no_public_class_name_stands_for_two_classes(trees: dict[str, ast.Module
             places[name].append(path)
     assert len(places) > 400, "no classes were found"
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_no_class_of_the_checkout_has_the_name_of_a_package_s(trees: dict[str, ast.Module]) -> None:
+    packaged = {name for _, tree in of_packages(trees) for name in public_classes(tree)}
+    found = {
+        (path, name)
+        for path, tree in trees.items()
+        if path.split("/")[0] in CHECKOUT
+        for name in public_classes(tree)
+        if name in packaged
+    }
+    assert found == set()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_slot.engines.step_log import Step
+from benchmarks.gpu_slot.engines.step_log import LoggedStep
 from benchmarks.gpu_slot.sharing.blocking import blocking_figures, overlaps, times_alone
 
 _GUEST_NS = 20_000_000
@@ -39,7 +39,7 @@ def _apart(rest_ns: int, own_ns: int) -> tuple[int, int]:
 
 def _figures(manner: Manner, *, count: int = 400) -> dict[str, Any]:
     rng = Random(3)
-    production, guest = list[Step](), list[Step]()
+    production, guest = list[LoggedStep](), list[LoggedStep]()
     for number in range(count):
         form, own_ns = ((_SHORT, _SHORT_NS), (_LONG, _LONG_NS))[number % 2]
         start_ns = number * _APART_NS
@@ -64,8 +64,8 @@ def _figures(manner: Manner, *, count: int = 400) -> dict[str, Any]:
     return blocking_figures(found)
 
 
-def _step(form: tuple[str, int], start_ns: int, length_ns: int) -> Step:
-    return Step(kind=form[0], size=form[1], start_ns=start_ns, end_ns=start_ns + length_ns)
+def _step(form: tuple[str, int], start_ns: int, length_ns: int) -> LoggedStep:
+    return LoggedStep(kind=form[0], size=form[1], start_ns=start_ns, end_ns=start_ns + length_ns)
 
 
 @pytest.mark.parametrize(
@@ -123,5 +123,7 @@ def test_a_step_after_the_guest_s_meets_none() -> None:
 
 
 def test_a_form_s_time_alone_is_its_median() -> None:
-    steps = [Step(kind="decode", size=1, start_ns=0, end_ns=n * 1_000_000) for n in (1, 2, 90)]
+    steps = [
+        LoggedStep(kind="decode", size=1, start_ns=0, end_ns=n * 1_000_000) for n in (1, 2, 90)
+    ]
     assert times_alone(steps) == {("decode", 1): pytest.approx(0.002)}

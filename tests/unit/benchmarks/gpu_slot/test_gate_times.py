@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.gpu_slot.engines.step_log import ServedRequest, Step
+from benchmarks.gpu_slot.engines.step_log import LoggedStep, ServedRequest
 from benchmarks.gpu_slot.sharing.gate_times import (
     arrival_to_silence_s,
     closing_to_silence_s,
@@ -14,8 +14,8 @@ from benchmarks.gpu_slot.sharing.gate_times import (
 _MS = 1_000_000
 
 
-def _step(start_ms: int, end_ms: int) -> Step:
-    return Step(kind="decode", size=1, start_ns=start_ms * _MS, end_ns=end_ms * _MS)
+def _step(start_ms: int, end_ms: int) -> LoggedStep:
+    return LoggedStep(kind="decode", size=1, start_ns=start_ms * _MS, end_ns=end_ms * _MS)
 
 
 def _request(arrival_ms: int, first_ms: int) -> ServedRequest:

@@ -14,7 +14,7 @@ from benchmarks.gpu_slot.host import driver as host_driver  # noqa: E402
 from benchmarks.gpu_slot.host import facts as host_facts  # noqa: E402
 from benchmarks.gpu_slot.host import memory as host_memory  # noqa: E402
 from benchmarks.gpu_slot.host.driver import agreement, nvidia_smi, nvml_device, queried  # noqa: E402
-from benchmarks.gpu_slot.host.launch_lock import Turn, turn_figures  # noqa: E402
+from benchmarks.gpu_slot.host.launch_lock import LockHold, turn_figures  # noqa: E402
 from benchmarks.gpu_slot.parts import PARTS  # noqa: E402
 from benchmarks.gpu_slot.results import left_in, put_into  # noqa: E402
 from benchmarks.gpu_slot.spread import spread  # noqa: E402
@@ -158,8 +158,8 @@ def test_programs_of_mps_are_found_and_run_for_their_version_alone(
 
 
 def test_turns_that_overlap_are_counted() -> None:
-    def turn(asked_ms: int, held_ms: int, released_ms: int) -> Turn:
-        return Turn(asked_ns=asked_ms * MS, held_ns=held_ms * MS, released_ns=released_ms * MS)
+    def turn(asked_ms: int, held_ms: int, released_ms: int) -> LockHold:
+        return LockHold(asked_ns=asked_ms * MS, held_ns=held_ms * MS, released_ns=released_ms * MS)
 
     apart = turn_figures([turn(0, 30, 40), turn(0, 0, 10), turn(5, 10, 20)])
     assert (apart["turns"], apart["overlaps"]) == (3, 0)

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from benchmarks.gpu_slot.part_runs import PartRuns, Status
-from benchmarks.gpu_slot.parts import Part
+from benchmarks.gpu_slot.parts import BenchmarkPart
 from harvester.contracts.clock import MonotonicClock
 
 _BEHAVIOURS = {
@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     def run_of(*behaviours: str, limit_s: float = 60.0, time_s: float = 200.0) -> dict[str, Any]:
         clock, path = MonotonicClock(), tmp_path / "result.json"
         runs = PartRuns(kind="cpu", tiny=True, path=path, clock=clock, until_s=clock.now() + time_s)
-        parts = [Part(name, f"part_that_{name}", limit_s) for name in behaviours]
+        parts = [BenchmarkPart(name, f"part_that_{name}", limit_s) for name in behaviours]
         result = runs.run(parts, {"machine": "a test"})
         assert json.loads(path.read_text()) == result
         return result["parts"]

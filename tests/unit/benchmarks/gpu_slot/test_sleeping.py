@@ -16,7 +16,7 @@ from benchmarks.gpu_slot.device import CpuDevice  # noqa: E402
 from benchmarks.gpu_slot.parts import PARTS  # noqa: E402
 from benchmarks.gpu_slot.results import left_in, put_into  # noqa: E402
 from benchmarks.gpu_slot.sleeping.figures import (  # noqa: E402
-    Trial,
+    MeasuredPass,
     pass_figures,
     production_figures,
     step_figures,
@@ -133,8 +133,8 @@ def test_a_pass_has_seconds_rate_and_calls() -> None:
 
 
 def test_production_beside_a_pass_is_held_against_its_own_round() -> None:
-    slow = Trial(_pass(0, 30), during_ms=(10.0, 30.0), alone_ms=(10.0, 10.0))
-    same = Trial(_pass(0, 30), during_ms=(20.0,), alone_ms=(20.0, 20.0))
+    slow = MeasuredPass(_pass(0, 30), during_ms=(10.0, 30.0), alone_ms=(10.0, 10.0))
+    same = MeasuredPass(_pass(0, 30), during_ms=(20.0,), alone_ms=(20.0, 20.0))
     figures = production_figures([slow, same])
     assert figures["mean_ratio"] == {"median": 1.5, "low": 1.0, "high": 2.0, "count": 2}
     assert figures["delay_ms_per_pass"] == {"median": 10.0, "low": 0.0, "high": 20.0, "count": 2}

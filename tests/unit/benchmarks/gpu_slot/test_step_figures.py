@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.gpu_slot.engines.request_load import poisson_load
-from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog, ServedRequest, Step
+from benchmarks.gpu_slot.engines.step_log import GuestLog, LoggedStep, ProductionLog, ServedRequest
 from benchmarks.gpu_slot.sharing.arm_table import ArmTable
 from benchmarks.gpu_slot.sharing.step_figures import (
     arm_figures,
@@ -15,7 +15,7 @@ from benchmarks.gpu_slot.sharing.step_figures import (
 
 def _log(step_ms: float) -> ProductionLog:
     ns = int(step_ms * 1e6)
-    step = Step(kind="decode", size=1, start_ns=0, end_ns=ns)
+    step = LoggedStep(kind="decode", size=1, start_ns=0, end_ns=ns)
     request = ServedRequest(
         arrival_ns=0, first_ns=2 * ns, end_ns=3 * ns, prompt_tokens=1, itl_s=(step_ms * 1e-3,)
     )
@@ -32,7 +32,7 @@ def test_steps_are_compared_with_their_own_form_and_requests_with_themselves() -
 
 def test_a_larger_batch_is_no_slower_step() -> None:
     alone_s = {("decode", 1): 0.002, ("decode", 2): 0.004}
-    larger = Step(kind="decode", size=2, start_ns=0, end_ns=4_000_000)
+    larger = LoggedStep(kind="decode", size=2, start_ns=0, end_ns=4_000_000)
     found = over_alone([ProductionLog(steps=(larger,))], [_log(2.0)], alone_s)
     assert found["step"]["p50"] == pytest.approx(1.0)
     assert found["ttft"] == {"count": 0, "rounds": []}
@@ -77,7 +77,7 @@ def test_busy_time_is_that_of_steps() -> None:
 
 
 def test_a_guest_s_closed_decisions_are_summed_by_reason() -> None:
-    step = Step(kind="decode", size=16, start_ns=0, end_ns=500_000_000)
+    step = LoggedStep(kind="decode", size=16, start_ns=0, end_ns=500_000_000)
     logs = [
         GuestLog(steps=(step,), closed={"no_slack": 2}, probes=1),
         GuestLog(closed={"no_slack": 1, "no_grant": 4}),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks.testbed.bursts import Bursts, generated_trace
 from benchmarks.testbed.calibration import (
-    Replayed,
+    MeasuredReplay,
     busy_share,
     mean_busy_share,
     measured_ratio,
@@ -93,12 +93,12 @@ def test_the_chosen_rate_hits_its_target(model: ProductionModel, target: float) 
     assert share_at(rate, model) == pytest.approx(target, abs=0.02)
 
 
-def replayed(model: ProductionModel, rate: float) -> Replayed:
+def replayed(model: ProductionModel, rate: float) -> MeasuredReplay:
     """Measurement of an engine with these step times."""
     window = windows_at(rate)[0]
     share = busy_share(window.arrivals, model, window_s=window.duration_s)
     busy_s = share * window.duration_s
-    return Replayed(arrivals=window.arrivals, seconds=window.duration_s, busy_s=busy_s)
+    return MeasuredReplay(arrivals=window.arrivals, seconds=window.duration_s, busy_s=busy_s)
 
 
 @pytest.mark.parametrize("rate", [2.0, 30.0], ids=["quiet", "near saturation"])
@@ -117,7 +117,7 @@ def test_the_measured_ratio_is_over_all_replays() -> None:
 
 @pytest.mark.parametrize("busy_s", [0.0, 3.0])
 def test_replays_in_which_nothing_came_say_nothing(busy_s: float) -> None:
-    quiet = Replayed(arrivals=(), seconds=10.0, busy_s=busy_s)
+    quiet = MeasuredReplay(arrivals=(), seconds=10.0, busy_s=busy_s)
     assert measured_ratio([quiet], MODELS["small"]) == 1.0
 
 

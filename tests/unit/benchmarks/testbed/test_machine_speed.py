@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.coserve import rounds
 from benchmarks.coserve.arms import Arm
-from benchmarks.coserve.rounds import Runner, Slice
+from benchmarks.coserve.rounds import ArmSlice, Runner
 from benchmarks.testbed.machine_speed import loop_s, slowness
 
 
@@ -36,7 +36,7 @@ async def test_the_speed_is_looked_at_before_an_arm_begins_and_after_it_has_ende
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     happened: list[str] = []
-    done = Slice(
+    done = ArmSlice(
         arm=Arm.ALONE,
         round=0,
         seconds=10.0,
@@ -59,7 +59,7 @@ async def test_the_speed_is_looked_at_before_an_arm_begins_and_after_it_has_ende
         yield
         happened.append("ended")
 
-    async def measured(*_: object) -> Slice:
+    async def measured(*_: object) -> ArmSlice:
         happened.append("measured")
         return done
 

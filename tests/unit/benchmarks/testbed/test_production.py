@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.testbed.production import ProductionClient, Prompts, StreamWatch
+from benchmarks.testbed.production import ProductionClient, RandomPrompts, StreamWatch
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.trace import Arrival
 from examples.demo.records import Arm
@@ -84,7 +84,7 @@ async def replayed(
         session=cast(aiohttp.ClientSession, engine),
         url="http://engine",
         model="production",
-        prompts=Prompts(seed=1, first_id=5, last_id=90),
+        prompts=RandomPrompts(seed=1, first_id=5, last_id=90),
         clock=LoopClock(),
         record=records.append,
         **given,
@@ -165,7 +165,7 @@ async def test_sends_nothing_once_stopped_but_hears_the_rest_out() -> None:
 
 
 def test_no_two_blocks_ask_the_same_prompt_and_a_repeated_run_does() -> None:
-    prompts = Prompts(seed=1, first_id=0, last_id=200)
+    prompts = RandomPrompts(seed=1, first_id=0, last_id=200)
     asked = Arrival(index=3, t_s=0.0, input_tokens=64, output_tokens=1)
     first = prompts.of(asked, arm=Arm.FIXED, block=0)
     assert first == prompts.of(asked, arm=Arm.FIXED, block=0)

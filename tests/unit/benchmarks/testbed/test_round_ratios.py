@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.testbed.interleaving import interleaved
-from benchmarks.testbed.latencies import Latencies
+from benchmarks.testbed.latencies import ArmLatencies
 from benchmarks.testbed.round_ratios import (
     STATISTICS,
     Statistic,
@@ -114,9 +114,9 @@ def true_ratios(effect: str) -> Mapping[Statistic, float]:
     return {each: each(found) / each(alone) for each in STATISTICS.values()}
 
 
-def latencies_of(by_round: Values) -> Latencies:
+def latencies_of(by_round: Values) -> ArmLatencies:
     rounds, requests = by_round.shape
-    return Latencies(by_round.ravel(), np.repeat(np.arange(rounds), requests))
+    return ArmLatencies(by_round.ravel(), np.repeat(np.arange(rounds), requests))
 
 
 def coverage(
@@ -298,6 +298,6 @@ def test_an_interval_is_wider_with_fewer_rounds() -> None:
 
 
 def test_a_round_without_a_partner_says_nothing() -> None:
-    three = Latencies(np.array([1.0, 2.0, 9.0]), np.array([0, 1, 2]))
-    two = Latencies(np.array([1.0, 1.0]), np.array([0, 1]))
+    three = ArmLatencies(np.array([1.0, 2.0, 9.0]), np.array([0, 1, 2]))
+    two = ArmLatencies(np.array([1.0, 1.0]), np.array([0, 1]))
     assert round_ratio(three, two, STATISTICS["mean"]).ratio == pytest.approx(1.5)

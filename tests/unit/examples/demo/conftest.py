@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.testbed.production_request import ProductionRequest
-from examples.demo.records import Arm, Block, EngineGap, GrantSample, Record, TrainingStep
+from examples.demo.records import Arm, ArmBlock, EngineGap, GrantSample, Record, TrainingStep
 from examples.demo.result import Facts, result_of
 from examples.demo.schema import Result
 from tests.unit.benchmarks.testbed.made_request import made_request
@@ -131,7 +131,7 @@ def whole_run() -> tuple[Record, ...]:
             if arm is not Arm.SERVING_ONLY:
                 records += _steps(arm, index, now, rng)
             records.append(
-                Block(
+                ArmBlock(
                     arm=arm,
                     index=index,
                     start_s=now,

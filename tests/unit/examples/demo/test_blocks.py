@@ -11,7 +11,7 @@ import pytest
 from benchmarks.testbed.trace import Arrival
 from benchmarks.testbed.window import Window
 from examples.demo.blocks import BlockPlan, BlockRunner, another_fits, prompts_within
-from examples.demo.records import Arm, Block, Record, TrainingStep
+from examples.demo.records import Arm, ArmBlock, Record, TrainingStep
 from examples.grpo.events import StepDone, Trajectories
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Pulse
@@ -161,7 +161,7 @@ async def test_a_block_of_serving_alone_lasts_its_time_and_leaves_no_lease() -> 
     await scene.runner().run(Arm.SERVING_ONLY, 1, WINDOW, PLAN)
     assert scene.calls == [("harvesting", "harvest", False), ("guest_gone", "guest-0")]
     (block,) = scene.records
-    assert isinstance(block, Block)
+    assert isinstance(block, ArmBlock)
     assert (block.arm, block.index) == (Arm.SERVING_ONLY, 1)
     assert block.end_s - block.start_s == pytest.approx(PLAN.serving_s)
     assert block.production_busy_share == pytest.approx(BUSY_RATIO)
@@ -188,7 +188,7 @@ async def test_a_block_with_a_job_lasts_its_steps(arm: Arm, calls: list[Any]) ->
     await scene.runner().run(arm, 2, WINDOW, PLAN)
     assert scene.calls == calls
     *steps, block = scene.records
-    assert [type(record) for record in scene.records] == [TrainingStep, TrainingStep, Block]
+    assert [type(record) for record in scene.records] == [TrainingStep, TrainingStep, ArmBlock]
     assert block.end_s - block.start_s == pytest.approx(PLAN.steps * STEP_S)
     assert {(step.arm, step.block) for step in steps} == {(arm, 2)}
     assert {label for label, _ in scene.sent} == {arm}
@@ -221,11 +221,11 @@ async def test_a_block_that_is_given_up_ends_its_replay(arm: Arm) -> None:
     sent = len(scene.sent)
     await asyncio.sleep(100.0)
     assert len(scene.sent) == sent
-    assert not [record for record in scene.records if isinstance(record, Block)]
+    assert not [record for record in scene.records if isinstance(record, ArmBlock)]
 
 
 async def test_a_part_of_a_trace_without_a_request_sends_none() -> None:
     scene = Scene()
     await scene.runner().run(Arm.HARVEST, 0, replace(WINDOW, arrivals=()), PLAN)
     assert scene.sent == []
-    assert isinstance(scene.records[-1], Block)
+    assert isinstance(scene.records[-1], ArmBlock)

@@ -5,9 +5,9 @@ import pytest
 
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.serving_figures import arms_of
-from examples.demo.records import Arm, Block, EngineGap, Record, TrainingStep
+from examples.demo.records import Arm, ArmBlock, EngineGap, Record, TrainingStep
 from examples.demo.result import Facts, as_json, level_of, result_of
-from examples.demo.schema import Check, Result
+from examples.demo.schema import Result, ResultCheck
 from examples.demo.session import measured_level
 from harvester.contracts.errors import ConfigError
 
@@ -15,7 +15,7 @@ Requests = Callable[..., ProductionRequest]
 Steps = Callable[..., TrainingStep]
 
 
-def check(result: Result, name: str) -> Check:
+def check(result: Result, name: str) -> ResultCheck:
     return next(check for check in result.checks if check.name.startswith(name))
 
 
@@ -95,7 +95,7 @@ def test_time_without_a_request_in_flight_stands_beside_each_arm(
     request_of: Requests, facts: Facts
 ) -> None:
     blocks: list[Record] = [
-        Block(arm=Arm.HARVEST, index=index, start_s=10.0 * index, end_s=10.0 * index + 10.0)
+        ArmBlock(arm=Arm.HARVEST, index=index, start_s=10.0 * index, end_s=10.0 * index + 10.0)
         for index in range(2)
     ]
     busy = [
@@ -109,10 +109,10 @@ def test_time_without_a_request_in_flight_stands_beside_each_arm(
 
 def test_figures_of_the_job_by_hand(step_of: Steps, facts: Facts) -> None:
     records: list[Record] = [
-        Block(arm=Arm.SERVING_ONLY, index=0, start_s=0, end_s=30, production_busy_share=0.4),
-        Block(arm=Arm.SERVING_ONLY, index=1, start_s=0, end_s=10, production_busy_share=0.8),
-        Block(arm=Arm.SERVING_ONLY, index=-1, start_s=0, end_s=99, production_busy_share=1.0),
-        Block(arm=Arm.HARVEST, index=0, start_s=0, end_s=99, production_busy_share=1.0),
+        ArmBlock(arm=Arm.SERVING_ONLY, index=0, start_s=0, end_s=30, production_busy_share=0.4),
+        ArmBlock(arm=Arm.SERVING_ONLY, index=1, start_s=0, end_s=10, production_busy_share=0.8),
+        ArmBlock(arm=Arm.SERVING_ONLY, index=-1, start_s=0, end_s=99, production_busy_share=1.0),
+        ArmBlock(arm=Arm.HARVEST, index=0, start_s=0, end_s=99, production_busy_share=1.0),
         *(step_of(step=n, step_s=4.0, rollout_s=3.0) for n in range(2, 8)),
         *(
             step_of(Arm.HARVEST, step=n, step_s=3.2, rollout_s=2.0, rollout_tokens=3300)

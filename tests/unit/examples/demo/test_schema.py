@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from examples.demo.records import Block, Record
+from examples.demo.records import ArmBlock, Record
 from examples.demo.result import Facts, as_json, result_of
 from examples.demo.schema import Result, problems
 
@@ -30,7 +30,7 @@ def test_one_round_bounds_no_interval_which_is_no_problem(
     first = [
         record
         for record in whole_run
-        if (record.index if isinstance(record, Block) else record.block) == 0
+        if (record.index if isinstance(record, ArmBlock) else record.block) == 0
     ]
     result = result_of(first, facts)
     plain = json.loads(json.dumps(as_json(result)))

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from benchmarks.testbed.production_request import ProductionRequest
-from examples.demo.records import Arm, Block, GrantSample, Record
+from examples.demo.records import Arm, ArmBlock, GrantSample, Record
 from examples.demo.series import axis_of, grant_series, itl_series, ttft_series
 
 Requests = Callable[..., ProductionRequest]
 
 
-def block(arm: Arm, index: int, start_s: float, end_s: float) -> Block:
-    return Block(arm=arm, index=index, start_s=start_s, end_s=end_s)
+def block(arm: Arm, index: int, start_s: float, end_s: float) -> ArmBlock:
+    return ArmBlock(arm=arm, index=index, start_s=start_s, end_s=end_s)
 
 
 def sample(t_s: float, tokens: int, cap: int) -> GrantSample:

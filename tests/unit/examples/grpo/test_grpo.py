@@ -9,7 +9,7 @@ from examples.grpo.grpo import GrpoSettings, advantages, update
 from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights
 from examples.grpo.microbatch import microbatches
-from examples.grpo.model import Policy, PolicyShape
+from examples.grpo.model import PolicyModel, PolicyShape
 from examples.grpo.trajectory import Trajectory
 from harvester.contracts.errors import ConfigError
 
@@ -18,7 +18,7 @@ TASKS = [Task(TaskShape(), 1, 0, i) for i in range(4)]
 
 
 def weights_of(tiny: PolicyShape, *, learning_rate: float = 1e-3) -> MasterWeights:
-    return MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=learning_rate))
+    return MasterWeights(PolicyModel(tiny, seed=1), AdamSettings(learning_rate=learning_rate))
 
 
 def sampled(weights: MasterWeights, *, samples: int = 4, version: int = 3) -> list[Trajectory]:

@@ -1,7 +1,7 @@
 import torch
 
 from examples.grpo.master_weights import AdamSettings, MasterWeights
-from examples.grpo.model import Policy, PolicyShape
+from examples.grpo.model import PolicyModel, PolicyShape
 
 
 def stepped(weights: MasterWeights, times: int = 1) -> None:
@@ -13,7 +13,7 @@ def stepped(weights: MasterWeights, times: int = 1) -> None:
 
 
 def test_published_weights_are_the_masters_rounded_to_bf16(tiny: PolicyShape) -> None:
-    weights = MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=1e-3))
+    weights = MasterWeights(PolicyModel(tiny, seed=1), AdamSettings(learning_rate=1e-3))
     stepped(weights)
     state, masters = weights.state_for_publish(), weights.masters()
     assert state.keys() == masters.keys()
@@ -21,7 +21,7 @@ def test_published_weights_are_the_masters_rounded_to_bf16(tiny: PolicyShape) ->
 
 
 def test_a_published_state_is_a_snapshot(tiny: PolicyShape) -> None:
-    weights = MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=1e-2))
+    weights = MasterWeights(PolicyModel(tiny, seed=1), AdamSettings(learning_rate=1e-2))
     before = weights.state_for_publish()
     kept = {name: tensor.clone() for name, tensor in before.items()}
     stepped(weights)
@@ -30,7 +30,7 @@ def test_a_published_state_is_a_snapshot(tiny: PolicyShape) -> None:
 
 
 def test_steps_too_small_for_bf16_add_up_in_the_masters(tiny: PolicyShape) -> None:
-    weights = MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=1e-5))
+    weights = MasterWeights(PolicyModel(tiny, seed=1), AdamSettings(learning_rate=1e-5))
     name = "model.norm.weight"
     first = weights.state_for_publish()[name]
     stepped(weights)
@@ -40,6 +40,6 @@ def test_steps_too_small_for_bf16_add_up_in_the_masters(tiny: PolicyShape) -> No
 
 
 def test_gradients_do_not_leak_into_the_next_step(tiny: PolicyShape) -> None:
-    weights = MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=1e-3))
+    weights = MasterWeights(PolicyModel(tiny, seed=1), AdamSettings(learning_rate=1e-3))
     stepped(weights)
     assert weights.step() == 0.0

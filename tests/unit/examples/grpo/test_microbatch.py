@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.grpo.microbatch import microbatches
-from examples.grpo.model import Policy, PolicyShape
+from examples.grpo.model import PolicyModel, PolicyShape
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def test_rectangles_stay_within_the_token_limit_and_waste_little(
 
 
 def test_packing_does_not_change_a_log_probability(tiny: PolicyShape) -> None:
-    policy = Policy(tiny, seed=1)
+    policy = PolicyModel(tiny, seed=1)
     alone = sequence([False, True, True, False, True, True, True, True, True], 3)
     longer = sequence([True] * 10, 5)
     (part,) = microbatches([longer, alone], tokens_max=1000)

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.grpo.master_weights import policy_of
-from examples.grpo.model import KvCache, Policy, PolicyShape, write_checkpoint
+from examples.grpo.model import KvCache, PolicyModel, PolicyShape, write_checkpoint
 from examples.grpo.rms_norm import rms_norm
 from harvester.contracts.errors import ConfigError
 
@@ -16,18 +16,18 @@ def token_ids(rows: int = 3, tokens: int = 11) -> Tensor:
 
 
 def test_the_default_policy_has_three_to_ten_million_parameters() -> None:
-    parameters = sum(p.numel() for p in Policy(PolicyShape(), seed=1).parameters())
+    parameters = sum(p.numel() for p in PolicyModel(PolicyShape(), seed=1).parameters())
     assert 3_000_000 <= parameters <= 10_000_000
 
 
 def test_the_first_weights_are_a_function_of_the_seed(tiny: PolicyShape) -> None:
-    one, same, other = (Policy(tiny, seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (PolicyModel(tiny, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["lm_head.weight"], other["lm_head.weight"])
 
 
 def test_a_cached_forward_gives_what_a_whole_one_gives(tiny: PolicyShape) -> None:
-    policy, ids, cache = Policy(tiny, seed=1), token_ids(), KvCache([])
+    policy, ids, cache = PolicyModel(tiny, seed=1), token_ids(), KvCache([])
     whole = policy(ids)
     parts = [policy(ids[:, :6], cache), policy(ids[:, 6:7], cache), policy(ids[:, 7:], cache)]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
@@ -37,7 +37,7 @@ def test_a_cached_forward_gives_what_a_whole_one_gives(tiny: PolicyShape) -> Non
 
 
 def test_padding_at_the_end_changes_nothing_before_it(tiny: PolicyShape) -> None:
-    policy, ids = Policy(tiny, seed=1), token_ids()
+    policy, ids = PolicyModel(tiny, seed=1), token_ids()
     padded = torch.cat((ids, torch.zeros(3, 4, dtype=torch.long)), dim=1)
     torch.testing.assert_close(policy(padded)[:, :11], policy(ids), atol=1e-5, rtol=1e-5)
 
@@ -47,7 +47,7 @@ def test_it_is_the_qwen2_that_transformers_loads_from_its_checkpoint(
 ) -> None:
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    policy = Policy(tiny, seed=1)
+    policy = PolicyModel(tiny, seed=1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name.endswith("bias"):
@@ -72,7 +72,7 @@ def test_a_checkpoint_without_weights_is_configuration_and_tokenizer(
 
 
 def test_a_checkpoint_holds_exactly_the_state(tiny: PolicyShape, tmp_path: Path) -> None:
-    state = Policy(tiny, seed=1).to(torch.bfloat16).state_dict()
+    state = PolicyModel(tiny, seed=1).to(torch.bfloat16).state_dict()
     write_checkpoint(tmp_path, tiny, state)
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == state.keys()
@@ -80,7 +80,7 @@ def test_a_checkpoint_holds_exactly_the_state(tiny: PolicyShape, tmp_path: Path)
 
 
 def test_weights_of_another_shape_are_refused(tiny: PolicyShape) -> None:
-    state = Policy(
+    state = PolicyModel(
         PolicyShape(hidden=64, intermediate=64, heads=2, kv_heads=2), seed=1
     ).state_dict()
     with pytest.raises(ConfigError, match="shape"):

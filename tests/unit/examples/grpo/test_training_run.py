@@ -8,8 +8,8 @@ from torch import Tensor
 
 from examples.grpo.environment import Task, TaskShape
 from examples.grpo.events import (
+    CommandRefused,
     Event,
-    Refused,
     StepDone,
     Stopped,
     decoded_command,
@@ -18,7 +18,7 @@ from examples.grpo.events import (
 from examples.grpo.grpo import GrpoSettings
 from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights
-from examples.grpo.model import Policy, PolicyShape
+from examples.grpo.model import PolicyModel, PolicyShape
 from examples.grpo.rollout import StepBatch, TrajectoryLedger
 from examples.grpo.trainer import serve
 from examples.grpo.training_run import TrainingRun
@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, tiny: PolicyShape) -> None:
         self.clock = VirtualClock()
-        self.weights = MasterWeights(Policy(tiny, seed=1), AdamSettings(learning_rate=1e-3))
+        self.weights = MasterWeights(PolicyModel(tiny, seed=1), AdamSettings(learning_rate=1e-3))
         self.happened: list[tuple[str, int]] = []
         self.version = 40
         self.hold = asyncio.Event()
@@ -150,7 +150,7 @@ async def test_a_line_that_is_no_command_is_refused_and_nothing_else_happens(
 ) -> None:
     lines = lines_of(b'{"cmd":"leap"}\n', b"hello\n", b'{"cmd":"stop"}\n', ends=False)
     events = await served(World(tiny), lines)
-    assert [type(event) for event in events] == [Refused, Refused, Stopped]
+    assert [type(event) for event in events] == [CommandRefused, CommandRefused, Stopped]
 
 
 async def test_the_end_of_the_commands_cuts_a_step_short(tiny: PolicyShape) -> None:
@@ -174,4 +174,4 @@ async def test_a_failing_step_ends_the_run_with_its_error(tiny: PolicyShape) -> 
     [b"{}", b'{"cmd":"step","more":1}', b'{"cmd":"step","prompts":0}', b"[]", b"\xff", b'"step"'],
 )
 def test_only_exact_commands_are_commands(line: bytes) -> None:
-    assert isinstance(decoded_command(line), Refused)
+    assert isinstance(decoded_command(line), CommandRefused)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from coserve.guest import isolation
-from harvester.agent.guest_place import GuestPlace
+from harvester.agent.guest_lock import GuestLock
 from harvester.agent.host_removal import undo
 from harvester.agent.node import NodeAgent
 from harvester.cli.root import main
@@ -153,7 +153,7 @@ def leave_marks(config: AgentConfig, pid: int) -> None:
     launch.mkdir()
     (launch / "GPU-1.launch").touch()
     (config.state_dir / ".tmp-slot0.lease").touch()
-    GuestPlace(PageDirectory(config.page_root / "slot0")).close()
+    GuestLock(PageDirectory(config.page_root / "slot0")).close()
 
 
 def test_after_a_crash_of_agent_and_guest_the_host_is_as_before(

@@ -43,17 +43,17 @@ def _written(gaps: list[int]) -> tuple[Bytes, Bytes, Bytes]:
     return halves[::2] | halves[1::2] << 4, lows[: made[0]], highs[: made[1]]
 
 
-def _places(reading: Any, count: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> list[int]:
-    """Places of all changes, and a 65th entry after each group."""
-    room, places, walk = np.empty(ROOM, np.uint16), np.empty(GROUP + 1, np.uint64), Walk()
+def _positions(reading: Any, count: int, low_bits: Bytes, lows: Bytes, highs: Bytes) -> list[int]:
+    """Positions of all changes, and a 65th entry after each group."""
+    room, positions, walk = np.empty(ROOM, np.uint16), np.empty(GROUP + 1, np.uint64), Walk()
     found: list[int] = []
     for first in range(0, count, GROUP):
         changes = min(GROUP, count - first)
         kept = low_bits_of(low_bits, first // GROUP)
         # A compiled loop returns plain numbers and accepts none.
-        group, *unsigned = reading(changes, np.uint64(kept), lows, highs, walk, room, places)
+        group, *unsigned = reading(changes, np.uint64(kept), lows, highs, walk, room, positions)
         walk = Walk(group, *map(np.uint64, unsigned))
-        found += map(int, places[: changes + 1])
+        found += map(int, positions[: changes + 1])
     return found
 
 
@@ -79,9 +79,9 @@ def test_both_ways_read_what_was_written(gaps: list[int]) -> None:
     expected: list[int] = []
     for first in range(0, len(gaps), GROUP):
         expected += [*(int(end) - 1 for end in ends[first : first + GROUP]), int(END)]
-    assert _places(count_group, len(gaps), low_bits, lows, highs) == expected
+    assert _positions(count_group, len(gaps), low_bits, lows, highs) == expected
     if IS_KNOWN and max(int(kept) for kept in (*(low_bits & 15), *(low_bits >> 4), 0)) <= 9:
-        assert _places(pick_group, len(gaps), low_bits, lows, highs) == expected
+        assert _positions(pick_group, len(gaps), low_bits, lows, highs) == expected
     if gaps:
         assert groups_end(len(gaps), low_bits, 0, lows, highs) == ends[-1]
 
@@ -95,4 +95,4 @@ def test_a_code_of_very_many_zeros_is_read(zeros: int) -> None:
     lows, low_bits = np.empty(0, np.uint8), np.zeros(1, np.uint8)
     expected = [3, zeros, int(END)]
     for reading in (count_group, pick_group) if IS_KNOWN else (count_group,):
-        assert _places(reading, 2, low_bits, lows, highs) == expected
+        assert _positions(reading, 2, low_bits, lows, highs) == expected

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.errors import Corrupt
-from weightsync.elements import cut_places
+from weightsync.elements import cut_positions
 from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, TensorSpec
 from weightsync.elements.state_hash import digest_of
 from weightsync.encoding.codec import Encoding, decode, encode_as
@@ -139,7 +139,7 @@ def test_a_cut_delta_keeps_nothing_of_the_rest(form: str) -> None:
 def test_a_warm_process_compiles_nothing_for_a_version() -> None:
     """The loops take numbers of one width, whatever the tensor's."""
     warm_up()
-    loops = [loop for loop in vars(cut_places).values() if hasattr(loop, "signatures")]
+    loops = [loop for loop in vars(cut_positions).values() if hasattr(loop, "signatures")]
     before = [len(loop.signatures) for loop in loops]
     assert len(loops) >= 5
     for form in ("sparse", "groups", "plain", "overwrite"):
@@ -162,10 +162,10 @@ def unary(gap: int) -> bytes:
 
 def test_a_difference_wider_than_an_element_is_refused_for_a_box() -> None:
     """It would be cut to the element before its sign is read, and behind it for a whole tensor."""
-    places, codes = unary(10), unary(506)
-    sizes = (0, 0, 0, len(places) // 8, 0, len(codes) // 8)
+    positions, codes = unary(10), unary(506)
+    sizes = (0, 0, 0, len(positions) // 8, 0, len(codes) // 8)
     head = bytes((FORMAT, GROUPS, 1)) + varint(64)
-    body = b"".join(map(varint, (0, 1, 0, *sizes))) + bytes(1) + places + codes
+    body = b"".join(map(varint, (0, 1, 0, *sizes))) + bytes(1) + positions + codes
     delta = decode_rosemux(memoryview(head + body), TensorSpec("U8", (64,)))
     with pytest.raises(Corrupt, match="wider than an element"):
         cut_delta(delta, SliceRecord("w", (64,), (0,), (32,)), 1)
@@ -181,14 +181,14 @@ def test_the_boxes_of_many_experts_take_one_pass_over_the_changes(
     delta = _delta(form, old, new, spec)
     assert delta is not None
     looked_at = 0
-    places_within = cut_places.places_within
+    within_box = cut_positions.within_box
 
-    def counted(places: Bits, *rest: Bits) -> int:
+    def counted(positions: Bits, *rest: Bits) -> int:
         nonlocal looked_at
-        looked_at += places.size
-        return places_within(places, *rest)
+        looked_at += positions.size
+        return within_box(positions, *rest)
 
-    monkeypatch.setattr(cut_places, "places_within", counted)
+    monkeypatch.setattr(cut_positions, "within_box", counted)
     boxes = [
         SliceRecord("w", spec.shape, (expert, at, 0), (1, rows // 2, columns))
         for expert in range(experts)

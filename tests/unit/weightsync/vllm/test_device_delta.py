@@ -156,8 +156,10 @@ def test_memory_stays_bounded_where_few_gaps_fill_many_words() -> None:
     highs[0], highs[-1] = 1, 0x80
     gaps = Gaps(changes=2, first=0, lows=np.zeros(0, np.uint8), highs=highs)
     with AllocatedBytes() as allocated:
-        (places,) = device_delta.group_places(gaps, np.zeros(1, np.uint8), torch.device("cpu"))
-    assert places.tolist() == [0, elements - 1]
+        (positions,) = device_delta.group_positions(
+            gaps, np.zeros(1, np.uint8), torch.device("cpu")
+        )
+    assert positions.tolist() == [0, elements - 1]
     assert allocated.most <= MOST_DEVICE_BYTES
 
 

@@ -24,7 +24,7 @@ from scheduler.rollmux.permits.events import (
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.group_effects import (
     AddNode,
-    AssignPlace,
+    AssignNodes,
     GroupEffect,
     PlacementDecision,
 )
@@ -180,7 +180,7 @@ def _reviewed_as(policy: ClusterPolicy, wanted: Callable[[], list[Move]]) -> Non
             effects += [AddNode(node=node) for node in move.up]
             placement = move.opening.placement
             effects.append(
-                AssignPlace(
+                AssignNodes(
                     decision=PlacementDecision.MOVED,
                     group=group,
                     placement=placement,

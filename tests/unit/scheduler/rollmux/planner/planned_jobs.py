@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
-from scheduler.rollmux.planner.group_effects import AssignPlace, GroupEffect, PlacementDecision
+from scheduler.rollmux.planner.group_effects import AssignNodes, GroupEffect, PlacementDecision
 from scheduler.rollmux.planner.group_table import NodeType
 
 TYPES = {
@@ -35,17 +35,17 @@ def planned_job(
     )
 
 
-def arrivals(effects: Iterable[GroupEffect]) -> list[AssignPlace]:
+def arrivals(effects: Iterable[GroupEffect]) -> list[AssignNodes]:
     return _places(effects, PlacementDecision.PLACED)
 
 
-def moves(effects: Iterable[GroupEffect]) -> list[AssignPlace]:
+def moves(effects: Iterable[GroupEffect]) -> list[AssignNodes]:
     return _places(effects, PlacementDecision.MOVED)
 
 
-def restarts(effects: Iterable[GroupEffect]) -> list[AssignPlace]:
+def restarts(effects: Iterable[GroupEffect]) -> list[AssignNodes]:
     return _places(effects, PlacementDecision.RESTARTED)
 
 
-def _places(effects: Iterable[GroupEffect], decision: PlacementDecision) -> list[AssignPlace]:
-    return [each for each in effects if isinstance(each, AssignPlace) and each.decision is decision]
+def _places(effects: Iterable[GroupEffect], decision: PlacementDecision) -> list[AssignNodes]:
+    return [each for each in effects if isinstance(each, AssignNodes) and each.decision is decision]

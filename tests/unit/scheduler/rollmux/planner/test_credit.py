@@ -12,7 +12,7 @@ from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, Slo
 from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import AssignPlace
+from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.sim.rollmux.baselines import PAPER_TAIL, WorstCase
@@ -102,7 +102,7 @@ def test_a_job_slower_than_forecast_gets_dedicated_nodes_before_its_credit_is_sp
     planner, now = _beside_each_other(), DAY_S
     _settle(planner, TIGHT, credit_s=1500.0, now=now)
     account = planner.facts[TIGHT.job].account
-    moved: list[AssignPlace] = []
+    moved: list[AssignNodes] = []
     while not moved and account.credit_s(now) > -HOUR_S:
         now += 0.5 * HOUR_S
         account.solo_s += 0.5 * HOUR_S / (account.slo + 0.1)
@@ -262,7 +262,7 @@ def _moved(planner: GroupPlanner) -> list[JobId]:
     return [move.placement.job for move in _moves(planner)]
 
 
-def _moves(planner: GroupPlanner) -> list[AssignPlace]:
+def _moves(planner: GroupPlanner) -> list[AssignNodes]:
     effects = planner.review(now=DAY_S)
     return moves(effects)
 

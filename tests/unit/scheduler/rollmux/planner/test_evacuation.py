@@ -5,7 +5,7 @@ import pytest
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import AddNode, AssignPlace, ReleaseNode
+from scheduler.rollmux.planner.group_effects import AddNode, AssignNodes, ReleaseNode
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job, restarts
 
@@ -60,7 +60,7 @@ def test_a_lost_iteration_earns_no_credit() -> None:
     assert account.solo_s == whole_s
 
 
-def _moved(planner: GroupPlanner, name: str) -> AssignPlace:
+def _moved(planner: GroupPlanner, name: str) -> AssignNodes:
     """Asks a job to move to a group of its own; it is still where it was."""
     planner.packer.now_s = HOUR_S
     group = planner.table.groups[planner.table.home[JobId(name)]]

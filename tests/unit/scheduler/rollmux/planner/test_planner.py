@@ -12,7 +12,7 @@ from scheduler.model import JobSpec, Node, Pool
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_effects import (
     AddNode,
-    AssignPlace,
+    AssignNodes,
     GroupEffect,
     PlacementDecision,
     ReleaseNode,
@@ -41,7 +41,7 @@ def _nodes(effects: tuple[GroupEffect, ...]) -> list[Node]:
     return [effect.node for effect in effects if isinstance(effect, AddNode)]
 
 
-def _placed(effects: tuple[GroupEffect, ...]) -> AssignPlace:
+def _placed(effects: tuple[GroupEffect, ...]) -> AssignNodes:
     return arrivals(effects)[0]
 
 
@@ -106,7 +106,7 @@ def test_wide_jobs_are_moved_together_too_when_that_spares_nodes() -> None:
     assert all(len(move.placement.rollout_nodes) == 2 for move in moved)
 
 
-def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[AssignPlace]:
+def _settled(planner: GroupPlanner, jobs: list[JobSpec]) -> list[AssignNodes]:
     """The moves once every job is known well and has credit for hours."""
     for job in jobs:
         _learn(planner, job, times=30, now=0.0)
@@ -207,10 +207,10 @@ def _tally(
                 up[node.node] = node
             case ReleaseNode(node=name):
                 del up[name]
-            case AssignPlace(decision=PlacementDecision.MOVED, placement=placement):
+            case AssignNodes(decision=PlacementDecision.MOVED, placement=placement):
                 on_the_way.add(placement.job)
-            case AssignPlace(decision=PlacementDecision.RESTARTED, placement=placement):
+            case AssignNodes(decision=PlacementDecision.RESTARTED, placement=placement):
                 on_the_way.discard(placement.job)
                 assert {*placement.rollout_nodes, *placement.training_nodes} <= {*up}
-            case AssignPlace():
+            case AssignNodes():
                 pass

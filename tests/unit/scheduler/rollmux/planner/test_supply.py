@@ -9,7 +9,7 @@ from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind, Pool
 from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.forecast.judge import Judge
-from scheduler.rollmux.planner.group_effects import AddNode, AssignPlace
+from scheduler.rollmux.planner.group_effects import AddNode, AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from tests.unit.scheduler.rollmux.planner.planned_jobs import (
     TYPES,
@@ -99,7 +99,7 @@ def test_earlier_measurements_earn_no_credit() -> None:
 _SIDES = ((PhaseKind.ROLLOUT, 300.0), (PhaseKind.TRAINING, 200.0))
 
 
-def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignPlace], list[AddNode]]:
+def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignNodes], list[AddNode]]:
     """Two jobs in one group, which turn out too long for each other; the answer of a review."""
     planner = _planner(supply, supply)
     jobs = [planned_job(name, 200, 100, slo=1.9) for name in ("a", "b")]

@@ -1,8 +1,8 @@
-"""A slot's place for one guest; it is free once every process of the previous guest has ended.
+"""The lock that admits one guest to a slot; free once every process of the last guest has ended.
 
-The place is a file lock, held by the command that started the guest and by the engine's main
-process, which inherits it. Workers that outlive both are named by the guest's page. Only the holder
-of a free place may remove a killed guest's segment of shared KV.
+The command that started the guest holds it, and the engine's main process, which inherits it.
+Workers that outlive both are named by the guest's page. Only the holder of the lock may remove a
+killed guest's segment of shared KV.
 """
 
 import logging
@@ -22,7 +22,7 @@ PATIENCE_S = 60.0
 """vLLM ends within some thirty seconds of being asked to, and its workers five later."""
 
 
-class GuestPlace:
+class GuestLock:
     def __init__(self, pages: PageDirectory, *, clock: Clock | None = None) -> None:
         self._pages = pages
         self._clock = clock or MonotonicClock()
@@ -30,7 +30,7 @@ class GuestPlace:
         try:
             self._lock = FileLock(file, mode=0o600)
         except OSError as error:
-            raise ConfigError(f"cannot take the guest's place {file}: {error.strerror}") from error
+            raise ConfigError(f"cannot open the guest's lock {file}: {error.strerror}") from error
 
     @property
     def descriptor(self) -> int:

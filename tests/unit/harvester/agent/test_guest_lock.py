@@ -1,4 +1,4 @@
-"""A slot's place for one guest: when it is free, and which leftovers are removed."""
+"""The lock that admits one guest to a slot: when it is free, and which leftovers are removed."""
 
 import os
 import subprocess
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from harvester.agent.guest_place import GuestPlace
+from harvester.agent.guest_lock import GuestLock
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
 from harvester.contracts.page import Guest, PageDirectory
 from harvester.contracts.process import ProcessId, process_ids
 from harvester.platform.kv_segment import KvSegment
 
-Place = Callable[[], GuestPlace]
+MakeLock = Callable[[], GuestLock]
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def pages(tmp_path: Path) -> PageDirectory:
 
 
 @pytest.fixture
-def place(pages: PageDirectory) -> Iterator[Place]:
-    made: list[GuestPlace] = []
+def lock(pages: PageDirectory) -> Iterator[MakeLock]:
+    made: list[GuestLock] = []
 
-    def make() -> GuestPlace:
-        made.append(GuestPlace(pages))
+    def make() -> GuestLock:
+        made.append(GuestLock(pages))
         return made[-1]
 
     yield make
@@ -51,16 +51,16 @@ def leave_page(pages: PageDirectory, *processes: ProcessId) -> None:
     writer.close()
 
 
-def test_two_guests_never_share_a_slot(place: Place) -> None:
-    place().take(timeout_s=0.0)
+def test_two_guests_never_share_a_slot(lock: MakeLock) -> None:
+    lock().take(timeout_s=0.0)
     with pytest.raises(Exhausted, match=f"started by process {os.getpid()}"):
-        place().take(timeout_s=0.0)
+        lock().take(timeout_s=0.0)
 
 
-def test_an_engine_keeps_the_place_of_a_command_that_was_killed(
-    pages: PageDirectory, place: Place
+def test_an_engine_keeps_the_lock_of_a_command_that_was_killed(
+    pages: PageDirectory, lock: MakeLock
 ) -> None:
-    command = GuestPlace(pages)
+    command = GuestLock(pages)
     command.take(timeout_s=0.0)
     engine = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(300)"], pass_fds=[command.descriptor]
@@ -68,37 +68,37 @@ def test_an_engine_keeps_the_place_of_a_command_that_was_killed(
     try:
         command.close()
         with pytest.raises(Exhausted):
-            place().take(timeout_s=0.0)
+            lock().take(timeout_s=0.0)
     finally:
         engine.kill()
         engine.wait()
-    place().take(timeout_s=0.0)
+    lock().take(timeout_s=0.0)
 
 
 def test_a_worker_that_outlives_its_engine_keeps_it_too(
-    pages: PageDirectory, place: Place, process: "subprocess.Popen[bytes]"
+    pages: PageDirectory, lock: MakeLock, process: "subprocess.Popen[bytes]"
 ) -> None:
     leave_page(pages, *process_ids([process.pid]))
     with pytest.raises(Exhausted, match=f"process {process.pid} of a guest"):
-        place().take(timeout_s=0.0)
+        lock().take(timeout_s=0.0)
     process.kill()
     process.wait()
-    place().take(timeout_s=0.0)
+    lock().take(timeout_s=0.0)
 
 
 def test_a_process_that_only_bears_a_dead_one_s_number_keeps_nothing(
-    pages: PageDirectory, place: Place
+    pages: PageDirectory, lock: MakeLock
 ) -> None:
     leave_page(pages, ProcessId(pid=os.getpid(), start_ticks=1))
-    place().take(timeout_s=0.0)
+    lock().take(timeout_s=0.0)
 
 
-def test_a_killed_guest_s_shared_kv_is_removed(place: Place, tmp_path: Path) -> None:
+def test_a_killed_guest_s_shared_kv_is_removed(lock: MakeLock, tmp_path: Path) -> None:
     segment = KvSegment("guest_kv", owners=frozenset((os.getuid(),)), directory=tmp_path)
     other = KvSegment("prod_kv", directory=tmp_path)
     for one in (segment, other):
         one.path.write_bytes(bytes(24))
-    free = place()
+    free = lock()
     free.take(timeout_s=0.0)
     free.clear(segment)
     free.clear(segment)
@@ -106,8 +106,8 @@ def test_a_killed_guest_s_shared_kv_is_removed(place: Place, tmp_path: Path) -> 
     assert other.path.exists()
 
 
-def test_a_foreign_file_in_the_place_of_a_segment_is_left(place: Place, tmp_path: Path) -> None:
-    free = place()
+def test_a_foreign_file_in_the_place_of_a_segment_is_left(lock: MakeLock, tmp_path: Path) -> None:
+    free = lock()
     stranger = KvSegment("theirs", owners=frozenset((os.getuid() + 1,)), directory=tmp_path)
     longer = KvSegment("longer", owners=frozenset((os.getuid(),)), directory=tmp_path)
     stranger.path.write_bytes(bytes(24))
@@ -120,4 +120,4 @@ def test_a_foreign_file_in_the_place_of_a_segment_is_left(place: Place, tmp_path
 
 def test_a_slot_without_pages_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        GuestPlace(PageDirectory(tmp_path / "nowhere"))
+        GuestLock(PageDirectory(tmp_path / "nowhere"))

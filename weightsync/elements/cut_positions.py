@@ -1,4 +1,4 @@
-"""Places of changes in a tensor, and which of them are in a box of it.
+"""Positions of changes in a tensor, and which of them are in a box of it.
 
 Compiled loops that hold no lock of Python's and check no lengths: their callers hold checked
 deltas. Gap streams: see scan.py.
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from weightsync.elements.bits import Bytes
 from weightsync.elements.compiled import compiled
 from weightsync.elements.group_applying import Gaps
-from weightsync.elements.groups import BEFORE_ALL, GROUP, ROOM, Places, Walk, read_group
+from weightsync.elements.groups import BEFORE_ALL, GROUP, ROOM, Positions, Walk, read_group
 from weightsync.elements.scan import GAP_ESCAPE
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
@@ -22,21 +22,21 @@ _WORD = np.uint64(64)
 
 
 @compiled
-def stream_places(gaps: Bytes, places: Places) -> None:
-    """Write the place of every change of a gap stream."""
+def stream_positions(gaps: Bytes, positions: Positions) -> None:
+    """Write the position of every change of a gap stream."""
     after, found = _NONE, 0
     for i in range(gaps.size):
         after += np.uint64(gaps[i])
         if gaps[i] != GAP_ESCAPE:
-            places[found] = after
+            positions[found] = after
             after += _ONE
             found += 1
 
 
 @compiled
-def group_places(gaps: Gaps, low_bits: Bytes, places: Places) -> None:
-    """Write the place of every change whose gap is stored in groups. `low_bits`: one byte for each
-    group."""
+def group_positions(gaps: Gaps, low_bits: Bytes, positions: Positions) -> None:
+    """Write the position of every change whose gap is stored in groups. `low_bits`: one byte for
+    each group."""
     changes, first, lows, highs = gaps
     room, group_of = np.empty(ROOM, np.uint16), np.empty(GROUP + 1, np.uint64)
     walk = Walk(0, _NONE, BEFORE_ALL, _NONE, _WORD, _NONE)
@@ -45,19 +45,19 @@ def group_places(gaps: Gaps, low_bits: Bytes, places: Places) -> None:
         kept = np.uint64(low_bits[first + walk.group])
         walk = read_group(count, kept, lows, highs, walk, room, group_of)
         for i in range(count):
-            places[start + i] = group_of[i]
+            positions[start + i] = group_of[i]
 
 
 @compiled
-def places_within(places: Places, dims: Places, kept: Numbers, inside: Places) -> int:
-    """Write the index of every place in a box, and its place there; returns their number.
+def within_box(positions: Positions, dims: Positions, kept: Numbers, inside: Positions) -> int:
+    """Write the index of every position in a box, and its position there; returns their number.
 
     `dims`: for each dimension the elements between two of its indices, the first index of the box,
     the number of its indices, and the elements between two of them in the box.
     """
     found = 0
-    for i in range(places.size):
-        rest, at, is_inside = places[i], _NONE, True
+    for i in range(positions.size):
+        rest, at, is_inside = positions[i], _NONE, True
         for d in range(dims.shape[0]):
             index = rest
             if dims[d, 0] != _ONE:
@@ -75,13 +75,13 @@ def places_within(places: Places, dims: Places, kept: Numbers, inside: Places) -
 
 
 @compiled
-def write_gaps(places: Places, gaps: Bytes) -> int:
-    """Write ascending places as a gap stream; returns its length. `gaps` has room for an escape
+def write_gaps(positions: Positions, gaps: Bytes) -> int:
+    """Write ascending positions as a gap stream; returns its length. `gaps` has room for an escape
     every GAP_ESCAPE elements."""
     after, at = _NONE, 0
-    for i in range(places.size):
-        gap = places[i] - after
-        after = places[i] + _ONE
+    for i in range(positions.size):
+        gap = positions[i] - after
+        after = positions[i] + _ONE
         while gap >= np.uint64(GAP_ESCAPE):
             gaps[at] = GAP_ESCAPE
             gap -= np.uint64(GAP_ESCAPE)
