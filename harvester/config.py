@@ -290,7 +290,7 @@ class AgentConfig(_Model):
     """Users of agent, production and guest, if they differ."""
     page_group: _Account | None = None
     """Group of those users, by name or number: its members may put pages into a slot's directory,
-    and others cannot enter it. By default only the agent's user may."""
+    and others cannot enter it. Default: the agent's user alone."""
     state_dir: Path = Path("/var/lib/rosemux")
     """Directory of the audit, the journals and the state files."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
