@@ -143,27 +143,27 @@ _AGENT = (
         "guest_step_over_ratio",
         MetricType.GAUGE,
         "slot",
-        "Share of the guest's late steps that took longer than predicted; 0.1 is wanted.",
+        "Share of the guest's late steps that took longer than predicted; 0.1 is expected.",
     ),
     _agent(
         "guest_step_percentile_ratio",
         MetricType.GAUGE,
         "slot kind percentile",
         "The guest's late steps over what was predicted for them alone, while production was idle "
-        "(alone; 1 is wanted at 0.9) and where it overlapped them (beside).",
+        "(alone; 1 is expected at 0.9) and where it overlapped them (beside).",
     ),
     _agent(
         "production_step_over_ratio",
         MetricType.GAUGE,
         "slot kind",
         "Share of production's late prefills or decodes that took longer than predicted; 0.1 is "
-        "wanted.",
+        "expected.",
     ),
     _agent(
         "production_step_percentile_ratio",
         MetricType.GAUGE,
         "slot kind percentile",
-        "Production's late prefills or decodes over what was predicted; 1 is wanted at 0.9.",
+        "Production's late prefills or decodes over what was predicted; 1 is expected at 0.9.",
     ),
     _agent(
         "blocking_ratio",

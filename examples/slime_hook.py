@@ -10,8 +10,8 @@ first delta builds. Only the gateway has to hear of a version. Two ways; neither
     python -m examples.slime_hook /srv/weights/job-a GATEWAY                  beside the trainer
     --custom-update-weight-post-write-path examples.slime_hook.publish        within it
 
-The first needs nothing of the trainer, and follows stores of stitch and SkyRL too. Of the second
-every rank calls the hook (the gateway is ROSEMUX_GATEWAY), and repeating it is harmless.
+The first needs nothing of the trainer, and follows stores of stitch and SkyRL too. With the
+second every rank calls the hook (the gateway is ROSEMUX_GATEWAY), and repeating it is harmless.
 """
 
 import os

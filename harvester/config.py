@@ -290,7 +290,7 @@ class AgentConfig(_Model):
     """Users of agent, production and guest, if they differ."""
     page_group: _Account | None = None
     """Group of those users, by name or number: its members may put pages into a slot's directory,
-    and others cannot enter it. By default only the agent's user may."""
+    and others cannot enter it. Default: the agent's user alone."""
     state_dir: Path = Path("/var/lib/rosemux")
     """Directory of the audit, the journals and the state files."""
     journal_max_bytes: int = Field(default=64 << 20, ge=1 << 16, le=1 << 40)
@@ -442,7 +442,7 @@ def read_agent_config(
     config = validated(AgentConfig, values, text, path)
 
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
-        return [named(where, said, text, path) for where, said in found]
+        return [named(where, note, text, path) for where, note in found]
 
     mistakes, unsafe = say(_booleans(values, config, ())), say(_unsafe(config))
     if unsafe and not config.unsafe_experiments:
@@ -450,7 +450,7 @@ def read_agent_config(
     if mistakes:
         raise ConfigError("; ".join(mistakes))
     if config.unsafe_experiments:
-        notes += [f"unsafe_experiments: {said}" for said in unsafe or ["nothing needs it"]]
+        notes += [f"unsafe_experiments: {note}" for note in unsafe or ["nothing needs it"]]
     return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
 
 
@@ -473,8 +473,8 @@ def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:
 def _odd_slos(config: AgentConfig) -> Iterator[tuple[Where, str]]:
     for number, slot in enumerate(config.slots):
         policy = slot.policy
-        for name, said in slo_warnings(ttft_slo_s=policy.ttft_slo_s, itl_slo_s=policy.itl_slo_s):
-            yield ("slots", number, "policy", name), said
+        for name, note in slo_warnings(ttft_slo_s=policy.ttft_slo_s, itl_slo_s=policy.itl_slo_s):
+            yield ("slots", number, "policy", name), note
 
 
 def _booleans(given: Any, taken: Any, where: Where) -> Iterator[tuple[Where, str]]:

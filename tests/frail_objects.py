@@ -1,7 +1,7 @@
 """An object store in memory that fails like a real one: `frail://bucket/path`.
 
-Objects appear when their upload ends. Nothing can be renamed. By plan it fails, dies at any call,
-calls something in between, lists late, or knows no conditional put.
+Objects appear when their upload ends. Nothing can be renamed. A plan makes it fail, die at any
+call, call something in between, list late, or know no conditional put.
 """
 
 import io

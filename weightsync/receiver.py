@@ -159,7 +159,7 @@ class Receiver:
         self._present = self._store.refs()
         self._look_ahead(current, target)
         if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
-            # The trainer began anew, or nobody here saw which run the held version is of.
+            # The trainer began anew, or the run that wrote the held version is unknown here.
             self._steps.clear()
             current = None
         copy = self._copy and self._copy.step

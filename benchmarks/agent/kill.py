@@ -143,7 +143,7 @@ def kill(*, share: float = 1.0) -> dict[str, Any]:
             lambda: scheduler.order("none"),
             CLUSTER_TRIALS,
         )
-        # Whoever held the lease so far is silent now.
+        # The lease's holder so far is silent now.
         _until(lambda: not _is_open(log), "the benchmark's own lease does not end")
         times_s = []
         for _ in range(max(1, round(DEATHS * share))):

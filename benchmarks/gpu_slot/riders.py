@@ -1,7 +1,7 @@
 """Riders: rollouts as extra rows of production's own decode step.
 
-A decode step at a small batch is bound by reading weights, which it does once for all rows. What
-rows more cost it is measured as whole steps of `batch` and of `batch + riders` rows in turn.
+A decode step at a small batch is bound by reading weights, which it does once for all rows. The
+cost of more rows is measured as whole steps of `batch` and of `batch + riders` rows in turn.
 """
 
 from statistics import median

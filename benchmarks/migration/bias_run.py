@@ -138,7 +138,7 @@ def at_moves(
     evidence: Evidence, model: Path, weights: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, list[DrawnToken]]:
     """Tokens that a move threw away, and the first one of each attempt that went on: a move can
-    bias lengths through these alone. Of one published version.
+    bias lengths through these alone. `weights` are those of one published version.
 
     Thrown away are those behind the next attempt's context, whatever was drawn in their place.
     """

@@ -1,8 +1,8 @@
 """Are a chat's reasoning, content and calls those of its tokens as a whole? Pure.
 
-What vLLM's parsers `deepseek_r1` and `hermes` make of a text, in a rule of our own: reasoning ends
-at the first `</think>`, and with tools that may be called each `<tool_call>` behind it is JSON of a
-call. A parser that began anew at a move, or read a token twice, makes other parts.
+A rule of our own stands for vLLM's parsers `deepseek_r1` and `hermes`: reasoning ends at the first
+`</think>`, and with tools that may be called each `<tool_call>` behind it is JSON of a call. A
+parser that began anew at a move, or read a token twice, makes other parts.
 """
 
 import json

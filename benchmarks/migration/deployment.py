@@ -2,7 +2,7 @@
 
 Two dedicated engines, and a guest whose leases a real agent grants. Production is only the page
 that it would write: idle, so that the guest may run. Engines follow a store that this run
-publishes. What strikes these parts is in faults.py.
+publishes. The faults that strike these parts are in faults.py.
 """
 
 import asyncio

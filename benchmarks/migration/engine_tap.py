@@ -1,6 +1,6 @@
 """A tap between the gateway and one engine: passes everything on, records attempts, breaks streams.
 
-What it records are the engine's own events before the gateway has read them. While its engine is
+It records the engine's own events before the gateway has read them. While its engine is
 away it listens to nothing, as a dead engine does.
 """
 

@@ -44,7 +44,7 @@ def figures(
 ) -> dict[str, Any]:
     """Ratios are medians over rounds, each of two arms of one round; `spread` has the extremes.
 
-    What needs an arm that was not run is left out.
+    Figures that need an arm that was not run are left out.
     """
     rounds = rounds_of(done)
     ratios = {

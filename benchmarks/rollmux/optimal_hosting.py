@@ -26,7 +26,7 @@ from scheduler.rollmux.planner.regrouping import CheapestHosting, SearchedJob
 from scheduler.rollmux.planner.verdicts import Hosting
 from scheduler.sim.rollmux.workload import NODE_TYPES, PHASE_CV, ROLLOUT_ACCELERATORS, SimulatedJob
 
-NO_GLANCE: Final = ShortRun(warm_up=0.0, cycles=0.0, margin=float("inf"))
+NO_SHORT_RUN: Final = ShortRun(warm_up=0.0, cycles=0.0, margin=float("inf"))
 LONG_RUN: Final = Horizon(scenarios=2, cycles=100.0)
 """Eight cycles, the planner's horizon, admit groups that break an SLO by more than a per cent over
 hundreds. Without doubt about means the scenarios of a forecast are equal, so two are enough."""
@@ -89,7 +89,7 @@ class Optimum:
     def _forecast(self, hosting: Hosting) -> bool:
         roster = Roster.of([known.as_occupant() for known in self.jobs]).hosted(*hosting)
         return keeps_all(
-            roster, rules=self.rules, horizon=self.horizon, glance=NO_GLANCE, quantile=0.0
+            roster, rules=self.rules, horizon=self.horizon, short_run=NO_SHORT_RUN, quantile=0.0
         )
 
 

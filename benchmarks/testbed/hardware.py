@@ -1,7 +1,7 @@
 """Hardware that the engines of a run start on: here cores of a CPU; gpu_hardware.py has a GPU.
 
-Engines' flags, models, loads and places differ between the two. What a run measures, and in which
-order, does not.
+Engines' flags, models, loads and places differ between the two. A run's measurements and their
+order do not.
 """
 
 from abc import ABC, abstractmethod

@@ -18,7 +18,7 @@ _TURNS = 200_000
 
 
 async def loop_s(core: int) -> float:
-    """Median processor time of a loop on the core, in s. What shares the core adds none."""
+    """Median processor time of a loop on the core, in s. Other load on the core adds none."""
     return await asyncio.to_thread(_measured_on, core)
 
 

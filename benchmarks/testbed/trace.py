@@ -1,7 +1,7 @@
 """Reads a trace of production requests: `t_s,input_tokens,output_tokens`, plain or gzipped CSV.
 
 Decides whether a file is a trace and says at which line it is not. Never guesses at a malformed
-value and never holds more than its bounds. What part is replayed, and how fast, is `window`'s.
+value and never holds more than its bounds. `window` decides which part is replayed, and how fast.
 """
 
 import csv

@@ -9,7 +9,7 @@ from harvester.contracts.errors import Unsupported
 
 _TIMEOUT_S = 20.0
 _FIELDS = 2
-_MAX_SAID_BYTES = 300
+_MAX_OUTPUT_BYTES = 300
 _CONTROL_DEVICE = Path("/dev/nvidiactl")
 
 
@@ -49,10 +49,10 @@ def smi_lines(command: str, *arguments: str) -> tuple[str, ...]:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unsupported(f"{command} gives no answer: {error}") from error
     if done.returncode != 0:
-        said = (done.stdout + done.stderr)[:_MAX_SAID_BYTES].decode(errors="replace").split()
+        output = (done.stdout + done.stderr)[:_MAX_OUTPUT_BYTES].decode(errors="replace").split()
         raise Unsupported(
             f"{command} ended with {done.returncode}: the GPU or its driver has failed: "
-            f"{' '.join(said) or 'no output'}"
+            f"{' '.join(output) or 'no output'}"
         )
     return tuple(line for line in done.stdout.decode(errors="replace").splitlines() if line)
 

@@ -50,8 +50,8 @@ without any CPU time never releases it."""
 class MpsShare:
     """A guest's share of a GPU under NVIDIA's Multi-Process Service: consent level `mps`.
 
-    Production and guest are then clients of one server and run at the same time. What that costs,
-    and why it is never chosen by itself:
+    Production and guest are then clients of one server and run at the same time. Its costs, for
+    which it is never chosen automatically:
 
         shared fate   a fault of one client ends the server and every client of it
         one user      clients of another user than the server's wait until it is gone

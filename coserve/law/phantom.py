@@ -20,7 +20,7 @@ A step with w(s) <= each may start at any time. A request then takes at most T +
 
 With isolation, where production preempts a step, nearly every step is one of these. Without it none
 is: the whole step is a wait. A longer step, w(s) <= longest, starts only beside idle production and
-rests afterwards. Arrivals do not know when a guest steps. Of those that find production idle, a
+rests afterwards. Arrivals are independent of guest steps: among those that find production idle, a
 share s / c meets a step that is repeated every c seconds, and waits for m(s), on average, where
 
     c     = s * max(3, m(s) / mean),   m(s) = s / 2 at a blocking ratio of 1, else w(s)

@@ -125,7 +125,7 @@ class StepTimeModel:
     context_s: float = 0.0
     """Seconds per 1024 tokens of context."""
     factor: float = 1.5
-    """Ratio of the wanted quantile to the fitted mean."""
+    """Ratio of the target quantile to the fitted mean."""
     samples: int = 0
     over_ratio: float = 0.1
     """Share of late steps that took longer than predicted: 1 - `quantile` if it is calibrated."""

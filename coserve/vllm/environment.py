@@ -82,15 +82,15 @@ def work_gate(*, on_host: bool = False) -> "WorkGate":
 
 
 def _isolation() -> "IsolationBackend | None":
-    said = os.environ.get(ISOLATION_VARIABLE)
-    if not said:
+    name = os.environ.get(ISOLATION_VARIABLE)
+    if not name:
         return None
     from coserve.guest.isolation import IsolationBackend
     from harvester.platform.mps import PIPE_VARIABLE
 
-    if said not in tuple(IsolationBackend):
-        raise ConfigError(f"{ISOLATION_VARIABLE}={said!r}: use {', '.join(IsolationBackend)}")
-    backend = IsolationBackend(said)
+    if name not in tuple(IsolationBackend):
+        raise ConfigError(f"{ISOLATION_VARIABLE}={name!r}: use {', '.join(IsolationBackend)}")
+    backend = IsolationBackend(name)
     if backend is IsolationBackend.MPS and not os.environ.get(PIPE_VARIABLE):
         raise ConfigError(
             f"{ISOLATION_VARIABLE}=mps without {PIPE_VARIABLE}: name the daemon's pipe directory, "

@@ -1,9 +1,9 @@
-"""vLLM's engine loop, stopped beside its own predicates while the gate is closed.
+"""Stops vLLM's engine loop while the gate is closed, and changes none of the loop's predicates.
 
-What vLLM asks of its scheduler (is there a request, is one unfinished) stays true, so that a pause,
-a release of KV and a shutdown know what is left. The gate stands between two of the loop's own
-calls: after the input queue was looked at, and before a step. While it is closed the loop sleeps in
-the very queue that aborts, pauses and weight updates come through. It decides nothing.
+The scheduler's answers (is there a request, is one unfinished) stay true, so that a pause, a
+release of KV and a shutdown know what is left. The gate stands between two of the loop's own calls:
+after the input queue was looked at, and before a step. While it is closed the loop sleeps in the
+very queue that aborts, pauses and weight updates come through. It decides nothing.
 """
 
 import queue

@@ -126,13 +126,13 @@ def _locks_beside(pages: Path) -> Path:
 
 
 def _timeout_s() -> float:
-    said = os.environ.get(TIMEOUT_VARIABLE)
-    if not said:
+    text = os.environ.get(TIMEOUT_VARIABLE)
+    if not text:
         return _TIMEOUT_S
     try:
-        timeout_s = float(said)
+        timeout_s = float(text)
     except ValueError:
         timeout_s = -1.0
     if not timeout_s > 0:
-        raise ConfigError(f"{TIMEOUT_VARIABLE}={said!r}: give seconds above 0")
+        raise ConfigError(f"{TIMEOUT_VARIABLE}={text!r}: give seconds above 0")
     return timeout_s

@@ -34,8 +34,8 @@ class KvPages:
 
     def rosemux_memory(self) -> dict[str, Any]:
         """`GuestMemory` of this worker as builtins, which vLLM's own calls can carry."""
-        said: dict[str, Any] = msgspec.to_builtins(report(self))
-        return said
+        builtins: dict[str, Any] = msgspec.to_builtins(report(self))
+        return builtins
 
     def rosemux_pace(self) -> None:
         """Pace this worker's weight work from now on: each piece asks the slot for slack."""

@@ -1,7 +1,7 @@
 """`deploy/gpu/build-kvcached`: compiles kvcached from the source in an installed bundle.
 
 Into a directory of its own, with an `activate` file: it is on no path unless that file is sourced.
-What a compilation needs is looked for before it begins.
+The prerequisites of a compilation are checked before it begins.
 """
 
 import argparse

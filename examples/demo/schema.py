@@ -73,7 +73,7 @@ class Ratios(LatencyRatios, frozen=True, kw_only=True):
 class OnPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Mean absolute log-probability difference, trainer's recomputation against the engine's.
 
-    Of steps in which both kinds sampled, the dedicated engines' weighted by harvested tokens.
+    Covers steps in which both kinds sampled; harvested tokens weight the dedicated engines' steps.
     """
 
     logprob_gap_dedicated: float | None

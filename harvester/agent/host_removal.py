@@ -1,7 +1,7 @@
 """Takes back what agents and guests leave on a host: control groups, ranks, pages, locks, files.
 
-It begins only where no agent and no guest of any slot runs. What is not RoseMux's, or is still in
-use, stays and is named. Audit, journals and states stay unless they are asked for.
+It begins only where no agent and no guest of any slot runs. Objects that are not RoseMux's, or are
+still in use, stay and are named. Audit, journals and states stay unless they are asked for.
 """
 
 import os

@@ -114,7 +114,7 @@ def read_dcgm(body: bytes) -> AcceleratorsReading:
     for family in text_string_to_metric_families(lines + "\n"):
         for sample in family.samples:
             gpu, field = found.setdefault(sample.labels.get("UUID", ""), {}), _DCGM[sample.name]
-            # Slices of a MIG GPU repeat its values; one that is no number hides none that is.
+            # Slices of a MIG GPU repeat its values: the largest counts, but one NaN makes it NaN.
             gpu[field] = max(gpu.get(field, sample.value), sample.value)
             if math.isnan(sample.value):
                 gpu[field] = math.nan

@@ -1,4 +1,4 @@
-"""Audit events of the lease table's answers: to whom a slot was leased, or why not.
+"""Audit events of the lease table's answers: leases with their holders, refusals with reasons.
 
 A request and its answer are one event; a renewal that is granted is none.
 """

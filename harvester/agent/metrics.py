@@ -34,18 +34,18 @@ _GAUGES = {
         "Expected idle share of the next 10, 30 and 120 seconds.",
     ),
     "leases_active": ("slot tenant", "Leases in force."),
-    "guest_step_over_ratio": ("slot", "Guest steps longer than predicted; 0.1 is wanted."),
+    "guest_step_over_ratio": ("slot", "Guest steps longer than predicted; 0.1 is expected."),
     "guest_step_percentile_ratio": (
         "slot kind percentile",
-        "The guest's steps over what was predicted for them alone; 1 is wanted at P90 alone.",
+        "The guest's steps over what was predicted for them alone; 1 is expected at P90 alone.",
     ),
     "production_step_over_ratio": (
         "slot kind",
-        "Production's steps longer than predicted; 0.1 is wanted.",
+        "Production's steps longer than predicted; 0.1 is expected.",
     ),
     "production_step_percentile_ratio": (
         "slot kind percentile",
-        "Production's steps, observed over predicted; 1 is wanted at P90.",
+        "Production's steps, observed over predicted; 1 is expected at P90.",
     ),
     "blocking_ratio": (
         "slot kind",

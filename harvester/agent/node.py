@@ -308,7 +308,7 @@ def _make_root(config: AgentConfig) -> None:
 
 
 class StopAudit:
-    """Notes which orders to stop came into force, and which were lifted by whom."""
+    """Notes orders to stop that came into force, and orders that were lifted, with the caller."""
 
     def __init__(self, log: AuditLog, stops: Sequence[Stop]) -> None:
         """`stops` are those in force at the agent's start: its last run noted what was called."""

@@ -181,8 +181,8 @@ class Slot:
         outcomes = self._guest.outcomes()
         for outcome in outcomes:
             if outcome.fault:
-                said = "slot %s: %s of the guest failed: %s"
-                _log.error(said, self.name, outcome.action, outcome.fault)
+                message = "slot %s: %s of the guest failed: %s"
+                _log.error(message, self.name, outcome.action, outcome.fault)
             elif outcome.action is GuestAction.KILL:
                 _log.warning("slot %s: the guest has ended", self.name)
         # A release serves the guest, so it waits until the journal can be written.
@@ -370,5 +370,5 @@ def epoch_left(directory: PageDirectory) -> Epoch:
     """
     grant = directory.grant_reader().read_left().record
     guest = directory.guest_reader().read_left().record
-    said = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
-    return Epoch(max(0, grant.epoch if grant else 0, said))
+    epoch = guest.epoch if guest is not None and guest.epoch <= _MOST_EPOCH else 0
+    return Epoch(max(0, grant.epoch if grant else 0, epoch))

@@ -190,8 +190,8 @@ def _notes(slot: SlotConfig, planned: GuestPlan, pages: Path, owners: PageOwners
     names = () if slot.kvcached is None else slot.kvcached.production
     for variables in [production | launch.shared_memory(name) for name in names] or [production]:
         if variables:
-            said = " ".join(f"{name}={value}" for name, value in variables.items())
-            notes.append(f"production needs, with one restart: {said}")
+            listed = " ".join(f"{name}={value}" for name, value in variables.items())
+            notes.append(f"production needs, with one restart: {listed}")
     if planned.gpu is not None:
         notes.append(
             f"guests start one at a time on a GPU, by locks in {pages.parent}; do not restart "
@@ -210,9 +210,9 @@ def _watch(share: MpsShare | None, planned: GuestPlan) -> MpsWatch | None:
     return MpsWatch(share.control, look_s=1.0)
 
 
-def _table(said: Sequence[Answer], *, title: str) -> Table:
+def _table(answers: Sequence[Answer], *, title: str) -> Table:
     table = Table("", "choice", "", "why", title=title, title_justify="left")
-    for answer in said:
+    for answer in answers:
         mark = "taken" if answer.taken else "possible" if answer.possible else "not here"
         table.add_row(answer.question, answer.choice, mark, answer.why)
     return table

@@ -57,9 +57,9 @@ def _checked(what: str, look: Callable[[], str]) -> Check:
 
 
 def _vllm(vllm: Capabilities, *, imports: bool) -> str:
-    said = f"{vllm.version}, run by {sys.executable}"
+    text = f"{vllm.version}, run by {sys.executable}"
     if not imports:
-        return said
+        return text
     try:
         subprocess.run(
             [sys.executable, "-c", "import vllm"],
@@ -73,7 +73,7 @@ def _vllm(vllm: Capabilities, *, imports: bool) -> str:
     except subprocess.CalledProcessError as error:
         why = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(f"{sys.executable} cannot import vLLM {vllm.version}: {why}") from error
-    return said
+    return text
 
 
 def _model(folder: Path) -> str:

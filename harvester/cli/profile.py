@@ -94,12 +94,12 @@ def _calibrations(directory: PageDirectory) -> str:
             continue
         kinds = {"prefills": pulse.prefill_calibration, "decodes": pulse.decode_calibration}
         for kind, found in kinds.items():
-            said = "none compared yet"
+            ratios = "none compared yet"
             if found.steps:
                 quantiles = (found.p50_ratio, found.p90_ratio, found.p99_ratio)
-                said = "P50 {:.2f}, P90 {:.2f}, P99 {:.2f}".format(*quantiles)
-                said += f" of {found.steps}, {found.over_ratio:.0%} longer"
-            lines += f"# {name} {kind}: {said}\n"
+                ratios = "P50 {:.2f}, P90 {:.2f}, P99 {:.2f}".format(*quantiles)
+                ratios += f" of {found.steps}, {found.over_ratio:.0%} longer"
+            lines += f"# {name} {kind}: {ratios}\n"
     return lines
 
 

@@ -29,12 +29,12 @@ def release(
     """
     agent = load_agent_config(config)
     chosen = agent.slot_named(slot)
-    said = reason.strip().encode()
-    if not said or len(said) > RELEASE_BYTES_MAX:
+    text = reason.strip().encode()
+    if not text or len(text) > RELEASE_BYTES_MAX:
         raise ConfigError(f"--reason: say it in 1 to {RELEASE_BYTES_MAX} bytes")
     path = agent.file_of(chosen, "release")
     try:
-        whole_file.replace(path, said + b"\n", mode=0o644)
+        whole_file.replace(path, text + b"\n", mode=0o644)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     obeyed = _obeyed(path)

@@ -125,12 +125,12 @@ def _summary(reading: Reading[Grant | Guest | Pulse]) -> str:
 def _held(guest: Guest) -> str:
     """Calibration of the guest's step times: observed over predicted."""
     kinds = {"alone": guest.step_calibration, "beside production": guest.beside_calibration}
-    said = [
+    ratios = [
         f"{found.p50_ratio:.2f} and {found.p90_ratio:.2f} times it {kind}"
         for kind, found in kinds.items()
         if found.steps
     ]
-    return f" (P50 and P90: {', '.join(said)})" if said else ""
+    return f" (P50 and P90: {', '.join(ratios)})" if ratios else ""
 
 
 def _lent(guest: Guest) -> str:

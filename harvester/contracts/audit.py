@@ -80,7 +80,7 @@ def audit_files(path: Path) -> list[Path]:
 
 
 def read_audit(path: Path) -> Iterator[AuditEvent | str]:
-    """The events of one file; for a line that is none, such as a torn one, a message."""
+    """The events of one file, and a message for each line that cannot be decoded, as a torn one."""
     decoder = msgspec.json.Decoder(AuditEvent)
     with path.open("rb") as file:
         for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):

@@ -33,11 +33,11 @@ def ranks(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> frozenset[
     session = _session(pid, proc)
     for thread in sorted(int(entry.name) for entry in (proc / str(pid) / "task").iterdir()):
         try:
-            said = (proc / str(pid) / "task" / str(thread) / "cgroup").read_text()
+            memberships = (proc / str(pid) / "task" / str(thread) / "cgroup").read_text()
             idle_class = os.sched_getscheduler(thread) == os.SCHED_IDLE
         except (FileNotFoundError, ProcessLookupError):
             continue  # It ended after it was listed.
-        own = _with_weight(said, cgroups)
+        own = _with_weight(memberships, cgroups)
         found.add(Rank(own if own != "/" else session or own, idle_class))
     if not found:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH), str(proc / str(pid)))
@@ -66,8 +66,8 @@ def control_group(pid: int, *, proc: Path = PROC, cgroups: Path = CGROUPS) -> st
     return _with_weight((proc / str(pid) / "cgroup").read_text(), cgroups)
 
 
-def _with_weight(said: str, cgroups: Path) -> str:
-    lines = said.splitlines()
+def _with_weight(memberships: str, cgroups: Path) -> str:
+    lines = memberships.splitlines()
     paths = {names: path for _, names, path in (line.split(":", 2) for line in lines)}
     own = next((path for names, path in paths.items() if "cpu" in names.split(",")), None)
     return _with_cpu_controller(paths.get("", "/"), cgroups) if own is None else own

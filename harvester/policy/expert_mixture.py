@@ -1,6 +1,6 @@
 """Mixes the quantiles of several experts, and holds each quantile to its frequency.
 
-weight   what following the expert would have saved lately, over the square of what it swung by
+weight   loss that following the expert would have saved lately, over the squares of these savings
          (ML-Poly of Gaillard, Stoltz and van Erven, 2014: no rate to tune, and the mixture is
          in the long run as good as the best fixed one)
 offset   moves up with each outcome above the quantile and down with each below, so that a
@@ -21,6 +21,7 @@ in a row: a tenth of the usual error each time, which chance moves by less than 
 _ERROR_WEIGHT = 0.02
 
 Quantiles = Sequence[float]
+Predictions = Sequence[Quantiles | None]
 
 
 class ExpertMixture:
@@ -33,21 +34,21 @@ class ExpertMixture:
         self._offsets = [0.0] * len(QUANTILES)
         self._error = 0.1
 
-    def mix(self, said: Sequence[Quantiles | None]) -> tuple[float, ...]:
-        """`said` by each expert; None by one that knows nothing now; the trusted know."""
-        return tuple([self._mixed(place, said) for place in range(len(QUANTILES))])
+    def mix(self, predictions: Predictions) -> tuple[float, ...]:
+        """`predictions`: one of each expert, None if it has none now; the trusted have one."""
+        return tuple([self._mixed(place, predictions) for place in range(len(QUANTILES))])
 
     def calibrated(self, mixed: Quantiles) -> tuple[float, ...]:
         shifted = (one + offset for one, offset in zip(mixed, self._offsets, strict=True))
         return tuple(sorted(min(1.0, max(0.0, one)) for one in shifted))
 
-    def observe(self, said: Sequence[Quantiles | None], mixed: Quantiles, outcome: float) -> None:
-        """`mixed` was made of what was `said`, and this came of it."""
+    def observe(self, predictions: Predictions, mixed: Quantiles, outcome: float) -> None:
+        """Learns from an outcome: `mixed` was made of `predictions`."""
         final = self.calibrated(mixed)
         for place, quantile in enumerate(QUANTILES):
             slope = _slope(mixed[place], outcome, quantile)
             savings, squares = self._savings[place], self._squares[place]
-            for expert, own in enumerate(said):
+            for expert, own in enumerate(predictions):
                 savings[expert] *= _KEPT
                 squares[expert] *= _KEPT
                 if own is not None and slope:
@@ -58,11 +59,11 @@ class ExpertMixture:
             self._offsets[place] -= _OFFSET_RATIO * self._error * miss
         self._error += _ERROR_WEIGHT * (abs(outcome - final[len(final) // 2]) - self._error)
 
-    def _mixed(self, place: int, said: Sequence[Quantiles | None]) -> float:
+    def _mixed(self, place: int, predictions: Predictions) -> float:
         savings, squares = self._savings[place], self._squares[place]
         total = weights = plain = 0.0
         count = 0
-        for expert, own in enumerate(said):
+        for expert, own in enumerate(predictions):
             if own is None:
                 continue
             weight = max(0.0, savings[expert]) / (squares[expert] or 1.0)

@@ -75,7 +75,7 @@ class _Example:
     idle_s: float
     known_s: float
     levels: tuple[float | None, ...]
-    said: tuple[tuple[float, ...] | None, ...]
+    predictions: tuple[tuple[float, ...] | None, ...]
     mixed: tuple[float, ...]
 
 
@@ -122,8 +122,8 @@ class _Horizon:
         due_s = waiting[-1].begun_s + self.horizon_s / _EXAMPLES if waiting else now
         # A mean of a few seconds would teach residuals that are no longer met.
         if means is not None and now >= due_s and known_s >= self.horizon_s:
-            levels, said, mixed = self._mix(means, wall_s)
-            waiting.append(_Example(now, wall_s, idle_s, known_s, levels, said, mixed))
+            levels, predictions, mixed = self._mix(means, wall_s)
+            waiting.append(_Example(now, wall_s, idle_s, known_s, levels, predictions, mixed))
 
     def _mix(
         self, means: Sequence[float], wall_s: float
@@ -134,15 +134,15 @@ class _Horizon:
             for season, profile in zip(_SEASONS, self.profiles, strict=True)
         )
         levels = (*means[self._skipped :], *seasonal)
-        said = tuple(
+        predictions = tuple(
             None if level is None else residuals.quantiles(level)
             for level, residuals in zip(levels, self._residuals, strict=True)
         )
-        return levels, said, self._mixture.mix(said)
+        return levels, predictions, self._mixture.mix(predictions)
 
     def _learn(self, example: _Example, outcome: float) -> None:
         self._outcomes += 1
-        self._mixture.observe(example.said, example.mixed, outcome)
+        self._mixture.observe(example.predictions, example.mixed, outcome)
         for level, residuals in zip(example.levels, self._residuals, strict=True):
             if level is not None:
                 residuals.add(outcome - level, level=level)

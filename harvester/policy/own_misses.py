@@ -1,9 +1,9 @@
 """Production's own misses, apart from the budget: their coverage is tested without any charge.
 
-Their rate comes from slices withheld at random. Load comes in swings that outlast slices, so that
-all withheld ones may fall between two of them. How far the rates of minutes, granted and withheld
-requests together, spread around their mean says how far off a sample of the minutes may be. Harm
-that lasts raises all minutes and adds no spread. Reads no clock.
+Their rate comes from slices withheld at random. Load swings last longer than a slice, so that all
+withheld slices may miss a swing. The spread of the per-minute miss rates, granted and withheld
+requests together, estimates this sampling error. Lasting harm raises all minutes alike and adds no
+spread. Reads no clock.
 """
 
 import math

@@ -37,7 +37,7 @@ _TAIL_LEAST = 100
 """Latencies before there is a P99 of them."""
 _SLICE_KEPT = 256
 _SLICE_RECENT = 64
-"""Most latencies of one slice among the recent ones, which so are of many slices."""
+"""Most latencies that one slice adds to the recent ones, which therefore span many slices."""
 _MEDIAN_LEAST = 5
 _IMPACT_MEMORY_S = 12 * 3600.0
 

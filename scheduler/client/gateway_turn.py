@@ -109,6 +109,6 @@ class GatewayTurn:
         turn.end(reason)
 
     def _differ(self) -> None:
-        """Sampled anew. What the client has is the turn; the gateway's is left to end."""
+        """The gateway sampled anew: the client's tokens are the turn, and the gateway's may end."""
         self._known = _ANOTHER
         raise Interrupted("the gateway's turn does not begin with the tokens that are here")

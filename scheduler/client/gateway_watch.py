@@ -51,22 +51,22 @@ class GatewaySilence:
 
     def __init__(self, limit_s: float, *, now: float) -> None:
         self._limit_s = limit_s
-        self.heard_s = now
+        self.answered_at_s = now
         self.silent = False
 
     def begin(self, *, now: float) -> None:
         """Probing begins after a rest: its time was not the gateway's."""
-        self.heard_s = now
+        self.answered_at_s = now
 
     def hear(self, *, now: float) -> None:
-        self.heard_s, self.silent = now, False
+        self.answered_at_s, self.silent = now, False
 
     def miss(self, *, began_s: float, now: float) -> None:
         """A probe that began at `began_s` had no answer. One that took far longer than its own
         timeout says that this process stood still, not the gateway."""
         if now - began_s > 2 * self._limit_s:
-            self.heard_s = now
-        elif now - self.heard_s >= self._limit_s:
+            self.answered_at_s = now
+        elif now - self.answered_at_s >= self._limit_s:
             self.silent = True
 
 
@@ -119,7 +119,7 @@ class GatewayWatch:
 
     @property
     def unanswered_s(self) -> float:
-        return self._clock.now() - self._silence.heard_s
+        return self._clock.now() - self._silence.answered_at_s
 
     def hear(self) -> None:
         self._warned = False

@@ -62,8 +62,8 @@ class StoredJob:
 
 class SchedulerState:
     """Raises ConfigError if the file cannot be opened or belongs to another version, and
-    sqlite3.Error if it cannot be written, which changes nothing. What it says already is not
-    written again, and needs no room on a full disk."""
+    sqlite3.Error if it cannot be written, which changes nothing. Values that it holds already
+    are not written again, and need no room on a full disk."""
 
     def __init__(self, path: Path | None) -> None:
         pragmas = ("journal_mode=WAL", "synchronous=NORMAL")

@@ -1,6 +1,6 @@
 """Text to token ids and back, by vLLM's own templates, tokenizer, tool and reasoning parsers.
 
-The gateway's turns are token ids. What is text in a client's dialect is rendered and derendered by
+The gateway's turns are token ids. Text of a client's dialect is rendered and derendered by
 `vllm launch render`, a process without a GPU, or by a dedicated engine, which serves the same
 routes; never in the gateway's event loop. Faults that vLLM finds in a request go to its client as
 vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 0.31.

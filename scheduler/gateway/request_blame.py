@@ -10,8 +10,8 @@ from scheduler.gateway.running_attempt import RunningAttempt, suspected_as
 
 
 class RequestBlame:
-    """Two engines that one request fails, in its first step there, convict it by `policy`; a prompt
-    with which more engines died than chance explains, by `deaths`."""
+    """`policy` convicts a request under which two engines failed, the second in its first step
+    there; `deaths` convicts a prompt with which more engines died than chance explains."""
 
     def __init__(self) -> None:
         self.policy = BlamePolicy()

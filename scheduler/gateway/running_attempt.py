@@ -48,7 +48,7 @@ class Cut(StrEnum):
 class RunningAttempt:
     turn: Turn
     began_s: float
-    heard_s: float
+    chunk_at_s: float
     gap_s: float = math.inf
     """Time between the last two reads that brought chunks, in s."""
     course: TurnCourse = field(default_factory=TurnCourse)
@@ -75,7 +75,7 @@ class RunningAttempt:
 
     def hear(self, *, now: float, pause_s: float) -> None:
         """A chunk came; a gap of more than `pause_s` before it was a pause."""
-        gap_s, self.heard_s = now - self.heard_s, now
+        gap_s, self.chunk_at_s = now - self.chunk_at_s, now
         if gap_s > _ONE_READ_S:
             self.gap_s = gap_s
         if gap_s > pause_s:
@@ -92,7 +92,7 @@ class RunningAttempt:
 
     def excuse(self, silence_s: float, *, now: float) -> None:
         """Takes time in which the gateway itself did not listen off the silence."""
-        self.heard_s = min(now, self.heard_s + silence_s)
+        self.chunk_at_s = min(now, self.chunk_at_s + silence_s)
 
     def cut(self, why: Cut) -> None:
         if self.why_cut is None and self.task is not None and not self.task.done():

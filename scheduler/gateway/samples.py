@@ -122,7 +122,7 @@ class Samples:
                     task.cancel()
                 await asyncio.gather(*now, return_exceptions=True)
         finally:
-            # Cancelled itself: none of them may go on for nobody.
+            # Cancelled itself: none of them may go on without a reader.
             for task in left:
                 task.cancel()
             # Their errors refer back to here, by the frames that they passed.

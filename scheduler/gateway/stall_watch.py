@@ -55,7 +55,7 @@ class StallWatch:
         """Cuts a stalled turn; `moving` other turns leave already and have not taken their places
         yet."""
         now, kind = self._clock.now(), member.engine.kind
-        silent_s = now - running.heard_s
+        silent_s = now - running.chunk_at_s
         tail = not self._dispatcher.policy.queued_turns
         usual_s = self._first_tokens.usual_s if kind is EngineKind.DEDICATED else 0.0
         stall_s = self._timeouts.moved_after_s(kind, tail=tail)

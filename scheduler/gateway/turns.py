@@ -231,7 +231,7 @@ class TurnRunner:
         """One attempt on one engine."""
         now, engine = self._clock.now(), placed.engine
         running = RunningAttempt(
-            turn, began_s=now, heard_s=now, course=course, trial=self.blame.suspected(turn, now)
+            turn, began_s=now, chunk_at_s=now, course=course, trial=self.blame.suspected(turn, now)
         )
         course.interruption = ""
         there = self._fleet.members.get(engine)
@@ -403,7 +403,7 @@ class TurnRunner:
                 check_finish(choice)
                 if choice.token_ids:
                     if not running.tokens and not guest and turn.scores is None:
-                        self._first_tokens.note(running.heard_s - running.began_s)
+                        self._first_tokens.note(running.chunk_at_s - running.began_s)
                     running.tokens += accepted(turn, attempt, choice, bound, most_logprob)
                     member.held_tokens = max(member.held_tokens, turn.length)
                     if running.course.too_short:

@@ -1,9 +1,9 @@
-"""Compares configurations on the samples of a recorded slot journal: what each would have granted.
+"""Compares configurations on the samples of a recorded slot journal: each one's grants.
 
-Two policies decide each sample: one with the recorded settings, one with the new ones. What the
-samples say of production was measured beside the recorded grants, so the answer holds where a
-change of grants changes production little. What the guest's own gate decides step by step (the
-slack law) is not in a journal: tokens are estimated at the guest's recorded pace.
+Two policies decide each sample: one with the recorded settings, one with the new ones. The
+samples show production beside the recorded grants, so the answer holds where a change of grants
+changes production little. A journal has no step-by-step decisions of the guest's own gate (the
+slack law): tokens are estimated at the guest's recorded pace.
 """
 
 from collections import defaultdict

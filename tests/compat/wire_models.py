@@ -1,8 +1,8 @@
 """`python -m tests.compat.wire_models WHEELS`: vLLM's own request and reply models, as goldens.
 
-Of each supported version's wheel: the request that its models dump with their defaults and with
-every sampling parameter that RoseMux carries, the JSON schemas of its replies, and the fields of
-OpenAI's requests. Equal ones are written once, to tests/contract/scheduler/vllm_wire.json, which
+Goldens of each supported version's wheel: the request that its models dump with their defaults and
+with every sampling parameter that RoseMux carries, the JSON schemas of its replies, and the fields
+of OpenAI's requests. Equal ones are written once, to tests/contract/scheduler/vllm_wire.json, which
 tests/contract/scheduler/test_vllm_models.py holds the gateway to.
 """
 

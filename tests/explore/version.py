@@ -237,10 +237,17 @@ class World(NamedTuple):
 
 class VersionModel:
     def __init__(self, *, faults: int = 4, publishes: int = 3) -> None:
-        moments = {"failed_at_s", "heard_s", "learned_s", "since_s", "stalled_s", "closed_until_s"}
+        moments = {
+            "failed_at_s",
+            "progress_at_s",
+            "learned_s",
+            "since_s",
+            "stalled_s",
+            "closed_until_s",
+        }
         ignored = {
             *("_config", "request", "counters", "logprobs", "reasoning", "sampling_params"),
-            *("end_tokens", "_turn_tokens", "seconds", "tokens", "learned_s", "heard_s"),
+            *("end_tokens", "_turn_tokens", "seconds", "tokens", "learned_s", "progress_at_s"),
             *("token_ids", "limit", "refused"),
         }
         kinds: dict[str, Any] = {"moments": moments, "ignored": ignored, "age_max_s": 2 * TICK_S}

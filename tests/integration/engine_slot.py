@@ -1,8 +1,8 @@
 """Two real engines on one slot, production and guest, with the node agent acted by the tests.
 
-One slot serves the whole session, because two engines take half a minute to start. What the agent
-says is beaten by a thread: a test sets a grant and goes on. Waits are long and end early, so that a
-busy machine makes the tests slow and not red.
+One slot serves the whole session, because two engines take half a minute to start. A thread renews
+the agent's grant each beat: a test sets a grant and goes on. Waits are long and end early, so that
+a busy machine makes the tests slow and not red.
 """
 
 import asyncio

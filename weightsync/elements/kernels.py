@@ -1,7 +1,7 @@
 """Changing a state in place, and the loops over all its elements.
 
 Compiled loops that hold no lock of Python's and check no lengths: delta.py did before, so that an
-apply cannot fail half-way. What gap streams are: see scan.py.
+apply cannot fail half-way. scan.py describes gap streams.
 """
 
 from typing import NamedTuple

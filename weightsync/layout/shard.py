@@ -129,8 +129,8 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
 
 
 def _check_filled(raw: bytes, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
-    """Raises Corrupt unless the tensors fill the file, as safetensors' own reader demands. Of a
-    tensor that is named twice the last name counts here, and the bytes of the first are left."""
+    """Raises Corrupt unless the tensors fill the file, as safetensors' own reader demands. A name
+    that occurs twice counts with its last entry, so that the bytes of the first are a gap."""
     at = _LENGTH_BYTES + len(raw)
     for begin, end in sorted(offsets.values()):
         if begin != at:

@@ -1,6 +1,6 @@
 """A store in any known layout, presented in RoseMux's: its own stores are passed through untouched.
 
-Of another trainer's store it makes LATEST, the name of the newest complete version, the directory
+For another trainer's store it makes LATEST (the name of the newest complete version), the directory
 of version 0 from the base checkpoint, and every index, with the stamp of its file: the run that
 wrote it is then known through servers and relays too. The store is only read. Which layout it is
 shows once the first version is complete; until then there is no version. Names of another layout

@@ -217,18 +217,18 @@ def _check_status(answer: HTTPResponse, *, what: str) -> None:
     status = answer.status
     if status in {200, 206, 304}:
         return
-    said = answer.read(_ERROR_BYTES).decode(errors="replace").strip()
-    told = f"{what}: {status} {said[:200]}"
+    body = answer.read(_ERROR_BYTES).decode(errors="replace").strip()
+    message = f"{what}: {status} {body[:200]}"
     if status == 404:
-        raise FileNotFoundError(told)
+        raise FileNotFoundError(message)
     if status in {401, 403}:
         raise ConfigError(f"{what} refuses this reader ({status}): give the server's token file")
     if status in {409, 416}:
-        raise Corrupt(f"{what} is not what was published: {said[:200]}")
+        raise Corrupt(f"{what} is not what was published: {body[:200]}")
     if status in {408, 425, 429} or status >= 500:
         asked_s = retry_after_s(answer.headers.get("Retry-After"), most_s=_MAX_RETRY_AFTER_S)
-        raise Interrupted(told, retry_after_s=asked_s)
-    raise PeerProtocolError(told)
+        raise Interrupted(message, retry_after_s=asked_s)
+    raise PeerProtocolError(message)
 
 
 def _check_range(answer: HTTPResponse, wanted: ByteSpan, *, what: str) -> None:

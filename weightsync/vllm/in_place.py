@@ -2,11 +2,11 @@
 
 On trial every tensor is copied, changed and hashed, so that a base or a delta that does not
 lead to the published state is found before anything is touched; packed forms of linear layers are
-made from the very copies that were hashed. Of a foreign store only changed tensors can be tried, by
-its checksums. A rank's box of a tensor has no published digest: before the change it must have that
-of the last update. In the pause each block is hashed as soon as it is
-written, while the processor's cache holds it, so that all weights are read once instead of twice;
-the digests must be those of the trial.
+made from the very copies that were hashed. A foreign store has checksums of changed tensors only,
+so that its trial covers these. A rank's box of a tensor has no published digest: before the change
+it must have that of the last update. In the pause each block is hashed as soon as it is written,
+while the processor's cache holds it, so that all weights are read once instead of twice; the
+digests must be those of the trial.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,7 +59,7 @@ def applied_in_place(
 ) -> Applied:
     """Write deltas and verify the result; for stagings that are `is_provable`.
 
-    What follows only derives packed forms. Tensors that lie whole on a GPU are hashed there.
+    Later steps only derive packed forms. Tensors that lie whole on a GPU are hashed there.
     Raises Corrupt if the result is not that of the trial; the target is then in doubt, as after
     any other failure.
     """

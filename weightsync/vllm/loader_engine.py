@@ -2,8 +2,8 @@
 
 There an engine is made without its worker's settings, `start_weight_update` takes the model apart
 by default, and `update_weights` waits for an accelerator that a CPU does not have. So
-the three calls of a worker go to our engine, where it is ours, and leave the model as it is; to
-whoever calls them they are as in engine.py.
+the three calls of a worker go to our engine, where it is ours, and leave the model as it is;
+their callers see no difference from engine.py.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def _start(
     upstream: Callable[..., None],
     worker: Any,
     engine: LoaderShapedEngine,
-    is_checkpoint_format: bool = True,  # noqa: ARG001 - said by vLLM's clients, the same to us
+    is_checkpoint_format: bool = True,  # noqa: ARG001 - set by vLLM's clients, ignored here
 ) -> None:
     engine.attach(worker)
     upstream(worker, is_checkpoint_format=False)

@@ -2,8 +2,8 @@
 
 Learned once, as in loader_map.py. Row blocks, column blocks and parts of fused layers lie in one
 piece in runtime storage: each such box is a tensor of the rank, that deltas change where it lies.
-Of a tensor of which any box has another dtype or order there, the rank keeps the rows that it has a
-part of in host memory, and says so.
+If any box of a tensor has another dtype or order there, the rank keeps the rows of that tensor that
+it has a part of in host memory, and logs a warning.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """One piece of work done in the background while the engine runs, handed over in the pause.
 
 Holds at most one result, that of the newest key asked for. All work runs on one thread, so that no
-two pieces ever overlap. What the work is, and whether its result still fits, the caller decides.
+two pieces ever overlap. The caller decides what the work is and whether its result still fits.
 """
 
 from collections.abc import Callable, Hashable

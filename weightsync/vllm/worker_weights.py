@@ -97,8 +97,8 @@ class WorkerWeights:
             self._weights = AdaptedWeights(base, AdapterStores(root), slots)
 
     def stage(self, update_info: UpdateInfo) -> dict[str, str]:
-        """Prepare a version in the background; returns its state and a message. A store that is not
-        there is a failure like one of its versions: whoever asks must hear of it."""
+        """Prepare a version in the background; returns its state and a message. A missing
+        store is a failure like one of its versions: the caller gets its message."""
         if self._asleep:
             return {"state": "asleep", "message": "the update prepares by itself"}
         try:

@@ -269,7 +269,7 @@ def main() -> None:
 
 
 def _warm(directory: Path) -> None:
-    """Every kernel for every width of element, before anybody is forked."""
+    """Every kernel for every width of element, before any process is forked."""
     for encoding in (Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE):
         store = directory / encoding
         with Publisher(store, encoding=encoding) as publisher:

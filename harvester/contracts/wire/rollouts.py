@@ -1,8 +1,8 @@
 """The data path between an RL job, the gateway and rollout engines: ids in, ids and log-probs out.
 
 The shapes follow vLLM's `/inference/v1/generate`, so that a job can point at one stock engine or at
-a fleet. What RoseMux adds: a version pin and, in each reply, spans that say which version, engine
-and numerics made which tokens.
+a fleet. RoseMux adds a version pin and, in each reply, spans that say which version, engine and
+numerics made which tokens.
 """
 
 from enum import StrEnum

@@ -47,7 +47,7 @@ class EngineLoad:
     """Forecast idle share of a guest's slot; None if unknown."""
     offered: bool = False
     open_turns: int = 0
-    heard_s: float = 0.0
+    progress_at_s: float = 0.0
     """Time at which a turn last left, or the first of the open ones came."""
     seconds: float = 0.0
     """Stream time of the last turns, older ones decayed, other streams of the step taken out."""
@@ -88,7 +88,7 @@ class EngineLoad:
 
     def begin(self, *, now: float) -> None:
         if self.open_turns == 0:
-            self.heard_s = now
+            self.progress_at_s = now
         self.open_turns += 1
 
     def stall(self, *, now: float) -> None:
@@ -116,7 +116,7 @@ class EngineLoad:
         self.seconds = (1 - weight) * self.seconds + alone_s
         self.tokens = (1 - weight) * self.tokens + tokens
         self.open_turns -= 1
-        self.heard_s = self.learned_s = now
+        self.progress_at_s = self.learned_s = now
 
     def turn_s(
         self, turn_tokens: float, *, guess_s: float, half_life_s: float, now: float
@@ -132,7 +132,7 @@ class EngineLoad:
         expected_s = turn_tokens * alone_s * (1 + STEP_SHARE_PER_STREAM * (self.open_turns + 1))
         paused = self.stalled_s is not None and now - self.stalled_s < STALL_PAUSE_S
         if self.open_turns or paused:
-            expected_s = max(expected_s, now - self.heard_s)
+            expected_s = max(expected_s, now - self.progress_at_s)
         return expected_s + max(0.0, self.closed_until_s - now)
 
     def _faded(self, half_life_s: float, now: float) -> float:

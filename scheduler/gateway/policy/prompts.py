@@ -31,8 +31,8 @@ class Prompt:
 
 
 class Prompts:
-    """Finds the prompt of a turn that is held by another one, by the ids' identity: to compare two
-    would be a pass over both."""
+    """One prompt for all turns with the same tuple of ids, found by its `id()`: a comparison of two
+    tuples would be a pass over both."""
 
     def __init__(self) -> None:
         self._held: WeakValueDictionary[int, Prompt] = WeakValueDictionary()
@@ -40,6 +40,6 @@ class Prompts:
     def of(self, job: JobId, token_ids: tuple[int, ...]) -> Prompt:
         prompt = self._held.get(id(token_ids))
         if prompt is None:
-            # It holds the ids, so that no others have their identity while it is found here.
+            # The prompt holds its ids: no other tuple has their `id()` while it is found here.
             prompt = self._held[id(token_ids)] = Prompt(job, token_ids)
         return prompt

@@ -1,6 +1,6 @@
 """The phase service in an event loop: calls as bytes, entries held open until their permit exists.
 
-What the socket and the Ray actor have in common.
+The socket and the Ray actor share it.
 """
 
 import asyncio

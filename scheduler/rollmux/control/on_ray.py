@@ -82,7 +82,7 @@ class ControlActor:
             try:
                 await stack.enter_async_context(exposition(self._service, self._metrics_port))
             except ConfigError as error:
-                # Jobs need the control more than anybody needs its figures.
+                # Jobs need the control more than operators need its figures.
                 _LOG.warning("no metrics: %s", error)
             await self._api.tick()
 

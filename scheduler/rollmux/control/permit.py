@@ -49,7 +49,7 @@ class Permit:
         )
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
         self._recall: Recall | None = None
-        self._said_ratio = 0.0
+        self._reported_ratio = 0.0
         self._lost = self._fault = ""
         self._answered_s = asked_s
         self._asked_to_narrow_s: float | None = None
@@ -118,8 +118,8 @@ class Permit:
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
         """Reports the completed share of the phase, and the number of its tokens."""
         self._complete_ratio, self._tokens = complete_ratio, tokens
-        if complete_ratio >= self._said_ratio + _PROGRESS_STEP:
-            self._said_ratio = complete_ratio
+        if complete_ratio >= self._reported_ratio + _PROGRESS_STEP:
+            self._reported_ratio = complete_ratio
             self._wake.set()
 
     def narrowed(self) -> None:

@@ -99,10 +99,10 @@ def slowdowns(roster: Roster, *, rules: Rules, horizon: Horizon) -> Records:
 
 
 def keeps_all(
-    roster: Roster, *, rules: Rules, horizon: Horizon, glance: ShortRun, quantile: float
+    roster: Roster, *, rules: Rules, horizon: Horizon, short_run: ShortRun, quantile: float
 ) -> bool:
     """Whether `upper_bound` of each slow-down over the horizon is within its SLO."""
-    return keeps(roster.jobs, _NODES, roster.beliefs, glance, horizon, quantile, rules, _NO_LOG)
+    return keeps(roster.jobs, _NODES, roster.beliefs, short_run, horizon, quantile, rules, _NO_LOG)
 
 
 def group_load(occupants: Sequence[Occupant], *, tails_move: bool = False) -> tuple[float, float]:

@@ -17,14 +17,14 @@ from scheduler.rollmux.forecast.stages import Rules
 
 OUR_RULES = Rules(migrate=True, warm_s=5.0, migrate_s=3.0)
 OUR_HORIZON = Horizon()
-OUR_GLANCE = ShortRun()
+OUR_SHORT_RUN = ShortRun()
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     rules: Rules = OUR_RULES
     horizon: Horizon = OUR_HORIZON
-    glance: ShortRun = OUR_GLANCE
+    short_run: ShortRun = OUR_SHORT_RUN
     constraint: ChanceConstraint = field(default_factory=ChanceConstraint)
 
     def with_warm_start(self, seconds: float) -> "Judge":
@@ -51,7 +51,7 @@ class Judge:
             roster,
             rules=self.rules,
             horizon=self.horizon,
-            glance=self.glance,
+            short_run=self.short_run,
             quantile=self.constraint.quantile,
         )
 

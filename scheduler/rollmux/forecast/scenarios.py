@@ -170,7 +170,7 @@ def keeps(
     template: Records,
     nodes: Records,
     beliefs: Records,
-    glance: ShortRun,
+    short_run: ShortRun,
     horizon: Horizon,
     quantile: float,
     rules: Rules,
@@ -186,9 +186,10 @@ def keeps(
         if template["slo"][k] < 1.0 and _shares(template, k):
             return False
     found = np.zeros((scenarios, count))
-    _live(template, nodes, beliefs, 0.0, 0, glance.warm_up, glance.cycles, rules, log, found[0])
+    warm_up, cycles = short_run.warm_up, short_run.cycles
+    _live(template, nodes, beliefs, 0.0, 0, warm_up, cycles, rules, log, found[0])
     for k in range(count):
-        if found[0, k] > slos[k] + glance.margin:
+        if found[0, k] > slos[k] + short_run.margin:
             return False
     doubt = 0.0 if scenarios == 1 else 1.0
     warm_up, cycles = horizon.warm_up, horizon.cycles

@@ -163,10 +163,8 @@ class CheapestHosting:
 
 @dataclass(slots=True)
 class _Search:
-    """One search from all jobs down to those parts that can be in the cheapest hosting.
-
-    Of hostings that cost the same the one is found that a search of all parts finds first.
-    """
+    """Branch and bound over the partitions of the jobs into groups. Among equal prices it finds the
+    hosting that a search without bounds would find first."""
 
     by: CheapestHosting
     guests: list[SearchedJob]

@@ -216,12 +216,12 @@ def endangered(jobs: Sequence[JobFacts], roster: Roster, judge: Judge, *, now: f
     """
     limits, bounds = roster.slos.tolist(), judge.bounds(roster).tolist()
     alone = [limit < 1.0 for limit in limits]
-    said = [_crowded(jobs[at], now) for at in range(len(jobs)) if alone[at] and _shares(roster, at)]
+    why = [_crowded(jobs[at], now) for at in range(len(jobs)) if alone[at] and _shares(roster, at)]
     over = {at: bounds[at] - max(1.0, limits[at]) for at in range(len(jobs)) if not alone[at]}
     # A short look at the means may have rejected a roster that the whole forecast finds close.
-    least = ROUNDING if said else min(ROUNDING, max(over.values()) - ROUNDING)
-    said += [_slowed(jobs[at], limits[at], bounds[at]) for at in over if over[at] > least]
-    return "; ".join(said)
+    least = ROUNDING if why else min(ROUNDING, max(over.values()) - ROUNDING)
+    why += [_slowed(jobs[at], limits[at], bounds[at]) for at in over if over[at] > least]
+    return "; ".join(why)
 
 
 def _shares(roster: Roster, at: int) -> bool:

@@ -102,11 +102,11 @@ class Driver:
             self._set(worker.one.arrival_s, self._arrive, worker)
         self._set(0.0, self._tick, True)
         while self._left:
-            t_s, _, act, whom, version = heappop(self._moments)
-            if version not in (_ALWAYS, getattr(whom, "version", _ALWAYS)):
+            t_s, _, act, target, version = heappop(self._moments)
+            if version not in (_ALWAYS, getattr(target, "version", _ALWAYS)):
                 continue
             self._now = max(self._now, t_s)
-            act(whom)
+            act(target)
             self._settle()
         self._counts.events = next(self._numbers)
         return RunResult(ledger=self.ledger, counts=self._counts, end_s=self._now)
@@ -117,8 +117,8 @@ class Driver:
     def _settle(self) -> None:
         """Hook after every moment; empty here."""
 
-    def _set(self, t_s: float, act: Callable[[Any], None], whom: Any) -> None:
-        heappush(self._moments, (t_s, next(self._numbers), act, whom, _ALWAYS))
+    def _set(self, t_s: float, act: Callable[[Any], None], target: Any) -> None:
+        heappush(self._moments, (t_s, next(self._numbers), act, target, _ALWAYS))
 
     def _set_next(self, worker: Worker, t_s: float, act: Callable[[Worker], None]) -> None:
         """Replaces the worker's next scheduled action."""

@@ -1,6 +1,6 @@
 """The Hugging Face index layout that other delta systems read and write, in both directions.
 
-What they write here is made by the official safetensors package and by hand, never by our writer.
+Their files are made here by the official safetensors package and by hand, never by our writer.
 """
 
 import json

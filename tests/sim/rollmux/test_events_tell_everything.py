@@ -1,7 +1,6 @@
 """A stranger with the file of events alone: dollars, kept promises, memory and permits, recomputed.
 
-What the stranger found is held against what the run says of itself; nothing of the run is used to
-find it.
+The stranger's figures are compared with the run's own; nothing of the run is used to find them.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Docstrings name their subject: none begins with a preposition or a pronoun for it."""
+"""Sentences of docstrings name their subject: none begins with a preposition or a pronoun."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,10 @@ PACKAGES = (
     "examples",
     "tests",
 )
-_RIDDLE = re.compile(r"\s*(Of|By|Who|Whose|What)\b")
+PRODUCT = PACKAGES[:4]
+_RIDDLE = re.compile(r"(?:\A\s*|[.:;?!]['\")]*\s+|\n\s*\n\s*)((?:Of|By|Who|Whose|What)\b[^\n]*)")
+"""A capital letter after a colon or a semicolon begins a sentence too."""
+_PERSON = re.compile(r"\b(nobody|anybody|whoever|whom)\b", re.IGNORECASE)
 _RIDDLE_OF_A_TEST = re.compile(
     r"test_(of|by|who|whose|whom|what|nobody|everybody|somebody)_"
     r"|\w*_(told|said|nobody|somebody|everybody|whom)(_|$)"
@@ -32,15 +37,56 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, text
 
 
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def riddles(text: str) -> list[str]:
+    """Beginnings of sentences without a subject."""
+    return [match[1] for match in _RIDDLE.finditer(text)]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_docstring_begins_with_a_preposition_or_pronoun(package: str, repository: Path) -> None:
+def test_no_sentence_begins_with_a_preposition_or_pronoun(package: str, repository: Path) -> None:
     found = [
-        f"{path.relative_to(repository)}:{line}: {text.strip().splitlines()[0]}"
+        f"{path.relative_to(repository)}:{line}: {sentence}"
         for path in sorted((repository / package).rglob("*.py"))
         for line, text in docstrings(path.read_text())
-        if _RIDDLE.match(text)
+        for sentence in riddles(text)
     ]
     assert found == [], "name the subject first, then say what holds of it"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Of them.", ["Of them."]),
+        (" \n What it is.", ["What it is."]),
+        ("One. Who asks", ["Who asks"]),
+        ("One: By day", ["By day"]),
+        ('One ("a.") Whose', ["Whose"]),
+        ("One\n\n    Of two\n    three", ["Of two"]),
+        ("One of two: what it is, by whom", []),
+        ("The Whole. Often", []),
+    ],
+)
+def test_each_sentence_of_a_docstring_is_looked_at(text: str, found: list[str]) -> None:
+    assert riddles(text) == found
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_docstrings_and_comments_name_no_unnamed_person(package: str, repository: Path) -> None:
+    found = [
+        f"{path.relative_to(repository)}:{line}: {match[0]}"
+        for path in sorted((repository / package).rglob("*.py"))
+        for source in (path.read_text(),)
+        for line, text in (*docstrings(source), *comments(source))
+        for match in _PERSON.finditer(text)
+    ]
+    assert found == [], "name the process, the job or the operator"
 
 
 def test_a_test_s_name_has_a_subject(repository: Path) -> None:

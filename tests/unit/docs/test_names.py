@@ -64,8 +64,8 @@ update usage use value varint verdict view virtual vllm wait waker walk warn wat
 whole widen wire withdraw withdrawn word work workload world worst writable write written xor xxh
 yaml yet zero
 """
-"""Plain English words, units and names of programs, in names. What RoseMux means by a word of its
-own, and what the field means by its terms, is in the glossary."""
+"""Plain English words, units and names of programs, in names. The glossary has RoseMux's own words
+and the field's terms."""
 
 
 def words_of(name: str) -> list[str]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 class AllocatedBytes(TorchDispatchMode):
     """Inside, `most` is the largest sum of storages that operations made and that were held.
 
-    What one operation holds while it runs is not seen.
+    Memory that one operation holds only while it runs is not seen.
     """
 
     def __init__(self, *given: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Runs the writers of slime, miles, SkyRL and stitch from checkouts of their repositories.
 
-None of their code is in this repository. What their writers import of an accelerator, Megatron or
-Ray is replaced by stand-ins, so that two gloo processes on a CPU are their source ranks; what they
-diff, encode, hash, name and write is theirs.
+None of their code is in this repository. Stand-ins replace the writers' imports of an accelerator,
+Megatron or Ray, so that two gloo processes on a CPU are their source ranks; the code that diffs,
+encodes, hashes, names and writes is theirs.
 
     python -m tests.contract.weightsync.foreign_stores.trainers --slime DIR --miles DIR \
         --skyrl DIR --stitch DIR [--out DIR]      writes the golden stores anew

@@ -67,7 +67,7 @@ def _running() -> RunningAttempt:
     )
     turn = TurnLedger(JOB).open(request, trajectory=TrajectoryId("t"))
     assert turn is not None
-    return RunningAttempt(turn, began_s=0.0, heard_s=0.0)
+    return RunningAttempt(turn, began_s=0.0, chunk_at_s=0.0)
 
 
 def _version(number: int) -> JobVersion:

@@ -27,7 +27,7 @@ def _attempt() -> RunningAttempt:
         counters=TurnCounters(),
         prompt=Prompt(JobId("job"), request.token_ids),
     )
-    return RunningAttempt(turn, began_s=10.0, heard_s=10.0)
+    return RunningAttempt(turn, began_s=10.0, chunk_at_s=10.0)
 
 
 def test_only_gaps_beyond_the_limit_are_pauses() -> None:
@@ -35,7 +35,7 @@ def test_only_gaps_beyond_the_limit_are_pauses() -> None:
     for now in (10.1, 10.2, 12.2, 12.3):
         attempt.hear(now=now, pause_s=0.5)
     assert math.isclose(attempt.paused_s, 2.0)
-    assert attempt.heard_s == 12.3
+    assert attempt.chunk_at_s == 12.3
 
 
 def test_an_engine_without_a_gate_never_pauses() -> None:

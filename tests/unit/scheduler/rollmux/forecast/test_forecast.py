@@ -37,15 +37,17 @@ occupants = st.builds(
     st.floats(-0.5, 2.0),
     st.sampled_from([0.0, 0.04, float("inf")]),
 )
-def test_a_verdict_is_that_of_the_glance_and_of_every_scenario(
+def test_a_verdict_is_that_of_the_short_run_and_of_every_scenario(
     members: list[Occupant], quantile: float, margin: float
 ) -> None:
-    roster, glance = Roster.of(members), ShortRun(margin=margin)
-    short = Horizon(scenarios=1, warm_up=glance.warm_up, cycles=glance.cycles)
-    glanced = slowdowns(roster, rules=OUR_RULES, horizon=short)[0]
+    roster, short_run = Roster.of(members), ShortRun(margin=margin)
+    short = Horizon(scenarios=1, warm_up=short_run.warm_up, cycles=short_run.cycles)
+    first = slowdowns(roster, rules=OUR_RULES, horizon=short)[0]
     bound = upper_bound(slowdowns(roster, rules=OUR_RULES, horizon=HORIZON), quantile)
-    expected = (glanced <= roster.slos + margin).all() and (bound <= roster.slos + 1e-9).all()
-    found = keeps_all(roster, rules=OUR_RULES, horizon=HORIZON, glance=glance, quantile=quantile)
+    expected = (first <= roster.slos + margin).all() and (bound <= roster.slos + 1e-9).all()
+    found = keeps_all(
+        roster, rules=OUR_RULES, horizon=HORIZON, short_run=short_run, quantile=quantile
+    )
     assert found == expected
 
 
