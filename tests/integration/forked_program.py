@@ -155,12 +155,21 @@ def _run(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    _settle_threads()
+    os.register_at_fork(after_in_child=_settle_threads)
     _fork_for_spawn()
     try:
         _run_python(*arguments)
     finally:
         # A process of `multiprocessing` leaves them out, and an engine's processes would stay.
         atexit._run_exitfuncs()
+
+
+def _settle_threads() -> None:
+    """Has torch make its thread pool anew while the forked process has one thread: of several that
+    begin with it, one can find none ("Invalid thread pool!")."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _fork_for_spawn() -> None:
