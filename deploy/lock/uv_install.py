@@ -10,13 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Setting of pip -> uv's option. Each may hold several values, one after another.
-OPTIONS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
-    "find-links": "--find-links",
-    "trusted-host": "--allow-insecure-host",
+VARIABLES = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
+    "trusted-host": ("UV_INSECURE_HOST", " "),
+    "cert": ("SSL_CERT_FILE", " "),
 }
+"""pip's setting, to uv's variable and what separates its values. No option of a command: an index's
+address may hold a password, and every user sees commands."""
 
 
 def pip_settings() -> dict[str, str]:
@@ -34,17 +36,15 @@ def pip_settings() -> dict[str, str]:
 
 def main() -> None:
     settings = pip_settings()
+    for setting, (variable, separator) in VARIABLES.items():
+        if values := settings.get(setting, "").split():
+            os.environ.setdefault(variable, separator.join(values))
     uv = Path(sys.executable).with_name("uv")
     # The hashes decide which file is taken, so any index may have it.
     command = [str(uv), "pip", "install", "--python", sys.executable]
     command += ["--index-strategy", "unsafe-best-match", *sys.argv[1:]]
-    for setting, option in OPTIONS.items():
-        for value in settings.get(setting, "").split():
-            command += [option, value]
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         command.append("--no-index")
-    if certificates := settings.get("cert"):
-        os.environ.setdefault("SSL_CERT_FILE", certificates)
     os.execv(uv, command)
 
 

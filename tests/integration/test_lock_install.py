@@ -28,14 +28,16 @@ SENTENCE = "name PyTorch's CPU wheel index in"
 UV = """#!python
 import argparse, os, subprocess, sys
 parser = argparse.ArgumentParser(allow_abbrev=False)
-for name in ("--python", "--index-strategy", "--default-index", "--torch-backend"):
+for name in ("--python", "--index-strategy", "--torch-backend"):
     parser.add_argument(name)
 ours, words = parser.parse_known_args()
 if "FAKE_UV_FAILS" in os.environ:
     sys.exit("no way to this index")
 assert ours.python.endswith("/bin/python"), sys.argv
 assert ours.torch_backend in (None, "cpu"), sys.argv
-index = os.environ["FAKE_TORCH_INDEX"] if ours.torch_backend else ours.default_index
+# Every user sees commands, and an index's address may hold a password.
+assert not any("://" in word for word in sys.argv), sys.argv
+index = os.environ["FAKE_TORCH_INDEX" if ours.torch_backend else "UV_DEFAULT_INDEX"]
 sys.exit(subprocess.call([sys.executable, "-m", *words, "--index-url", index]))
 """
 PYTHON = """#!/bin/sh
