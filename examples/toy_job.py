@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from harvester.contracts.ids import JobId
-from scheduler import DeclaredPhase, PhaseControl, PhaseKind, SocketControl, Submission
+from scheduler import JobSpec, PhaseControl, PhaseKind, PhaseSpec, SocketControl
 from scheduler.rollmux.cluster.runtime_events import OrderMove
 from scheduler.rollmux.control.permit import Permit
 
@@ -23,15 +23,15 @@ GB = 10**9
 STEPS = 20
 
 
-def submission(job: str, *, rollout_s: float, training_s: float) -> Submission:
+def submission(job: str, *, rollout_s: float, training_s: float) -> JobSpec:
     """The job's declaration; `max_s` is a phase with every response at its token limit."""
-    return Submission(
+    return JobSpec(
         job=JobId(job),
         slo=1.9,
         host_bytes=400 * GB,
         phases=(
-            DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=1.5 * rollout_s),
-            DeclaredPhase(kind=PhaseKind.TRAINING, max_s=1.5 * training_s),
+            PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=1.5 * rollout_s),
+            PhaseSpec(kind=PhaseKind.TRAINING, max_s=1.5 * training_s),
         ),
     )
 

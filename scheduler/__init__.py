@@ -10,15 +10,15 @@
 
     from pathlib import Path
 
-    from scheduler import DeclaredPhase, PhaseControl, PhaseKind, SocketControl, Submission
+    from scheduler import JobSpec, PhaseControl, PhaseKind, PhaseSpec, SocketControl
 
-    job = Submission(
+    job = JobSpec(
         job="math-7b",
         slo=1.5,
         host_bytes=400 * 10**9,
         phases=(
-            DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=900.0),
-            DeclaredPhase(kind=PhaseKind.TRAINING, max_s=600.0),
+            PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=900.0),
+            PhaseSpec(kind=PhaseKind.TRAINING, max_s=600.0),
         ),
     )
     phases = PhaseControl(SocketControl(Path("/run/rosemux/phases.sock")), job)
@@ -37,28 +37,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from scheduler.client.blocking import RolloutClient
     from scheduler.client.rollout_client import AsyncRolloutClient
-    from scheduler.model import PhaseKind
-    from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
+    from scheduler.model import JobSpec, PhaseKind, PhaseSpec
     from scheduler.rollmux.control.control import PhaseControl
     from scheduler.rollmux.control.socket_control import SocketControl
 
 __all__ = [
     "AsyncRolloutClient",
-    "DeclaredPhase",
+    "JobSpec",
     "PhaseControl",
     "PhaseKind",
+    "PhaseSpec",
     "RolloutClient",
     "SocketControl",
-    "Submission",
 ]
 _MODULES = {
     "AsyncRolloutClient": "scheduler.client.rollout_client",
-    "DeclaredPhase": "scheduler.rollmux.cluster.submission",
+    "JobSpec": "scheduler.model",
     "PhaseControl": "scheduler.rollmux.control.control",
     "PhaseKind": "scheduler.model",
+    "PhaseSpec": "scheduler.model",
     "RolloutClient": "scheduler.client.blocking",
     "SocketControl": "scheduler.rollmux.control.socket_control",
-    "Submission": "scheduler.rollmux.cluster.submission",
 }
 
 

@@ -1,6 +1,7 @@
 """Jobs, nodes, placements, leases and engines: the model that gateway and RollMux share."""
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,30 +42,47 @@ class EngineKind(StrEnum):
     GUEST = "guest"
 
 
-class PhaseSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase of a job's iteration; durations are stochastic."""
+class Completion(NamedTuple):
+    """One point of a completion curve: completed share of responses at a share of the rollout's
+    time."""
+
+    time_ratio: float
+    complete_ratio: float
+
+
+class PhaseSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One declared phase. A planner chooses its nodes; a weight sync has `nodes` 0."""
 
     kind: PhaseKind
-    mean_s: float
-    cv: float = 0.0
     max_s: float
-    """Longest duration, with every response at its token limit, in s."""
+    """Longest duration, with every response at its token limit, in s; longer phases cause a
+    warning."""
     nodes: int = 1
+    mean_s: float | None = None
+    """Measured alone on its nodes before; None: nothing is known but `max_s`."""
+    cv: float = 0.1
+    seen: int = 40
+    """Phases that `mean_s` is of."""
     divisible: bool = True
-    """A rollout may begin on the accelerators that another's tail leaves of its nodes, and bring
-    its own tail together on a part of them."""
+    """Whether a rollout's engines may begin on the accelerators beside another job's tail, and
+    gather their own tail on a part of them; if not, it waits until such a tail has ended."""
+    curve: tuple[Completion, ...] = ()
+    """Completion curve of a rollout; empty: unknown until its own was seen."""
 
 
-class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job as its team declares it: to a control that plans, and to the planner."""
+
     job: JobId
-    tenant: TenantId
-    phases: tuple[PhaseSpec, ...] = ()
-    host_bytes_per_node: int = 0
-    """State that stays resident in host memory on every node that the job is pinned to."""
-    slowdown_slo: float = 1.0
-    """Tolerated ratio of an iteration in company to one alone; at least 1."""
-    store: str = ""
-    """Name of the job's weight store."""
+    phases: tuple[PhaseSpec, ...]
+    """Rollout, training, and a weight sync where it takes time between two iterations."""
+    slo: float
+    """Tolerated slow-down: time in company over time alone, from the placement on."""
+    host_bytes: int
+    """State that stays resident in host memory of every node of the job."""
+    tenant: TenantId = TenantId("default")
+    harvesting: bool = False
+    """Its rollouts use leases where the control allows them; no plan counts on one."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,8 +22,8 @@ from benchmarks.rollmux.lease_supply import SLOTS_RATIO
 from benchmarks.rollmux.optimal_hosting import KnownJob
 from benchmarks.rollmux.pieces import Pieces
 from benchmarks.testbed.calibration import TARGET_BUSY_SHARE
-from scheduler.model import Pool
-from scheduler.rollmux.beliefs.tail import Completion, TailShape, best_shape
+from scheduler.model import Completion, Pool
+from scheduler.rollmux.beliefs.tail import TailShape, best_shape
 from scheduler.rollmux.forecast.compiled import Records
 from scheduler.rollmux.forecast.execution import advance
 from scheduler.rollmux.forecast.forecast import Roster
@@ -86,7 +86,7 @@ def cheapest_mix(jobs: Sequence[SimulatedJob], *, headroom: float = 0.0) -> floa
         for place, speed in zip(members, speeds, strict=True):
             column[place], column[len(jobs) + place] = -speed, 1.0
         columns.append(column)
-    slos = np.array([one.job.slowdown_slo for one in jobs])
+    slos = np.array([one.job.slo for one in jobs])
     limits = np.concatenate([-np.ones(len(jobs)), slos])
     found = linprog(prices, A_ub=np.stack(columns, axis=1), b_ub=limits, method="highs")
     if not found.success:
@@ -99,7 +99,7 @@ def _hostings(
 ) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Price an hour, members and their nodes of every group that host memory allows."""
     search = CheapestHosting(NODE_TYPES, GROUP_JOBS)
-    guests = [SearchedJob(at, one.job.host_bytes_per_node, 0.0, 0.0) for at, one in enumerate(jobs)]
+    guests = [SearchedJob(at, one.job.host_bytes, 0.0, 0.0) for at, one in enumerate(jobs)]
     fits = [search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
     for size in range(1, GROUP_JOBS + 1):
         for members in combinations(range(len(jobs)), size):

@@ -114,8 +114,8 @@ def _job(rng: np.random.Generator, index: int, arrival_s: float) -> SimulatedJob
             job=JobId(f"job-{index:04}"),
             tenant=TenantId("simulated"),
             phases=phases(*maxima_s, rollout_nodes, 1),
-            host_bytes_per_node=host_bytes,
-            slowdown_slo=slo,
+            host_bytes=host_bytes,
+            slo=slo,
         ),
         arrival_s=arrival_s,
         lengths_s=drawn_lengths(

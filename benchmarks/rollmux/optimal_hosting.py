@@ -51,11 +51,11 @@ class KnownJob:
         )
 
     def as_guest(self, version: int) -> SearchedJob:
-        slowest_s = self.job.slowdown_slo * self.truth.iteration_s
+        slowest_s = self.job.slo * self.truth.iteration_s
         rollout, training = self.job.phases
         return SearchedJob(
             version,
-            self.job.host_bytes_per_node,
+            self.job.host_bytes,
             self.truth.rollout_s * self.tail.node_ratio / slowest_s,
             self.truth.training_s / slowest_s,
             rollout.nodes,
@@ -63,7 +63,7 @@ class KnownJob:
         )
 
     def as_occupant(self) -> Occupant:
-        tail, slo = self.tail, self.job.slowdown_slo
+        tail, slo = self.tail, self.job.slo
         return Occupant(0, 0, slo, self.truth, tail.bulk_ratio, tail.share)
 
 

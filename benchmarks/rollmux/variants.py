@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.model import Completion
 from scheduler.sim.rollmux.workload import PAPER_WORLD, PHASE_CV, SimulatedJob, World, cut_noise
 
 Change = Callable[[SimulatedJob, np.random.Generator], SimulatedJob]

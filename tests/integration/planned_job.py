@@ -11,21 +11,22 @@ from pathlib import Path
 
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId
+from scheduler.model import JobSpec, PhaseSpec
 from scheduler.rollmux.cluster.runtime_events import (
     OrderMove,
 )
-from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
+from scheduler.rollmux.cluster.submission import KINDS
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.socket_control import SocketControl
 
 
 def main() -> None:
     path, job, slo = sys.argv[1:]
-    asked = Submission(
+    asked = JobSpec(
         job=JobId(job),
         slo=float(slo),
         host_bytes=400,
-        phases=tuple(DeclaredPhase(kind=kind, max_s=600.0) for kind in KINDS),
+        phases=tuple(PhaseSpec(kind=kind, max_s=600.0) for kind in KINDS),
     )
     phases = PhaseControl(SocketControl(Path(path), answer_s=2.0), asked, on_move=told)
     place = phases.placement

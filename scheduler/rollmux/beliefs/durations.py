@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final, NamedTuple
 
+from scheduler.model import PhaseSpec
+
 PRIOR_MEAN_RATIO: Final = 0.75
 PRIOR_SPREAD_RATIO: Final = 0.145
 """Mean and standard deviation of a mean that lies anywhere from half the maximum to all of it."""
@@ -24,16 +26,6 @@ DRIFT_AHEAD: Final = 4.0
 """Observations ahead that a drifting mean is believed at: the middle of what a forecast runs."""
 DRIFT_RATIO_MAX: Final = 2.0
 """Most that a drift takes the mean up or down from the faded one."""
-
-
-class Measured(NamedTuple):
-    """A phase's measurements from before, alone on its nodes."""
-
-    mean_s: float
-    cv: float
-    """Coefficient of variation of a single phase."""
-    seen: int
-    """Phases that the mean is of: fewer leave more doubt."""
 
 
 @dataclass(slots=True)
@@ -67,11 +59,14 @@ class PhaseEstimate:
         self.ago_spread_s = self.ago_spread_s * fading + step * (solo_s - self.seen_s)
         self.count += 1
 
-    def recall(self, measured: Measured) -> None:
-        """Adds durations of that mean and variation; an odd last one is the mean itself."""
-        sides = [1.0, -1.0] * (measured.seen // 2) + [0.0] * (measured.seen % 2)
+    def recall(self, phase: PhaseSpec) -> None:
+        """Adds the declared measurements, if any: durations of their mean and variation; an odd
+        last one is the mean itself."""
+        if phase.mean_s is None:
+            return
+        sides = [1.0, -1.0] * (phase.seen // 2) + [0.0] * (phase.seen % 2)
         for side in sides:
-            self.observe(measured.mean_s * max(0.01, 1.0 + side * measured.cv))
+            self.observe(phase.mean_s * max(0.01, 1.0 + side * phase.cv))
 
     @property
     def cv(self) -> float:

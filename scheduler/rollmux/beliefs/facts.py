@@ -1,14 +1,14 @@
 """The planner's knowledge of one job: declarations, observations and its SLO account."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from scheduler.model import JobSpec, PhaseKind
-from scheduler.rollmux.beliefs.durations import Belief, Measured, PhaseEstimate, learned
+from scheduler.model import Completion, JobSpec, PhaseKind
+from scheduler.rollmux.beliefs.durations import Belief, PhaseEstimate, learned
 from scheduler.rollmux.beliefs.slo import SloAccount
-from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion, TailShape, best_shape
+from scheduler.rollmux.beliefs.tail import UNDIVIDED, TailShape, best_shape
 
 _RENEWED_AT: Final = (1, 2, 4, 8, 16, 32)
 """Observations after which a belief is renewed because its doubt has shrunk."""
@@ -54,7 +54,7 @@ class JobFacts:
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
             account=SloAccount(
-                slo=job.slowdown_slo,
+                slo=job.slo,
                 began_s=now if began_s is None else began_s,
                 solo_s=cold_start_s,
             ),
@@ -80,10 +80,15 @@ class JobFacts:
         """Whether the mean of one of its phases is known to drift."""
         return self.rollout.drift_s != 0.0 or self.training.drift_s != 0.0
 
-    def recall(self, measured: Mapping[PhaseKind, Measured]) -> None:
-        """Folds earlier measurements into the estimates; they earn no credit."""
-        for kind, each in measured.items():
-            self.estimate(kind).recall(each)
+    def recall(self, *, accelerators: int) -> None:
+        """Learns what the job declares of earlier runs; it earns no credit.
+
+        A rollout node has `accelerators` accelerators.
+        """
+        rollout = self.job.phases[0]
+        self.learn_tail(rollout.curve, accelerators=accelerators * rollout.nodes)
+        for phase in self.job.phases:
+            self.estimate(phase.kind).recall(phase)
 
     def observe(self, kind: PhaseKind, solo_s: float, *, measured: bool = True) -> None:
         """Records the end of a phase. An unmeasured one teaches nothing and earns its mean at

@@ -10,23 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import ceil
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from scheduler.model import Completion
 
 PAPER_THRESHOLD: Final = 0.8
 _THRESHOLDS: Final = np.arange(50, 100) / 100
 ROOM_RATIO: Final = 1.25
 """Accelerators that a tail gets, over its share of the responses: fewer would slow it."""
-
-
-class Completion(NamedTuple):
-    """One point of a completion curve: completed share of responses at a share of the rollout's
-    time."""
-
-    time_ratio: float
-    complete_ratio: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

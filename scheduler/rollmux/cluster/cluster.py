@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import PhaseKind, Placement, Pool
-from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.model import Completion, JobSpec, PhaseKind, Placement, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
@@ -25,7 +24,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     QueueJob,
     SettleJob,
 )
-from scheduler.rollmux.cluster.submission import KINDS, Submission, submission_fault
+from scheduler.rollmux.cluster.submission import KINDS, permit_terms, submission_fault
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
@@ -86,7 +85,7 @@ class ClusterPolicy:
         """Jobs that the present decision has put on nodes."""
         self._touched: set[JobId] = set()
 
-    def refusal(self, given: Submission) -> str:
+    def refusal(self, given: JobSpec) -> str:
         """Why the job will never be placed so; empty if it may be."""
         known = self.placements.get(given.job)
         if known is not None and known.submission != given:
@@ -100,7 +99,7 @@ class ClusterPolicy:
                 fault = f"{given.host_bytes} bytes do not fit on a {pool} node of {host_bytes}"
         return fault
 
-    def submit(self, given: Submission, *, now: float) -> None:
+    def submit(self, given: JobSpec, *, now: float) -> None:
         """Also of a known job, when its process restarts or has left its old nodes."""
         placed = self.placements.get(given.job)
         if placed is None:
@@ -236,7 +235,8 @@ class ClusterPolicy:
     def current_terms(self, placed: JobPlacement) -> JobTerms | None:
         """The permit terms of the job on its current nodes; None without nodes."""
         rollout, training = self.machines(placed.at)
-        return placed.submission.terms(
+        return permit_terms(
+            placed.submission,
             rollout,
             training,
             accelerators=self.config.rollout.type.accelerators,
@@ -371,11 +371,7 @@ class ClusterPolicy:
         for placed in waiting[:_QUEUE_TRIES]:
             try:
                 effects = self.planner.place_job(
-                    placed.submission.as_job,
-                    measured=placed.submission.measured,
-                    curve=placed.submission.phases[0].curve,
-                    submitted_s=placed.submitted_s,
-                    now=now,
+                    placed.submission, submitted_s=placed.submitted_s, now=now
                 )
             except Exhausted as error:
                 table.supply = dict.fromkeys(Pool, 0)

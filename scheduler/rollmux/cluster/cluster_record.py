@@ -174,8 +174,7 @@ def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     policy.placements[placed.job] = placed
     if kept is None:
         return
-    job = placed.submission.as_job
-    facts = JobFacts.of(job, cold_start_s=policy.config.cold_start_s, now=0.0)
+    facts = JobFacts.of(placed.submission, cold_start_s=policy.config.cold_start_s, now=0.0)
     facts.tail = kept.tail
     facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
     facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving

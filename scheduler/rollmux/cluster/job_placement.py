@@ -5,8 +5,7 @@ from enum import StrEnum
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId
-from scheduler.model import Placement
-from scheduler.rollmux.cluster.submission import Submission
+from scheduler.model import JobSpec, Placement
 
 
 class PlacementStage(StrEnum):
@@ -22,7 +21,7 @@ class PlacementStage(StrEnum):
 class JobPlacement(msgspec.Struct, kw_only=True):
     """Nodes by the planner's names."""
 
-    submission: Submission
+    submission: JobSpec
     number: int
     """Number in the order of arrival."""
     submitted_s: float

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import JobId
-from scheduler.model import PhaseKind
-from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.model import Completion, PhaseKind
 from scheduler.rollmux.cluster.cluster import ClusterPolicy, Removal
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.rollmux.cluster.submission import Submission
+from scheduler.model import JobSpec
 from scheduler.rollmux.permits.events import PermitCall, PermitEffect, PermitEvent, StrictStruct
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.planner.group_effects import PlacementDecision
@@ -17,7 +17,7 @@ from scheduler.rollmux.planner.group_effects import PlacementDecision
 class Submit(StrictStruct, frozen=True, kw_only=True, tag="submit"):
     """Repeated by a known job's process that restarts, or that has left its old nodes."""
 
-    submission: Submission
+    submission: JobSpec
 
 
 class NodeReport(StrictStruct, frozen=True, kw_only=True, tag="node"):

@@ -1,14 +1,11 @@
-"""A job's declaration to a planning control, and the permit terms for its placement."""
+"""Limits of a job's declaration to a planning control, and the permit terms of its placement."""
 
 from itertools import pairwise
 from typing import Final
 
-import msgspec
-
-from harvester.contracts.ids import JobId, NodeId, TenantId
-from scheduler.model import JobSpec, PhaseKind, PhaseSpec
-from scheduler.rollmux.beliefs.durations import Measured
-from scheduler.rollmux.beliefs.tail import Completion, best_tail, tail_accelerators
+from harvester.contracts.ids import NodeId
+from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec
+from scheduler.rollmux.beliefs.tail import best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
 
 NODES_MAX: Final = 8
@@ -22,95 +19,34 @@ KINDS: Final = (PhaseKind.ROLLOUT, PhaseKind.TRAINING)
 """Phases of every planned job, in the order of its iteration; a weight sync may follow."""
 
 
-class DeclaredPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One declared phase. The planner chooses its nodes; a weight sync has `nodes` 0."""
+def permit_terms(
+    spec: JobSpec,
+    rollout: tuple[NodeId, ...],
+    training: tuple[NodeId, ...],
+    *,
+    accelerators: int,
+    tail_ratio: float | None = None,
+    leases: bool = False,
+) -> JobTerms | None:
+    """Permit terms on the given nodes; a rollout node has `accelerators` accelerators.
 
-    kind: PhaseKind
-    max_s: float
-    """Longest duration, with every response at its token limit, in s; longer phases cause a
-    warning."""
-    nodes: int = 1
-    mean_s: float | None = None
-    """Measured alone on its nodes before; None: nothing is known but `max_s`."""
-    cv: float = 0.1
-    seen: int = 40
-    """Phases that `mean_s` is of."""
-    divisible: bool = True
-    """Whether a rollout's engines may begin on the accelerators beside another job's tail, and
-    gather their own tail on a part of them; if not, it waits until such a tail has ended."""
-    curve: tuple[Completion, ...] = ()
-    """Completion curve of a rollout; empty: unknown until its own was seen."""
-
-
-class Submission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    job: JobId
-    phases: tuple[DeclaredPhase, ...]
-    """Rollout, training, and a weight sync where it takes time between two iterations."""
-    slo: float
-    """Tolerated slow-down: time in company over time alone, from the placement on."""
-    host_bytes: int
-    """State that stays resident in host memory of every node of the job."""
-    tenant: TenantId = TenantId("default")
-    harvesting: bool = False
-    """Its rollouts use leases where the control allows them; no plan counts on one."""
-
-    @property
-    def as_job(self) -> JobSpec:
-        """The job in the planner's model."""
-        return JobSpec(
-            job=self.job,
-            tenant=self.tenant,
-            phases=tuple(
-                PhaseSpec(
-                    kind=one.kind,
-                    mean_s=one.max_s,
-                    max_s=one.max_s,
-                    nodes=one.nodes,
-                    divisible=one.divisible,
-                )
-                for one in self.phases
-            ),
-            host_bytes_per_node=self.host_bytes,
-            slowdown_slo=self.slo,
-        )
-
-    @property
-    def measured(self) -> dict[PhaseKind, Measured]:
-        """Earlier measurements of its phases."""
-        return {
-            one.kind: Measured(mean_s=one.mean_s, cv=one.cv, seen=one.seen)
-            for one in self.phases
-            if one.mean_s is not None
-        }
-
-    def terms(
-        self,
-        rollout: tuple[NodeId, ...],
-        training: tuple[NodeId, ...],
-        *,
-        accelerators: int,
-        tail_ratio: float | None = None,
-        leases: bool = False,
-    ) -> JobTerms | None:
-        """Permit terms on the given nodes; a rollout node has `accelerators` accelerators.
-
-        A phase without nodes is left out; None if both have none. A rollout's tail leaves at
-        `tail_ratio` complete, or by its completion curve: as declared at first, then as observed.
-        `leases`: the tail of a job that harvests and is not divisible may leave for them.
-        """
-        sides = {PhaseKind.ROLLOUT: rollout, PhaseKind.TRAINING: training, PhaseKind.SYNC: ()}
-        phases = tuple(
-            _phase_terms(one, sides[one.kind], accelerators, tail_ratio)
-            for one in self.phases
-            if sides[one.kind] or one.kind is PhaseKind.SYNC
-        )
-        if leases and self.harvesting:
-            phases = tuple(map(leased_tail, phases))
-        return JobTerms(job=self.job, phases=phases) if rollout or training else None
+    A phase without nodes is left out; None if both have none. A rollout's tail leaves at
+    `tail_ratio` complete, or by its completion curve: as declared at first, then as observed.
+    `leases`: the tail of a job that harvests and is not divisible may leave for them.
+    """
+    sides = {PhaseKind.ROLLOUT: rollout, PhaseKind.TRAINING: training, PhaseKind.SYNC: ()}
+    phases = tuple(
+        _phase_terms(one, sides[one.kind], accelerators, tail_ratio)
+        for one in spec.phases
+        if sides[one.kind] or one.kind is PhaseKind.SYNC
+    )
+    if leases and spec.harvesting:
+        phases = tuple(map(leased_tail, phases))
+    return JobTerms(job=spec.job, phases=phases) if rollout or training else None
 
 
 def _phase_terms(
-    one: DeclaredPhase, nodes: tuple[NodeId, ...], accelerators: int, tail_ratio: float | None
+    one: PhaseSpec, nodes: tuple[NodeId, ...], accelerators: int, tail_ratio: float | None
 ) -> PhaseTerms:
     if one.kind is not PhaseKind.ROLLOUT or not one.divisible:
         return PhaseTerms(kind=one.kind, nodes=nodes, max_s=one.max_s)
@@ -128,7 +64,7 @@ def _phase_terms(
     )
 
 
-def submission_fault(given: Submission) -> str:
+def submission_fault(given: JobSpec) -> str:
     """Why no placement can be given so, in words; empty if one can. NaN is within no bounds."""
     if tuple(one.kind for one in given.phases) not in (KINDS, (*KINDS, PhaseKind.SYNC)):
         return "a planned job has a rollout and a training phase, then a sync or none"

@@ -27,9 +27,8 @@ import msgspec
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.platform.backoff import Backoff, RetryLimits
-from scheduler.model import PhaseKind
+from scheduler.model import JobSpec, PhaseKind
 from scheduler.rollmux.cluster.runtime_events import OrderMove, Submit
-from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.harvesting import Harvesting
 from scheduler.rollmux.control.leased_rollout import LeasedRollout
 from scheduler.rollmux.control.loaded_states import LoadedStates
@@ -85,14 +84,14 @@ class PhaseControl:
     def __init__(
         self,
         transport: Transport,
-        terms: JobTerms | Submission,
+        terms: JobTerms | JobSpec,
         *,
         clock: Clock | None = None,
         timeout_s: float = float("inf"),
         on_move: OnMove = lambda _move: None,
         harvesting: Harvesting | None = None,
     ) -> None:
-        """`terms` name the job's nodes; a planning control takes a `Submission` and names them.
+        """`terms` name the job's nodes; a planning control takes a `JobSpec` and names them.
 
         `timeout_s` bounds the wait for a placement, for a permit and for an absent control.
         A job's move comes between two iterations: `on_move` frees what it holds on its old
@@ -253,7 +252,7 @@ class PhaseControl:
             pauses.pause(Exhausted(f"job {self.job}: {reply}"))
 
     def _submit_terms(self) -> Reply:
-        if isinstance(self._terms, Submission):
+        if isinstance(self._terms, JobSpec):
             return self._transport.call(Submit(submission=self._terms))
         return self._transport.call(Register(terms=self._terms))
 
@@ -341,9 +340,9 @@ class PhaseControl:
             return reply
 
 
-def _harvesting(terms: JobTerms | Submission) -> JobTerms | Submission:
+def _harvesting(terms: JobTerms | JobSpec) -> JobTerms | JobSpec:
     """The same terms for a job whose rollouts use leases."""
-    if isinstance(terms, Submission):
+    if isinstance(terms, JobSpec):
         return msgspec.structs.replace(terms, harvesting=True)
     return msgspec.structs.replace(terms, phases=tuple(map(leased_tail, terms.phases)))
 

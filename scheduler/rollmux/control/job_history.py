@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import JobSpec
 from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
     NodeReport,
@@ -22,7 +23,6 @@ from scheduler.rollmux.cluster.runtime_events import (
     SettleJob,
     Submit,
 )
-from scheduler.rollmux.cluster.submission import Submission
 from scheduler.rollmux.control.history_entry import Entry, EventKind, seconds
 from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
 from scheduler.rollmux.control.permit_history import PermitHistory
@@ -178,7 +178,7 @@ def _where(job_permits: list[dict[str, Any]], job: JobId) -> str:
     return f", on {' '.join(nodes)}"
 
 
-def _submitted(given: Submission) -> str:
+def _submitted(given: JobSpec) -> str:
     phases = ", ".join(
         f"{one.kind} of at most {seconds(one.max_s)}"
         + (f" on {one.nodes} node{'s' * (one.nodes > 1)}" if one.nodes else "")

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import JobId
+from scheduler.model import JobSpec, PhaseSpec
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.submission import KINDS, DeclaredPhase, Submission
+from scheduler.rollmux.cluster.submission import KINDS
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -41,7 +42,7 @@ def compile_for(cluster: ClusterConfig | None) -> None:
         return
     planner = GroupPlanner(cluster.judge, cluster.types, cluster.planner)
     for name in ("first", "second"):
-        phases = tuple(DeclaredPhase(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)
-        given = Submission(job=JobId(name), phases=phases, slo=100.0, host_bytes=0)
-        planner.place_job(given.as_job, measured=given.measured, now=0.0)
+        phases = tuple(PhaseSpec(kind=kind, max_s=100.0, mean_s=80.0) for kind in KINDS)
+        job = JobSpec(job=JobId(name), phases=phases, slo=100.0, host_bytes=0)
+        planner.place_job(job, now=0.0)
     planner.review(now=0.0)

@@ -11,7 +11,8 @@ from typing import Final
 
 import msgspec
 
-from scheduler.rollmux.beliefs.tail import Completion, best_tail
+from scheduler.model import Completion
+from scheduler.rollmux.beliefs.tail import best_tail
 from scheduler.rollmux.permits.terms import PhaseTerms
 
 LEVELS: Final = tuple(percent / 100 for percent in range(50, 100, 5))

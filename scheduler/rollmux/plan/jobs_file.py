@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
-from scheduler.model import PhaseKind, Pool
-from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.submission import CURVE_MAX, DeclaredPhase, Submission
+from scheduler.rollmux.cluster.submission import CURVE_MAX
 from scheduler.rollmux.planner.group_table import NodeType
 
 GB: Final = 10**9
@@ -102,9 +101,9 @@ class PlannedJobSettings(_Settings):
         return (PhaseKind.ROLLOUT, self.rollout), (PhaseKind.TRAINING, self.training), *sync
 
     @property
-    def as_submission(self) -> Submission:
-        """The job as submitted to a control, and to a plan's planner."""
-        return Submission(
+    def spec(self) -> JobSpec:
+        """The job as a control and a plan's planner take it."""
+        return JobSpec(
             job=JobId(self.id),
             tenant=TenantId(self.tenant),
             slo=self.slo,
@@ -113,9 +112,9 @@ class PlannedJobSettings(_Settings):
             phases=tuple(self._declared(kind, given) for kind, given in self.phases),
         )
 
-    def _declared(self, kind: PhaseKind, given: DurationSettings) -> DeclaredPhase:
+    def _declared(self, kind: PhaseKind, given: DurationSettings) -> PhaseSpec:
         curve = self.responses if kind is PhaseKind.ROLLOUT else ()
-        return DeclaredPhase(
+        return PhaseSpec(
             kind=kind,
             max_s=given.max_s,
             nodes=given.nodes if isinstance(given, PhaseSettings) else 0,

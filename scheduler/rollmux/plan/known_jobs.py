@@ -31,11 +31,7 @@ class KnownJobsPlanner(GroupPlanner):
 
     def place(self, job: PlannedJobSettings) -> None:
         """Places a job. Raises Exhausted if the supply of nodes does not suffice."""
-        given = job.as_submission
-        effects = self.place_job(
-            given.as_job, measured=given.measured, curve=given.phases[0].curve, now=0.0
-        )
-        for effect in effects:
+        for effect in self.place_job(job.spec, now=0.0):
             if isinstance(effect, AssignNodes):
                 self.reasons[effect.placement.job] = effect.reason
 

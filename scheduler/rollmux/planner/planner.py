@@ -8,14 +8,11 @@ placement within it is refused, and no move needs more. Permits start the phases
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, PhaseKind, Pool
-from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.beliefs.facts import JobFacts
-from scheduler.rollmux.beliefs.tail import Completion
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.evacuation import Evacuation
@@ -51,9 +48,6 @@ class PlannerConfig:
     """An SLO counts from the placement on; true: from the submission on."""
 
 
-_NOTHING_MEASURED: Final[Mapping[PhaseKind, Measured]] = {}
-
-
 class GroupPlanner:
     def __init__(
         self,
@@ -87,33 +81,24 @@ class GroupPlanner:
             self._changed = True
 
     def place_job(
-        self,
-        job: JobSpec,
-        *,
-        now: float,
-        measured: Mapping[PhaseKind, Measured] = _NOTHING_MEASURED,
-        curve: tuple[Completion, ...] = (),
-        submitted_s: float | None = None,
+        self, job: JobSpec, *, now: float, submitted_s: float | None = None
     ) -> tuple[GroupEffect, ...]:
         """Places an arrival. Raises Exhausted if none fits; the planner is as before then.
 
-        `measured` are earlier measurements of its phases: they teach durations and earn no credit.
-        `curve` is the declared completion of a rollout; empty: unknown. `submitted_s` is the time
-        at which the job began to wait for nodes; None: it did not wait.
+        `submitted_s` is the time at which the job began to wait for nodes; None: it did not wait.
         """
         self.packer.now_s = now
         config = self.config
         began_s = submitted_s if config.slo_counts_queueing else None
         facts = JobFacts.of(job, cold_start_s=config.cold_start_s, began_s=began_s, now=now)
-        facts.learn_tail(curve, accelerators=config.accelerators * job.phases[0].nodes)
-        facts.recall(measured)
+        facts.recall(accelerators=config.accelerators)
         self.facts[job.job] = facts
         try:
             opening = self.choose(job.job)
         except Exhausted:
             del self.facts[job.job]
             raise
-        up = self.table.pin(opening.placement, opening.group, job.host_bytes_per_node)
+        up = self.table.pin(opening.placement, opening.group, job.host_bytes)
         self.packer.refresh(opening.group)
         placed = AssignNodes(
             decision=PlacementDecision.PLACED,
@@ -156,7 +141,7 @@ class GroupPlanner:
     def end_job(self, job: JobId, *, now: float) -> tuple[GroupEffect, ...]:
         """The job is done, or was given up."""
         self.packer.now_s = now
-        host_bytes = self.facts[job].job.host_bytes_per_node
+        host_bytes = self.facts[job].job.host_bytes
         group = self.table.groups[self.table.home[job]]
         down = (*self.table.unpin(job, host_bytes), *self.table.left(job, host_bytes))
         self.packer.refresh(group)
@@ -169,7 +154,7 @@ class GroupPlanner:
         self.packer.now_s = now
         facts = self.facts[job]
         facts.moving = False
-        down = self.table.left(job, facts.job.host_bytes_per_node)
+        down = self.table.left(job, facts.job.host_bytes)
         return tuple(ReleaseNode(node=node) for node in down)
 
     def fail_node(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:

@@ -161,7 +161,7 @@ class Relocation:
         return self._packer.facts[job]
 
     def _bytes(self, job: JobId) -> int:
-        return self._facts(job).job.host_bytes_per_node
+        return self._facts(job).job.host_bytes
 
     def move_all(
         self, wanted: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind

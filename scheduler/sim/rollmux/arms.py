@@ -137,4 +137,4 @@ def summary(jobs: list[SimulatedJob], run: RunResult, world: World = PAPER_WORLD
 def _kept_profiled(one: SimulatedJob, ended_s: float, world: World) -> bool:
     iteration_s = sum(phase.max_s for phase in one.job.phases) + world.sync_s
     profiled_s = world.cold_start_s + one.iterations * iteration_s
-    return ended_s - one.arrival_s <= one.job.slowdown_slo * profiled_s
+    return ended_s - one.arrival_s <= one.job.slo * profiled_s

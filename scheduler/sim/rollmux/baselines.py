@@ -67,7 +67,7 @@ def solo_d(jobs: list[SimulatedJob], world: World) -> Unshared:
 def verl(jobs: list[SimulatedJob], world: World) -> Unshared:
     """Every job alone on H800 nodes that do both."""
     dollars = sum(_colocated_s(one, world) * _colocated_per_hour(one) for one in jobs) / 3600
-    kept = sum(_colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world) for one in jobs)
+    kept = sum(_colocated_s(one, world) <= one.job.slo * one.solo_s(world) for one in jobs)
     return Unshared(dollars=dollars, attained=kept)
 
 
@@ -77,7 +77,7 @@ def gavel(jobs: list[SimulatedJob], world: World) -> Unshared:
     for one in jobs:
         alone = one.solo_s(world) * _disaggregated_per_hour(one)
         colocated = _colocated_s(one, world) * _colocated_per_hour(one)
-        keeps = _colocated_s(one, world) <= one.job.slowdown_slo * one.solo_s(world)
+        keeps = _colocated_s(one, world) <= one.job.slo * one.solo_s(world)
         dollars += min(alone, colocated) if keeps else alone
     return Unshared(dollars=dollars / 3600, attained=len(jobs))
 

@@ -115,8 +115,7 @@ def _shared(
 ) -> ArmSummary:
     """An arm whose jobs share nodes; `ours` are our dollars."""
     ratios = (
-        slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slowdown_slo
-        for one in jobs
+        slowdown(one, run.ledger.ended_s[one.job.job], PAPER_WORLD) / one.job.slo for one in jobs
     )
     found = summary(jobs, run)
     return ArmSummary(

@@ -41,8 +41,8 @@ class Ledger:
             t_s,
             "arrival",
             job=one.job.job,
-            slo=one.job.slowdown_slo,
-            host_bytes=one.job.host_bytes_per_node,
+            slo=one.job.slo,
+            host_bytes=one.job.host_bytes,
             iterations=one.iterations,
             cold_start_s=world.cold_start_s,
         )
@@ -143,15 +143,15 @@ def slowdown(one: SimulatedJob, ended_s: float, world: World) -> float:
 
 
 def attained(one: SimulatedJob, ended_s: float, world: World) -> bool:
-    return slowdown(one, ended_s, world) <= one.job.slowdown_slo + 1e-9
+    return slowdown(one, ended_s, world) <= one.job.slo + 1e-9
 
 
 def worst_window(one: SimulatedJob, ends_s: list[float], world: World) -> float:
     """Largest slow-down over any `WINDOW` iterations in a row, as a ratio of the SLO."""
     if len(ends_s) <= WINDOW:
-        return slowdown(one, ends_s[-1], world) / one.job.slowdown_slo
+        return slowdown(one, ends_s[-1], world) / one.job.slo
     ends = np.array(ends_s)
     solo = np.concatenate([[0.0], np.cumsum(one.iterations_s(world))])
     elapsed_s = ends[WINDOW:] - ends[:-WINDOW]
     solo_s = solo[WINDOW + 1 :] - solo[1:-WINDOW]
-    return float((elapsed_s / solo_s).max() / one.job.slowdown_slo)
+    return float((elapsed_s / solo_s).max() / one.job.slo)

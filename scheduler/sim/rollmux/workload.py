@@ -11,11 +11,10 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
-from scheduler.rollmux.beliefs.tail import Completion
-from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
+from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.planner.group_table import NodeType
 
 Lengths = npt.NDArray[np.float64]
@@ -113,15 +112,8 @@ def phases(
 ) -> tuple[PhaseSpec, PhaseSpec]:
     """Phases as a planner sees them: the declared maxima and no mean."""
     return (
-        PhaseSpec(
-            kind=PhaseKind.ROLLOUT, mean_s=rollout_max_s, max_s=rollout_max_s, nodes=rollout_nodes
-        ),
-        PhaseSpec(
-            kind=PhaseKind.TRAINING,
-            mean_s=training_max_s,
-            max_s=training_max_s,
-            nodes=training_nodes,
-        ),
+        PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=rollout_max_s, nodes=rollout_nodes),
+        PhaseSpec(kind=PhaseKind.TRAINING, max_s=training_max_s, nodes=training_nodes),
     )
 
 
@@ -197,8 +189,8 @@ def _job(
             job=JobId(f"job-{index:04}"),
             tenant=TenantId("simulated"),
             phases=phases(*maxima_s, nodes, nodes),
-            host_bytes_per_node=int(host_gb * GB),
-            slowdown_slo=float(slo),
+            host_bytes=int(host_gb * GB),
+            slo=float(slo),
         ),
         arrival_s=arrival_s,
         lengths_s=drawn_lengths(
@@ -214,25 +206,11 @@ def _job(
     )
 
 
-def submission_of(one: SimulatedJob, world: World) -> Submission:
-    """A job's submission: declared maxima, nodes, memory and SLO, and no mean.
+def submission_of(one: SimulatedJob, world: World) -> JobSpec:
+    """The job as submitted in that world, with its weight sync.
 
     It harvests, which changes nothing where the control allows no leases.
     """
-    phases = [
-        DeclaredPhase(
-            kind=phase.kind, max_s=phase.max_s, nodes=phase.nodes, divisible=phase.divisible
-        )
-        for phase in one.job.phases
-    ]
-    if world.sync_s:
-        max_s = _SYNC_MAX_RATIO * world.sync_s
-        phases.append(DeclaredPhase(kind=PhaseKind.SYNC, max_s=max_s, nodes=0))
-    return Submission(
-        job=one.job.job,
-        tenant=one.job.tenant,
-        phases=tuple(phases),
-        slo=one.job.slowdown_slo,
-        host_bytes=one.job.host_bytes_per_node,
-        harvesting=True,
-    )
+    sync = PhaseSpec(kind=PhaseKind.SYNC, max_s=_SYNC_MAX_RATIO * world.sync_s, nodes=0)
+    phases = (*one.job.phases, sync) if world.sync_s else one.job.phases
+    return replace(one.job, phases=phases, harvesting=True)

@@ -83,8 +83,8 @@ def _job(where: str, row: list[str], *, seed: int, number: int) -> SimulatedJob:
             job=JobId(given["job"]),
             tenant=TenantId("simulated"),
             phases=phases(*maxima_s, int(values["roll_nodes"]), int(values["train_nodes"])),
-            host_bytes_per_node=int(values["host_gb"] * GB),
-            slowdown_slo=values["slo"],
+            host_bytes=int(values["host_gb"] * GB),
+            slo=values["slo"],
         ),
         arrival_s=values["arrival_s"],
         lengths_s=drawn_lengths(

@@ -7,14 +7,13 @@ import pytest
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId
-from scheduler.model import PhaseKind
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.cluster.runtime_events import (
     Call,
     NodeReport,
     OrderMove,
     Submit,
 )
-from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.control.wire import (
     CALLS,
     Accepted,
@@ -90,9 +89,9 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "submit",
         Submit(
-            submission=Submission(
+            submission=JobSpec(
                 job=JOB,
-                phases=(DeclaredPhase(kind=PhaseKind.ROLLOUT, max_s=9.0),),
+                phases=(PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=9.0),),
                 slo=1.5,
                 host_bytes=7,
             )

@@ -99,7 +99,7 @@ def test_memory_and_permits_hold_while_leases_come_and_go(
     jobs: list[SimulatedJob], run: str, request: pytest.FixtureRequest
 ) -> None:
     found: HarvestResult = request.getfixturevalue(run)
-    size = {one.job.job: one.job.host_bytes_per_node for one in jobs}
+    size = {one.job.job: one.job.host_bytes for one in jobs}
     limit = next(iter(NODE_TYPES.values())).host_bytes
     resident: dict[str, set[str]] = defaultdict(set)
     holder: dict[str, str] = {}

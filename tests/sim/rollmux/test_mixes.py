@@ -31,7 +31,7 @@ def test_arrivals_come_in_bursts() -> None:
 
 
 def test_a_third_is_promised_almost_its_time_alone(jobs: list[SimulatedJob]) -> None:
-    tight = [one for one in jobs if one.job.slowdown_slo <= TIGHT_SLO[1]]
+    tight = [one for one in jobs if one.job.slo <= TIGHT_SLO[1]]
     assert len(tight) / len(jobs) == pytest.approx(1 / 3, abs=0.05)
 
 

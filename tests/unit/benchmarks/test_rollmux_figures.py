@@ -63,9 +63,9 @@ def _ended(jobs: list[SimulatedJob], stretched: list[float]) -> RunResult:
 
 
 def test_a_promise_of_a_life_may_be_kept_where_its_worst_iterations_are_not() -> None:
-    jobs = [one for one in w1(0, jobs=60) if one.job.slowdown_slo > 1.7 and one.iterations > 100]
+    jobs = [one for one in w1(0, jobs=60) if one.job.slo > 1.7 and one.iterations > 100]
     factors = [0.9, 1.2, 1.4, *[0.99] * (len(jobs) - 3)]
-    stretched = [one.job.slowdown_slo * by for one, by in zip(jobs, factors, strict=True)]
+    stretched = [one.job.slo * by for one, by in zip(jobs, factors, strict=True)]
     found = summary(jobs, _ended(jobs, stretched))
     assert found.kept == len(jobs)
     assert found.windows_kept == len(jobs) - 2

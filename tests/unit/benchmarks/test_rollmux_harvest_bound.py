@@ -14,7 +14,7 @@ def _jobs(count: int, *, slo: float) -> list[SimulatedJob]:
     long_rollouts = sorted(drawn(0), key=lambda one: one.means_s[1] / one.means_s[0])
     return [
         SimulatedJob(
-            job=replace(one.job, slowdown_slo=slo, host_bytes_per_node=1),
+            job=replace(one.job, slo=slo, host_bytes=1),
             arrival_s=one.arrival_s,
             lengths_s=one.lengths_s,
             means_s=one.means_s,

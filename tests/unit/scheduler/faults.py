@@ -27,7 +27,7 @@ def group_faults(
             outside |= set(placement.training_nodes) - set(group.training)
             faults += [f"job {placement.job} is pinned outside its group" for _ in outside]
             for node in set(placement.nodes):
-                resident[node] += jobs[placement.job].host_bytes_per_node
+                resident[node] += jobs[placement.job].host_bytes
     for node, held_bytes in sorted(resident.items()):
         if held_bytes > nodes[node].host_bytes:
             faults.append(f"node {node} holds {held_bytes} bytes of {nodes[node].host_bytes}")

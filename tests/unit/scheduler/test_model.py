@@ -1,6 +1,6 @@
 """Invariants of groups and leases."""
 
-from harvester.contracts.ids import Epoch, GroupId, JobId, LeaseId, NodeId, SlotId, TenantId
+from harvester.contracts.ids import Epoch, GroupId, JobId, LeaseId, NodeId, SlotId
 from scheduler.model import (
     JobSpec,
     Lease,
@@ -16,8 +16,7 @@ NODES = {
     for name, pool in (("r1", Pool.ROLLOUT), ("r2", Pool.ROLLOUT), ("t1", Pool.TRAINING))
 }
 JOBS = {
-    JobId(name): JobSpec(job=JobId(name), tenant=TenantId("t"), host_bytes_per_node=60)
-    for name in ("a", "b")
+    JobId(name): JobSpec(job=JobId(name), phases=(), slo=1.0, host_bytes=60) for name in ("a", "b")
 }
 
 

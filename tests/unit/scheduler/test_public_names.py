@@ -12,12 +12,12 @@ import weightsync
 def test_the_public_names_are_these_seven() -> None:
     assert scheduler.__all__ == [
         "AsyncRolloutClient",
-        "DeclaredPhase",
+        "JobSpec",
         "PhaseControl",
         "PhaseKind",
+        "PhaseSpec",
         "RolloutClient",
         "SocketControl",
-        "Submission",
     ]
 
 

@@ -3,12 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from scheduler.model import JobSpec
+from scheduler.model import Completion, JobSpec
 from scheduler.rollmux.beliefs.facts import JobFacts
 from scheduler.rollmux.beliefs.tail import (
     PAPER_THRESHOLD,
     UNDIVIDED,
-    Completion,
     TailShape,
     best_shape,
     best_tail,
@@ -16,7 +15,7 @@ from scheduler.rollmux.beliefs.tail import (
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.planner import GroupPlanner
 from scheduler.sim.rollmux.baselines import PAPER_TAIL
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, planned_job, with_curve
 
 W1 = (Completion(0.5, 0.8),)
 
@@ -45,8 +44,11 @@ def _whole(job: JobSpec) -> JobSpec:
 def test_a_tail_is_unknown_until_it_is_declared_or_seen() -> None:
     planner = GroupPlanner(Judge(), TYPES)
     planner.place_job(planned_job("unknown", 400, 150), now=0.0)
-    planner.place_job(planned_job("declared", 400, 150), curve=W1, now=0.0)
-    planner.place_job(_whole(planned_job("whole", 400, 150)), curve=W1, now=0.0)
+    declared, whole = (
+        with_curve(planned_job(name, 400, 150), *W1) for name in ("declared", "whole")
+    )
+    planner.place_job(declared, now=0.0)
+    planner.place_job(_whole(whole), now=0.0)
     tails = {str(job): facts.tail for job, facts in planner.facts.items()}
     assert tails["unknown"] == tails["whole"] == UNDIVIDED
     assert tails["declared"] == best_shape(W1, accelerators=8)

@@ -6,11 +6,10 @@ from typing import Any
 
 from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import PhaseKind, Pool
+from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.runtime_events import Submit
-from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission
 from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.control.wire import (
     EnterReply,
@@ -59,15 +58,15 @@ def submission(
     host: int = 400,
     rollout_nodes: int = 1,
     measured: bool = False,
-) -> Submission:
+) -> JobSpec:
     """Means are 0.8 and 0.7 of the declared maxima; `measured`: they are known beforehand."""
     sides = ((ROLLOUT, rollout_s, 0.8, rollout_nodes), (TRAINING, training_s, 0.7, 1))
-    return Submission(
+    return JobSpec(
         job=JobId(job),
         slo=slo,
         host_bytes=host,
         phases=tuple(
-            DeclaredPhase(
+            PhaseSpec(
                 kind=kind, max_s=mean_s / ratio, nodes=count, mean_s=mean_s if measured else None
             )
             for kind, mean_s, ratio, count in sides
@@ -104,7 +103,7 @@ class Control:
         self.service.close()
         return Control(config or self.config, clock=self.clock, **self.kept)
 
-    def submit(self, *given: Submission) -> list[Any]:
+    def submit(self, *given: JobSpec) -> list[Any]:
         return [self.service.call(Submit(submission=each)) for each in given]
 
     def enter(self, job: str, kind: PhaseKind = ROLLOUT) -> EnterReply:

@@ -4,11 +4,10 @@ import msgspec
 import pytest
 
 from harvester.contracts.ids import Epoch
-from scheduler.model import PhaseKind
-from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
-from scheduler.rollmux.cluster.submission import DeclaredPhase, Submission, submission_fault
+from scheduler.rollmux.cluster.submission import permit_terms, submission_fault
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.rollmux.plan.test_plan_and_control import NoPermits
@@ -16,9 +15,9 @@ from tests.unit.scheduler.rollmux.plan.test_plan_and_control import NoPermits
 SYNC = PhaseKind.SYNC
 
 
-def _declared(*kinds: PhaseKind, nodes: int = 0, mean_s: float | None = None) -> Submission:
+def _declared(*kinds: PhaseKind, nodes: int = 0, mean_s: float | None = None) -> JobSpec:
     sides = {one.kind: one for one in submission("a").phases}
-    sides[SYNC] = DeclaredPhase(kind=SYNC, max_s=4.0, nodes=nodes, mean_s=mean_s)
+    sides[SYNC] = PhaseSpec(kind=SYNC, max_s=4.0, nodes=nodes, mean_s=mean_s)
     return msgspec.structs.replace(submission("a"), phases=tuple(sides[kind] for kind in kinds))
 
 
@@ -36,18 +35,18 @@ SYNCED = _declared(ROLLOUT, TRAINING, SYNC)
         (_declared(ROLLOUT, TRAINING, SYNC, mean_s=5.0), "sync: mean_s is above 0"),
     ],
 )
-def test_a_sync_follows_the_training_and_holds_no_node(given: Submission, said: str) -> None:
+def test_a_sync_follows_the_training_and_holds_no_node(given: JobSpec, said: str) -> None:
     assert said in submission_fault(given)
     assert bool(said) == bool(submission_fault(given))
 
 
 def test_a_sync_s_permit_names_no_node() -> None:
-    terms = SYNCED.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    terms = permit_terms(SYNCED, ("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
     assert terms is not None
     assert [(one.kind, one.nodes) for one in terms.phases][2] == (SYNC, ())
 
 
-def _with_curve(*points: tuple[float, float], divisible: bool = True) -> Submission:
+def _with_curve(*points: tuple[float, float], divisible: bool = True) -> JobSpec:
     rollout, training = submission("a").phases
     curve = tuple(Completion(*point) for point in points)
     rollout = msgspec.structs.replace(rollout, curve=curve, divisible=divisible)
@@ -71,9 +70,9 @@ def test_a_curve_rises_between_nothing_and_all(points: tuple[tuple[float, float]
     ],
 )
 def test_a_tail_leaves_where_the_declared_completion_says_until_its_own_is_seen(
-    given: Submission, leaves_at: float, keeps: int, least: int, learns: bool
+    given: JobSpec, leaves_at: float, keeps: int, least: int, learns: bool
 ) -> None:
-    terms = given.terms(("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
+    terms = permit_terms(given, ("r0",), ("t0",), accelerators=8)  # type: ignore[arg-type]
     assert terms is not None
     rollout = terms.phases[0]
     assert (rollout.tail_ratio, rollout.tail_accelerators) == (leaves_at, keeps)

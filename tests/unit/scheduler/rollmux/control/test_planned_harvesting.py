@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.ids import JobId
-from scheduler.rollmux.cluster.submission import Submission
+from scheduler.model import JobSpec
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.nodes_file import read_submissions
 from scheduler.rollmux.control.wire import (
@@ -24,7 +24,7 @@ from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.control.test_leased_rollout import BOTH, FakeGateway
 
 
-def undivided(given: Submission) -> Submission:
+def undivided(given: JobSpec) -> JobSpec:
     """Its tails keep their nodes, unless they leave for leases."""
     rollout, training = given.phases
     phases = (msgspec.structs.replace(rollout, divisible=False), training)
@@ -35,7 +35,7 @@ ALONE = undivided(submission("a"))
 HARVESTS = msgspec.structs.replace(ALONE, harvesting=True)
 
 
-def _rollout_terms(control: Control, given: Submission) -> tuple[Placed, PhaseTerms]:
+def _rollout_terms(control: Control, given: JobSpec) -> tuple[Placed, PhaseTerms]:
     (placed,) = control.submit(given)
     assert isinstance(placed, Placed)
     permit = control.service.policy.permit(given.job)

@@ -78,12 +78,12 @@ def _job(*, sync_max_s: float | None) -> JobSpec:
         job=JobId("a"),
         tenant=planned_job("a", 1, 1).tenant,
         phases=tuple(
-            PhaseSpec(kind=kind, mean_s=most, max_s=most, nodes=nodes)
+            PhaseSpec(kind=kind, max_s=most, nodes=nodes)
             for kind, most, nodes in declared
             if most is not None
         ),
-        host_bytes_per_node=400,
-        slowdown_slo=1.5,
+        host_bytes=400,
+        slo=1.5,
     )
 
 

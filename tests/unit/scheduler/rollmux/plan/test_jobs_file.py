@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.model import Pool
-from scheduler.rollmux.beliefs.tail import Completion
+from scheduler.model import Completion, Pool
 from scheduler.rollmux.plan.jobs_file import read_jobs
 
 GOOD = """\
@@ -37,7 +36,7 @@ def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
     settings = read_jobs(_file(tmp_path, GOOD))
     assert [job.id for job in settings.jobs] == ["first", "second"]
     assert settings.as_control.types[Pool.TRAINING].host_bytes == 10**12
-    assert settings.jobs[0].as_submission.as_job.phases[0].max_s == 500
+    assert settings.jobs[0].spec.phases[0].max_s == 500
 
 
 @pytest.mark.parametrize(
@@ -81,11 +80,11 @@ def test_a_curve_rises(tmp_path: Path) -> None:
 def test_a_rollout_s_curve_and_its_indivisibility_reach_the_control(tmp_path: Path) -> None:
     text = GOOD.replace("slo: 1.5", "slo: 1.5\n    responses: [[0.5, 0.8]]", 1)
     text = text.replace("max_s: 500}", "max_s: 500, divisible: false}", 1)
-    first, second = (job.as_submission for job in read_jobs(_file(tmp_path, text)).jobs)
+    first, second = (job.spec for job in read_jobs(_file(tmp_path, text)).jobs)
     assert [one.curve for one in first.phases] == [(Completion(0.5, 0.8),), ()]
     assert [one.divisible for one in (*first.phases, *second.phases)] == [True, True, False, True]
     assert (first.phases[0].curve, second.phases[0].curve) == ((Completion(0.5, 0.8),), ())
-    assert not second.as_job.phases[0].divisible
+    assert not second.phases[0].divisible
 
 
 def test_a_bound_on_the_jobs_and_on_the_file(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from harvester.contracts.ids import JobId, TenantId
-from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
+from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.planner.group_effects import AssignNodes, GroupEffect, PlacementDecision
 from scheduler.rollmux.planner.group_table import NodeType
 
@@ -27,12 +29,16 @@ def planned_job(
     return JobSpec(
         job=JobId(name),
         tenant=TenantId("t"),
-        phases=tuple(
-            PhaseSpec(kind=kind, mean_s=most, max_s=most, nodes=nodes) for kind, most in kinds
-        ),
-        host_bytes_per_node=host,
-        slowdown_slo=slo,
+        phases=tuple(PhaseSpec(kind=kind, max_s=most, nodes=nodes) for kind, most in kinds),
+        host_bytes=host,
+        slo=slo,
     )
+
+
+def with_curve(job: JobSpec, *curve: Completion) -> JobSpec:
+    """The job with a declared completion of its rollouts."""
+    rollout, training = job.phases
+    return replace(job, phases=(replace(rollout, curve=curve), training))
 
 
 def arrivals(effects: Iterable[GroupEffect]) -> list[AssignNodes]:

@@ -7,16 +7,16 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
-from scheduler.model import JobSpec
+from scheduler.model import Completion, JobSpec
 from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
-from scheduler.rollmux.beliefs.tail import UNDIVIDED, Completion
+from scheduler.rollmux.beliefs.tail import UNDIVIDED
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_effects import AssignNodes
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
 from scheduler.sim.rollmux.baselines import PAPER_TAIL, WorstCase
-from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job
+from tests.unit.scheduler.rollmux.planner.planned_jobs import TYPES, moves, planned_job, with_curve
 
 HOUR_S = 3600.0
 ITERATION_S = 550.0
@@ -77,7 +77,7 @@ def _beside_each_other() -> GroupPlanner:
     """A tight job and an easy one that the forecast allows to share nodes, both well known."""
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     for job in (TIGHT, EASY):
-        planner.place_job(job, curve=HALF_TAIL, now=0.0)
+        planner.place_job(with_curve(job, *HALF_TAIL), now=0.0)
         _learn(planner, job)
     (group,) = planner.table.groups.values()
     assert planner.packer.judge.admits(Roster.of(planner.packer.occupants(group)))
@@ -144,7 +144,7 @@ def test_a_saving_is_refused_at_the_cost_of_a_job_short_of_credit() -> None:
         _settle(planner, mover, credit_s=DAY_S, now=DAY_S)
         home = planner.table.groups[planner.table.home[mover.job]]
         assert planner.relocation.relocate((mover.job,), without=(home,))
-        planner.table.left(mover.job, mover.host_bytes_per_node)
+        planner.table.left(mover.job, mover.host_bytes)
         _settle(planner, short, credit_s=credit_s, now=DAY_S)
         moved[credit_s] = [move.job for move in planner.regroup.improve(now=DAY_S)]
     assert moved == {HOUR_S: [mover.job], -2 * HOUR_S: []}
@@ -168,7 +168,7 @@ def test_the_paper_s_planner_knows_no_credit() -> None:
     planner.place_job(TIGHT, now=0.0)
     _settle(planner, TIGHT, credit_s=-DAY_S, now=DAY_S)
     planner.packer.now_s = DAY_S
-    assert planner.packer.slo_now(planner.facts[TIGHT.job]) == TIGHT.slowdown_slo
+    assert planner.packer.slo_now(planner.facts[TIGHT.job]) == TIGHT.slo
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -250,8 +250,8 @@ def _together(jobs: list[JobSpec]) -> tuple[GroupPlanner, GroupState]:
     (home,) = group.pinned.values()
     for job in jobs[1:]:
         planner.place_job(job, now=0.0)
-        planner.table.unpin(job.job, job.host_bytes_per_node)
-        planner.table.pin(replace(home, job=job.job), group, job.host_bytes_per_node)
+        planner.table.unpin(job.job, job.host_bytes)
+        planner.table.pin(replace(home, job=job.job), group, job.host_bytes)
         planner.packer.refresh(group)
     for job in jobs:
         _learn(planner, job)

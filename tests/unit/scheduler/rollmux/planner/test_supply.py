@@ -3,11 +3,11 @@
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind, Pool
-from scheduler.rollmux.beliefs.durations import Measured
 from scheduler.rollmux.forecast.judge import Judge
 from scheduler.rollmux.planner.group_effects import AddNode, AssignNodes
 from scheduler.rollmux.planner.planner import GroupPlanner, PlannerConfig
@@ -84,19 +84,20 @@ def test_a_group_is_examined_again_once_its_jobs_are_known_to_leave_room() -> No
 
 
 def test_earlier_measurements_earn_no_credit() -> None:
-    known = {kind: Measured(seconds, 0.05, 40) for kind, seconds in _SIDES}
+    job = planned_job("a", 300, 200)
+    measured = tuple(
+        replace(phase, mean_s=seconds, cv=0.05, seen=40)
+        for phase, seconds in zip(job.phases, (300.0, 200.0), strict=True)
+    )
     taught, fresh = _planner(None, None), _planner(None, None)
-    taught.place_job(planned_job("a", 300, 200), measured=known, now=0.0)
-    fresh.place_job(planned_job("a", 300, 200), now=0.0)
+    taught.place_job(replace(job, phases=measured), now=0.0)
+    fresh.place_job(job, now=0.0)
     facts, untaught = taught.facts[JobId("a")], fresh.facts[JobId("a")]
     assert facts.account == untaught.account
     assert facts.open_s == 0.0
     assert facts.mature
     assert facts.belief().rollout_s == pytest.approx(300.0, rel=0.01)
     assert facts.belief().rollout_spread_s < untaught.belief().rollout_spread_s / 10
-
-
-_SIDES = ((PhaseKind.ROLLOUT, 300.0), (PhaseKind.TRAINING, 200.0))
 
 
 def _endangered(supply: int | None) -> tuple[GroupPlanner, list[AssignNodes], list[AddNode]]:
