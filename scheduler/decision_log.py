@@ -110,8 +110,8 @@ class DecisionLog:
         else:
             self._writer.opened(line)
         if self.fault:
-            told = "%s: decisions are journalled again; %d are missing in all"
-            _log.warning(told, self.policy.NAME, self.missing_total)
+            notice = "%s: decisions are journalled again; %d are missing in all"
+            _log.warning(notice, self.policy.NAME, self.missing_total)
         self.missing, self.fault = 0, ""
 
     def _failed(self, error: OSError) -> None:

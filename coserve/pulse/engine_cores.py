@@ -12,7 +12,7 @@ import msgspec
 from harvester.contracts.page import EngineCore
 
 # A page is 4 KiB.
-_TOLD_CORES = 16
+_REPORTED_CORES = 16
 _SILENT_NS = 1_000_000_000
 
 
@@ -84,7 +84,7 @@ class EngineCores:
     """Running requests of all cores."""
     kv_usage_ratio: float = 0.0
     """KV use of the fullest core."""
-    told: tuple[EngineCore, ...] = ()
+    reported: tuple[EngineCore, ...] = ()
     _cores: dict[int, _Core] = field(default_factory=dict)
     """Cores by data-parallel rank, in the order of their first report."""
 
@@ -144,7 +144,7 @@ class EngineCores:
         cores = self._cores.values()
         self.running = sum([core.running for core in cores])
         self.kv_usage_ratio = max([core.kv_usage_ratio for core in cores])
-        told = [
+        reported = [
             EngineCore(
                 rank=rank,
                 told_ns=core.told_ns,
@@ -154,6 +154,6 @@ class EngineCores:
             )
             for rank, core in self._cores.items()
         ]
-        if len(told) > _TOLD_CORES:
-            told.sort(key=lambda core: (core.running > 0, core.kv_usage_ratio), reverse=True)
-        self.told = tuple(told[:_TOLD_CORES])
+        if len(reported) > _REPORTED_CORES:
+            reported.sort(key=lambda core: (core.running > 0, core.kv_usage_ratio), reverse=True)
+        self.reported = tuple(reported[:_REPORTED_CORES])

@@ -290,7 +290,7 @@ class PulseState:
             prefill_calibration=self._calibrations[0],
             decode_calibration=self._calibrations[1],
             processes=self.processes,
-            cores=self._cores.told,
+            cores=self._cores.reported,
             shape=self.shape,
             root=self.root,
             sockets=len(self._sockets),

@@ -32,15 +32,15 @@ class PulseStatLogger(StatLoggerBase):
 
 
 def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> EngineStep:
-    told: dict[str, Any] = {"running": None, "kv_usage_ratio": None}
+    facts: dict[str, Any] = {"running": None, "kv_usage_ratio": None}
     if scheduler_stats is not None:
-        told = {
+        facts = {
             "running": scheduler_stats.num_running_reqs,
             "kv_usage_ratio": scheduler_stats.kv_cache_usage,
             "waiting": scheduler_stats.num_waiting_reqs,
         }
     if iteration_stats is None:
-        return EngineStep(rank=rank, ours=False, **told)
+        return EngineStep(rank=rank, ours=False, **facts)
     return EngineStep(
         rank=rank,
         ttft_s=tuple(iteration_stats.time_to_first_tokens_iter),
@@ -51,5 +51,5 @@ def _engine_step(scheduler_stats: Any, iteration_stats: Any, rank: int) -> Engin
         finished_prompt_tokens=tuple(
             r.num_prompt_tokens for r in iteration_stats.finished_requests
         ),
-        **told,
+        **facts,
     )

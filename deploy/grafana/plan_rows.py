@@ -18,7 +18,7 @@ def _states() -> tuple[Lines, ...]:
     return (
         lines(
             "Jobs in the plan",
-            "Queued: without a place. Moving: at its iteration's end. Between: no room yet.",
+            "Queued: without a placement. Moving: at its iteration's end. Between: no room yet.",
             COUNT,
             (latest(f"{_PLAN}_jobs", by="stage", fold="sum"), "{{stage}}"),
         ),
@@ -57,7 +57,7 @@ def _shortest() -> tuple[Lines, ...]:
             (latest(f"{_PLAN}_worst_slowdown_ratio", by="instance"), "{{instance}}"),
         ),
         lines(
-            "Longest wait for a place",
+            "Longest wait for a placement",
             "Of submitted jobs that no node could take yet.",
             SECONDS,
             (latest(f"{_PLAN}_longest_wait_seconds", by="instance"), "{{instance}}"),

@@ -39,14 +39,14 @@ class GuestLock:
 
     def take(self, *, timeout_s: float = PATIENCE_S) -> None:
         """Wait for the lock. Raises Exhausted after `timeout_s`, naming the holder."""
-        until_s, told = self._clock.now() + timeout_s, False
+        until_s, reported = self._clock.now() + timeout_s, False
         while (there := self._occupants()) is not None:
             if self._clock.now() >= until_s:
                 self._lock.release()
                 raise Exhausted(f"{self._pages.path}: {there} still runs; stop it first")
-            if not told:
+            if not reported:
                 _log.warning("waiting for the guest before this one to end: %s", there)
-                told = True
+                reported = True
             time.sleep(_LOOK_S)
         self._lock.sign()
 

@@ -16,7 +16,7 @@ GUEST_ROLE = "guest"
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger("vllm.rosemux")
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def guarded(hook: Callable[[], _Result]) -> _Result | None:
@@ -27,8 +27,8 @@ def guarded(hook: Callable[[], _Result]) -> _Result | None:
         if os.environ.get(ROLE_VARIABLE) == GUEST_ROLE:
             raise
         why = f"{type(error).__name__}: {error}"
-        if why not in _told:
+        if why not in _reported:
             # Once a process: several hooks fail for the same reason.
-            _told.add(why)
+            _reported.add(why)
             _log.error("RoseMux is off in this process, vLLM serves as stock: %s", why)
         return None

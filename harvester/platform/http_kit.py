@@ -281,8 +281,8 @@ class _WithoutSentLines(logging.Filter):
         if not self._limit.admits(now=record.created):
             return False
         before = self._limit.taken()
-        told = f"{record.getMessage()}: malformed ({type(error).__name__}); {before} before it"
-        record.msg, record.args, record.exc_info = told, None, None
+        summary = f"{record.getMessage()}: malformed ({type(error).__name__}); {before} before it"
+        record.msg, record.args, record.exc_info = summary, None, None
         return True
 
 

@@ -199,8 +199,8 @@ class GatewayWatch:
         # An answer that came while this process stood still is read first.
         await asyncio.sleep(self._warn_s / 8)
         if not self._warned and self._warnings.admits(now=self._clock.now()):
-            told = "the gateway %s has not answered for %.3g s; turns wait for it"
-            _log.warning(told, self._gateway().url, self.unanswered_s)
+            line = "the gateway %s has not answered for %.3g s; turns wait for it"
+            _log.warning(line, self._gateway().url, self.unanswered_s)
         self._warned = True
 
     def _learn(self, status: _Status) -> None:

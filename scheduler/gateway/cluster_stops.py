@@ -137,7 +137,7 @@ class ClusterStops:
         """The highest number of any gateway's order that is known here, with one left above it."""
         every = [
             *self._stops.values(),
-            *(stop for told in self._reported.values() for stop in told),
+            *(stop for stops in self._reported.values() for stop in stops),
         ]
         numbers = (stop.number for stop in every if stop.tenant == tenant)
         # An agent may report any number; one that no agent takes would stop nothing.

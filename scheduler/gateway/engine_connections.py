@@ -166,8 +166,8 @@ class StreamedReply:
         # None of a trailer, nor of another reply.
         if not self.status:
             self._head_bytes += len(name) + len(value) + 4
-            told = value.strip(b" \t").decode(errors="replace")
-            self.headers[name.decode("latin-1").lower()] = told
+            text = value.strip(b" \t").decode(errors="replace")
+            self.headers[name.decode("latin-1").lower()] = text
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -99,14 +99,14 @@ def _with_error_object(response: web.StreamResponse, route: str) -> web.StreamRe
     body = response.body
     if not isinstance(body, bytes | bytearray):
         return response
-    told = msgspec.json.decode(body)["error"]
-    if not isinstance(told, str):
+    message = msgspec.json.decode(body)["error"]
+    if not isinstance(message, str):
         return response
     if route == GENERATE_ROUTE:
         kind = HTTPStatus(response.status).phrase.replace(" ", "").removesuffix("Error") + "Error"
     else:
         kind = "invalid_request_error" if response.status < 500 else "server_error"
-    error = {"message": told, "type": kind, "param": None, "code": response.status}
+    error = {"message": message, "type": kind, "param": None, "code": response.status}
     response.body = msgspec.json.encode({"error": error})
     return response
 
@@ -165,8 +165,8 @@ class Gateway:
         self._room = connection_room(descriptors, places=places)
         self._connections = TenantShares(self._room, name="room for connections (ulimit -n)")
         if self._room < (most := msgspec.convert(settings.routing, RoutingConfig).queue_turns):
-            told = "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests"
-            _log.warning(told, most, self._room)
+            line = "queue_turns is %d, and descriptors (ulimit -n) leave room for %d requests"
+            _log.warning(line, most, self._room)
         self.app = web.Application(
             middlewares=[
                 dialect_errors,
@@ -324,8 +324,8 @@ class Gateway:
         if wanted.for_s is not None and not wanted.enabled:
             raise PeerProtocolError("for_s: goes with enabled: true")
         recorded = self._scheduler.switches.set(job, switch, on=wanted.enabled, for_s=wanted.for_s)
-        told = {"job": job, switch.value: wanted.enabled}
-        return json_reply(told if recorded else told | {"recorded": False})
+        body = {"job": job, switch.value: wanted.enabled}
+        return json_reply(body if recorded else body | {"recorded": False})
 
     async def _stop(self, request: web.Request) -> web.Response:
         if self._tenant(request) is not None:
@@ -409,8 +409,8 @@ async def _streamed(
             if wants_usage(options, "include_usage", "continuous_usage_stats"):
                 more["usage"] = samples.usage(choice.index)
             short = len(choice.token_ids) <= NAMED_AT_ONCE
-            told = named(choice) if short else await named_in_parts(choice)
-            await send(msgspec.structs.replace(reply, choices=(told,), **more))
+            named_choice = named(choice) if short else await named_in_parts(choice)
+            await send(msgspec.structs.replace(reply, choices=(named_choice,), **more))
         if wants_usage(options):
             await send(msgspec.structs.replace(reply, usage=samples.usage()))
     return send.response
@@ -418,5 +418,5 @@ async def _streamed(
 
 def _of_prompt(asked: GenerateRequest, samples: Samples) -> dict[str, Any]:
     """The reply's fields about the prompt, in a stream with the first choice's first event."""
-    told = samples.prompt_scores(0)
-    return told | ({"prompt_token_ids": asked.token_ids} if asked.return_token_ids else {})
+    scores = samples.prompt_scores(0)
+    return scores | ({"prompt_token_ids": asked.token_ids} if asked.return_token_ids else {})

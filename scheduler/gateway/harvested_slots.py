@@ -335,8 +335,8 @@ class Harvest:
         limit = self._limits.setdefault(lease.slot, EventLimit(burst=6.0, per_s=1 / 60))
         if limit.admits(now=self._clock.now()):
             omitted = f" ({before} lines left out before)" if (before := limit.taken()) else ""
-            told = "slot %s of agent %s: lease %d of job %s %s%s"
-            _log.info(told, lease.slot, lease.agent, lease.epoch, lease.job, what, omitted)
+            line = "slot %s of agent %s: lease %d of job %s %s%s"
+            _log.info(line, lease.slot, lease.agent, lease.epoch, lease.job, what, omitted)
 
     def _record(self, name: LeaseId) -> None:
         """Tried again at each look while the state file cannot take it. A restart asks the agent

@@ -76,8 +76,8 @@ class JobVersions:
                     )
                 )
         for job, given in self._jobs.items():
-            told = "job %s of tenant %s is registered, at version %d"
-            _log.info(told, job, given.tenant, self.newest(job))
+            line = "job %s of tenant %s is registered, at version %d"
+            _log.info(line, job, given.tenant, self.newest(job))
         if active is not None:
             self._fleet.observe(JobActivated(job=active))
 
@@ -111,8 +111,8 @@ class JobVersions:
             self._owners.note(job, store)
             if new:
                 self._announced_s[job] = self._clock.now()
-                told = "job %s: version %d of store %s is announced%s"
-                _log.info(told, job, version, store, "" if serves else "; the job is not active")
+                line = "job %s: version %d of store %s is announced%s"
+                _log.info(line, job, version, store, "" if serves else "; the job is not active")
             if serves:
                 await self._settle(wanted, patience_s=SHOWN_S)
         return policy.switch_states(job, version) if self._sees_engines(job) else {}

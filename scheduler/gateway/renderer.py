@@ -150,8 +150,8 @@ class Renderer:
 
         async def tokens(text: str) -> list[int]:
             async with own:
-                told = await self.post("/tokenize", {"prompt": text}, places=self._renders)
-                found: list[int] = told["tokens"]
+                tokenized = await self.post("/tokenize", {"prompt": text}, places=self._renders)
+                found: list[int] = tokenized["tokens"]
                 return found
 
         return await asyncio.gather(*map(tokens, texts))
@@ -165,11 +165,11 @@ class Renderer:
     ) -> Body:
         """The reply of the dialect; `responses` are made as they are encoded, one for each prompt.
         Many large ones are several calls. Raises RenderRefused, Exhausted."""
-        told = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in responses)
+        encoded = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in responses)
         if not dialect.many:
-            return await self._derender(dialect, request, prompts[0], len(prompts[0]), told[0])
+            return await self._derender(dialect, request, prompts[0], len(prompts[0]), encoded[0])
         parts, size_bytes = [0], 0
-        for at, each in enumerate(told):
+        for at, each in enumerate(encoded):
             size_bytes += len(bytes(each))
             if size_bytes > _DERENDERED_BYTES and at > parts[-1]:
                 parts.append(at)
@@ -178,10 +178,10 @@ class Renderer:
             # No parser reads a completion's text, and its request may have thousands of prompts.
             request = request | dialect.empty
         reply, choices = {}, []
-        for start, end in pairwise((*parts, len(told))):
+        for start, end in pairwise((*parts, len(encoded))):
             part = prompts[start:end]
             seeds, lengths = [each[-_SEED_TOKENS:] for each in part], list(map(len, part))
-            reply = await self._derender(dialect, request, seeds, lengths, told[start:end])
+            reply = await self._derender(dialect, request, seeds, lengths, encoded[start:end])
             choices += reply["choices"]
         return reply | {"choices": choices}
 
@@ -199,13 +199,13 @@ class Renderer:
         """A chunk of the dialect's stream, and the state to send with the choice's next one."""
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
         reply = await self.post(f"{text.dialect.route}/derender", body | text.beside(prompt, state))
-        told: Body = reply["chunk"]
-        for each, choice in zip(told["choices"], chunk["choices"], strict=False):
+        rendered: Body = reply["chunk"]
+        for each, choice in zip(rendered["choices"], chunk["choices"], strict=False):
             asked = (choice.get("logprobs") or {}).get("content")
             left_out = each.get("logprobs") is None and not text.dialect.many
             if asked and left_out and text.shows_reasoning:
                 each["logprobs"] = await self._logprobs(text, choice, state)
-        return told, reply["stream_state"]
+        return rendered, reply["stream_state"]
 
     async def _logprobs(
         self, text: "StreamedText", choice: Body, state: Body | None
@@ -221,8 +221,8 @@ class Renderer:
         whole = choice | {"token_ids": [*before, *choice["token_ids"]]}
         response = {"request_id": "", "choices": [whole | {"logprobs": {"content": content}}]}
         reply = await self._derender(text.dialect, text.least, text.seed, 0, response)
-        told: Body | None = reply["choices"][0]["logprobs"]
-        return told and told | {"content": told["content"][len(before) :]}
+        logprobs: Body | None = reply["choices"][0]["logprobs"]
+        return logprobs and logprobs | {"content": logprobs["content"][len(before) :]}
 
     async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
@@ -269,9 +269,9 @@ class Renderer:
                         self._found(away=False)
                     shown = raw[:200].decode(errors="replace")
                     if response.status == 200:
-                        told = msgspec.json.decode(raw)
-                        if not (short_tokens and _fills(told, short_tokens)):
-                            return told
+                        reply = msgspec.json.decode(raw)
+                        if not (short_tokens and _fills(reply, short_tokens)):
+                            return reply
                         too_long, shown = True, f"its context of {short_tokens} tokens is full"
                     if response.status in _WRONG_REQUEST:
                         if not (short_tokens and names_context(raw.decode(errors="replace"))):

@@ -215,13 +215,13 @@ class SglangRoutes:
                 ended = {"index": 0, "token_ids": ids, "finish_reason": choice.finish_reason}
                 yield {"request_id": turn.request_id, "choices": [ended]}
 
-        told = await self._scheduler.renderer.derender(
+        reply = await self._scheduler.renderer.derender(
             COMPLETION,
             COMPLETION.empty | {"skip_special_tokens": sampling.skip_special_tokens},
             [turns[place].token_ids for place in places],
             responses(),
         )
-        for place, each in zip(places, told["choices"], strict=True):
+        for place, each in zip(places, reply["choices"], strict=True):
             texts[place] = each["text"]
         return texts
 
@@ -314,8 +314,8 @@ class _Asked:
             if self.candidates:
                 best = sorted(found.items(), key=lambda item: -item[1].logprob)[: self.candidates]
                 top.append([[candidate.logprob, one, None] for one, candidate in best])
-        told: Body = {"input_token_logprobs": own}
-        return told | ({"input_top_logprobs": top} if self.candidates else {})
+        logprobs: Body = {"input_token_logprobs": own}
+        return logprobs | ({"input_top_logprobs": top} if self.candidates else {})
 
 
 def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> Body:
@@ -365,23 +365,23 @@ def _many(ids: Any) -> bool:
 
 
 def _translated(sampling: Body) -> Body:
-    told: Body = {"max_tokens": _DEFAULT_MAX_TOKENS}
+    settings: Body = {"max_tokens": _DEFAULT_MAX_TOKENS}
     for name, value in sampling.items():
         if value is None:
             continue
         if name in _NAMES:
-            told[_NAMES[name]] = value
+            settings[_NAMES[name]] = value
         elif name in _SAME:
-            told[name] = value
+            settings[name] = value
         elif name in _GRAMMARS:
-            if "structured_outputs" in told:
+            if "structured_outputs" in settings:
                 grammars = ", ".join(each for each in sampling if each in _GRAMMARS)
                 raise PeerProtocolError(f"sampling_params.{name}: send one of {grammars}")
-            told["structured_outputs"] = {_GRAMMARS[name]: value}
+            settings["structured_outputs"] = {_GRAMMARS[name]: value}
         elif name == "no_stop_trim":
-            told["include_stop_str_in_output"] = value
+            settings["include_stop_str_in_output"] = value
         elif value not in _NEUTRAL and (name, value) != ("custom_params", _TOP_P_IDS):
             named = next((ours for ours, its in _NAMES.items() if its == name), None)
             what = f"SGLang's name is {named}" if named else "not offered; leave it out"
             raise PeerProtocolError(f"sampling_params.{name}: {what}")
-    return told
+    return settings

@@ -161,11 +161,11 @@ def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
                 piece["logprobs"] = {"content": content[part]}
             if mask is not None:
                 piece["sampling_mask"] = mask[part]
-            (told,) = _chunk(memoryview(msgspec.json.encode({"choices": [piece]}))).choices
+            (one,) = _chunk(memoryview(msgspec.json.encode({"choices": [piece]}))).choices
             if part.stop >= len(token_ids):
                 for name in _OF_THE_END:
-                    setattr(told, name, getattr(choice, name))
-            yield EngineChunk([told])
+                    setattr(one, name, getattr(choice, name))
+            yield EngineChunk([one])
 
 
 class EventStream:
@@ -194,12 +194,12 @@ class EventStream:
             if event == b"data: " + DONE:
                 self.done = True
                 return
-            told = memoryview(event)[6:]
+            data = memoryview(event)[6:]
             try:
-                if len(told) > _LARGE_EVENT_BYTES:
-                    yield from map(_checked, _pieces(told, self._most_tokens))
+                if len(data) > _LARGE_EVENT_BYTES:
+                    yield from map(_checked, _pieces(data, self._most_tokens))
                 else:
-                    yield _checked(_chunk(told))
+                    yield _checked(_chunk(data))
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
 

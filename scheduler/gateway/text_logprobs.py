@@ -74,9 +74,9 @@ async def named_in_parts(choice: Choice) -> Choice:
     """The same. Tokens of a long choice are encoded, and stand in the reply as they are."""
     if len(choice.token_ids) <= NAMED_AT_ONCE:
         return named(choice)
-    told: Iterable[Any] = map(_named, choice.logprobs.content)
-    told = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in told)
-    return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(told)))
+    entries: Iterable[Any] = map(_named, choice.logprobs.content)
+    entries = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in named)
+    return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(entries)))
 
 
 def _named(logprob: TokenLogprob) -> TokenLogprob:
@@ -84,16 +84,16 @@ def _named(logprob: TokenLogprob) -> TokenLogprob:
     return TokenLogprob(logprob.token_id, logprob.logprob, candidates, token_name(logprob))
 
 
-def name_by_id(told: Body, content: Sequence[TokenLogprob]) -> None:
+def name_by_id(logprobs: Body, content: Sequence[TokenLogprob]) -> None:
     """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
     whatever the request says."""
-    if "tokens" in told:
-        told["tokens"] = [token_name(each) for each in content]
-        told["top_logprobs"] = [
+    if "tokens" in logprobs:
+        logprobs["tokens"] = [token_name(each) for each in content]
+        logprobs["top_logprobs"] = [
             {token_name(one): one.logprob for one in each.top_logprobs} or None for each in content
         ]
         return
-    for entry, each in zip(told["content"] or (), content, strict=True):
+    for entry, each in zip(logprobs["content"] or (), content, strict=True):
         entry["token"] = token_name(each)
         for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
             candidate["token"] = token_name(one)

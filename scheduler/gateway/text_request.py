@@ -130,17 +130,21 @@ class TextRequest:
             for each in content
         ]
 
-    def _texts(self, told: Body) -> tuple[Body, tuple[str, ...]]:
+    def _texts(self, reply_choice: Body) -> tuple[Body, tuple[str, ...]]:
         """The object that has a choice's texts, and their names in the order of the output."""
-        return (told, ("text",)) if self.dialect.many else (_message(told), _MESSAGE_TEXTS)
+        return (
+            (reply_choice, ("text",))
+            if self.dialect.many
+            else (_message(reply_choice), _MESSAGE_TEXTS)
+        )
 
     def stopped_texts(self, turn: GenerateRequest) -> StoppedTexts:
         names = ("text",) if self.dialect.many else _MESSAGE_TEXTS
         return {name: StoppedText(turn) for name in names}
 
-    def change_streamed(self, told: Body, held: StoppedTexts, choice: Choice) -> None:
+    def change_streamed(self, reply_choice: Body, held: StoppedTexts, choice: Choice) -> None:
         """Passes a chunk's texts through what is held back; vLLM's last chunk may have none."""
-        holder, names = self._texts(told)
+        holder, names = self._texts(reply_choice)
         newest = max((place for place, name in enumerate(names) if holder.get(name)), default=-1)
         for place, name in enumerate(names):
             text = holder.get(name)
@@ -150,11 +154,16 @@ class TextRequest:
                 holder[name] = held[name].feed(text or "", end)
 
     def end_text(
-        self, told: Body, choice: Choice, turn: GenerateRequest, *, before: Body | None = None
+        self,
+        reply_choice: Body,
+        choice: Choice,
+        turn: GenerateRequest,
+        *,
+        before: Body | None = None,
     ) -> None:
         """Cuts the whole text of a choice at its stop string, and empties that of no tokens.
         `before`: the choice of its `early_parts`, where it has one."""
-        holder, names = self._texts(told)
+        holder, names = self._texts(reply_choice)
         name = next((each for each in reversed(names) if holder.get(each)), None)
         if name is None or not isinstance(text := holder[name], str):
             return
@@ -165,27 +174,31 @@ class TextRequest:
             else ""
         )
 
-    def complete(self, told: Body, choice: Choice, turn: GenerateRequest) -> None:
+    def complete(self, reply_choice: Body, choice: Choice, turn: GenerateRequest) -> None:
         """Adds to a choice of the reply what the renderer does not know of."""
         spans = msgspec.to_builtins(choice.spans)
-        told |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
+        reply_choice |= {"index": choice.index, "stop_reason": choice.stop_reason, "spans": spans}
         if choice.finish_reason not in (None, FinishReason.STOP):
             # vLLM's derenderer takes a call that was cut off for a whole one,
-            told["finish_reason"] = choice.finish_reason
-        elif choice.finish_reason and not self._names_tool and _message(told).get("tool_calls"):
+            reply_choice["finish_reason"] = choice.finish_reason
+        elif (
+            choice.finish_reason
+            and not self._names_tool
+            and _message(reply_choice).get("tool_calls")
+        ):
             # and a whole reply's call for text.
-            told["finish_reason"] = "tool_calls"
+            reply_choice["finish_reason"] = "tool_calls"
         if choice.weight_versions is not None:
-            told["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
+            reply_choice["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
         for name in ("fault", "immovable", "routed_experts", "sampling_mask"):
             if value := getattr(choice, name):
-                told[name] = value
-        if self.tokens_as_ids and told.get("logprobs"):
-            name_by_id(told["logprobs"], self.candidates(choice, turn))
+                reply_choice[name] = value
+        if self.tokens_as_ids and reply_choice.get("logprobs"):
+            name_by_id(reply_choice["logprobs"], self.candidates(choice, turn))
         if self.returns_ids:
-            told["token_ids"] = choice.token_ids
+            reply_choice["token_ids"] = choice.token_ids
             if self.dialect.many:
-                told["prompt_token_ids"] = turn.token_ids
+                reply_choice["prompt_token_ids"] = turn.token_ids
 
 
 def _message(choice: Body) -> Body:

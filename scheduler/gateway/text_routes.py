@@ -152,18 +152,18 @@ class TextRoutes:
             parts = [part or choice for part, choice in zip(early, choices, strict=True)]
             before = await self._derendered(text, prompts, parts)
         share, made = LoopShare(), []
-        for index, told in enumerate(reply["choices"]):
+        for index, reply_choice in enumerate(reply["choices"]):
             choice = msgspec.structs.replace(choices[index], index=index)
             part = before["choices"][index] if early[index] else None
-            text.end_text(told, choice, turns[index], before=part)
-            text.complete(told, choice, turns[index])
+            text.end_text(reply_choice, choice, turns[index], before=part)
+            text.complete(reply_choice, choice, turns[index])
             first = index - index % per_prompt
             if text.dialect.many:
-                told.update(samples.prompt_scores(first))
+                reply_choice.update(samples.prompt_scores(first))
             if text.echoes:
-                await self._echo(text, told, turns[index], samples.prompt_scores(first))
+                await self._echo(text, reply_choice, turns[index], samples.prompt_scores(first))
             # Thousands of them would be encoded at once.
-            made.append(msgspec.Raw(_ENCODER.encode(told)))
+            made.append(msgspec.Raw(_ENCODER.encode(reply_choice)))
             await share.rest()
         reply |= {"id": text.name, "model": text.model, "choices": made}
         reply |= {"usage": msgspec.to_builtins(samples.usage()), **samples.versions()}
@@ -181,14 +181,14 @@ class TextRoutes:
         def responses() -> Iterator[Body]:
             for index, prompt in enumerate(prompts):
                 own = choices[index * per_prompt : (index + 1) * per_prompt]
-                told = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
-                yield {"request_id": text.name, "choices": told}
+                numbered = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
+                yield {"request_id": text.name, "choices": numbered}
 
         ids = [prompt.token_ids for prompt in prompts]
         return await self._renderer.derender(text.dialect, text.to_render, ids, responses())
 
     async def _echo(
-        self, text: TextRequest, told: Body, turn: GenerateRequest, scores: Body
+        self, text: TextRequest, reply_choice: Body, turn: GenerateRequest, scores: Body
     ) -> None:
         """Puts the prompt before a completion, as OpenAI's `echo`: its text, and its tokens'
         log-probabilities, of which the first one has none."""
@@ -200,8 +200,8 @@ class TextRoutes:
         response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
         reply = await self._renderer.derender(text.dialect, text.to_render, [[]], [response])
         (echo,) = reply["choices"]
-        own = told.get("logprobs") if text.generates else None
-        told["text"] = echo["text"] + (told["text"] if text.generates else "")
+        own = reply_choice.get("logprobs") if text.generates else None
+        reply_choice["text"] = echo["text"] + (reply_choice["text"] if text.generates else "")
         if content and (logprobs := echo["logprobs"]):
             if text.tokens_as_ids:
                 name_by_id(logprobs, content)
@@ -209,7 +209,7 @@ class TextRoutes:
             for name, values in (own or {}).items():
                 shift = len(echo["text"]) if name == "text_offset" else 0
                 logprobs[name] += [value + shift for value in values] if shift else values
-            told["logprobs"] = logprobs
+            reply_choice["logprobs"] = logprobs
 
     async def _stream(
         self,
@@ -231,18 +231,18 @@ class TextRoutes:
                     "choices": [text.engine_choice(choice, turn, choice.index)],
                 }
                 with samples.rendering(choice.index):
-                    told, states[choice.index] = await self._renderer.derender_chunk(
+                    chunk, states[choice.index] = await self._renderer.derender_chunk(
                         streamed, turn.token_ids, chunk, states.get(choice.index)
                     )
-                told |= {"id": text.name, "model": text.model}
-                created = told.get("created", created)
-                told |= {} if choice.finish_reason is None else samples.versions(choice.index)
-                told.pop("usage", None)
+                chunk |= {"id": text.name, "model": text.model}
+                created = chunk.get("created", created)
+                chunk |= {} if choice.finish_reason is None else samples.versions(choice.index)
+                chunk.pop("usage", None)
                 if wants_usage(options, "include_usage", "continuous_usage_stats"):
-                    told["usage"] = msgspec.to_builtins(samples.usage(choice.index))
+                    chunk["usage"] = msgspec.to_builtins(samples.usage(choice.index))
                 if first and text.returns_ids and not text.dialect.many:
-                    told["prompt_token_ids"] = turn.token_ids
-                for each in told["choices"]:
+                    chunk["prompt_token_ids"] = turn.token_ids
+                for each in chunk["choices"]:
                     if not text_tokens(choice, turn):
                         # Rendered from a token that is no text of it, since vLLM needs one.
                         text.end_text(each, choice, turn)
@@ -250,7 +250,7 @@ class TextRoutes:
                     text.complete(each, choice, turn)
                     if not first:
                         each.pop("prompt_token_ids", None)
-                await send(told)
+                await send(chunk)
             if wants_usage(options):
                 last = {"id": text.name, "object": text.dialect.chunk_object, "model": text.model}
                 last["created"] = created

@@ -131,8 +131,8 @@ class TinkerRoutes:
         name = f"{body.get('sampling_session_id')}.{body.get('seq_id')}"
         encoded = _generate_body(name, body)
         generate = self._admit(job, encoded)
-        told = (bool(body.get(each)) for each in ("topk_sample_logprobs", "prompt_logprobs"))
-        digest = sha256(encoded + bytes(told)).digest()
+        flags = (bool(body.get(each)) for each in ("topk_sample_logprobs", "prompt_logprobs"))
+        digest = sha256(encoded + bytes(flags)).digest()
         promise = self._promises.get((job, name))
         if promise is not None and promise.failed:
             promise.drop()
@@ -169,8 +169,10 @@ class TinkerRoutes:
             if choice.finish_reason is FinishReason.ABORT:
                 raise Exhausted(f"the turn ended early: {choice.fault or 'it was aborted'}")
         top_k = body.get("topk_sample_logprobs") or 0
-        told = await in_shares(_message(1, _sequence(choice, top_k)) for choice in choices)
-        return b"".join(told) + (await _scored(generate.token_ids, scores, body) if scores else b"")
+        sequences = await in_shares(_message(1, _sequence(choice, top_k)) for choice in choices)
+        return b"".join(sequences) + (
+            await _scored(generate.token_ids, scores, body) if scores else b""
+        )
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         job, name = self._job_of(request), str((await _small_object(request)).get("request_id"))
@@ -300,18 +302,20 @@ def _number_of(body: Body, name: str) -> int:
 async def _scored(token_ids: Sequence[int], scores: Body, body: Body) -> bytes:
     """The prompt's part of a `SampleResponse`. The first token has no log-probability."""
     scored = await prompt_logprobs(scores, token_ids)
-    told = b""
+    encoded = b""
     if body.get("prompt_logprobs"):
         own = zip(token_ids, scored, strict=True)
-        told += _message(2, _float32(each[one].logprob if each else math.nan for one, each in own))
+        encoded += _message(
+            2, _float32(each[one].logprob if each else math.nan for one, each in own)
+        )
     if top_k := _number_of(body, "topk_prompt_logprobs"):
         rows = []
         for each in scored:
             best = sorted((each or {}).items(), key=lambda item: -item[1].logprob)[:top_k]
             row = [(one, candidate.logprob) for one, candidate in best]
             rows.append(row + [_NO_CANDIDATE] * (top_k - len(row)))
-        told += _message(3, _candidates(rows))
-    return told
+        encoded += _message(3, _candidates(rows))
+    return encoded
 
 
 def _candidates(rows: Sequence[Sequence[tuple[int, float]]]) -> bytes:

@@ -81,9 +81,9 @@ class Announcer:
     async def _tell_all(self, version: WeightVersion) -> None:
         body = msgspec.json.encode(PublishedVersion(version=version, store=self._store))
         async with aiohttp.ClientSession() as session:
-            told = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
+            states = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
         worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)
-        self._state = min(told, key=worst.index)
+        self._state = min(states, key=worst.index)
         self._announced.set()
 
     async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> AnnounceState:

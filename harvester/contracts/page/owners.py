@@ -41,11 +41,11 @@ _KINDS = ("agent", "production", "guest")
 
 def environment_owners(environment: Mapping[str, str] | None = None) -> PageOwners:
     """The owners that the environment names. Raises ConfigError."""
-    told = (os.environ if environment is None else environment).get(OWNERS_VARIABLE, "")
-    if len(told) > _MOST_CHARACTERS:
+    pairs = (os.environ if environment is None else environment).get(OWNERS_VARIABLE, "")
+    if len(pairs) > _MOST_CHARACTERS:
         raise ConfigError(f"{OWNERS_VARIABLE} is longer than {_MOST_CHARACTERS} characters")
     named: dict[str, list[str]] = {kind: [] for kind in _KINDS}
-    for pair in filter(None, told.split(",")):
+    for pair in filter(None, pairs.split(",")):
         kind, _, user = pair.strip().partition(":")
         if kind not in named or not user:
             raise ConfigError(

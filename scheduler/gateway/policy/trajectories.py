@@ -117,11 +117,11 @@ def output_fields(sampling: SamplingParams) -> tuple[str, ...]:
 
 
 def reasoning_fields(request: GenerateRequest) -> dict[str, Any]:
-    told = {
+    given = {
         "reasoning_ended": request.reasoning_ended,
         "reasoning_parser_kwargs": request.reasoning_parser_kwargs,
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def continued_seed(seed: int | None, offset: int) -> int | None:

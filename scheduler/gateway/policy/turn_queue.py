@@ -100,9 +100,9 @@ class TurnQueue:
 
     def tell_apart(self, versions: Iterable[WeightVersion]) -> None:
         """Regroups the lines where engines serve other versions, or come to."""
-        told = sorted(set(versions))
-        if told != self._versions:
-            self._versions = told
+        served = sorted(set(versions))
+        if served != self._versions:
+            self._versions = served
             self._regroup()
 
     def _regroup(self) -> None:

@@ -149,7 +149,7 @@ class PhaseRuntime:
         if placed.changed:
             return f"its nodes have changed: {placed.reason}"
         if placed.stage is PlacementStage.QUEUED:
-            return f"it waits for a place: {placed.reason}"
+            return f"it waits for a placement: {placed.reason}"
         if placed.at is not None:
             return f"{placed.reason}, and none is free yet"
         return "it waits for room on its new nodes"

@@ -123,7 +123,7 @@ class JobHistory:
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
                     yield Entry(
-                        at=now.at, kind=EventKind.QUEUED, text=f"waits for a place: {reason}"
+                        at=now.at, kind=EventKind.QUEUED, text=f"waits for a placement: {reason}"
                     )
                 case OrderMove():
                     words = f"iteration ended: ordered to move to {_nodes(effect)}"
@@ -173,7 +173,7 @@ def _converted(raw: dict[str, Any], kind: Any) -> Any:
 def _where(job_permits: list[dict[str, Any]], job: JobId) -> str:
     own = next((one for one in job_permits if one["terms"]["job"] == job), None)
     if own is None:
-        return ", without a place on nodes"
+        return ", without a placement"
     nodes = dict.fromkeys(node for phase in own["terms"]["phases"] for node in phase["nodes"])
     return f", on {' '.join(nodes)}"
 

@@ -46,14 +46,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
     f"GET {PATH}": Operation("This document"),
 }
+_ERRORS = errors_as_replies({web.HTTPException: None})
 _LOOPBACK = "127.0.0.1"
 _SHUTDOWN_S = 1.0
 _BACKLOG = 128
 
 
 def application(api: AsyncPhaseApi) -> web.Application:
-    errors = errors_as_replies({web.HTTPException: None})
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[errors])
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_ERRORS])
 
     async def call(request: web.Request) -> web.Response:
         sent = await whole_body(request, most_bytes=MAX_BODY_BYTES)
@@ -96,7 +96,7 @@ async def exposition(service: PhaseService, port: int | None) -> AsyncGenerator[
     if port is None:
         yield
         return
-    app = web.Application()
+    app = web.Application(middlewares=[_ERRORS])
     app.add_routes([web.get("/metrics", metrics_of(service))])
     async with serving(app, shutdown_s=_SHUTDOWN_S) as runner:
         await listen(runner, _LOOPBACK, port, remedy="set another --metrics-port")

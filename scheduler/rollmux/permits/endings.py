@@ -33,8 +33,8 @@ def ended(
     if permit is None or permit.kind is None:
         return [stale(event.job, event.epoch)]
     if event.failed:
-        told = permit.stage is PermitStage.REVOKED
-        reason = PermitEndReason.OVERRAN if told else PermitEndReason.FAILED
+        asked = permit.stage is PermitStage.REVOKED
+        reason = PermitEndReason.OVERRAN if asked else PermitEndReason.FAILED
         return [fail(table, permit, reason, event.failed, now=now)]
     work_until(permit, now=now)
     leased_s = min(max(0.0, event.leased_s), _LEASED_MAX_RATIO * permit.worked_s)

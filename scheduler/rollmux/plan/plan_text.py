@@ -33,7 +33,7 @@ def plan_text(plan: PlanDocument, *, width: int) -> RenderableType:
     for group in plan.groups:
         parts += [*_group(group, plan, width), Text()]
     for one in plan.unplaced:
-        parts.append(Text(f"{one.job}: no place: {one.reason}", style="bold red"))
+        parts.append(Text(f"{one.job}: no placement: {one.reason}", style="bold red"))
     return Group(*parts)
 
 

@@ -13,7 +13,9 @@ def summary(plan: PlanDocument) -> str:
     jobs = sum(len(group.jobs) for group in plan.groups)
     nodes = " and ".join(f"{count} {kind}" for kind, count in plan.nodes.items())
     dearer = plan.dedicated_per_hour / plan.price_per_hour if plan.price_per_hour else 1.0
-    left_out = f"; {_counted(len(plan.unplaced), 'job')} found no place" if plan.unplaced else ""
+    left_out = (
+        f"; {_counted(len(plan.unplaced), 'job')} found no placement" if plan.unplaced else ""
+    )
     return (
         f"{_counted(jobs, 'job')} in {_counted(len(plan.groups), 'group')} on {nodes}: "
         f"{plan.price_per_hour:.2f} $/h. On nodes of their own they would cost "
@@ -46,7 +48,7 @@ def places(job: PlannedJob) -> str:
 
 
 def alternative(one: Alternative) -> str:
-    """Place and price of an alternative, and the objection to it."""
+    """Placement and price of an alternative, and the objection to it."""
     where = f"beside {', '.join(one.beside)}" if one.beside else "alone"
     against = "" if one.admitted else f": refused, {one.reason}"
     return f"{one.kind} {where}, {one.change_per_hour:+.2f} $/h{against}"

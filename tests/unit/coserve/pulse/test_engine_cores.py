@@ -54,11 +54,11 @@ def test_levels_are_the_last_reported_of_each_core() -> None:
     step(cores, 0, 12 * MS, kv=0.2)
     step(cores, 1, 13 * MS)
     assert (cores.running, cores.kv_usage_ratio) == (2, 0.3)
-    assert [(core.rank, core.told_ns) for core in cores.told] == [(0, 12 * MS), (1, 11 * MS)]
+    assert [(core.rank, core.told_ns) for core in cores.reported] == [(0, 12 * MS), (1, 11 * MS)]
 
 
 def test_the_fullest_of_very_many_cores_are_reported() -> None:
     cores = EngineCores()
     for rank in range(64):
         step(cores, rank, MS, kv=rank / 64)
-    assert [core.rank for core in cores.told] == list(range(63, 47, -1))
+    assert [core.rank for core in cores.reported] == list(range(63, 47, -1))

@@ -213,7 +213,7 @@ def test_without_any_node_every_job_is_unplaced_and_the_price_is_zero() -> None:
     assert (plan.groups, plan.price_per_hour) == ((), 0)
     assert [one.job for one in plan.unplaced] == ["a"]
     assert "1 h20 of which 0 are free" in plan.unplaced[0].reason
-    assert "No place found" in plan_page(plan, title="none")
+    assert "No placement found" in plan_page(plan, title="none")
 
 
 def test_a_weight_sync_makes_room_for_company_and_is_shown() -> None:

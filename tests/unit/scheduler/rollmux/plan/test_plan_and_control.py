@@ -22,7 +22,7 @@ REVIEWS = 12
 
 
 Grouped = tuple[set[tuple[frozenset[str], int]], set[str]]
-"""Jobs and number of nodes of each group, and jobs without a place."""
+"""Jobs and number of nodes of each group, and jobs without a placement."""
 
 
 class NoPermits:
