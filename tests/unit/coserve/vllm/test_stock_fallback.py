@@ -38,7 +38,7 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse_reporter, "_reporter", None)
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(weights_plugin, "_registered", True)
-    monkeypatch.setattr(stock_fallback, "_told", set())
+    monkeypatch.setattr(stock_fallback, "_reported", set())
     for name, value in {
         "ROSEMUX_ROLE": "production",
         "ROSEMUX_ENGINE": "prod",
