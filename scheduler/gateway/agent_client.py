@@ -6,9 +6,10 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from msgspec.structs import replace
 
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError, reason_of
-from harvester.contracts.ids import Epoch, LeaseId, NodeId, checked_name
+from harvester.contracts.ids import Epoch, LeaseId, NodeId, SlotId, checked_name
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.contracts.wire.leases import (
     LeaseEnded,
@@ -64,9 +65,12 @@ class AgentClient:
         *,
         timeout_s: float,
         credentials: Credentials = NO_CREDENTIALS,
+        prefix: str = "",
     ) -> None:
-        """Raises ConfigError for credentials that cannot be used."""
+        """Agents know nothing of each other: `prefix` tells the slots of this one from another's
+        of the same name. Raises ConfigError for credentials that cannot be used."""
         self._peer = Peer(session, url, credentials)
+        self._prefix = prefix
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._faults: list[str] = []
 
@@ -80,8 +84,9 @@ class AgentClient:
                 stops.append(_STOP.decode(raw))
         for raw in said.slots:
             try:
-                slots.append(_OFFER.decode(raw))
-            except UNDECODABLE as error:
+                offer = _OFFER.decode(raw)
+                slots.append(replace(offer, slot=self._known(offer.slot)))
+            except (*UNDECODABLE, PeerProtocolError) as error:
                 faults.append(f"{error}: {bytes(raw)[:200].decode(errors='replace')}")
         if faults != self._faults:
             self._faults = faults
@@ -95,7 +100,9 @@ class AgentClient:
         )
 
     async def take(self, request: LeaseRequest) -> LeaseGranted | LeaseRefused:
-        return await self._call("POST", "/v1/leases", request, _TAKEN)
+        request = replace(request, slot=SlotId(request.slot.removeprefix(self._prefix)))
+        reply = await self._call("POST", "/v1/leases", request, _TAKEN)
+        return replace(reply, slot=self._known(reply.slot))
 
     async def renew(
         self,
@@ -107,7 +114,10 @@ class AgentClient:
     ) -> LeaseGranted | LeaseEnded:
         path = f"/v1/leases/{checked_name(lease, what='lease')}/renew"
         renewal = LeaseRenewal(epoch=epoch, duration_s=duration_s, allotment=allotment)
-        return await self._call("POST", path, renewal, _RENEWED)
+        reply = await self._call("POST", path, renewal, _RENEWED)
+        if isinstance(reply, LeaseEnded):
+            return reply
+        return replace(reply, slot=self._known(reply.slot))
 
     async def release(self, lease: LeaseId) -> LeaseEnded:
         path = f"/v1/leases/{checked_name(lease, what='lease')}"
@@ -115,6 +125,10 @@ class AgentClient:
 
     async def order(self, request: StopRequest) -> StopReply:
         return await self._call("POST", "/v1/stops", request, _ORDERED)
+
+    def _known(self, slot: SlotId) -> SlotId:
+        """The slot's name at the gateway. Raises PeerProtocolError for one that is no name."""
+        return SlotId(checked_name(f"{self._prefix}{slot}", what="slot"))
 
     async def _call(
         self,

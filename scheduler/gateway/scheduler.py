@@ -201,7 +201,13 @@ class Scheduler:
 
     def _agent(self, agent: AgentSettings) -> AgentClient:
         timeout_s = self.settings.timeouts.agent_s
-        return AgentClient(self._session, agent.url, timeout_s=timeout_s, credentials=agent)
+        return AgentClient(
+            self._session,
+            agent.url,
+            timeout_s=timeout_s,
+            credentials=agent,
+            prefix=self.settings.slot_prefix(agent.id),
+        )
 
     async def start(self) -> None:
         """Resume the state of the previous process, then watch engines, stalls and agents."""

@@ -71,7 +71,7 @@ class EngineSettings(PeerSettings):
     url: Url = "http://127.0.0.1:8000"
     kind: EngineKind = EngineKind.DEDICATED
     slot: Name | None = None
-    """The slot of a guest, as its agent offers it."""
+    """The slot of a guest, as its agent offers it; with several agents `AGENT.SLOT`."""
     concurrency: int = Field(default=32, ge=1, le=4096)
     """Turns at once."""
     numerics: str = Field(default="", max_length=MAX_NUMERICS_CHARS)
@@ -234,7 +234,15 @@ class GatewaySettings(_Settings):
             raise ValueError(fault)
         if not self.engines and not self.agents:
             raise ValueError("list at least one engine or one agent")
+        prefixes = tuple(self.slot_prefix(agent.id) for agent in self.agents)
+        for slot in (engine.slot for engine in self.engines):
+            if prefixes and slot is not None and not slot.startswith(prefixes):
+                raise ValueError(f"slot {slot}: with several agents it is AGENT.{slot}")
         return self
+
+    def slot_prefix(self, agent: str) -> str:
+        """Before the names of its slots: nodes that are installed alike name them alike."""
+        return f"{agent}." if len(self.agents) > 1 else ""
 
     def check_files(self) -> None:
         """Raises ConfigError if a file for TLS or a token to send cannot be used here."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def gateway(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 class FakeAgent:
     """Lease routes over one slot; loses a request or a reply on demand."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lease: str = "lease") -> None:
+        """Ids of its leases begin with `lease`."""
+        self._lease_prefix = lease
         self.url = ""
         self.engine_url = "http://127.0.0.1:9"
         self.engine = EngineDescription()
@@ -184,11 +187,12 @@ class FakeAgent:
         self.calls.append(f"take {asked.request_id}")
         if asked.request_id in self.by_request:
             return self.by_request[asked.request_id]
+        assert asked.slot == "slot"
         if self.lease is not None or not self.offered:
             return LeaseRefused(slot=asked.slot, reason="leased", retry_after_s=0.1)
         self.epoch += 1
         self.lease = LeaseGranted(
-            lease=LeaseId(f"lease{self.epoch}"),
+            lease=LeaseId(f"{self._lease_prefix}{self.epoch}"),
             slot=asked.slot,
             epoch=Epoch(self.epoch),
             duration_s=self.duration_s or asked.duration_s,
@@ -221,13 +225,27 @@ class FakeAgent:
 
 @pytest.fixture
 async def fake_agent() -> AsyncIterator[FakeAgent]:
-    agent = FakeAgent()
+    async with _served_agent(FakeAgent()) as agent:
+        yield agent
+
+
+@pytest.fixture
+async def another_agent() -> AsyncIterator[FakeAgent]:
+    """On another node that was installed alike: its slot has the same name."""
+    async with _served_agent(FakeAgent(lease="another")) as agent:
+        yield agent
+
+
+@asynccontextmanager
+async def _served_agent(agent: FakeAgent) -> AsyncIterator[FakeAgent]:
     runner = web.AppRunner(agent.app(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     agent.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield agent
-    await runner.cleanup()
+    try:
+        yield agent
+    finally:
+        await runner.cleanup()
 
 
 @pytest.fixture(scope="module")

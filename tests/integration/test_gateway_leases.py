@@ -89,6 +89,38 @@ async def test_a_busy_job_leases_a_slot_its_guest_serves_and_switching_off_gives
     assert said["leases"] == []
 
 
+async def test_slots_of_the_same_name_on_two_nodes_are_leased_apart(
+    fake_engine, gateway, fake_agent, another_agent, tmp_path
+) -> None:
+    agents = {"a": fake_agent, "b": another_agent}
+    guests = [fake_engine(step_s=0.01, epoch=1) for _ in agents]
+    for agent, guest in zip(agents.values(), guests, strict=True):
+        agent.engine_url = guest.url
+    settings = _agents(fake_agent) | {
+        "agents": [{"id": name, "url": agent.url} for name, agent in agents.items()],
+        "state_file": str(tmp_path / "state.sqlite"),
+    }
+    service = gateway(fake_engine(step_s=0.01), **settings)
+    turns = [asyncio.create_task(_generate(service, f"r{n}", 150)) for n in range(16)]
+    for guest in guests:
+        await guest.until("/_fake", lambda looked: looked["open"] == 4)
+    said = await service.get("/v1/status")
+    assert said["slots"].keys() == {"a.slot", "b.slot"}
+    assert {(each["slot"], each["agent"]) for each in said["leases"]} == {
+        ("a.slot", "a"),
+        ("b.slot", "b"),
+    }
+    assert said["silent_agents"] == {}
+    for status, reply in await asyncio.gather(*turns):
+        assert status == 200
+        assert len(reply["choices"][0]["token_ids"]) == 150
+    # A restart takes both over, each from its agent.
+    service.kill(signal.SIGKILL)
+    again = await gateway(**settings).until("/v1/status", lambda looked: len(looked["leases"]) == 2)
+    assert {each["agent"] for each in again["leases"]} == {"a", "b"}
+    assert (fake_agent.epoch, another_agent.epoch) == (1, 1)
+
+
 async def test_a_guest_that_dies_or_refuses_the_epoch_costs_no_turn(
     fake_engine, gateway, fake_agent
 ) -> None:

@@ -11,8 +11,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from harvester.contracts.errors import PeerProtocolError
-from harvester.contracts.ids import Epoch, JobId, NodeId, SlotId, TenantId
+from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.wire.leases import (
+    LeaseEnded,
     LeaseGranted,
     LeaseRefused,
     LeaseRequest,
@@ -110,3 +111,42 @@ async def test_an_epoch_that_no_file_can_record_is_the_agents_fault(epoch: int) 
 async def test_bytes_that_are_no_reply_are_the_agent_s_fault_and_no_one_else_s(said: bytes) -> None:
     with pytest.raises(PeerProtocolError):
         await offers_of(agent_that_says([said]))
+
+
+@pytest.mark.parametrize("ask", ["take", "renew"])
+async def test_a_prefix_tells_slots_apart_and_its_agent_never_sees_it(ask: str) -> None:
+    granted = {"type": "granted", "lease": "l", "slot": "s", "epoch": 1, "duration_s": 1.0}
+    seen: list[bytes] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append(await request.read())
+        return web.json_response(granted)
+
+    application = web.Application()
+    application.router.add_post("/v1/leases", answer)
+    application.router.add_post("/v1/leases/l/renew", answer)
+    async with TestServer(application) as server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        client = AgentClient(session, url, timeout_s=5, prefix="node-1.")
+        if ask == "take":
+            wanted = LeaseRequest(
+                request_id="r",
+                slot=SlotId("node-1.s"),
+                tenant=TenantId("t"),
+                job=JobId("j"),
+                duration_s=1.0,
+            )
+            reply: LeaseGranted | LeaseRefused | LeaseEnded = await client.take(wanted)
+            assert msgspec.json.decode(seen[0])["slot"] == "s"
+        else:
+            reply = await client.renew(LeaseId("l"), epoch=Epoch(1), duration_s=1.0)
+        assert isinstance(reply, LeaseGranted)
+        assert reply.slot == "node-1.s"
+
+
+async def test_a_slot_whose_name_is_too_long_with_its_agent_s_is_left_out() -> None:
+    server = agent_that_says([msgspec.json.encode(OFFERS)])
+    async with server, aiohttp.ClientSession() as session:
+        url = str(server.make_url("")).rstrip("/")
+        client = AgentClient(session, url, timeout_s=5, prefix="n" * 60 + ".")
+        assert (await client.offers()).slots == ()

@@ -40,6 +40,13 @@ def test_loads_a_file_and_fills_in_the_defaults(tmp_path: Path) -> None:
             "engine's url http://h:1 is listed twice",
         ),
         ({"engines": []}, "at least one engine"),
+        (
+            {
+                "engines": [{"id": "g", "kind": "guest", "slot": "s0"}],
+                "agents": [{"id": each, "url": f"http://{each}:1"} for each in ("x", "y")],
+            },
+            "slot s0: with several agents it is AGENT.s0",
+        ),
         ({"jobs": []}, "jobs"),
         ({"jobs": [{"id": "a", "active": True}, {"id": "b", "active": True}]}, "one job"),
         ({"capacity": {"duration": 5}}, "capacity: .*duration: .* mean 'duration_s'"),
