@@ -75,7 +75,7 @@ async def named_in_parts(choice: Choice) -> Choice:
     if len(choice.token_ids) <= NAMED_AT_ONCE:
         return named(choice)
     entries: Iterable[Any] = map(_named, choice.logprobs.content)
-    entries = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in named)
+    entries = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in entries)
     return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(entries)))
 
 
