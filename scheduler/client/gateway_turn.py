@@ -79,7 +79,9 @@ class GatewayTurn:
             self._differ()
         try:
             for span in choice.spans:
-                new = slice(max(span.start - self._seen, again), span.end - self._seen)
+                # The last part has all spans of the turn: earlier ones end before its tokens.
+                end = max(0, span.end - self._seen)
+                new = slice(max(span.start - self._seen, again), end)
                 if tokens[new]:
                     attempt = self._attempt(span)
                     turn.accept(attempt, tokens[new], (logprobs or [])[new], masked[new])

@@ -93,7 +93,7 @@ class _NamelessLogprob(msgspec.Struct):
     logprob: float
 
 
-_OF_THE_END = ("finish_reason", "stop_reason", "spans", "fault", "immovable", "routed_experts")
+_OF_THE_END = ("finish_reason", "stop_reason", "fault", "immovable", "routed_experts")
 _DECODER = msgspec.json.Decoder(EngineChunk)
 _NAMELESS_DECODER = msgspec.json.Decoder(_Chunk[_NamelessLogprob])
 _LARGE_DECODER = msgspec.json.Decoder(_LargeChunk)
@@ -130,8 +130,11 @@ def _chunk(event: memoryview) -> EngineChunk:
 
 
 def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
-    """The chunks of a large event, the last with what ends the choice. Raises PeerProtocolError
-    before the first where it has more tokens than it may have or its lists do not go together."""
+    """The chunks of a large event, each with the spans of its choice, the last with what ends it.
+
+    Raises PeerProtocolError before the first where it has more tokens than it may have or its lists
+    do not go together.
+    """
     large = _LARGE_DECODER.decode(event)
     if bytes(large.error) not in (b"", b"null"):
         yield EngineChunk([], large.error)
@@ -162,6 +165,7 @@ def _pieces(event: memoryview, most_tokens: int) -> Iterator[EngineChunk]:
             if mask is not None:
                 piece["sampling_mask"] = mask[part]
             (one,) = _chunk(memoryview(msgspec.json.encode({"choices": [piece]}))).choices
+            one.spans = choice.spans
             if part.stop >= len(token_ids):
                 for name in _OF_THE_END:
                     setattr(one, name, getattr(choice, name))

@@ -9,7 +9,7 @@ from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Sam
 from harvester.platform.backoff import Interrupted
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
-from scheduler.gateway.stream import EngineChunk
+from scheduler.gateway.stream import EngineChunk, EventStream
 
 PROMPT = (7, 8, 9)
 
@@ -58,6 +58,31 @@ def test_a_stream_is_the_turn_with_the_gateway_s_spans() -> None:
     assert turn.token_ids == [1, 2, 3, 4]
     assert spans_of(turn) == [(0, 3, 1), (3, 4, 2)]
     assert turn.finish_reason is FinishReason.STOP
+
+
+def test_a_last_part_that_is_longer_than_the_one_before_is_taken_once_under_its_version() -> None:
+    turn, at_gateway = opened(max_tokens=20)
+    fold(at_gateway, chunk(list(range(10)), (0, 10, 1)), chunk([10], (10, 11, 2)))
+    at_gateway.fold(chunk([11, 12, 13], (0, 10, 1), (10, 14, 2), finish="stop"), lambda: None)
+    assert turn.token_ids == list(range(14))
+    assert spans_of(turn) == [(0, 10, 1), (10, 14, 2)]
+    assert turn.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("known", [0, 900])
+def test_a_reply_in_one_large_event_is_the_turn_with_its_spans(known: int) -> None:
+    """A turn that is joined again, or answered again, comes whole: more than 64 KiB here."""
+    turn, at_gateway = opened(max_tokens=3000)
+    tokens = [100_000 + number for number in range(2500)]
+    whole = chunk(tokens, (0, 1000, 1), (1000, 2500, 2), finish="stop")
+    event = b"data: " + msgspec.json.encode(whole) + b"\n\n"
+    assert len(event) > 1 << 16
+    if known:
+        fold(at_gateway, chunk(tokens[:known], (0, known, 1)))
+    fold(at_gateway, *EventStream().feed(event))
+    assert turn.token_ids == tokens
+    assert spans_of(turn) == [(0, 1000, 1), (1000, 2500, 2)]
+    assert turn.ended
 
 
 def test_a_turn_that_is_joined_again_is_requested_alike_and_takes_only_what_is_new() -> None:
