@@ -1,5 +1,7 @@
 """The client's tokens are the turn: whatever a gateway replays, samples anew or leaves out."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -22,12 +24,16 @@ def opened(**sampling: object) -> tuple[Turn, GatewayTurn]:
     return turn, GatewayTurn(turn, stream=True)
 
 
-def chunk(
+def chunk(tokens: list[int], *spans: tuple[int, int, int], **more: Any) -> EngineChunk:
+    return msgspec.json.decode(encoded(tokens, *spans, **more), type=EngineChunk)
+
+
+def encoded(
     tokens: list[int],
     *spans: tuple[int, int, int],
     finish: str | None = None,
     numerics: str = "x",
-) -> EngineChunk:
+) -> bytes:
     """Spans are start, end and version."""
     choice = {
         "token_ids": tokens,
@@ -38,7 +44,7 @@ def chunk(
             for start, end, v in spans
         ],
     }
-    return msgspec.json.decode(msgspec.json.encode({"choices": [choice]}), type=EngineChunk)
+    return msgspec.json.encode({"choices": [choice]})
 
 
 def fold(at_gateway: GatewayTurn, *chunks: EngineChunk) -> None:
@@ -74,8 +80,8 @@ def test_a_reply_in_one_large_event_is_the_turn_with_its_spans(known: int) -> No
     """A turn that is joined again, or answered again, comes whole: more than 64 KiB here."""
     turn, at_gateway = opened(max_tokens=3000)
     tokens = [100_000 + number for number in range(2500)]
-    whole = chunk(tokens, (0, 1000, 1), (1000, 2500, 2), finish="stop")
-    event = b"data: " + msgspec.json.encode(whole) + b"\n\n"
+    whole = encoded(tokens, (0, 1000, 1), (1000, 2500, 2), finish="stop")
+    event = b"data: " + whole + b"\n\n"
     assert len(event) > 1 << 16
     if known:
         fold(at_gateway, chunk(tokens[:known], (0, known, 1)))
