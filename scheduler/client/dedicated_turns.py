@@ -120,15 +120,18 @@ class DedicatedTurns:
         raise Interrupted(f"{self._watch.silence}, and no engine takes the turn: {why}")
 
     async def _adopt(self, engine: EngineId) -> _Adopted:
+        # The gateway may answer meanwhile, and name other engines.
+        if (listed := self._watch.engines.get(engine)) is None:
+            raise EngineLost("the gateway names it no more")
         client = EngineClient(
             self._session(),
-            self._watch.engines[engine].url,
+            listed.url,
             connect_s=_CONNECT_S,
             credentials=self._credentials,
         )
         async with asyncio.timeout(_STALL_S):
             description, held = await client.adopt()
-            numerics = self._watch.engines[engine].numerics or numerics_of(
+            numerics = listed.numerics or numerics_of(
                 engine, await client.vllm_version(), description
             )
         changed = self._watch.learned and (self._watch.version or held.version)

@@ -312,7 +312,11 @@ class Gateway:
         scheduler, target = self._scheduler, self._scheduler.fleet.policy.target
         if tenant is None or target is None or scheduler.jobs[target.job].tenant == tenant:
             return
-        if scheduler.fleet.may_use_dedicated(target.job) and scheduler.uses_engines(target.job):
+        uses = scheduler.uses_engines(target.job)
+        if not scheduler.fleet.may_use_dedicated(target.job):
+            # Those in line wait for leases; those that run on leases would be cut with them.
+            uses = bool(scheduler.dispatcher.policy.open_turns_of(target.job))
+        if uses:
             raise web.HTTPConflict(
                 reason="another tenant's job is served and has open turns; try again when they "
                 "have ended, or let the operator activate"

@@ -197,13 +197,20 @@ class Harvest:
         await asyncio.gather(*map(self._apply, effects))
 
     async def _adopt(self) -> None:
-        """Renew what an earlier process held; what its agent does not renew is forgotten."""
+        """Renew what an earlier process held; what its agent does not renew is forgotten.
+
+        All agents at once: one that is away must not outlast the others' leases.
+        """
+        held: dict[str, list[Lease]] = {name: [] for name in self._agents}
         for lease in self._state.leases():
             self._record(lease.lease)
-            if lease.agent not in self._agents:
-                continue
-            await self._refresh_offers(lease.agent)
-            await self._renew(lease)
+            if lease.agent in held:
+                held[lease.agent].append(lease)
+        await asyncio.gather(*(self._adopt_from(name, held[name]) for name in held if held[name]))
+
+    async def _adopt_from(self, agent: str, leases: list[Lease]) -> None:
+        await self._refresh_offers(agent)
+        await asyncio.gather(*map(self._renew, leases))
 
     async def _refresh_offers(self, name: str) -> None:
         try:

@@ -243,7 +243,9 @@ class _Asked:
         self.texts: list[str] = [] if text is None else text if self.many else [text]
         self.input_ids: list[list[int]] = [] if ids is None else ids if self.many else [ids]
         count = len(self.texts) + len(self.input_ids)
-        if not 0 < count <= MAX_PROMPTS or not all(isinstance(each, str) for each in self.texts):
+        proper = all(isinstance(each, str) for each in self.texts)
+        proper = proper and all(isinstance(each, list) for each in self.input_ids)
+        if not 0 < count <= MAX_PROMPTS or not proper:
             raise PeerProtocolError(f"text, input_ids: send 1 to {MAX_PROMPTS} prompts")
         sampling = body.get("sampling_params")
         if sampling is None:
@@ -253,9 +255,9 @@ class _Asked:
         self.top_p_ids = sampling.get("custom_params") == _TOP_P_IDS
         self._sampling = _translated(sampling)
         start = body.get("logprob_start_len") if body.get("return_logprob") else None
-        self._scores_from = None if start == -1 else start
+        self._scores_from = start = None if start == -1 else start
         """First prompt token whose log-probability is asked for; None: of none."""
-        if start is not None and (type(start) is not int or start < -1 or body.get("stream")):
+        if start is not None and (type(start) is not int or start < 0 or body.get("stream")):
             raise PeerProtocolError("logprob_start_len: send one number, and no stream")
         self._scores_only = self._sampling["max_tokens"] == 0
         if self._scores_only and self._scores_from is None:
@@ -284,7 +286,7 @@ class _Asked:
                 raise PeerProtocolError("logprob_start_len: beyond the prompt")
             sampling["prompt_logprobs"] = self.candidates
             # vLLM scores a prompt where it makes a token, which `shown` takes away again.
-            sampling["max_tokens"] = max(1, sampling["max_tokens"])
+            sampling["max_tokens"] = sampling["max_tokens"] or 1
         return msgspec.json.encode(
             {"request_id": name, "token_ids": token_ids, "sampling_params": sampling} | self._more
         )

@@ -166,7 +166,11 @@ async def test_sglang_s_clients_that_send_ids_get_the_text_that_they_grade() -> 
         calls = fake.derendered
         async with (
             aiohttp.ClientSession() as session,
-            session.post(f"{gateway.url}/generate", json=body | {"stream": True}) as response,
+            session.post(
+                f"{gateway.url}/generate",
+                # SGLang's own default, with which no prompt is scored.
+                json=body | {"stream": True, "logprob_start_len": -1},
+            ) as response,
         ):
             events = (await response.text()).strip().split("\n\n")
     assert (whole["text"], whole["output_ids"]) == (text_of(made), made)
@@ -233,6 +237,8 @@ async def test_a_prompt_is_scored_for_miles_and_nothing_is_made() -> None:
             body | {"logprob_start_len": -1},
             body | {"logprob_start_len": "x"},
             body | {"logprob_start_len": 0, "stream": True},
+            body | {"input_ids": 5},
+            body | {"sampling_params": {"max_new_tokens": "5"}},
         ]
         refused = [await gateway.post("/generate", each) for each in wrong]
     assert status == 200

@@ -11,7 +11,7 @@ import pytest
 from harvester.contracts.ids import JobId
 from scheduler.gateway.settings import GatewaySettings
 from tests.integration.fake_engine import FakeEngine
-from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
+from tests.integration.gateway_in_process import GatewayInProcess, Site, gateway_on
 
 ROLES = ("a", "b", "operator", "observer")
 
@@ -80,6 +80,37 @@ async def test_no_tenant_takes_the_engines_from_open_turns_of_another(tmp_path: 
         assert (await open_)[0] == 200
         assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
         assert (await answered(gateway, "operator", "/v1/jobs/job/activate", {}))[0] == 200
+
+
+async def test_no_tenant_takes_the_leases_from_open_turns_of_another(
+    tmp_path: Path, fake_agent: Any
+) -> None:
+    guest, at_agent = FakeEngine(step_s=0.002, epoch="1"), Site()
+    await at_agent.serve(guest.app())
+    fake_agent.engine_url = at_agent.url
+    leasing = {
+        "agents": [{"id": "agent", "url": fake_agent.url}],
+        "jobs": [{"id": "job", "tenant": "a", "active": True}, {"id": "job-b", "tenant": "b"}],
+        "capacity_period_s": 0.1,
+        "capacity": {"spill_ratio": 0.0},
+    }
+    dedicated = FakeEngine(step_s=0.002, epoch=None)
+    async with gateway_on(dedicated, tokens=role_tokens(tmp_path), **leasing) as gateway:
+        gateway.sites.append(at_agent)
+        for role, job in (("a", "job"), ("b", "job-b")):
+            version = {"version": 1, "store": role}
+            assert (await answered(gateway, role, f"/v1/jobs/{job}/versions", version))[0] == 200
+        off = {"enabled": False}
+        assert (await answered(gateway, "a", "/v1/jobs/job/dedicated", off))[0] == 200
+        guest.running.clear()
+        turn = {"token_ids": [1], "sampling_params": {"max_tokens": 3}}
+        open_ = asyncio.create_task(answered(gateway, "a", "/inference/v1/generate", turn))
+        await gateway.until(lambda: guest.open == 1)
+        status, told = await answered(gateway, "b", "/v1/jobs/job-b/activate", {})
+        assert (status, "another tenant's job" in told) == (409, True)
+        guest.running.set()
+        assert (await open_)[0] == 200
+        assert (await answered(gateway, "b", "/v1/jobs/job-b/activate", {}))[0] == 200
 
 
 async def test_turns_that_begin_while_engines_prepare_keep_another_tenant_s_activation_off(

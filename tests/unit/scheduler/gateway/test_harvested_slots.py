@@ -1,5 +1,6 @@
 """The holder of leases against agents that restart, answer for others, or answer nonsense."""
 
+import asyncio
 import sqlite3
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -449,6 +450,30 @@ async def test_a_restart_whose_first_look_at_the_offers_is_lost_uses_its_leases_
     for _ in range(5):
         await second.looks(after_s=1.0)
     assert len(second.fleet.guests) == len(SLOTS)
+
+
+async def test_a_restart_takes_leases_over_while_another_agent_is_away() -> None:
+    state = SchedulerState(None)
+    first = Stage("away", "there", state=state)
+    first.agents["away"] = Agent(first.clock, "away", slots=(SlotId("of-away"),))
+    await first.looks()
+    assert len(first.held) == 1 + len(SLOTS)
+    second, answers = Stage("away", "there", state=state), asyncio.Event()
+    second.agents |= first.agents
+    offers = first.agents["away"].offers
+
+    async def offers_later() -> SlotOffers:
+        await answers.wait()
+        return await offers()
+
+    first.agents["away"].offers = offers_later  # type: ignore[method-assign]
+    adopting = asyncio.create_task(second.harvest._adopt())
+    async with asyncio.timeout(10.0):
+        while second.held.keys() != set(SLOTS):  # noqa: ASYNC110 - a fact without an event
+            await asyncio.sleep(0)
+    answers.set()
+    await adopting
+    assert second.held.keys() == {"of-away", *SLOTS}
 
 
 @pytest.mark.parametrize("old", ["0-old", "z-old"])
