@@ -1,11 +1,20 @@
 """The gateway's settings: one YAML or JSON file, checked whole before anything starts."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from harvester.contracts.ids import NAME_PATTERN, unknown_field
 from harvester.contracts.wire.rollouts import OnInterrupt
@@ -33,17 +42,25 @@ Url = Annotated[
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
-def _of_policy(kind: type[msgspec.Struct]) -> AfterValidator:
-    """Raises ValueError for what is no field of the policy's configuration."""
+@dataclass(frozen=True, slots=True)
+class _FieldsOf:
+    """The fields of a policy's configuration, in the JSON schema too."""
 
-    def check(given: dict[str, Any]) -> dict[str, Any]:
+    kind: type[msgspec.Struct]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        (found,) = msgspec.json.schema_components((self.kind,))[1].values()
+        return found
+
+    def _check(self, given: dict[str, Any]) -> dict[str, Any]:
         for name in given:
-            if name not in kind.__struct_fields__:
-                raise ValueError(f"{name}: {unknown_field(name, kind.__struct_fields__)}")
-        msgspec.convert(given, kind)
+            if name not in self.kind.__struct_fields__:
+                raise ValueError(f"{name}: {unknown_field(name, self.kind.__struct_fields__)}")
+        msgspec.convert(given, self.kind)
         return given
-
-    return AfterValidator(check)
 
 
 class _Settings(BaseModel):
@@ -205,11 +222,11 @@ class GatewaySettings(_Settings):
     capacity_period_s: Seconds = 1.0
     timeouts: Timeouts = Timeouts()
     answers: AnswerSettings = AnswerSettings()
-    routing: Annotated[dict[str, Any], _of_policy(RoutingConfig)] = {}
+    routing: Annotated[dict[str, Any], _FieldsOf(RoutingConfig)] = {}
     """Fields of RoutingConfig."""
-    capacity: Annotated[dict[str, Any], _of_policy(CapacityConfig)] = {}
+    capacity: Annotated[dict[str, Any], _FieldsOf(CapacityConfig)] = {}
     """Fields of CapacityConfig."""
-    versions: Annotated[dict[str, Any], _of_policy(VersionsConfig)] = {}
+    versions: Annotated[dict[str, Any], _FieldsOf(VersionsConfig)] = {}
     """Fields of VersionsConfig."""
 
     @model_validator(mode="after")

@@ -45,3 +45,4 @@ def test_shipped_files_are_of_their_schema_and_misspelt_ones_are_not(
 def test_schemas_tell_what_a_field_means(capsys: pytest.CaptureFixture[str]) -> None:
     gateway = _schema("gateway", capsys)
     assert "SQLite" in gateway["properties"]["state_file"]["description"]
+    assert gateway["properties"]["capacity"]["properties"]["idle_release_s"]["default"] == 30.0
