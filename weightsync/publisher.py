@@ -12,13 +12,13 @@ trainer's list of changes, and updates that copy only after the new version is i
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harvester.contracts.clock import Clock, MonotonicClock
-from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
+from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.wire.rollouts import AnnounceState
 from weightsync.encoding.codec import Encoding, warm_up
@@ -161,6 +161,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._await_compiled()
         self._pool.shutdown()
         self._copy.close()
+        self._ranks.close()
         if self._lead is not None:
             self._lead.close()
 
@@ -200,8 +201,10 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._warm_up()
         if self._lead is not None:
             # The version is published: what cannot be deleted now is pruned next time.
-            with suppress(Exhausted):
+            try:
                 self._lead.prune()
+            except RoseMuxError as error:
+                _LOG.warning("old versions stay for now: %s", error)
         if self._announcer is not None:
             self._announcer.announce(published.version)
         return published

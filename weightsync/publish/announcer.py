@@ -51,12 +51,14 @@ class Announcer:
         self._loop = LoopThread("weight-announce")
         self._task: asyncio.Task[None] | None = None
         self._state = AnnounceState.SERVED
+        self._newest: WeightVersion | None = None
         self.faults: dict[str, str] = {}
         """Why gateways do not have the newest version, by the job's URL at each."""
         self._announced = threading.Event()
         self._announced.set()
 
     def announce(self, version: WeightVersion) -> None:
+        self._newest = version
         self._announced.clear()
         self.faults = dict.fromkeys(self._jobs, _NO_ANSWER)
         self._loop.call(self._begin, version)
@@ -83,8 +85,9 @@ class Announcer:
         async with aiohttp.ClientSession() as session:
             states = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
         worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)
-        self._state = min(states, key=worst.index)
-        self._announced.set()
+        if version == self._newest:
+            self._state = min(states, key=worst.index)
+            self._announced.set()
 
     async def _tell(self, session: aiohttp.ClientSession, url: str, body: bytes) -> AnnounceState:
         backoff = Backoff(_LIMITS, self._clock, random=Random(body))

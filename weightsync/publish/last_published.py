@@ -6,6 +6,7 @@ otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
 import errno
+import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -35,6 +36,7 @@ from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import Intake, Piece
 
+_LOG = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
 RECORD_FORMAT = 1
 
@@ -98,8 +100,11 @@ class MappedFile:
         """The record; raises OSError if there is none."""
         return self._record.read_bytes()
 
-    def drop(self) -> None:
+    def forget_record(self) -> None:
         self._record.unlink(missing_ok=True)
+
+    def drop(self) -> None:
+        self.forget_record()
         self._data.unlink(missing_ok=True)
 
 
@@ -264,7 +269,12 @@ class LastPublished:
         self.contents.digests.update(digests or {})
         self.version, self.state_hash = version, state_hash
         if self._file is not None:
-            self._file.record(msgspec.json.encode(self._record(version)))
+            try:
+                self._file.record(msgspec.json.encode(self._record(version)))
+            except OSError as error:
+                # The version is published: only a next process would need the record.
+                self._file.forget_record()
+                _LOG.warning("version %d: no copy for a restart: %s", version, error)
 
     def _record(self, version: WeightVersion) -> _Record:
         return _Record(

@@ -6,6 +6,7 @@ process is taken for an answer. Messages alternate: `gather` sends to rank 0, `t
 rank that fails sends its error as the next message; a silent one is named after the timeout.
 """
 
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -27,12 +28,14 @@ from harvester.contracts.errors import (
     Unsupported,
 )
 from weightsync.layout.durable import refusals
+from weightsync.transport.directory import open_plain
 
 MAX_MESSAGE_BYTES = 256 << 20
 POLL_S = 0.005
 MAX_POLL_S = 0.25
 _POLL_RATIO = 0.02
 """Poll interval as a share of the time already waited."""
+_CALL = re.compile("[0-9a-f]{16}")
 _T = TypeVar("_T", bound=msgspec.Struct)
 _ERRORS = {e.__name__: e for e in (ConfigError, Corrupt, Exhausted, Stale, Unsupported)}
 
@@ -75,7 +78,7 @@ class Mailbox:
     def read(self, name: str) -> RankMessage | None:
         """The message in a file; None if it does not exist yet. Raises PeerProtocolError."""
         try:
-            with (self._directory / name).open("rb") as file:
+            with open(self._directory / name, "rb", opener=open_plain) as file:
                 raw = file.read(MAX_MESSAGE_BYTES + 1)
             if len(raw) > MAX_MESSAGE_BYTES:
                 raise PeerProtocolError(f"{name}: a message of over {MAX_MESSAGE_BYTES} bytes")
@@ -164,6 +167,9 @@ class RankZero:
         received = self._mailbox.read(f"call-{rank:05d}")
         if received is None or received.call in self._refused:
             return None
+        if not _CALL.fullmatch(received.call):
+            # It becomes part of file names.
+            raise PeerProtocolError(f"rank {rank}: the call {received.call[:80]!r} is no number")
         if received.step > self._step:
             self._is_over = True
             raise Stale(f"rank {rank} is at step {received.step}, rank 0 at step {self._step}")

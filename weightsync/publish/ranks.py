@@ -14,6 +14,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import RoseMuxError
+from harvester.platform.file_lock import FileLock, locked
 from weightsync.publish.rank_exchange import Mailbox, OtherRank, RankZero, given
 
 RANKS_DIRECTORY = ".ranks"
@@ -33,6 +34,8 @@ class Alone:
 
     rank = 0
 
+    def close(self) -> None: ...
+
     @contextmanager
     def exchange(self, step: int) -> Iterator[RankExchange]:  # noqa: ARG002 - one rank
         yield self
@@ -45,7 +48,10 @@ class Alone:
 
 
 class RanksByFiles:
-    """Rank 0 waits `timeout_s` for the slowest rank; the others wait twice that for rank 0."""
+    """Rank 0 waits `timeout_s` for the slowest rank; the others wait twice that for rank 0.
+
+    Raises ConfigError where a living process has the same rank above 0.
+    """
 
     def __init__(
         self,
@@ -60,9 +66,20 @@ class RanksByFiles:
         self.rank = rank
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._mailbox = Mailbox(store_dir / RANKS_DIRECTORY, clock or MonotonicClock(), pause)
+        directory = store_dir / RANKS_DIRECTORY
+        self._mailbox = Mailbox(directory, clock or MonotonicClock(), pause)
+        self._lock: FileLock | None = None
         if rank == 0:
+            # The store's lock or owner is rank 0's.
             self._mailbox.clear()
+        else:
+            # Parts of two trainers must not meet in one version.
+            taken = f"rank {rank} of another trainer still publishes by {directory}: end it first"
+            self._lock = locked(directory / f"rank{rank:05d}.lock", taken=taken)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     @contextmanager
     def exchange(self, step: int) -> Iterator[RankExchange]:

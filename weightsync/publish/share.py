@@ -200,6 +200,10 @@ class Share:
             # A state dict was checked whole when it was offered.
             if not intake.is_lasting:
                 self._check(piece)
+            if piece.entry in self._copy.ties:
+                raise self._other_layout(
+                    f"{piece.entry} comes apart from the tensor it was tied to"
+                )
             if piece.entry not in expected:
                 raise ConfigError(f"{piece.entry} is given twice")
             expected.discard(piece.entry)

@@ -58,7 +58,9 @@ class VersionWriter:
         self._adapter = adapter.record() if adapter else None
         # An orphan newer than LATEST keeps its number: numbers are never reused.
         self._newest = writer.newest()
-        self._full_versions = set(writer.store.full_versions(writer.refs()))
+        latest, fulls = self._latest(), writer.store.full_versions(writer.refs())
+        # Nothing builds on an orphan, so no chain begins with one.
+        self._full_versions = {each for each in fulls if latest is None or each <= latest}
         self._known: Contents | None = None
         """All ranks' entries in LATEST."""
         self._next = Contents()
@@ -215,7 +217,7 @@ class VersionWriter:
         doomed = making_room(
             sizes,
             full_versions=self._full_versions,
-            latest=self._writer.store.latest() or WeightVersion(0),
+            latest=self._latest() or max(self._full_versions, default=WeightVersion(0)),
             needed_bytes=needed,
             max_bytes=self._max_bytes,
         )

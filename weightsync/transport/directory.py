@@ -50,7 +50,7 @@ class DirectorySource(StoreSource):
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         full = self._root / path
-        with _readable(full), open(full, "rb", opener=_plain) as file:
+        with _readable(full), open(full, "rb", opener=open_plain) as file:
             raw = file.read(limit_bytes + 1)
         if len(raw) > limit_bytes:
             raise Corrupt(f"{full} is over the limit of {limit_bytes} bytes")
@@ -63,7 +63,7 @@ class DirectorySource(StoreSource):
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         full = self._root / path
-        with _readable(full), open(full, "rb", buffering=0, opener=_plain) as file:
+        with _readable(full), open(full, "rb", buffering=0, opener=open_plain) as file:
             file.seek(start)
             at = 0
             # One call moves at most 2 GiB.
@@ -73,7 +73,7 @@ class DirectorySource(StoreSource):
             raise Corrupt(f"{full} ends at byte {start + at} of {start + len(into)}")
 
 
-def _plain(path: str, flags: int) -> int:
+def open_plain(path: str, flags: int) -> int:
     """Opens plain files only: another kind may never give anything, or never end."""
     # Without the flag, opening a pipe waits for its writer.
     handle = os.open(path, flags | os.O_NONBLOCK)

@@ -14,6 +14,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync import publisher as publisher_module
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
+from weightsync.publish.directory_writer import DirectoryWriter
 from weightsync.publisher import Published, Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -440,6 +441,47 @@ def test_a_torn_pointer_is_mended_by_the_next_version(
         (store / "LATEST").write_bytes(torn)
         assert publisher.publish(states[2]).version == 3
     assert same(_received(store, 3, states[0]), states[2])
+
+
+def test_a_torn_pointer_stops_no_publisher_with_a_quota(
+    tmp_path: Path, states: tuple[State, ...], same: Same
+) -> None:
+    store = tmp_path / "store"
+    with Publisher(store) as publisher:
+        publisher.publish(states[0])
+        publisher.publish(states[1])
+    (store / "LATEST").write_bytes(b"weig")
+    with Publisher(store, max_bytes=_store_bytes(store) * 4) as publisher:
+        step = publisher.publish(states[2])
+    assert (step.version, step.is_full) == (3, True)
+    assert same(_received(store, 3, states[0]), states[2])
+
+
+def test_what_cannot_be_deleted_now_stays_and_the_version_is_published(
+    tmp_path: Path, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object) -> None:
+        raise ConfigError("busy")
+
+    store = tmp_path / "store"
+    with Publisher(store, keep_versions=1, anchor_every=1) as publisher:
+        publisher.publish(states[0])
+        monkeypatch.setattr(DirectoryWriter, "remove", busy)
+        assert publisher.publish(states[1]).version == 2
+        monkeypatch.undo()
+        assert publisher.publish(states[2]).version == 3
+    assert not (store / "weight_v000001").exists()
+
+
+def test_tied_names_that_come_one_by_one_begin_a_full_version(tmp_path: Path) -> None:
+    weight = torch.arange(64.0)
+    state = {"embed": weight, "head": weight}
+    with Publisher(tmp_path / "store") as publisher:
+        publisher.publish(state)
+        with pytest.raises(ConfigError, match="publish all of it again"):
+            publisher.publish(iter(state.items()))
+        step = publisher.publish(iter(state.items()))
+    assert (step.version, step.is_full) == (2, True)
 
 
 def test_the_older_of_two_publishers_with_separate_locks_stops(

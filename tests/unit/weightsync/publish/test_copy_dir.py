@@ -1,5 +1,6 @@
 """A copy that outlives its publisher: the chain goes on, and only a true copy is believed."""
 
+import errno
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.layout.durable import write_durably
+from weightsync.publish.last_published import MappedFile
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -149,3 +151,38 @@ def test_a_copy_has_one_publisher(begun: tuple[Path, Path], tmp_path: Path) -> N
         pytest.raises(ConfigError, match="another publisher's copy_dir"),
     ):
         Publisher(tmp_path / "second", copy_dir=copy_dir)
+
+
+def test_a_full_version_that_never_became_the_newest_is_no_chain_s_beginning(
+    begun: tuple[Path, Path], states: tuple[State, ...], same: Same
+) -> None:
+    """A trainer on another machine, without the copy, ended before LATEST named its version 3."""
+    store, copy_dir = begun
+    latest = (store / "LATEST").read_bytes()
+    with Publisher(store) as elsewhere:
+        assert elsewhere.publish(states[2]).is_full
+    (store / "LATEST").write_bytes(latest)
+    with Publisher(store, copy_dir=copy_dir, keep_versions=1) as publisher:
+        step = publisher.publish(states[2])
+    assert (step.version, step.is_full) == (4, False)
+    assert same(_received(store, 4, states[0]), states[2])
+
+
+def test_a_record_that_cannot_be_written_costs_a_restart_a_full_version_and_nothing_else(
+    begun: tuple[Path, Path],
+    states: tuple[State, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, copy_dir = begun
+
+    def full_disk(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with Publisher(store, copy_dir=copy_dir) as publisher:
+        monkeypatch.setattr(MappedFile, "record", full_disk)
+        assert publisher.publish(states[2]).version == 3
+        assert not publisher.publish(states[3]).is_full
+    monkeypatch.undo()
+    with Publisher(store, copy_dir=copy_dir) as publisher:
+        step = publisher.publish(states[0])
+    assert (step.version, step.is_full) == (5, True)

@@ -1,5 +1,6 @@
 """Ranks talk through files: all get the same messages; silent, late or failing ranks are named."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.clock import VirtualClock
-from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError, Stale
 from weightsync.publish.ranks import RANKS_DIRECTORY, Alone, RanksByFiles
 
 
@@ -120,6 +121,33 @@ def test_a_foreign_message_is_a_protocol_error(tmp_path: Path) -> None:
     (tmp_path / RANKS_DIRECTORY / "call-00001").write_bytes(b"{torn")
     with pytest.raises(PeerProtocolError, match="call-00001"), first.exchange(1) as talk:
         talk.gather(Said("offer"))
+
+
+def test_a_call_that_is_no_number_becomes_no_path(tmp_path: Path) -> None:
+    first = _alone_at(tmp_path, 0)
+    call = b'{"call": "/../../elsewhere", "step": 1}'
+    (tmp_path / RANKS_DIRECTORY / "call-00001").write_bytes(call)
+    with pytest.raises(PeerProtocolError, match="is no number"), first.exchange(1) as talk:
+        talk.gather(Said("offer"))
+
+
+def test_a_message_that_is_a_pipe_keeps_no_rank_waiting(tmp_path: Path) -> None:
+    first = _alone_at(tmp_path, 0)
+    os.mkfifo(tmp_path / RANKS_DIRECTORY / "call-00001")
+    with pytest.raises(Corrupt, match="no plain file"), first.exchange(1) as talk:
+        talk.gather(Said("offer"))
+
+
+def test_a_rank_of_another_trainer_that_still_lives_keeps_this_one_out(tmp_path: Path) -> None:
+    old = RanksByFiles(tmp_path, rank=1, ranks=2, timeout_s=30.0)
+    with pytest.raises(ConfigError, match="rank 1 of another trainer still publishes"):
+        RanksByFiles(tmp_path, rank=1, ranks=2, timeout_s=30.0)
+    # A new rank 0 clears messages, and no lock.
+    RanksByFiles(tmp_path, rank=0, ranks=2, timeout_s=30.0)
+    with pytest.raises(ConfigError):
+        RanksByFiles(tmp_path, rank=1, ranks=2, timeout_s=30.0)
+    old.close()
+    RanksByFiles(tmp_path, rank=1, ranks=2, timeout_s=30.0).close()
 
 
 def test_one_rank_alone_hears_itself() -> None:

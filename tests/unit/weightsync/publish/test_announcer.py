@@ -1,0 +1,25 @@
+"""The announcement of a version says nothing about another one."""
+
+from typing import Any
+
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.ids import WeightVersion
+from weightsync.publish.announcer import Announcer, AnnounceState
+
+
+async def test_an_answer_about_an_older_version_confirms_no_newer_one(monkeypatch: Any) -> None:
+    job = "http://127.0.0.1:9/v1/jobs/job"
+    announcer = Announcer([job], store="s", token_file=None, clock=MonotonicClock())
+
+    async def served(*_: object) -> AnnounceState:
+        return AnnounceState.SERVED
+
+    monkeypatch.setattr(announcer, "_tell", served)
+    monkeypatch.setattr(announcer._loop, "call", lambda *_: None)
+    for version in (1, 2):
+        announcer.announce(WeightVersion(version))
+    await announcer._tell_all(WeightVersion(1))
+    assert announcer.wait(0.0) is AnnounceState.PENDING
+    await announcer._tell_all(WeightVersion(2))
+    assert announcer.wait(0.0) is AnnounceState.SERVED
+    announcer.close(0.0)
