@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import fsspec
@@ -14,8 +14,10 @@ from harvester.contracts.ids import WeightVersion
 from tests.contract.weightsync.foreign_stores.trainers import BASE, GOLDEN, states
 from tests.integration.slime_writer import DeltaTrainer, raw
 from tests.weight_servers import relayed, served
-from weightsync import Publisher, Receiver, TensorTarget
+from weightsync import Follower, Publisher, Receiver, TensorTarget
+from weightsync.layout.apply_journal import read_record
 from weightsync.reading.store import Store
+from weightsync.receive.checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO, THREE = (WeightVersion(version) for version in (1, 2, 3))
@@ -157,6 +159,113 @@ def test_a_reader_follows_a_directory_that_another_system_took_over(tmp_path: Pa
         assert receiver.latest() == 4
         receiver.sync(THREE, WeightVersion(4), TensorTarget(current))
         assert same(current, held(3))
+
+
+def second_states(store: Path) -> list[State]:
+    """Another run's three versions, of which each differs from the first run's."""
+    trainer = DeltaTrainer(store, BASE, encoding="xor", checksum="xxh3-128")
+    found = []
+    for factor in (3.0, 5.0, 7.0):
+        state = held(1)
+        state["layer.scale"] *= factor
+        trainer.update(state)
+        found.append(state)
+    return found
+
+
+def keeps(directory: Path, state: State) -> bool:
+    kept = Checkpoint(directory)
+    return all((kept.bits(name).view("u1") == raw(tensor)).all() for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("newest", [ONE, TWO, THREE])
+def test_a_follower_of_a_trainer_that_begins_anew_takes_its_versions_at_any_number(
+    tmp_path: Path, newest: WeightVersion, restarts: bool
+) -> None:
+    store, policy = tmp_path / "job", tmp_path / "policy"
+    first_run(store)
+    with ExitStack() as stack:
+
+        def following() -> Follower:
+            receiver = stack.enter_context(closing(Receiver(store, base_checkpoint=BASE)))
+            return stack.enter_context(Follower(receiver, policy))
+
+        follower = following()
+        assert follower.pull().version == TWO
+        assert follower.newer(wait_s=0.0) is None
+        if restarts:
+            follower.close()
+            follower = following()
+        states_of_other = second_states(store)
+        for version in range(3, newest, -1):
+            shutil.rmtree(store / f"weight_v{version:06d}")
+        assert follower.newer(wait_s=0.0) == newest
+        pulled = follower.pull()
+        assert (pulled.version, pulled.from_full) == (newest, True)
+        assert keeps(policy, states_of_other[newest - 1])
+        assert follower.newer(wait_s=0.0) is None
+    record = read_record(policy)
+    assert record is not None
+    assert record.version == newest
+
+
+def test_a_follower_that_restarts_on_a_store_of_ours_finds_its_version_again(
+    tmp_path: Path,
+) -> None:
+    with Publisher(tmp_path / "store") as publisher:
+        publisher.publish(held(1))
+    for _ in range(2):
+        with (
+            closing(Receiver(tmp_path / "store")) as receiver,
+            Follower(receiver, tmp_path / "policy") as follower,
+        ):
+            if follower.held is None:
+                follower.pull()
+            assert follower.newer(wait_s=0.0) is None
+
+
+def test_a_receiver_follows_our_publisher_into_a_cleared_directory_from_its_first_version(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "store"
+    last = second_run(store)
+    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
+        current = held(0)
+        receiver.sync(None, THREE, TensorTarget(current))
+        assert same(current, last)
+        with pytest.raises(ConfigError, match="not published yet"):
+            # A fault makes the receiver forget what it has read.
+            receiver.sync(THREE, WeightVersion(4), TensorTarget(current))
+        shutil.rmtree(store)
+        with Publisher(store) as publisher:
+            publisher.publish(held(1))
+            assert receiver.sync(THREE, ONE, TensorTarget(current)).from_full
+            assert same(current, held(1))
+            for version, number in ((TWO, 2), (THREE, 1)):
+                publisher.publish(held(number))
+                before = WeightVersion(version - 1)
+                assert not receiver.sync(before, version, TensorTarget(current)).from_full
+                assert receiver.newer(version, wait_s=0.0) is None
+
+
+def test_our_version_of_the_held_number_is_taken_in_place_of_another_trainer_s(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "store"
+    last = second_run(store)
+    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
+        current = held(0)
+        receiver.sync(None, THREE, TensorTarget(current))
+        assert same(current, last)
+        assert receiver.newer(THREE, wait_s=0.0) is None
+        shutil.rmtree(store)
+        with Publisher(store) as publisher:
+            for version in (1, 2, 1):
+                publisher.publish(held(version))
+        assert receiver.newer(THREE, wait_s=0.0) == THREE
+        receiver.sync(THREE, THREE, TensorTarget(current))
+        assert same(current, held(1))
 
 
 def test_a_store_of_ours_is_listed_only_when_it_has_no_version(

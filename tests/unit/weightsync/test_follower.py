@@ -91,6 +91,10 @@ def test_a_version_can_be_gone_back_to_by_its_name_only(
         (store / "LATEST").write_text("weight_v000003\n")
         with pytest.raises(Stale, match="name the version"):
             follows.pull()
+        shutil.rmtree(store / "weight_v000008")
+    with following(store, tmp_path / "held") as follows:
+        with pytest.raises(Stale, match="name the version"):
+            follows.pull()
         follows.pull(THREE)
     assert same(loaded(tmp_path / "held"), states[2])
 
