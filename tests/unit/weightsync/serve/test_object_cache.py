@@ -50,11 +50,30 @@ def test_a_growing_object_is_gone_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_an_unverifiable_file_is_not_kept_over_a_restart(tmp_path: Path) -> None:
+    ObjectCache(tmp_path, 1000).close()
     (tmp_path / "job-a").mkdir()
-    for name in ("0" * 32 + "-foreign", "passwd", "0" * 32 + "-7.part"):
+    for name in ("0" * 32 + "-foreign", "0" * 32 + "-foreign.part", "0" * 32 + "-7.part"):
         (tmp_path / "job-a" / name).write_bytes(b"x")
     ObjectCache(tmp_path, 1000).close()
     assert list((tmp_path / "job-a").iterdir()) == []
+
+
+def test_files_that_no_relay_wrote_stay(tmp_path: Path) -> None:
+    ObjectCache(tmp_path, 1000).close()
+    theirs = tmp_path / "photos" / "2026" / "a.jpg"
+    theirs.parent.mkdir(parents=True)
+    for path in (theirs, tmp_path / "photos" / "passwd", tmp_path / "photos" / "film.part"):
+        path.write_bytes(b"x")
+    before = set(tmp_path.rglob("*"))
+    ObjectCache(tmp_path, 1000).close()
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_with_other_files_is_no_cache(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ConfigError, match="name an empty directory"):
+        ObjectCache(tmp_path, 1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 def test_the_least_recently_used_makes_room(tmp_path: Path) -> None:
