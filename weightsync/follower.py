@@ -71,6 +71,8 @@ class Follower(AbstractContextManager["Follower"]):
             raise ConfigError("a checkpoint directory holds whole models: give no selection")
         self._receiver = receiver
         self._clock = clock or MonotonicClock()
+        self._knows_run = False
+        """Whether the held version was compared with the store's, or comes from it."""
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-follow")
         try:
             self._kept = KeptDirectory(Path(directory), self._pool)
@@ -102,11 +104,14 @@ class Follower(AbstractContextManager["Follower"]):
         return self._receiver.latest()
 
     def newer(self, *, wait_s: float) -> WeightVersion | None:
-        """The newest version if it differs from the held one, else None.
+        """The newest version if it differs from the held one or may be of another run, else None.
 
         Waits for it up to `wait_s` if the source announces versions; other sources are read once.
         """
         held = None if self.held is None else self.held.version
+        if held is not None and not self._knows_run:
+            self._knows_run = not self._receiver.was_replaced(held, held)
+            held = held if self._knows_run else None
         return self._receiver.newer(held, wait_s=wait_s if self.announces else 0.0)
 
     @property
@@ -118,7 +123,7 @@ class Follower(AbstractContextManager["Follower"]):
         """Bring the directory to `version`, or to the newest one.
 
         Raises what Receiver raises; Stale if the store's newest version is older than the held one
-        (give `version` to go back); Exhausted if the disk is full.
+        (give `version` to go back) and no other run of a trainer; Exhausted if the disk is full.
         """
         started = self._clock.now()
         mended, rolled, rolled_bytes = self.interrupted, 0, 0
@@ -130,6 +135,7 @@ class Follower(AbstractContextManager["Follower"]):
         written = self._advance(coming)
         held = self._kept.end(plan.target, coming.state_hash, coming.digests)
         self._receiver.wrote_steps(coming.staged)
+        self._knows_run = True
         return Pulled(
             version=held.version,
             state_hash=held.state_hash,
@@ -146,12 +152,13 @@ class Follower(AbstractContextManager["Follower"]):
         newest = self.newest()
         if newest is None:
             raise ConfigError("the store holds no version yet: publish one first")
-        if self.held is not None and newest < self.held.version:
-            raise Stale(
-                f"the store's newest version is {newest} and {self._kept.path} holds "
-                f"{self.held.version}: is it another store? To go back, name the version"
-            )
-        return newest
+        held = None if self.held is None else self.held.version
+        if held is None or newest >= held or self._receiver.was_replaced(held, newest):
+            return newest
+        raise Stale(
+            f"the store's newest version is {newest} and {self._kept.path} holds "
+            f"{held}: is it another store? To go back, name the version"
+        )
 
     def _roll_forward(self) -> tuple[int, int]:
         """Finish an interrupted apply if no tensor is torn; otherwise a full checkpoint will.
@@ -170,9 +177,12 @@ class Follower(AbstractContextManager["Follower"]):
             if behind:
                 layout = checkpoint.layout()
                 plan = self._receiver.plan(record.base_version, record.version, held=layout)
-                if plan.current is None:
+                published = plan.manifest.state_hash or record.state_hash
+                if plan.current is None or published != record.state_hash:
                     return 0, 0
                 staged = self._receiver.stage(plan, layout)
+                if not staged.deltas.keys() >= set(behind):
+                    return 0, 0
                 size_bytes = staged.bytes_read
                 self._receiver.apply(_only(staged, behind), checkpoint)
             checkpoint.finish(record.after)
@@ -193,7 +203,8 @@ class Follower(AbstractContextManager["Follower"]):
                 try:
                     return self._tried_on_copies(staged)
                 except Corrupt:
-                    # The held state is not the one that the chain builds on.
+                    # The held state is not the one that the chain builds on, or a delta is damaged.
+                    self._receiver.doubt(staged.plan)
                     staged = self._receiver.prepare(None, target)
         else:
             staged = self._receiver.prepare(None, target)

@@ -105,7 +105,7 @@ class Receiver:
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
         self._stamps: dict[WeightVersion, str] = {}
-        """Stamp of every version of another trainer's store that was written here."""
+        """Stamp of every version that was written here; empty for ours, and where none is seen."""
         self.reapplied = 0
         """Versions that were applied from a full checkpoint after their chain had failed."""
 
@@ -133,8 +133,18 @@ class Receiver:
         return self._store.announces
 
     def newer(self, than: WeightVersion | None, *, wait_s: float) -> WeightVersion | None:
-        """The newest version once it differs from `than`; None after `wait_s`."""
+        """The newest version once it differs from `than`, or is of another run than the version
+        `than` that was written here; None after `wait_s`."""
+        known = None if than is None else self._stamps.get(than)
+        if than is not None and known and self._was_replaced(than, than, known):
+            than = None
         return self._store.newer(than, wait_s=wait_s)
+
+    def was_replaced(self, held: WeightVersion, newest: WeightVersion) -> bool:
+        """Whether the store's newest version, not above the held one, may be of another run than
+        it. A version of another trainer that this receiver did not write always may."""
+        self._steps.pop(VersionRef(Kind.WEIGHT, newest), None)
+        return self._was_replaced(held, newest, self._stamps.get(held))
 
     def plan(
         self,
@@ -186,19 +196,20 @@ class Receiver:
     ) -> bool:
         """Whether the version, of the stamp `known`, may not be what the store has under its
         number. Versions of ours have a hash of the whole state; nothing else would tell the runs of
-        another trainer apart."""
+        another trainer apart. Only another trainer's have a stamp."""
         with suppress(*_BROKEN):
-            step = self.step(VersionRef(Kind.WEIGHT, target))
-            if step is not None and step.manifest.block is not None:
-                return False
+            ref = VersionRef(Kind.WEIGHT, target)
+            step = self.step(ref)
+            if (step.manifest if step else self._store.manifest(ref)).block is not None:
+                return bool(known)
         try:
-            stamp = self._store.manifest(VersionRef(Kind.WEIGHT, version)).stamp
+            found = self._store.manifest(VersionRef(Kind.WEIGHT, version))
         except Stale:
             # An operator took it away: another run would have written its own.
             return not known or target <= version
         except (Corrupt, Unsupported):
             return True
-        return stamp not in {"", known}
+        return bool(known) if found.block is not None else found.stamp not in {"", known}
 
     def step(self, ref: VersionRef) -> Step | None:
         """Manifest and size, cached, of a directory that existed when the plan began, else None."""
@@ -251,7 +262,7 @@ class Receiver:
     def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
         room, known, copy = MemoryRoom(self._staging_bytes), self._written, self._copy
-        with self._forgetting():
+        with self._forgetting(plan):
             is_theirs = any(step.manifest.block is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (is_theirs or known is None or known.version != plan.current):
@@ -288,7 +299,7 @@ class Receiver:
         """
         started = self._clock.now()
         self._written = None
-        with self._forgetting():
+        with self._forgetting(staged.plan):
             found, cut = write_state(staged, target, self._work_pool)
         self.wrote(staged, cut)
         return staged.applied(found, seconds=self._clock.now() - started)
@@ -306,11 +317,7 @@ class Receiver:
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which run of a trainer the written versions are of. A staged one that is never
         written says nothing of what is held."""
-        self._stamps |= {
-            step.ref.version: step.manifest.stamp
-            for step in staged.plan.steps
-            if step.manifest.stamp
-        }
+        self._stamps |= {step.ref.version: step.manifest.stamp for step in staged.plan.steps}
 
     def prepare(
         self,
@@ -374,13 +381,22 @@ class Receiver:
     def _known_version(self) -> WeightVersion | None:
         return self._written.version if self._written else None
 
+    def doubt(self, plan: PullPlan) -> None:
+        """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any
+        of them may have been damaged in a copy on the way."""
+        for step in plan.steps:
+            if step.manifest.block is None:
+                self._store.doubt(step.ref, step.manifest)
+
     @contextmanager
-    def _forgetting(self) -> Iterator[None]:
+    def _forgetting(self, plan: PullPlan | None = None) -> Iterator[None]:
         """Drop all cached reads after a fault: any of them may be wrong, and may be repaired under
         the same name."""
         try:
             yield
-        except RoseMuxError:
+        except RoseMuxError as error:
             self._steps.clear()
             self._parts = None
+            if plan is not None and isinstance(error, Corrupt):
+                self.doubt(plan)
             raise

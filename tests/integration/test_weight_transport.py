@@ -26,6 +26,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxE
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from tests.weight_servers import HASTY, fill, relayed, running, served
+from weightsync.layout.names import INDEX_FILE
 from weightsync.publisher import Publisher
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -425,15 +426,26 @@ def test_a_server_that_gives_nothing_is_given_up_in_bounded_time(stores: Path) -
     assert asked == [0, 10, 20, 30], "each time from where it was"
 
 
-def test_a_server_that_trickles_is_given_up_in_bounded_time(stores: Path) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda source: source.read_range(SHARD, 0, memoryview(bytearray(1 << 20))),
+        lambda source: source.read_small(f"weight_v000001/{INDEX_FILE}", 1 << 20),
+    ],
+    ids=["range", "index"],
+)
+def test_a_server_that_trickles_is_given_up_in_bounded_time(
+    read: Callable[[HttpSource], object],
+) -> None:
     async def trickle(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=206)
         response.content_length = 1 << 20
         response.headers["Content-Range"] = f"bytes 0-{(1 << 20) - 1}/{1 << 20}"
         await response.prepare(request)
-        while True:
+        for _ in range(1000):
             await response.write(b"x")
             await asyncio.sleep(0.002)
+        return response
 
     def app() -> tuple[web.Application, None]:
         app = web.Application()
@@ -446,7 +458,77 @@ def test_a_server_that_trickles_is_given_up_in_bounded_time(stores: Path) -> Non
         closing(_source(url, access)) as source,
         pytest.raises(Exhausted, match="too slowly"),
     ):
-        source.read_range(SHARD, 0, memoryview(bytearray(1 << 20)))
+        read(source)
+
+
+def test_a_question_that_is_held_back_for_long_is_no_slow_answer(
+    stores: Path, tmp_path: Path
+) -> None:
+    latest = Path(shutil.copytree(stores, tmp_path / "stores")) / "job-a" / "LATEST"
+    access = Access(retries=RetryLimits(give_up_s=0.2))
+    with served(tmp_path / "stores") as url, closing(_source(url, access)) as source:
+        writing = threading.Timer(0.6, latest.write_bytes, (b"weight_v000001\n",))
+        writing.start()
+        assert source.latest(b"weight_v000002\n", wait_s=20.0) == b"weight_v000001\n"
+        writing.join()
+
+
+@contextmanager
+def in_chunks(status: int, *, chunks: int) -> Iterator[tuple[str, Callable[[], int]]]:
+    """A server whose answers have a length of 10 bytes and come in chunks of 1 MiB all the same;
+    its URL, and the chunks that it has sent."""
+    sent = 0
+
+    def serve(near: socket.socket) -> None:
+        nonlocal sent
+        with near, suppress(OSError):
+            near.recv(1 << 16)
+            near.sendall(
+                f"HTTP/1.1 {status} OK\r\nContent-Length: 10\r\nContent-Range: bytes 0-9/10\r\n"
+                "Transfer-Encoding: chunked\r\n\r\n".encode()
+            )
+            for _ in range(chunks):
+                near.sendall(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                sent += 1
+            near.sendall(b"0\r\n\r\n")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                serve(listener.accept()[0])
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", lambda: sent
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("status", "read"),
+    [
+        (200, lambda source: source.latest()),
+        (304, lambda source: source.latest(b"weight_v000001\n")),
+        (200, lambda source: source.directories()),
+        (200, lambda source: source.read_small(f"weight_v000001/{INDEX_FILE}", 1000)),
+        (206, lambda source: source.read_range(SHARD, 0, memoryview(bytearray(10)))),
+    ],
+    ids=["LATEST", "LATEST is the same", "listing", "index", "range"],
+)
+def test_an_answer_is_never_longer_than_it_says(
+    status: int, read: Callable[[HttpSource], object]
+) -> None:
+    with (
+        in_chunks(status, chunks=64) as (url, sent),
+        closing(_source(url)) as source,
+        pytest.raises(RoseMuxError, match="in chunks"),
+    ):
+        read(source)
+    assert sent() < 64
 
 
 def test_a_busy_server_is_waited_for(stores: Path) -> None:

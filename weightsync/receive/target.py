@@ -52,7 +52,8 @@ class HostTarget:
 
 
 class TensorTarget(HostTarget):
-    """CPU tensors by checkpoint name, changed in place."""
+    """CPU tensors by checkpoint name, changed in place. Names of one memory, as of tied weights,
+    are changed once."""
 
     def __init__(self, tensors: "Mapping[str, torch.Tensor]") -> None:
         for name, tensor in tensors.items():
@@ -60,6 +61,15 @@ class TensorTarget(HostTarget):
                 raise ConfigError(f"{name} is not contiguous: it cannot be changed in place")
         self._bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
         self._layout = {name: spec_of(tensor) for name, tensor in tensors.items()}
+        owners: dict[object, str] = {}
+        self._owner = {
+            name: owners.setdefault((t.data_ptr(), t.shape, t.stride(), t.dtype), name)
+            for name, t in tensors.items()
+        }
 
     def bits(self, name: str) -> Bits:
         return self._bits[name]
+
+    def change(self, name: str, deltas: Sequence[Delta]) -> None:
+        if self._owner[name] == name:
+            super().change(name, deltas)

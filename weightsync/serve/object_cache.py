@@ -23,6 +23,7 @@ from weightsync.serve.metrics import TransferMetrics
 
 _PART = ".part"
 _PROVABLE = re.compile(r"[0-9a-f]{32}-[0-9]{1,18}\Z", re.ASCII)
+_UNPROVABLE = re.compile(r"[0-9a-f]{32}-([0-9]{1,18}\.part|foreign(\.part)?)\Z", re.ASCII)
 _LOCK_FILE = ".relay-lock"
 _HASH_BYTES = 4 << 20
 
@@ -84,6 +85,10 @@ class ObjectCache:
         self._uses = 0
         try:
             root.mkdir(parents=True, exist_ok=True)
+            if any(root.iterdir()) and not (root / _LOCK_FILE).exists():
+                raise ConfigError(
+                    f"{root} has files and is no relay's cache: name an empty directory (--cache)"
+                )
             taken = f"{root} has a relay already: give this one another cache"
             self._lock = locked(root / _LOCK_FILE, taken=taken)
         except OSError as error:
@@ -175,11 +180,13 @@ class ObjectCache:
             self.drop(held, reason="evicted")
 
     def _load(self) -> None:
-        """Keep whole files of an earlier process whose name has a digest; delete all others."""
-        found = [path for path in self._root.glob("*/*") if is_name(path.parent.name)]
-        kept = [path for path in found if _PROVABLE.match(path.name) and path.is_file()]
-        for path in set(found) - set(kept):
-            path.unlink()
+        """Keep whole files of an earlier process whose name has a digest; delete its others."""
+        stores = (path for path in self._root.glob("*/*") if is_name(path.parent.name))
+        found = [path for path in stores if path.is_file()]
+        kept = [path for path in found if _PROVABLE.match(path.name)]
+        for path in found:
+            if _UNPROVABLE.match(path.name):
+                path.unlink()
         for path in sorted(kept, key=lambda path: path.stat().st_mtime_ns):
             self._uses += 1
             self._objects[f"{path.parent.name}/{path.name}"] = CachedObject(

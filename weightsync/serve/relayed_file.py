@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 
 from harvester.contracts.errors import Corrupt
 from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
@@ -67,10 +68,13 @@ class RelayedFile:
         """Whether it may be served. A copy from before this process is verified first.
 
         `again` means that a reader received wrong bytes. A growing copy cannot be verified, and may
-        never be whole if its readers need parts only: its present bytes are pulled again.
+        never be whole if its readers need parts only: its present bytes are pulled again. A copy
+        without a published digest is not sound then.
         """
         async with self._proving:
-            if self._held.is_whole and (again or not self._held.proved):
+            if again and self._held.is_whole and self._xxh3_128 is None:
+                self._fail(Corrupt(f"{self._held.path.name}: a reader found it wrong"))
+            elif self._held.is_whole and (again or not self._held.proved):
                 await self._prove()
             elif again and self._held.chunks is not None:
                 self._held.chunks.forget()
@@ -137,21 +141,26 @@ class RelayedFile:
     async def _prove(self) -> None:
         handle, size = self._held.handle, self._held.size_bytes
         assert handle is not None
-        found = self._xxh3_128 and await asyncio.get_running_loop().run_in_executor(
-            self._disk, digest_on_disk, handle, size
-        )
-        if found != self._xxh3_128:
-            self._fail(Corrupt(f"{self._held.path.name}: upstream gave {found}; pulled again"))
-        elif not self._held.is_whole:
-            self._cache.settle(self._held)
-        else:
-            self._held.proved = True
+        try:
+            found = self._xxh3_128 and await asyncio.get_running_loop().run_in_executor(
+                self._disk, digest_on_disk, handle, size
+            )
+            if found != self._xxh3_128:
+                self._fail(Corrupt(f"{self._held.path.name}: upstream gave {found}; pulled again"))
+            elif not self._held.is_whole:
+                self._cache.settle(self._held)
+            else:
+                self._held.proved = True
+        except Exception as error:
+            self._fail(Corrupt(f"{self._held.path.name}: the copy cannot be verified: {error}"))
 
     def _fail(self, error: Exception) -> None:
         """Withdraw this copy from readers and the cache."""
         if self._failure is None:
             self._failure = error
-            self._cache.drop(self._held, reason="broken")
+            # What a failing disk keeps is never served again.
+            with suppress(OSError):
+                self._cache.drop(self._held, reason="broken")
 
     async def _news(self) -> None:
         """Wait for the next arrival; raises if a pull failed."""

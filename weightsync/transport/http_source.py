@@ -181,7 +181,16 @@ class HttpSource(StoreSource):
         length = _length(answer)
         if length > limit_bytes:
             raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
-        return answer.read()
+        # Of its own, since the server may have held the question back.
+        pace, raw = Backoff(self._access.retries, self._clock), bytearray()
+        while len(raw) < length:
+            self._check_pace(pace, len(raw), what)
+            piece = answer.read1(min(_RECEIVE_BYTES, length - len(raw)))
+            if not piece:
+                raise Interrupted(f"{self._url} {what}: cut at byte {len(raw)}")
+            raw += piece
+        answer.read()
+        return bytes(raw)
 
     def _check_pace(self, backoff: Backoff, done_bytes: int, path: str) -> None:
         backoff.received(done_bytes)
@@ -216,6 +225,8 @@ class HttpSource(StoreSource):
 def _check_status(answer: HTTPResponse, *, what: str) -> None:
     status = answer.status
     if status in {200, 206, 304}:
+        if answer.chunked:
+            raise PeerProtocolError(f"{what}: an answer in chunks, without a length")
         return
     body = answer.read(_ERROR_BYTES).decode(errors="replace").strip()
     message = f"{what}: {status} {body[:200]}"

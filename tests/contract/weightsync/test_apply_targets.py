@@ -9,6 +9,7 @@ import torch
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits, bits_of, spec_of
+from weightsync.encoding.codec import Encoding
 from weightsync.publisher import Publisher
 from weightsync.receive.checkpoint import Checkpoint, write_checkpoint
 from weightsync.receive.target import ApplyTarget, TensorTarget
@@ -96,6 +97,27 @@ def test_its_bits_are_flat_and_writable(opened: Opened) -> None:
         assert (found.ndim, found.size, found.itemsize) == (1, spec.elements, spec.width_bytes)
         assert found.flags.writeable
         assert found.flags.aligned
+
+
+@pytest.mark.parametrize("encoding", [Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE])
+def test_tied_tensors_follow_by_deltas(tmp_path: Path, encoding: Encoding) -> None:
+    def tied(weight: torch.Tensor) -> State:
+        return {"embed": weight, "head": weight, "norm": torch.ones(5)}
+
+    run = [torch.randn(64, 32, generator=torch.Generator().manual_seed(at)) for at in range(3)]
+    run[1], run[2] = run[0].clone(), run[0].clone()
+    run[1][::9] *= 2.0
+    run[2][::7] -= 3.0
+    held, current = tied(torch.zeros(64, 32)), None
+    with Publisher(tmp_path / "store", encoding=encoding) as publisher:
+        receiver = Receiver(tmp_path / "store")
+        for version, weight in zip((ONE, TWO, THREE), run, strict=True):
+            publisher.publish(tied(weight))
+            applied = receiver.sync(current, version, TensorTarget(held))
+            assert applied.from_full == (current is None)
+            assert wanted(held) == wanted(tied(weight))
+            current = version
+    assert receiver.reapplied == 0
 
 
 def test_it_is_not_touched_by_another_model_s_state(

@@ -1,21 +1,25 @@
 """Trainers of other systems that begin anew, and stores that change hands, as readers see them."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from threading import Event
 
 import fsspec
 import pytest
 import torch
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.contract.weightsync.foreign_stores.trainers import BASE, GOLDEN, states
 from tests.integration.slime_writer import DeltaTrainer, raw
 from tests.weight_servers import relayed, served
-from weightsync import Publisher, Receiver, TensorTarget
+from weightsync import Follower, Publisher, Receiver, TensorTarget
+from weightsync.layout.apply_journal import read_record
 from weightsync.reading.store import Store
+from weightsync.receive.checkpoint import Checkpoint
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO, THREE = (WeightVersion(version) for version in (1, 2, 3))
@@ -89,6 +93,63 @@ def test_a_relay_gives_no_shard_of_an_old_run_to_a_new_reader(url: str, tmp_path
             assert same(current, expected)
 
 
+def damage_copies(cache: Path, *, but: Collection[Path] = ()) -> None:
+    """Give each of a relay's copies a wrong byte, once it is whole."""
+    clock = MonotonicClock()
+    until_s = clock.now() + 10.0
+    while list(cache.glob("job/*.part")) and clock.now() < until_s:
+        Event().wait(0.01)
+    copies = [path for path in cache.glob("job/*-foreign") if path not in but]
+    assert copies
+    for copy in copies:
+        data = bytearray(copy.read_bytes())
+        data[-3] ^= 1
+        copy.write_bytes(data)
+
+
+def test_a_relay_s_damaged_copies_are_pulled_again_after_a_reader_found_them_wrong(
+    tmp_path: Path,
+) -> None:
+    first_run(tmp_path / "job")
+    with (
+        served(tmp_path, base_checkpoint=BASE) as upstream,
+        relayed(upstream, tmp_path / "cache") as near,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as first,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as second,
+    ):
+        first.prepare(None, ONE)
+        damage_copies(tmp_path / "cache")
+        current = held(0)
+        with pytest.raises(Corrupt):
+            second.sync(None, ONE, TensorTarget(current))
+        second.sync(None, ONE, TensorTarget(current))
+        assert same(current, held(1))
+
+
+def test_a_holder_and_a_follower_get_past_a_relay_s_damaged_delta_at_once(tmp_path: Path) -> None:
+    last = second_run(tmp_path / "job")
+    cache = tmp_path / "cache"
+    with (
+        served(tmp_path, base_checkpoint=BASE) as upstream,
+        relayed(upstream, cache) as near,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as first,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as second,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as third,
+        Follower(third, tmp_path / "policy") as follower,
+    ):
+        current = held(0)
+        second.sync(None, TWO, TensorTarget(current))
+        follower.pull(TWO)
+        before = set(cache.glob("job/*"))
+        first.prepare(None, THREE)
+        damage_copies(cache, but=before)
+        second.sync(TWO, THREE, TensorTarget(current))
+        assert same(current, last)
+        damage_copies(cache, but=before)
+        follower.pull(THREE)
+        assert keeps(tmp_path / "policy", last)
+
+
 def test_a_holder_follows_by_deltas_through_a_server(tmp_path: Path) -> None:
     first_run(tmp_path / "job")
     with (
@@ -157,6 +218,113 @@ def test_a_reader_follows_a_directory_that_another_system_took_over(tmp_path: Pa
         assert receiver.latest() == 4
         receiver.sync(THREE, WeightVersion(4), TensorTarget(current))
         assert same(current, held(3))
+
+
+def second_states(store: Path) -> list[State]:
+    """Another run's three versions, of which each differs from the first run's."""
+    trainer = DeltaTrainer(store, BASE, encoding="xor", checksum="xxh3-128")
+    found = []
+    for factor in (3.0, 5.0, 7.0):
+        state = held(1)
+        state["layer.scale"] *= factor
+        trainer.update(state)
+        found.append(state)
+    return found
+
+
+def keeps(directory: Path, state: State) -> bool:
+    kept = Checkpoint(directory)
+    return all((kept.bits(name).view("u1") == raw(tensor)).all() for name, tensor in state.items())
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("newest", [ONE, TWO, THREE])
+def test_a_follower_of_a_trainer_that_begins_anew_takes_its_versions_at_any_number(
+    tmp_path: Path, newest: WeightVersion, restarts: bool
+) -> None:
+    store, policy = tmp_path / "job", tmp_path / "policy"
+    first_run(store)
+    with ExitStack() as stack:
+
+        def following() -> Follower:
+            receiver = stack.enter_context(closing(Receiver(store, base_checkpoint=BASE)))
+            return stack.enter_context(Follower(receiver, policy))
+
+        follower = following()
+        assert follower.pull().version == TWO
+        assert follower.newer(wait_s=0.0) is None
+        if restarts:
+            follower.close()
+            follower = following()
+        states_of_other = second_states(store)
+        for version in range(3, newest, -1):
+            shutil.rmtree(store / f"weight_v{version:06d}")
+        assert follower.newer(wait_s=0.0) == newest
+        pulled = follower.pull()
+        assert (pulled.version, pulled.from_full) == (newest, True)
+        assert keeps(policy, states_of_other[newest - 1])
+        assert follower.newer(wait_s=0.0) is None
+    record = read_record(policy)
+    assert record is not None
+    assert record.version == newest
+
+
+def test_a_follower_that_restarts_on_a_store_of_ours_finds_its_version_again(
+    tmp_path: Path,
+) -> None:
+    with Publisher(tmp_path / "store") as publisher:
+        publisher.publish(held(1))
+    for _ in range(2):
+        with (
+            closing(Receiver(tmp_path / "store")) as receiver,
+            Follower(receiver, tmp_path / "policy") as follower,
+        ):
+            if follower.held is None:
+                follower.pull()
+            assert follower.newer(wait_s=0.0) is None
+
+
+def test_a_receiver_follows_our_publisher_into_a_cleared_directory_from_its_first_version(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "store"
+    last = second_run(store)
+    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
+        current = held(0)
+        receiver.sync(None, THREE, TensorTarget(current))
+        assert same(current, last)
+        with pytest.raises(ConfigError, match="not published yet"):
+            # A fault makes the receiver forget what it has read.
+            receiver.sync(THREE, WeightVersion(4), TensorTarget(current))
+        shutil.rmtree(store)
+        with Publisher(store) as publisher:
+            publisher.publish(held(1))
+            assert receiver.sync(THREE, ONE, TensorTarget(current)).from_full
+            assert same(current, held(1))
+            for version, number in ((TWO, 2), (THREE, 1)):
+                publisher.publish(held(number))
+                before = WeightVersion(version - 1)
+                assert not receiver.sync(before, version, TensorTarget(current)).from_full
+                assert receiver.newer(version, wait_s=0.0) is None
+
+
+def test_our_version_of_the_held_number_is_taken_in_place_of_another_trainer_s(
+    tmp_path: Path,
+) -> None:
+    store = tmp_path / "store"
+    last = second_run(store)
+    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
+        current = held(0)
+        receiver.sync(None, THREE, TensorTarget(current))
+        assert same(current, last)
+        assert receiver.newer(THREE, wait_s=0.0) is None
+        shutil.rmtree(store)
+        with Publisher(store) as publisher:
+            for version in (1, 2, 1):
+                publisher.publish(held(version))
+        assert receiver.newer(THREE, wait_s=0.0) == THREE
+        receiver.sync(THREE, THREE, TensorTarget(current))
+        assert same(current, held(1))
 
 
 def test_a_store_of_ours_is_listed_only_when_it_has_no_version(
