@@ -212,7 +212,8 @@ class PhaseControl:
         self._loading_s += permit.narrowing_s
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
-        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING) and not failed
+        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING)
+        whole = whole and not failed and not permit.lost
         placements = resident is not None and resident.stays_loaded and whole
         try:
             if resident is not None and not placements:
@@ -336,6 +337,8 @@ class PhaseControl:
                 pauses.pause(error)
                 continue
             if isinstance(reply, Ended):
+                # Another job may be where its states are.
+                self._loaded.release()
                 raise Stale(f"phase of job {self.job}: {reply.reason}")
             return reply
 

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -365,6 +366,18 @@ def test_a_holder_stops_before_its_lease_ends_although_its_beat_has_not_failed_y
     permit.end()
 
 
+def test_a_phase_that_ends_after_its_lease_leaves_no_state_loaded() -> None:
+    clock, transport, released = VirtualClock(), Hanging(), list[str]()
+    phases = PhaseControl(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    phases.resident(ROLLOUT, on_release=lambda: released.append("rollout"))
+    permit = phases.begin(ROLLOUT)
+    clock.now_s += QUICK.lease_s
+    transport.answers.set()
+    with pytest.raises(Stale):
+        phases.end(permit)
+    assert released == ["rollout"]
+
+
 def test_a_holder_counts_its_lease_from_the_request_and_not_from_a_late_answer() -> None:
     clock, transport = VirtualClock(now_s=0.028), Hanging()
     permit = _permit(transport, clock)
@@ -432,6 +445,33 @@ def test_a_loaded_state_is_gone_before_its_lease_ends_although_calls_take_long_t
     states.leave(ROLLOUT, nodes("r0"), release, lease_s=QUICK.lease_s)
     assert gone.wait(LONG_S)
     assert gone_s[0] <= 0.9 * QUICK.lease_s
+
+
+class Fencing(Scripted):
+    """A control that has given the second phase's nodes to another job when it ends."""
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Leave):
+            self.left.append(message)
+            return Accepted() if len(self.left) == 1 else Ended(reason="gone")
+        if isinstance(message, Enter):
+            on = nodes("t0" if message.kind is TRAINING else "r0")
+            return Granted(epoch=Epoch(1), nodes=on, lease_s=LONG_S)
+        return super().call(message)
+
+
+@pytest.mark.parametrize("failed", ["", "no more data"])
+def test_a_job_whose_permit_was_lost_unseen_leaves_no_state_loaded(failed: str) -> None:
+    released: list[str] = []
+    phases = PhaseControl(Fencing(), terms("a"), timeout_s=LONG_S)
+    for kind in (TRAINING, ROLLOUT):
+        phases.resident(kind, on_release=lambda kind=kind: released.append(kind))
+    with phases.phase(TRAINING):
+        pass
+    permit = phases.begin(ROLLOUT)
+    with nullcontext() if failed else pytest.raises(Stale):
+        phases.end(permit, failed=failed)
+    assert sorted(released) == ["rollout", "training"]
 
 
 class Gone(Scripted):
