@@ -174,13 +174,12 @@ class PhaseControl:
         )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
-        if resident is not None:
-            try:
-                if not self._loaded.take(kind, granted.nodes):
-                    resident.on_resume(cold)
-            except BaseException as error:
-                self._leave(permit, failed=f"could not be resumed: {error!r}")
-                raise
+        try:
+            if not self._loaded.take(kind, granted.nodes) and resident is not None:
+                resident.on_resume(cold)
+        except BaseException as error:
+            self._leave(permit, failed=f"could not be resumed: {error!r}")
+            raise
         self._entered.add(kind)
         if kind is PhaseKind.ROLLOUT and self._gateway is not None:
             leases = self.placement is None or self.placement.harvesting
@@ -212,7 +211,8 @@ class PhaseControl:
         self._loading_s += permit.narrowing_s
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
-        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING) and not failed
+        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING)
+        whole = whole and not failed and not permit.lost
         placements = resident is not None and resident.stays_loaded and whole
         try:
             if resident is not None and not placements:
@@ -269,6 +269,8 @@ class PhaseControl:
                 pauses.pause(error)
                 continue
             match reply:
+                case Granted() if cancelled.is_set():
+                    break
                 case Granted() if self._clock.now() - asked_s > _OLD_RATIO * reply.lease_s:
                     wait_s = 0.0
                     pauses.check("the control answers too slowly")
@@ -336,6 +338,8 @@ class PhaseControl:
                 pauses.pause(error)
                 continue
             if isinstance(reply, Ended):
+                # Another job may be where its states are.
+                self._loaded.release()
                 raise Stale(f"phase of job {self.job}: {reply.reason}")
             return reply
 

@@ -3,8 +3,8 @@
 Leaving a phase keeps its state loaded, so that the next phase of the kind starts at once where no
 other job was there meanwhile. A thread asks the control whether another is to start there, for as
 long as anything is loaded: then the state is released, and the control hears so before that job
-starts. A process that cannot hear the control releases everything one margin before its lease ends:
-by then the control takes it for gone.
+starts. A process that cannot hear the control, or stood still, releases everything one margin
+before its lease ends: by then the control takes it for gone.
 """
 
 import logging
@@ -57,8 +57,9 @@ class LoadedStates:
     ) -> None:
         """The phase has ended, and its state is still on these nodes."""
         with self._lock:
-            self._states[kind] = _Loaded(frozenset(nodes), release)
-            self._lease_s, self._answered_s = lease_s, self._clock.now()
+            if not self._states:
+                self._answered_s = self._clock.now()
+            self._states[kind], self._lease_s = _Loaded(frozenset(nodes), release), lease_s
             if self._asking is None:
                 self._asking = threading.Thread(
                     target=self._asks, name=f"loaded-{self._job}", daemon=True
@@ -66,24 +67,27 @@ class LoadedStates:
                 self._asking.start()
 
     def take(self, kind: PhaseKind, nodes: Iterable[NodeId]) -> bool:
-        """Whether the state is loaded on all of these nodes; releases other kinds' states there.
+        """Whether the state is loaded on all of these nodes; releases others there, and reports it.
 
         Raises the error of a failed release.
         """
         wanted = frozenset(nodes)
+        gone: set[NodeId] = set()
         with self._lock:
+            for other, state in list(self._states.items()):
+                fits = state.nodes >= wanted if other == kind else not state.nodes & wanted
+                if not fits:
+                    state.release()
+                    gone |= self._states.pop(other).nodes
             found = self._states.pop(kind, None)
-            for other in [each for each in self._states if self._states[each].nodes & wanted]:
-                self._states.pop(other).release()
-            if found is not None and not found.nodes >= wanted:
-                found.release()
-                return False
-            return found is not None
+        if gone - wanted:
+            self._say(gone - wanted)
+        return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """Releases states on these nodes, or on all, and reports it; one that fails stays."""
+        """Releases states on these nodes, or all, and reports clear nodes; one that fails stays."""
         asked = None if nodes is None else frozenset(nodes)
-        gone: set[NodeId] = set()
+        gone = set(asked or ())
         with self._lock:
             for kind in list(self._states):
                 state = self._states[kind]
@@ -99,6 +103,7 @@ class LoadedStates:
                 self._stuck.discard(kind)
                 gone |= state.nodes
                 del self._states[kind]
+            gone = gone.difference(*(state.nodes for state in self._states.values()))
         if gone:
             self._say(gone)
 
@@ -109,28 +114,33 @@ class LoadedStates:
                 if not self._states:
                     self._asking = None
                     return
+            self._release_silent(self._clock.now())
             asked_s = self._clock.now()
             reply = self._say(())
-            # The next call may take as long as this one before it fails.
-            fails_s = 2 * self._clock.now() - asked_s
             if isinstance(reply, Accepted) and reply.unload:
                 self.release(reply.unload)
             elif isinstance(reply, Ended):
                 self.release()
-            elif fails_s - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
-                _log.warning("job %s: the control is silent; its states are released", self._job)
-                self.release()
+            else:
+                # The next call may take as long as this one before it fails.
+                self._release_silent(2 * self._clock.now() - asked_s)
+
+    def _release_silent(self, until_s: float) -> None:
+        if until_s - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
+            _log.warning("job %s: no answer for a lease; its states are released", self._job)
+            self.release()
 
     def _say(self, nodes: Iterable[NodeId]) -> object:
         """The reply; None without one. An absent control cannot start another job either."""
         asked_s = self._clock.now()
         said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:
-            reply = self._transport.call(said)
+            reply: object = self._transport.call(said)
         except Absent:
-            self._answered_s = asked_s
-            return None
+            reply = None
         except (Exhausted, PeerProtocolError):
             return None
-        self._answered_s = asked_s
+        if not said.nodes:
+            # A report by another thread must not hide that the process stood still.
+            self._answered_s = asked_s
         return reply

@@ -148,7 +148,7 @@ class PhaseService:
 
     def look(self, entry: Enter) -> EnterReply:
         """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
-        if self._unsaved:
+        if entry.job in self._unsaved:
             raise Exhausted("a decision is not on disk yet")
         permit = self._policy.permit(entry.job)
         if permit is None:
@@ -172,7 +172,9 @@ class PhaseService:
         return self._orders(permit)
 
     def leave(self, leave: Leave) -> Accepted | Ended:
-        self._loaded_seen_s[leave.job] = self._clock.now()
+        known = self._policy.permit(leave.job)
+        if known is not None and (leave.stays_loaded or known.loaded_by == known.holder):
+            self._loaded_seen_s[leave.job] = self._clock.now()
         refusal = _refusal(self._observe(leave))
         permit = self._policy.permit(leave.job)
         ended = None if permit is None or permit.epoch != leave.epoch else permit.ended
@@ -186,21 +188,22 @@ class PhaseService:
         if permit is None:
             return Ended(reason=f"job {report.job} is not placed")
         if permit.loaded_by != report.holder:
-            return Accepted()
+            holds = permit.holding and permit.holder == report.holder
+            return Accepted() if holds else Ended(reason="its process counts as gone")
         self._loaded_seen_s[report.job] = self._clock.now()
         if report.nodes:
             self._observe(report)
         return Accepted(unload=permit.unload)
 
     def _unload_silent(self, now: float) -> None:
-        """Counts a process that has to unload as gone, and its state with it, after one lease
+        """Counts a process that has to unload as gone, and all of its states, after one lease
         without a call."""
         for job in self._policy.jobs:
             permit = self._policy.permit(job)
             if permit is None or not permit.unload:
                 continue
             if now - self._loaded_seen_s.setdefault(job, now) > self.config.lease_s:
-                self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.unload))
+                self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.loaded))
 
     def tick(self) -> None:
         """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""
@@ -255,16 +258,23 @@ class PhaseService:
         )
 
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
-        """Decided, journalled and kept, before anything is answered."""
+        """Decided, journalled and kept, before anything that depends on it is answered."""
         now = self._clock.now()
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
-        self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
+        changed = {each.job for each in effects if not isinstance(each, Refuse)}
+        self._unsaved |= changed
         # A full disk costs the journal decisions, never a job its answer.
         snapshot = self._log.decided(now=now, sample=event, effects=effects)
         if snapshot is not None:
             self._begin_anew(snapshot)
-        self._keep()
+        try:
+            self._keep()
+        except Exhausted:
+            # A holder whose own decisions are all kept goes on while another's cannot be.
+            holds = isinstance(event, Beat | Unloaded) and event.job not in self._unsaved
+            if changed or not holds:
+                raise
         return effects
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
@@ -275,7 +285,7 @@ class PhaseService:
         self._log.policy = self._policy
 
     def _keep(self) -> None:
-        """Raises Exhausted: nothing that was decided may be answered then."""
+        """Raises Exhausted: nothing that was decided for these jobs may be answered then."""
         plan = self._plan_records()
         if self._unsaved or plan:
             job_permits = {job: self._policy.permit(job) for job in sorted(self._unsaved)}

@@ -1,9 +1,11 @@
 """The embedded control as a job's code sees it: jobs are threads."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,12 +32,15 @@ from scheduler.rollmux.permits.events import (
     Enter,
     Leave,
     Register,
+    Unloaded,
 )
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
 
 QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
+PATIENT = PermitsConfig(lease_s=600.0)
 LONG_S = 20.0
 
 
@@ -208,6 +213,59 @@ def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
     assert said == [on, off, "training on", "training off", on]
 
 
+def test_a_phase_without_hooks_takes_the_job_s_other_states_off_its_nodes(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a", rollout="n0", training="n0"))
+    phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
+    with phases.phase(ROLLOUT):
+        pass
+    with phases.phase(TRAINING):
+        said.append("trains")
+    with PhaseControl(embedded, terms("b", rollout="n0"), timeout_s=LONG_S).phase(ROLLOUT):
+        said.append("other runs")
+    assert said == ["offloaded", "trains", "other runs"]
+
+
+def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes() -> None:
+    with EmbeddedControl(PATIENT) as embedded:
+        phases = PhaseControl(embedded, terms("a", rollout="n0 n1", training="n0"))
+        other = PhaseControl(embedded, terms("b", rollout="n1"), timeout_s=LONG_S)
+        for kind in (ROLLOUT, TRAINING):
+            phases.resident(kind)
+        with phases.phase(ROLLOUT):
+            pass
+        with phases.phase(TRAINING), other.phase(ROLLOUT) as permit:
+            assert permit.nodes == nodes("n1")
+
+
+def test_a_job_reports_nodes_where_its_process_before_has_left_a_state() -> None:
+    with EmbeddedControl(PATIENT) as embedded, ThreadPoolExecutor(1) as pool:
+        phases = PhaseControl(embedded, terms("a"))
+        dead = Enter(job=JobId("a"), kind=TRAINING, holder="dead")
+        assert isinstance(embedded.call(dead), Granted)
+        embedded.call(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
+        other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+        phases.resident(ROLLOUT)
+        with phases.phase(ROLLOUT):
+            waiting = pool.submit(other.begin, TRAINING)
+            while not embedded.jobs()[0].unload:
+                time.sleep(0.01)
+        other.end(waiting.result())
+
+
+def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None:
+    transport = Answering()
+    states = LoadedStates(transport, VirtualClock(), JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("n0 n1"), _breaks, lease_s=LONG_S)
+    with pytest.raises(OSError, match="host memory"):
+        states.take(TRAINING, nodes("n0"))
+    states.release(nodes("n1 n2"))
+    reports = [call for call in transport.calls if isinstance(call, Unloaded) and call.nodes]
+    assert [report.nodes for report in reports] == [nodes("n2")]
+
+
 @pytest.mark.parametrize("hook", ["on_resume", "on_release"])
 def test_a_hook_that_fails_gives_the_nodes_back(embedded: EmbeddedControl, hook: str) -> None:
     phases = PhaseControl(embedded, terms("a"))
@@ -365,6 +423,18 @@ def test_a_holder_stops_before_its_lease_ends_although_its_beat_has_not_failed_y
     permit.end()
 
 
+def test_a_phase_that_ends_after_its_lease_leaves_no_state_loaded() -> None:
+    clock, transport, released = VirtualClock(), Hanging(), list[str]()
+    phases = PhaseControl(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    phases.resident(ROLLOUT, on_release=lambda: released.append("rollout"))
+    permit = phases.begin(ROLLOUT)
+    clock.now_s += QUICK.lease_s
+    transport.answers.set()
+    with pytest.raises(Stale):
+        phases.end(permit)
+    assert released == ["rollout"]
+
+
 def test_a_holder_counts_its_lease_from_the_request_and_not_from_a_late_answer() -> None:
     clock, transport = VirtualClock(now_s=0.028), Hanging()
     permit = _permit(transport, clock)
@@ -432,6 +502,158 @@ def test_a_loaded_state_is_gone_before_its_lease_ends_although_calls_take_long_t
     states.leave(ROLLOUT, nodes("r0"), release, lease_s=QUICK.lease_s)
     assert gone.wait(LONG_S)
     assert gone_s[0] <= 0.9 * QUICK.lease_s
+
+
+class Answering(Transport):
+    """A control that asks for nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def call(self, message: Call) -> Reply:
+        self.calls.append(message)
+        return Accepted()
+
+
+def test_a_process_that_stood_still_releases_its_states_before_it_asks() -> None:
+    clock, transport, gone = VirtualClock(), Answering(), threading.Event()
+    states = LoadedStates(transport, clock, JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("r0"), gone.set, lease_s=LONG_S)
+    clock.now_s = 0.95 * LONG_S
+    assert gone.wait(LONG_S)
+    while not transport.calls:
+        time.sleep(0.01)
+    assert transport.calls[0] == Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0"))
+
+
+def test_no_other_call_hides_that_the_process_stood_still() -> None:
+    clock, gone = VirtualClock(), threading.Event()
+    states = LoadedStates(Answering(), clock, JobId("a"), "a.1")
+    states.leave(TRAINING, nodes("t0"), gone.set, lease_s=LONG_S)
+    clock.now_s = 0.95 * LONG_S
+    states.leave(ROLLOUT, nodes("r0"), lambda: None, lease_s=LONG_S)
+    states.release(nodes("r0"))
+    assert gone.wait(LONG_S)
+
+
+class Fencing(Scripted):
+    """A control that has given the second phase's nodes to another job when it ends."""
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Leave):
+            self.left.append(message)
+            return Accepted() if len(self.left) == 1 else Ended(reason="gone")
+        if isinstance(message, Enter):
+            on = nodes("t0" if message.kind is TRAINING else "r0")
+            return Granted(epoch=Epoch(1), nodes=on, lease_s=LONG_S)
+        return super().call(message)
+
+
+@pytest.mark.parametrize("failed", ["", "no more data"])
+def test_a_job_whose_permit_was_lost_unseen_leaves_no_state_loaded(failed: str) -> None:
+    released: list[str] = []
+    phases = PhaseControl(Fencing(), terms("a"), timeout_s=LONG_S)
+    for kind in (TRAINING, ROLLOUT):
+        phases.resident(kind, on_release=lambda kind=kind: released.append(kind))
+    with phases.phase(TRAINING):
+        pass
+    permit = phases.begin(ROLLOUT)
+    with nullcontext() if failed else pytest.raises(Stale):
+        phases.end(permit, failed=failed)
+    assert sorted(released) == ["rollout", "training"]
+
+
+class Held(Transport):
+    """A control whose answers to entries come when they are let through."""
+
+    def __init__(self, control: Transport) -> None:
+        self.control = control
+        self.taken, self.answers = threading.Event(), threading.Event()
+
+    def call(self, message: Call) -> Reply:
+        reply = self.control.call(message)
+        if isinstance(message, Enter):
+            self.taken.set()
+            self.answers.wait(LONG_S)
+        return reply
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_task_cancelled_while_it_enters_gives_its_permit_back_before_it_ends(
+    embedded: EmbeddedControl, times: int
+) -> None:
+    transport = Held(embedded)
+    phases = PhaseControl(transport, terms("a"))
+
+    async def roll_out() -> None:
+        async with phases.phase(ROLLOUT):
+            raise AssertionError("it was cancelled before")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(roll_out())
+        await asyncio.to_thread(transport.taken.wait, LONG_S)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        transport.answers.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert embedded.jobs()[0].stage is PermitStage.APART
+
+    asyncio.run(cancelled())
+    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        pass
+    with phases.phase(ROLLOUT):
+        pass
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_task_cancelled_while_it_loads_or_leaves_gives_its_permit_back_before_it_ends(
+    embedded: EmbeddedControl, times: int
+) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+    busy, goes_on = threading.Event(), threading.Event()
+
+    def work(*_: object) -> None:
+        busy.set()
+        goes_on.wait(LONG_S)
+
+    async def roll_out() -> None:
+        async with phases.phase(ROLLOUT):
+            pass
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(roll_out())
+        await asyncio.to_thread(busy.wait, LONG_S)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not embedded.jobs()[0].nodes
+
+    for hook in ("on_resume", "on_release"):
+        busy.clear()
+        goes_on.clear()
+        hooks: dict[str, Callable[..., None]] = {hook: work}
+        phases.resident(ROLLOUT, stays_loaded=False, **hooks)
+        asyncio.run(cancelled())
+
+
+def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
+    embedded: EmbeddedControl,
+) -> None:
+    transport, cancelled = Held(embedded), threading.Event()
+    phases = PhaseControl(transport, terms("a"))
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(phases.begin, ROLLOUT, cancelled=cancelled)
+        assert transport.taken.wait(LONG_S)
+        cancelled.set()
+        transport.answers.set()
+        with pytest.raises(Exhausted, match="cancelled"):
+            beginning.result()
+    assert embedded.jobs()[0].stage is PermitStage.APART
 
 
 class Gone(Scripted):

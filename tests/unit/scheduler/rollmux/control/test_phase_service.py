@@ -97,6 +97,55 @@ def test_the_loaded_state_of_a_silent_process_keeps_no_node() -> None:
     assert isinstance(_enter(service, "b"), Granted)
 
 
+def test_phases_that_leave_nothing_loaded_do_not_keep_the_states_of_a_dead_process() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    service.register(Register(terms=terms("a")))
+    service.register(Register(terms=terms("b", rollout="r1")))
+    _enter(service, "a", TRAINING)
+    service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
+    for _ in range(4):
+        granted = service.enter(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.2"))
+        assert isinstance(granted, Granted)
+        assert isinstance(_enter(service, "b", TRAINING), Waiting)
+        _pass_time(service, clock, 3.0)
+        service.leave(Leave(job=JobId("a"), epoch=granted.epoch))
+    _pass_time(service, clock, 1.0)
+    assert isinstance(_enter(service, "b", TRAINING), Granted)
+
+
+def test_a_process_that_counts_as_gone_is_told_so_once_it_calls_again() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    _leave_loaded(service)
+    assert isinstance(_enter(service, "a", TRAINING), Granted)
+    service.leave(Leave(job=JobId("a"), epoch=Epoch(2), stays_loaded=True))
+    for _ in range(4):
+        _pass_time(service, clock, 3.0)
+        _enter(service, "b")
+    assert isinstance(service.call(Unloaded(job=JobId("a"), holder="a.1")), Ended)
+    service.register(Register(terms=terms("c", rollout="r1")))
+    assert isinstance(_enter(service, "c", TRAINING), Granted)
+
+
+def test_a_process_that_another_of_its_job_has_followed_is_told_to_unload() -> None:
+    service = _service(VirtualClock())
+    service.register(Register(terms=terms("a")))
+    for epoch, process in enumerate(("a.1", "a.2"), 1):
+        kind = ROLLOUT if epoch == 1 else TRAINING
+        service.enter(Enter(job=JobId("a"), kind=kind, holder=process))
+        service.leave(Leave(job=JobId("a"), epoch=Epoch(epoch), stays_loaded=True))
+    assert isinstance(service.call(Unloaded(job=JobId("a"), holder="a.1")), Ended)
+    assert service.call(Unloaded(job=JobId("a"), holder="a.2")) == Accepted()
+
+
+def test_a_process_that_holds_a_permit_does_not_count_as_gone() -> None:
+    service = _service(VirtualClock())
+    service.register(Register(terms=terms("a")))
+    _enter(service, "a")
+    assert service.call(Unloaded(job=JobId("a"), holder="a.1")) == Accepted()
+
+
 def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -> None:
     clock = VirtualClock()
     service = _service(clock, tmp_path / "state.sqlite")
@@ -106,6 +155,27 @@ def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -
     assert isinstance(_enter(service, "b"), Waiting)
     service.call(Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0")))
     assert isinstance(_enter(service, "b"), Granted)
+
+
+def test_a_state_unloaded_before_a_restart_hides_none_that_came_after_it(tmp_path: Path) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    service = _service(clock, path)
+    for job in ("z", "b", "c"):
+        service.register(Register(terms=terms(job)))
+    _enter(service, "z")
+    service.leave(Leave(job=JobId("z"), epoch=Epoch(1), stays_loaded=True))
+    _enter(service, "b")
+    unloaded = Unloaded(job=JobId("z"), holder="z.1", nodes=nodes("r0"))
+    service.call(unloaded)
+    service.leave(Leave(job=JobId("b"), epoch=Epoch(2), stays_loaded=True))
+    service.close()
+    service = _service(clock, path)
+    service.call(unloaded)
+    assert isinstance(_enter(service, "c"), Waiting)
+    reply = service.call(Unloaded(job=JobId("b"), holder="b.1"))
+    assert reply == Accepted(unload=nodes("r0"))
+    service.call(Unloaded(job=JobId("b"), holder="b.1", nodes=nodes("r0")))
+    assert isinstance(_enter(service, "c"), Granted)
 
 
 def test_repeating_a_call_changes_nothing() -> None:
@@ -218,6 +288,44 @@ def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
     assert isinstance(_enter(service, "a"), Granted)
     service.close()
     assert isinstance(_service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+
+
+def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock = VirtualClock()
+    service = _service(clock, tmp_path / "state.sqlite")
+    service.register(Register(terms=terms("a", rollout="r0 r1", tail_ratio=0.5)))
+    service.register(Register(terms=terms("b", rollout="r1")))
+    service.register(Register(terms=terms("c", rollout="r2")))
+    a, c = JobId("a"), JobId("c")
+    _enter(service, "c", TRAINING)
+    service.leave(Leave(job=c, epoch=Epoch(1), stays_loaded=True))
+    granted = _enter(service, "a")
+    keep, full = PermitState.keep, Exhausted("disk full")
+
+    def refuse(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(PermitState, "keep", refuse)
+    for _ in range(4):
+        with pytest.raises(Exhausted):
+            _enter(service, "b")
+        with pytest.raises(Exhausted):
+            service.look(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
+        _pass_time(service, clock, 5.0)
+        assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), Orders)
+        assert service.look(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
+    assert isinstance(service.beat(Beat(job=a, epoch=Epoch(1))), Ended)
+    assert service.unloaded(Unloaded(job=c, holder="c.1", nodes=nodes("t9"))) == Accepted()
+    for _ in range(2):
+        with pytest.raises(Exhausted):
+            service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
+    monkeypatch.setattr(PermitState, "keep", keep)
+    service.tick()
+    asked = service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
+    assert isinstance(asked, Orders)
+    assert asked.stage is PermitStage.NARROWING
 
 
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
