@@ -63,6 +63,7 @@ class SlotExposition:
         self._sampled_ns: dict[str, int] = {}
         """Time of the newest latency of each SLO."""
         self._guest: Guest | None = None
+        self._unseen: set[str] = set()
         self._missing_lines = 0
         self._was_open = False
         self._closing_at_ns: int | None = None
@@ -98,9 +99,10 @@ class SlotExposition:
             outcome = "failed" if done.fault else "done"
             self._count("guest_actions", 1, done.action.value, outcome)
         self._note_guest(sample.guest.record, policy)
-        for name, now, before in zip(_ACCOUNTED, policy.accounted, self._counted, strict=True):
+        # Before it is counted: what cannot be is not tried again in each beat.
+        counted, self._counted = self._counted, policy.accounted
+        for name, now, before in zip(_ACCOUNTED, self._counted, counted, strict=True):
             self._count(name, now - before)
-        self._counted = policy.accounted
         for outcome in _RECLAIM_OUTCOMES:
             count = getattr(policy.reclaim.state, outcome)
             self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
@@ -153,9 +155,12 @@ class SlotExposition:
             stopped = source == PageName.GUEST and policy.guest.state.stopped
             age_s = math.nan if stopped else max(0, now_ns - stamp_ns) / 1e9
             self._set("signal_age_seconds", age_s, source)
-        for reading in readings:
-            if reading.name not in seen_ns:
-                self._set("signal_age_seconds", math.inf, reading.name)
+        unseen = {reading.name for reading in readings} - seen_ns.keys()
+        for source in self._unseen - unseen - seen_ns.keys():
+            self._metrics.forget("signal_age_seconds", self._slot, source)
+        for source in unseen:
+            self._set("signal_age_seconds", math.inf, source)
+        self._unseen = unseen
         self._set("idle_ratio", _known(policy.idle_ratio))
         self._set_forecasts(forecasts)
         self._set("slo_objective_ratio", settings.budget.slo_target_ratio)
@@ -288,9 +293,9 @@ class SlotExposition:
             for outcome, field in _PREFIX_OUTCOMES.items():
                 tokens = getattr(guest, field) - getattr(before, field)
                 self._count("guest_prefix_tokens", max(0, tokens), outcome)
-            for met, (count, seen) in enumerate(
-                zip(guest.steps_met, before.steps_met, strict=False)
-            ):
+            # A page has room for a thousand.
+            met_counts = guest.steps_met[:5], before.steps_met
+            for met, (count, seen) in enumerate(zip(*met_counts, strict=False)):
                 for _ in range(min(_MOST_REQUESTS, count - seen)):
                     self._metrics.steps_met.labels(self._slot).observe(met)
         self._guest = guest

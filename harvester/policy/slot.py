@@ -223,16 +223,14 @@ class SlotPolicy:
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
             self._memory.since_s = now
-        if condition in DANGERS:
+        if condition in DANGERS or sample.kill_switch is not KillSwitch.NONE:
             self._memory.danger_at_s = now
         self._memory.state = TRANSITIONS[self._memory.state, condition]
         self._memory.condition, self._memory.reason = condition, reason
         self._prove(production, now)
         ending = self._end_lease(sample, now)
-        grant = self._grant(sample, production, now)
-        write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
-        budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
+        budget = self._kv_budget_tokens() or None if self.settings.mode is Mode.HARVEST else None
         due = self.reclaim.observe(
             sample.guest,
             budget_tokens=budget,
@@ -240,6 +238,11 @@ class SlotPolicy:
             shared=sample.guest_kv,
             outcomes=sample.outcomes,
         )
+        grant = self._grant(sample, production, now)
+        if grant.mode.admits and (due or self.reclaim.state.since_s is not None):
+            # Lifted, it has no isolation; what gives memory back needs no grant.
+            grant = msgspec.structs.replace(grant, mode=GrantMode.CLOSED, reason="memory is due")
+        write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         return (write, *ending, *due, *self._quarantine_unreached(sample.guest, now))
 
     def _release(self) -> None:
@@ -349,7 +352,7 @@ class SlotPolicy:
         if sample.stop is not None and sample.stop.order is StopOrder.DRAIN:
             # Also where the kill file's weaker word keeps the lease.
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
-        if self._held_and_empty(sample, now):
+        if self.settings.mode is not Mode.HARVEST or self._held_and_empty(sample, now):
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         fate = _LEASE_FATE.get(memory.condition)
         if fate is None or memory.since_s is None:
