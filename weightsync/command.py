@@ -122,9 +122,9 @@ def list_stores(
     ca_file: CaFile = None,
 ) -> None:
     """List the stores of a place, or the versions of one store."""
-    from weightsync.serve.published import listed
+    from weightsync.serve.published import list_store
 
-    for line in listed(url, _access(token_file, ca_file, give_up_s=5.0)):
+    for line in list_store(url, _access(token_file, ca_file, give_up_s=5.0)):
         typer.echo(line)
 
 

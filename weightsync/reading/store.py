@@ -153,13 +153,13 @@ class Store:
         source = self._source
         piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
         path = f"{ref.directory}/{shard}"
-        place = spool.place(size)
+        staged = spool.stage(size)
         return ShardCopy(
             source,
             path,
             size,
             record,
-            place,
+            staged,
             piece_bytes=piece_bytes,
             missing=lambda: self._missing(ref, shard),
         )

@@ -56,7 +56,7 @@ def published_files(index: bytes) -> Mapping[str, PublishedFile]:
     return {shard: _ours(record) for shard, record in read.rosemux.files.items()}
 
 
-def described(index: bytes) -> str:
+def summary_line(index: bytes) -> str:
     """One-line description of a version, for people; raises Corrupt."""
     read = _decoded(index)
     kind = "full"
@@ -87,7 +87,7 @@ def _foreign(index: bytes, shard: str) -> PublishedFile:
     return PublishedFile(key=f"{name}-foreign", size_bytes=None, xxh3_128=None)
 
 
-def listed(location: str, access: Access) -> Iterator[str]:
+def list_store(location: str, access: Access) -> Iterator[str]:
     """Lines to print; raises ConfigError if the location has neither a store nor stores."""
     source = source_at(location, access)
     try:
@@ -121,7 +121,7 @@ def _versions(source: StoreSource, refs: tuple[VersionRef, ...]) -> Iterator[str
 
 def _summary(source: StoreSource, ref: VersionRef) -> str:
     try:
-        summary = described(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
+        summary = summary_line(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
     except FileNotFoundError:
         return "unfinished"
     except Corrupt as error:

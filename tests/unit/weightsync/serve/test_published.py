@@ -10,7 +10,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.layout import names
 from weightsync.layout.manifest import decoded_manifest
 from weightsync.publisher import Publisher
-from weightsync.serve.published import described, published_files
+from weightsync.serve.published import published_files, summary_line
 
 
 def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: P
         assert {name: (file.size_bytes, file.xxh3_128) for name, file in found.items()} == {
             name: (record.bytes, record.xxh3_128) for name, record in manifest.block.files.items()
         }
-        assert described(raw).startswith(f"{kind}, 1 tensors")
+        assert summary_line(raw).startswith(f"{kind}, 1 tensors")
 
 
 def test_a_version_of_another_system_is_kept_apart_by_its_index() -> None:
