@@ -298,8 +298,8 @@ class Staging:
 
 
 def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:
-    """Without the tensors that the index finds in another shard: each of slime's ranks writes a
-    tensor that they replicate, and XOR applied twice would take it back."""
+    """A shard's header without tensors that the index maps to another shard. Every rank of slime
+    writes replicated tensors, and the second application of one XOR delta would undo the first."""
     shard_of = step.manifest.weight_map
     here = {
         name: spec for name, spec in header.layout.items() if shard_of.get(name, shard) == shard

@@ -1,7 +1,6 @@
-"""A change that is kept as published and decoded at each application.
+"""A delta that stays encoded in the receiver's staging and is decoded each time it is applied.
 
-For changes that do not fit into memory decoded. Its bytes are the receiver's own copy and were
-checked.
+Used where decoded deltas would not fit into memory. The encoded bytes have been checked.
 """
 
 from dataclasses import dataclass

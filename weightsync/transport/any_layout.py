@@ -121,8 +121,8 @@ class AnyLayoutSource(StoreSource):
         self._source.close()
 
     def _layout(self, *, again: bool = False) -> ForeignLayout | None:
-        """None for ours, and as long as no version is complete. With `again` the names are read
-        again: another system's versions may have come, or taken the place of those that were."""
+        """The store's foreign layout; None for ours, and before the first complete version. `again`
+        lists the store anew: another system may have written or replaced its versions."""
         is_found = self._is_ours or self._found is not None
         if is_found and not again:
             return self._found

@@ -57,7 +57,7 @@ class RequestedVersion:
         if self.state_hash not in (None, published):
             raise Corrupt(
                 f"{self.store} version {self.version} is state {published}, the caller expects "
-                f"{self.state_hash}: it means another store"
+                f"{self.state_hash}: the version is from another store"
             )
 
 

@@ -367,7 +367,7 @@ def test_a_rank_writes_only_where_a_version_is_begun(tmp_path: Path, directory: 
         ThreadPoolExecutor(1) as pool,
     ):
         talk = pool.submit(ordered)
-        with pytest.raises(PeerProtocolError, match="no directory that a version is begun in"):
+        with pytest.raises(PeerProtocolError, match="not a draft directory of this store"):
             publisher.publish({"w": torch.ones(3)})
         assert isinstance(talk.exception(), RoseMuxError)
     assert not list((tmp_path / "elsewhere").iterdir())
