@@ -5,7 +5,6 @@ used only if every entry hashes to its record and the record is of the store's n
 otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
-import errno
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
+from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.file_lock import locked
 from weightsync.elements.batches import each
@@ -31,6 +30,7 @@ from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
+from weightsync.layout.durable import storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import Intake, Piece
@@ -69,9 +69,7 @@ class MappedFile:
             return self.mapped(specs)
         except OSError as error:
             self.drop()
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                raise Exhausted(f"no space left for the copy {self._data}: {error}") from error
-            raise ConfigError(f"cannot write the copy {self._data}: {error}") from error
+            raise storage_error(error, self._data) from error
 
     def mapped(self, specs: Mapping[str, TensorSpec]) -> dict[str, Bits]:
         """The entries, mapped from the file; raises OSError, or ValueError if the size differs."""

@@ -126,10 +126,6 @@ def _summary(source: StoreSource, ref: VersionRef) -> str:
         return "unfinished"
     except Corrupt as error:
         return f"broken: {error}"
-    if summary.endswith(_FOREIGN):
+    if summary.endswith(_FOREIGN) or source.has(f"{ref.directory}/{READY_FILE}"):
         return summary
-    try:
-        source.size_bytes(f"{ref.directory}/{READY_FILE}")
-    except FileNotFoundError:
-        return f"{summary}, not marked {READY_FILE}"
-    return summary
+    return f"{summary}, not marked {READY_FILE}"

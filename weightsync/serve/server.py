@@ -16,7 +16,7 @@ from functools import partial
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import checked_name
 from harvester.platform.bearer import is_sent
@@ -78,13 +78,12 @@ class WeightServer:
         token: bytes | None = None,
         limits: ServingLimits | None = None,
         metrics: TransferMetrics | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._shelf = shelf
         self._accepts = None if token is None else partial(is_sent, token)
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         rate = self._limits.bytes_per_s
         self._bucket = None if rate is None else TokenBucket(rate)
         self._active = 0

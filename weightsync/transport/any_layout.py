@@ -160,7 +160,7 @@ class AnyLayoutSource(StoreSource):
         if layout.pointer is not None:
             newest = self._pointed(layout.pointer)[1]
         for version in self._versions(layout):
-            if 0 < version <= newest and self._is_complete(layout, version):
+            if 0 < version <= newest and self._source.has(layout.path(version, layout.index)):
                 return VersionRef(Kind.WEIGHT, WeightVersion(version)).directory.encode()
         raise FileNotFoundError(LATEST_FILE)
 
@@ -168,13 +168,6 @@ class AnyLayoutSource(StoreSource):
         """Run and version in force."""
         raw = self._source.read_small(self._inside(pointer), _MAX_POINTER_BYTES)
         return pointed(raw, path=f"{self}/{pointer}")
-
-    def _is_complete(self, layout: ForeignLayout, version: int) -> bool:
-        try:
-            self._source.size_bytes(layout.path(version, layout.index))
-        except FileNotFoundError:
-            return False
-        return True
 
     def _made(self, layout: ForeignLayout, path: str) -> bytes | None:
         """An index that the store does not have in this form; None for every other file."""
