@@ -1,7 +1,4 @@
-"""An index read without a framework: a version's shards for a relay, a line for people.
-
-Receivers read the whole index (manifest.py); here all tensor fields are skipped.
-"""
+"""An index read without a framework: a version's shards for a relay, a line for people."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +7,7 @@ import msgspec
 import xxhash
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
+from weightsync.layout.index_summary import FileSummary, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
@@ -17,26 +15,6 @@ from weightsync.transport.source import StoreSource
 
 _FOREIGN = "of another system"
 """Other systems mark no version with READY."""
-
-
-class _Record(msgspec.Struct, frozen=True):
-    bytes: int
-    xxh3_128: str
-
-
-class _Block(msgspec.Struct, frozen=True):
-    files: dict[str, _Record]
-
-
-class _Metadata(msgspec.Struct, frozen=True):
-    base_version: str | int | None = None
-    delta_encoding: str | None = None
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-    metadata: _Metadata = _Metadata()
-    rosemux: _Block | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +46,14 @@ def summary_line(index: bytes) -> str:
     return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
 
 
-def _decoded(index: bytes) -> _Index:
+def _decoded(index: bytes) -> IndexSummary:
     try:
-        return msgspec.json.decode(index, type=_Index)
+        return msgspec.json.decode(index, type=IndexSummary)
     except UNDECODABLE as error:
         raise Corrupt(f"an index that cannot be read: {error}") from error
 
 
-def _ours(record: _Record) -> PublishedFile:
+def _ours(record: FileSummary) -> PublishedFile:
     digest = record.xxh3_128
     if len(digest) != 32 or set(digest) - set("0123456789abcdef") or record.bytes < 0:
         raise Corrupt(f"a file record of {record.bytes} bytes with digest {digest[:40]!r}")

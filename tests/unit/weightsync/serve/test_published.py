@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -36,18 +37,30 @@ def test_a_version_of_another_system_is_kept_apart_by_its_index() -> None:
     assert all(file.xxh3_128 is None for file in first.values())
 
 
+def test_fields_of_a_newer_index_are_passed_over() -> None:
+    record = {"bytes": 7, "xxh3_128": "0" * 32, "later": [1]}
+    block = {"format": 2, "state_hash": "", "bytes_dense": 7, "files": {"a": record}, "later": 1}
+    index = {"metadata": {"version": 1}, "weight_map": {"w": "a"}, "rosemux": block, "later": {}}
+    assert published_files(msgspec.json.encode(index))["a"].key == f"{'0' * 32}-7"
+
+
+def with_file(record: str) -> bytes:
+    block = f'{{"format": 1, "state_hash": "", "bytes_dense": 1, "files": {{"a": {record}}}}}'
+    return f'{{"metadata": {{"version": 1}}, "weight_map": {{}}, "rosemux": {block}}}'.encode()
+
+
 @pytest.mark.parametrize(
     "raw",
     [
         b"",
         b"[]",
         b"\xff",
-        b'{"weight_map": {"w": 1}}',
-        b'{"weight_map": {}, "rosemux": {"files": {"a": {"bytes": -1, "xxh3_128": "' + b"0" * 32
-        + b'"}}}}',
-        b'{"weight_map": {}, "rosemux": {"files": {"a": {"bytes": 1, "xxh3_128": "../../x"}}}}',
+        b'{"weight_map": {"w": "a"}}',
+        b'{"metadata": {"version": 1}, "weight_map": {"w": 1}}',
+        with_file(f'{{"bytes": -1, "xxh3_128": "{"0" * 32}"}}'),
+        with_file('{"bytes": 1, "xxh3_128": "../../x"}'),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_index_is_corrupt(raw: bytes) -> None:
     with pytest.raises(Corrupt):
         published_files(raw)
