@@ -16,8 +16,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.reading.memory_room import STAGING_BYTES
 
 if TYPE_CHECKING:
-    from weightsync.serve.listener import Listening
-    from weightsync.serve.server import ServingLimits
+    from weightsync.serve.server import Listening, ServingLimits
     from weightsync.transport.access import Access
 
 Host = Annotated[
@@ -66,7 +65,7 @@ def serve(
     base_checkpoint: Base = None,
 ) -> None:
     """Serve every store under ROOT over HTTP, by byte ranges."""
-    from weightsync.serve.listener import listen
+    from weightsync.serve.server import listen
     from weightsync.serve.shelf import SourceShelf
     from weightsync.transport.location import StoreRoot
 
@@ -96,10 +95,10 @@ def relay(
     max_transfers: Transfers = 256,
 ) -> None:
     """Serve the stores of URL to many, pulling every file once."""
-    from weightsync.serve.listener import listen
     from weightsync.serve.metrics import TransferMetrics
     from weightsync.serve.object_cache import ObjectCache
     from weightsync.serve.relay import RelayShelf
+    from weightsync.serve.server import listen
     from weightsync.transport.location import StoreRoot
 
     upstream = StoreRoot(url, _access(upstream_token_file, ca_file, streams=streams))
@@ -122,9 +121,9 @@ def list_stores(
     ca_file: CaFile = None,
 ) -> None:
     """List the stores of a place, or the versions of one store."""
-    from weightsync.serve.published import listed
+    from weightsync.serve.published import list_store
 
-    for line in listed(url, _access(token_file, ca_file, give_up_s=5.0)):
+    for line in list_store(url, _access(token_file, ca_file, give_up_s=5.0)):
         typer.echo(line)
 
 
@@ -149,7 +148,7 @@ def _listening(
 ) -> "Listening":
     from harvester.platform.bearer import read_token
     from harvester.platform.tls import server_tls
-    from weightsync.serve.listener import Listening
+    from weightsync.serve.server import Listening
 
     token = None if token_file is None else read_token(token_file)
     return Listening(host=host, port=port, token=token, tls=server_tls(cert, key))

@@ -43,7 +43,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Coming:
-    """A verified state to be written: nothing is touched yet."""
+    """The next state, verified on copies; the directory still holds the one before."""
 
     staged: Staged
     state_hash: str

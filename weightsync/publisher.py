@@ -25,7 +25,13 @@ from weightsync.encoding.codec import Encoding, warm_up
 from weightsync.layout.adapter import Adapter
 from weightsync.layout.durable import write_durably
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.publish.agreement import Anchored, Order, PublishResult, Settled, WrittenShare
+from weightsync.publish.agreement import (
+    Anchored,
+    PublishOrder,
+    PublishResult,
+    SkippedEntries,
+    WrittenShare,
+)
 from weightsync.publish.intake import Intake, State
 from weightsync.publish.last_published import LastPublished, MappedFile
 from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
@@ -230,8 +236,8 @@ class Publisher(AbstractContextManager["Publisher"]):
                 finds_ties=alone,
                 check_finite=self._check_finite,
             )
-            offers = talk.gather(self._share.offer(intake))
-            order = talk.tell(self._lead.order(offers) if self._lead else None, Order)
+            reports = talk.gather(self._share.report(intake))
+            order = talk.tell(self._lead.order(reports) if self._lead else None, PublishOrder)
             outcome = self._published(talk, intake, order)
             anchored = self._anchored(talk, order, outcome)
         return Published(
@@ -244,7 +250,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             seconds=self._clock.now() - started,
         )
 
-    def _published(self, talk: RankExchange, intake: Intake, order: Order) -> PublishResult:
+    def _published(self, talk: RankExchange, intake: Intake, order: PublishOrder) -> PublishResult:
         with closing(self._store.draft(order.directory)) as draft:
             written = self._written(talk, intake, order, draft)
             everything = talk.gather(written)
@@ -254,17 +260,19 @@ class Publisher(AbstractContextManager["Publisher"]):
         return outcome
 
     def _written(
-        self, talk: RankExchange, intake: Intake, order: Order, draft: Draft
+        self, talk: RankExchange, intake: Intake, order: PublishOrder, draft: Draft
     ) -> WrittenShare:
         if order.base:
             self._await_compiled()
             return self._share.write_delta(draft, intake)
-        holdings = talk.gather(self._share.take(intake))
-        settled = talk.tell(self._lead.settle(holdings) if self._lead else None, Settled)
-        self._copy.skip(settled.skipped[self._ranks.rank])
+        held = talk.gather(self._share.take(intake))
+        skipped = talk.tell(self._lead.settle(held) if self._lead else None, SkippedEntries)
+        self._copy.skip(skipped.by_rank[self._ranks.rank])
         return self._share.write_full(draft)
 
-    def _anchored(self, talk: RankExchange, order: Order, outcome: PublishResult) -> Anchored:
+    def _anchored(
+        self, talk: RankExchange, order: PublishOrder, outcome: PublishResult
+    ) -> Anchored:
         """Write an anchor if one is due. A failed anchor is due again with the next version, since
         this version is already published."""
         if not outcome.anchor_directory:

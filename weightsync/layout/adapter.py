@@ -8,7 +8,7 @@ checked small file. Decides what fits what; never reads a tensor.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -33,22 +33,29 @@ class Base:
     state_hash: str
 
 
+class _PeftConfig(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """`config` is what PEFT writes to adapter_config.json: the object, or the path of the file."""
+    """`config` is PEFT's: the path of adapter_config.json, its fields, or a LoraConfig."""
 
     base: Base
-    config: Mapping[str, Any] | Path
+    config: Mapping[str, Any] | _PeftConfig | Path | str
 
     def config_bytes(self) -> bytes:
         """The file to publish; raises ConfigError where it is not PEFT's."""
         try:
-            if isinstance(self.config, Path):
-                raw = self.config.read_bytes()
+            if isinstance(self.config, (str, Path)):
+                raw = Path(self.config).read_bytes()
             else:
-                raw = msgspec.json.format(msgspec.json.encode(dict(self.config)), indent=2)
+                given = self.config if isinstance(self.config, Mapping) else self.config.to_dict()
+                # PEFT keeps target modules in a set.
+                kept = {k: sorted(v) if isinstance(v, set) else v for k, v in given.items()}
+                raw = msgspec.json.format(msgspec.json.encode(kept), indent=2)
             fields = msgspec.json.decode(raw, type=dict[str, Any])
-        except (OSError, TypeError, *UNDECODABLE) as error:
+        except (OSError, AttributeError, TypeError, *UNDECODABLE) as error:
             raise ConfigError(f"adapter config: {error}") from error
         if not isinstance(fields.get("peft_type"), str) or len(raw) > MAX_CONFIG_BYTES:
             raise ConfigError(f"adapter config: no peft_type, or over {MAX_CONFIG_BYTES} bytes")

@@ -16,16 +16,20 @@ from harvester.contracts.ids import WeightVersion, checked_name
 from weightsync.elements.state_hash import ALGORITHM
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.chunk_digests import fit
+from weightsync.layout.index_summary import (
+    BlockSummary,
+    FileSummary,
+    IndexMetadata,
+    IndexSummary,
+)
 from weightsync.layout.slices import SliceRecord, Slicing
 
 BLOCK_FORMAT = 1
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class FileRecord(FileSummary, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Size and xxh3-128 of one shard, and digests that verify a part of it."""
 
-    bytes: int
-    xxh3_128: str
     chunk_bytes: int = 0
     """Length of all chunks but the last; 0 if chunks have no digests."""
     chunks: str = ""
@@ -47,32 +51,18 @@ def _always_written() -> dict[str, Encoding]:
     return {}
 
 
-class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Block(BlockSummary, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """RoseMux's additions to an index."""
 
-    format: int
-    state_hash: str
-    bytes_dense: int
     files: dict[str, FileRecord]
     encodings: dict[str, Encoding] = msgspec.field(default_factory=_always_written)
-    slices: dict[str, SliceRecord] = {}
+    slices: dict[str, SliceRecord] = msgspec.field(default_factory=dict)
     adapter: AdapterRecord | None = None
 
 
-class _Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
-    version: str | int
-    base_version: str | int | None = None
-    delta_encoding: str | None = None
-    compression_format: str | None = None
-    checksum_format: str | None = None
-    total_size: int | None = None
-
-
-class _Index(msgspec.Struct, frozen=True, omit_defaults=True):
-    metadata: _Metadata
-    weight_map: dict[str, str]
+class _Index(IndexSummary, frozen=True, omit_defaults=True):
     rosemux: Block | None = None
-    checksums: dict[str, str] = {}
+    checksums: dict[str, str] = msgspec.field(default_factory=dict)
     """Tensor checksums of a foreign version whose writer keeps them in its index."""
     stamp: str = ""
 
@@ -140,7 +130,7 @@ def encoded_manifest(manifest: Manifest) -> bytes:
     """Serialise the index of a version for publishing."""
     delta = not manifest.is_full
     base = manifest.base_version
-    metadata = _Metadata(
+    metadata = IndexMetadata(
         version=f"{manifest.version:06d}",
         base_version=None if base is None else f"{base:06d}",
         delta_encoding=manifest.delta_encoding,

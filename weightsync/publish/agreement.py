@@ -1,9 +1,9 @@
 """Messages between the ranks of a sharded trainer in one publish, and rank 0's decisions.
 
-    offer      every rank: the version of its copy
+    report     every rank: the version of its copy
     order      rank 0: the version to write, the base of its delta, the directory
-    holding    every rank, for a full version: its entries
-    settled    rank 0: entries that another rank publishes; the slices tile every tensor
+    entries    every rank, for a full version: its entries
+    skipped    rank 0: entries that another rank publishes; the slices tile every tensor
     written    every rank: its shard files
     outcome    rank 0: the published version
     anchored   rank 0, after every rank has written its part of an anchor that was due
@@ -24,23 +24,23 @@ from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.publish.last_published import Contents
 
 
-class Holding(msgspec.Struct, frozen=True):
+class RankEntries(msgspec.Struct, frozen=True):
     """A rank's entries: dtype, shape and digest of each, and the slices among them."""
 
     entries: dict[str, tuple[str, tuple[int, ...], str]]
     slices: dict[str, SliceRecord]
 
 
-class Offer(msgspec.Struct, frozen=True):
+class RankReport(msgspec.Struct, frozen=True):
     """The base that a rank's next delta can build on; version 0 is no base."""
 
     version: int
     state_hash: str
-    holding: Holding | None = None
+    entries: RankEntries | None = None
     """Set by a rank that took over the copy of an earlier process."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class PublishOrder(msgspec.Struct, frozen=True):
     """`base` 0 is a full version. `directory` is a name in the store."""
 
     version: int
@@ -48,10 +48,10 @@ class Order(msgspec.Struct, frozen=True):
     directory: str
 
 
-class Settled(msgspec.Struct, frozen=True):
+class SkippedEntries(msgspec.Struct, frozen=True):
     """Per rank, the entries that a lower rank with the same bits publishes instead."""
 
-    skipped: list[list[str]]
+    by_rank: list[list[str]]
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -90,49 +90,49 @@ class Anchored(msgspec.Struct, frozen=True):
     bytes_anchor: int
 
 
-def holding_of(contents: Contents) -> Holding:
+def entries_of(contents: Contents) -> RankEntries:
     entries = {
         entry: (spec.dtype, spec.shape, contents.digests[entry])
         for entry, spec in contents.layout.items()
     }
-    return Holding(entries, contents.slices)
+    return RankEntries(entries, contents.slices)
 
 
-def common_version(offers: Sequence[Offer]) -> WeightVersion | None:
+def common_version(reports: Sequence[RankReport]) -> WeightVersion | None:
     """The version of every rank's copy; None if they differ or a rank has none."""
-    found = {(offer.version, offer.state_hash) for offer in offers}
-    version = offers[0].version
+    found = {(report.version, report.state_hash) for report in reports}
+    version = reports[0].version
     return WeightVersion(version) if len(found) == 1 and version else None
 
 
-def offered_contents(offers: Sequence[Offer]) -> Contents | None:
+def reported_contents(reports: Sequence[RankReport]) -> Contents | None:
     """All entries as the ranks report them; None if a rank reports none, or they form no model."""
-    holdings = [offer.holding for offer in offers if offer.holding is not None]
-    if len(holdings) < len(offers):
+    held = [report.entries for report in reports if report.entries is not None]
+    if len(held) < len(reports):
         return None
     try:
-        return settled(holdings)[0]
+        return merged_contents(held)[0]
     except ConfigError:
         return None
 
 
-def settled(holdings: Sequence[Holding]) -> tuple[Contents, Settled]:
+def merged_contents(held: Sequence[RankEntries]) -> tuple[Contents, SkippedEntries]:
     """The contents of the whole version, and the entries that each rank skips.
 
     Raises ConfigError if ranks hold different bits under one name, or if slices leave a gap.
     """
     whole = Contents()
     owners: dict[str, int] = {}
-    skipped: list[list[str]] = [[] for _ in holdings]
-    for rank, holding in enumerate(holdings):
-        for entry, (dtype, shape, digest) in holding.entries.items():
+    skipped: list[list[str]] = [[] for _ in held]
+    for rank, own in enumerate(held):
+        for entry, (dtype, shape, digest) in own.entries.items():
             spec = TensorSpec(dtype, shape)
             owner = owners.setdefault(entry, rank)
             if owner == rank:
                 whole.layout[entry] = spec
                 whole.digests[entry] = digest
-                if entry in holding.slices:
-                    whole.slices[entry] = holding.slices[entry]
+                if entry in own.slices:
+                    whole.slices[entry] = own.slices[entry]
                 continue
             if (whole.layout[entry], whole.digests[entry]) != (spec, digest):
                 raise ConfigError(
@@ -144,7 +144,7 @@ def settled(holdings: Sequence[Holding]) -> tuple[Contents, Settled]:
         Slicing(whole.slices).whole(whole.layout)
     except Corrupt as error:
         raise ConfigError(f"{error}: every rank has to publish its slices") from error
-    return whole, Settled(skipped)
+    return whole, SkippedEntries(skipped)
 
 
 def final_names(written: Sequence[WrittenShare], *, alone: str = "") -> dict[str, str]:

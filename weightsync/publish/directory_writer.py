@@ -50,7 +50,7 @@ class WritableDirectory:
 
     def draft(self, begun: str) -> "DirectoryDraft":
         if not begun.startswith(TEMPORARY) or not is_name(begun.removeprefix(TEMPORARY)):
-            raise PeerProtocolError(f"{begun!r} is no directory that a version is begun in")
+            raise PeerProtocolError(f"{begun!r} is not a draft directory of this store")
         return DirectoryDraft(self._root, begun, self._write)
 
 

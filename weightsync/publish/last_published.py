@@ -5,7 +5,6 @@ used only if every entry hashes to its record and the record is of the store's n
 otherwise it is discarded. Never reads a trainer's tensor twice.
 """
 
-import errno
 import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from harvester.contracts.errors import ConfigError, Exhausted, RoseMuxError
+from harvester.contracts.errors import ConfigError, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.file_lock import locked
 from weightsync.elements.batches import each
@@ -32,6 +31,7 @@ from weightsync.elements.state_hash import digests_of
 from weightsync.encoding.codec import Encoding, apply_own
 from weightsync.encoding.delta import checked_apply
 from weightsync.encoding.plain import PlainDelta, plain_deltas
+from weightsync.layout.durable import storage_error
 from weightsync.layout.shard import ShardHeader, shard_data, shard_header
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import Intake, Piece
@@ -71,9 +71,7 @@ class MappedFile:
             return self.mapped(specs)
         except OSError as error:
             self.drop()
-            if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                raise Exhausted(f"no space left for the copy {self._data}: {error}") from error
-            raise ConfigError(f"cannot write the copy {self._data}: {error}") from error
+            raise storage_error(error, self._data) from error
 
     def mapped(self, specs: Mapping[str, TensorSpec]) -> dict[str, Bits]:
         """The entries, mapped from the file; raises OSError, or ValueError if the size differs."""

@@ -232,5 +232,5 @@ def _parts(begun: str) -> tuple[VersionRef, str]:
     directory, _, attempt = begun.partition("~")
     ref = named_ref(directory)
     if ref is None or not _ATTEMPT.match(attempt):
-        raise PeerProtocolError(f"{begun!r} is nothing that a version is begun as")
+        raise PeerProtocolError(f"{begun!r} is not a draft of this store")
     return ref, attempt

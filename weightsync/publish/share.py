@@ -15,12 +15,12 @@ from weightsync.elements.bits import Bits, bytes_of
 from weightsync.encoding.codec import Encoded, Encoding, encode, encode_as
 from weightsync.layout.names import Kind, VersionRef
 from weightsync.publish.agreement import (
-    Holding,
-    Offer,
-    Order,
+    PublishOrder,
     PublishResult,
+    RankEntries,
+    RankReport,
     WrittenShare,
-    holding_of,
+    entries_of,
 )
 from weightsync.publish.delta_shards import ShardFiles
 from weightsync.publish.intake import Intake, Piece
@@ -124,17 +124,17 @@ class Share:
         self._shard_bytes = shard_bytes
         self._is_reported = False
 
-    def offer(self, intake: Intake) -> Offer:
+    def report(self, intake: Intake) -> RankReport:
         """The base that a delta of `intake` can build on."""
         if self._copy.version is None or not self._copy.fits(intake):
-            return Offer(0, "")
-        holding = None if self._is_reported else holding_of(self._copy.contents)
-        return Offer(self._copy.version, self._copy.state_hash, holding)
+            return RankReport(0, "")
+        entries = None if self._is_reported else entries_of(self._copy.contents)
+        return RankReport(self._copy.version, self._copy.state_hash, entries)
 
-    def take(self, intake: Intake) -> Holding:
+    def take(self, intake: Intake) -> RankEntries:
         """Copy all tensors, for a full version."""
         self._copy.fill(intake, self._pool)
-        return holding_of(self._copy.contents)
+        return entries_of(self._copy.contents)
 
     def write_full(self, draft: Draft) -> WrittenShare:
         """Write the copy as a full checkpoint."""
@@ -168,7 +168,7 @@ class Share:
         return WrittenShare(files.finish(), digests)
 
     def hold(
-        self, order: Order, outcome: PublishResult, written: WrittenShare, draft: Draft
+        self, order: PublishOrder, outcome: PublishResult, written: WrittenShare, draft: Draft
     ) -> None:
         """Advance the copy to the published version."""
         version = WeightVersion(order.version)

@@ -22,15 +22,15 @@ from weightsync.layout.manifest import (
 from weightsync.layout.names import CONFIG_FILE, INDEX_FILE, MAX_INDEX_BYTES, Kind, VersionRef
 from weightsync.publish.agreement import (
     Anchored,
-    Holding,
-    Offer,
-    Order,
+    PublishOrder,
     PublishResult,
-    Settled,
+    RankEntries,
+    RankReport,
+    SkippedEntries,
     WrittenShare,
     common_version,
-    offered_contents,
-    settled,
+    merged_contents,
+    reported_contents,
 )
 from weightsync.publish.last_published import Contents
 from weightsync.publish.store_writer import StoreWriter
@@ -69,23 +69,23 @@ class VersionWriter:
     def close(self) -> None:
         self._writer.close()
 
-    def order(self, offers: Sequence[Offer]) -> Order:
+    def order(self, reports: Sequence[RankReport]) -> PublishOrder:
         """Decide the version and its base, and begin it in the store."""
-        base = common_version(offers)
+        base = common_version(reports)
         if base != self._latest():
             base = None
         if base is not None and self._known is None:
-            self._known = offered_contents(offers)
+            self._known = reported_contents(reports)
         version = WeightVersion(self._newest + 1)
         begun = self._writer.begin(VersionRef(Kind.WEIGHT, version))
         if base is None or self._known is None:
-            return Order(version, 0, begun)
+            return PublishOrder(version, 0, begun)
         self._next = self._known
-        return Order(version, base, begun)
+        return PublishOrder(version, base, begun)
 
-    def settle(self, holdings: Sequence[Holding]) -> Settled:
+    def settle(self, held: Sequence[RankEntries]) -> SkippedEntries:
         """Set the contents of a full version; raises ConfigError if they form no single model."""
-        self._next, skipped = settled(holdings)
+        self._next, skipped = merged_contents(held)
         return skipped
 
     def _latest(self) -> WeightVersion | None:
@@ -95,7 +95,7 @@ class VersionWriter:
         except Corrupt:
             return None
 
-    def commit(self, order: Order, written: Sequence[WrittenShare]) -> PublishResult:
+    def commit(self, order: PublishOrder, written: Sequence[WrittenShare]) -> PublishResult:
         """Make the version visible and point LATEST to it."""
         version = WeightVersion(order.version)
         changed = {entry: digest for part in written for entry, digest in part.digests.items()}
@@ -122,7 +122,7 @@ class VersionWriter:
         )
 
     def commit_anchor(
-        self, order: Order, outcome: PublishResult, written: Sequence[WrittenShare]
+        self, order: PublishOrder, outcome: PublishResult, written: Sequence[WrittenShare]
     ) -> Anchored:
         """Make the anchor of the version just published visible; a failure leaves no anchor."""
         version, begun = WeightVersion(order.version), outcome.anchor_directory

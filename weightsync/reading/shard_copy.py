@@ -21,7 +21,7 @@ _LENGTH = ByteSpan(0, 8)
 
 
 class ShardCopy:
-    """The bytes of `path` in `place`. One read takes at most `piece_bytes` of memory."""
+    """The bytes of `path` in `staged`. One read takes at most `piece_bytes` of memory."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class ShardCopy:
         path: str,
         size_bytes: int,
         record: FileRecord | None,
-        place: StagedFile,
+        staged: StagedFile,
         *,
         piece_bytes: int,
         missing: Callable[[], RoseMuxError],
@@ -40,7 +40,7 @@ class ShardCopy:
         self._size_bytes = size_bytes
         self._record = record
         self._chunk_bytes = record.chunk_bytes if record else 0
-        self.place = place
+        self.staged = staged
         self._piece_bytes = piece_bytes
         self._missing = missing
         self._is_whole = False
@@ -59,7 +59,7 @@ class ShardCopy:
         for _ in range(_READS):
             self.bytes_read += self._size_bytes
             self._read(whole.pieces(self._piece_bytes), self._read_unchecked)
-            if self._record is None or self.place.digest(whole) == self._record.xxh3_128:
+            if self._record is None or self.staged.digest(whole) == self._record.xxh3_128:
                 self._is_whole = True
                 return
             self._source.doubt(self._path)
@@ -69,12 +69,12 @@ class ShardCopy:
         """The shard's tensors and their offsets; raises Corrupt."""
         size = self._size_bytes
         self.fetch_parts([ByteSpan(0, min(size, _LENGTH.stop))])
-        length = header_length(self.place.read(ByteSpan(0, min(size, _LENGTH.stop))).tobytes())
+        length = header_length(self.staged.read(ByteSpan(0, min(size, _LENGTH.stop))).tobytes())
         raw = ByteSpan(_LENGTH.stop, _LENGTH.stop + length)
         if raw.stop > size:
             raise Corrupt(f"{self._source}/{self._path}: a header of {length} bytes in {size}")
         self.fetch_parts([raw])
-        return parsed_header(self.place.read(raw).tobytes(), file_bytes=size)
+        return parsed_header(self.staged.read(raw).tobytes(), file_bytes=size)
 
     def fetch_parts(self, spans: Iterable[ByteSpan]) -> None:
         """Fetch and check the chunks that contain these spans; raises Corrupt. No-op after `fetch`,
@@ -105,16 +105,16 @@ class ShardCopy:
             raise self._missing() from error
 
     def _read_unchecked(self, span: ByteSpan) -> None:
-        into = self.place.buffer(span)
+        into = self.staged.buffer(span)
         self._source.read_range(self._path, span.start, into.data)
-        self.place.write(span.start, into)
+        self.staged.write(span.start, into)
 
     def _read_checked(self, span: ByteSpan) -> None:
-        into = self.place.buffer(span)
+        into = self.staged.buffer(span)
         for _ in range(_READS):
             self._source.read_range(self._path, span.start, into.data)
             if self._is_published(span, into):
-                self.place.write(span.start, into)
+                self.staged.write(span.start, into)
                 return
             self._source.doubt(self._path)
         raise Corrupt(f"{self._source}/{self._path}: the digest of a part is not the published one")

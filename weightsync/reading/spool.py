@@ -30,7 +30,7 @@ class StagedFile(Protocol):
     """The bytes of one file, or the fetched part of them; unfetched bytes are undefined."""
 
     def read(self, span: ByteSpan) -> Bytes:
-        """The bytes of a span: in memory the place's own, else a copy."""
+        """The bytes of a span: in memory the staging's own, else a copy."""
 
     def read_into(self, start: int, into: Bytes) -> None: ...
 
@@ -48,20 +48,20 @@ class StagedFile(Protocol):
 
 
 class Spool:
-    """Makes places in `room` and, beyond it, in one file under `directory`."""
+    """Stages files in `room` and, beyond it, in one file under `directory`."""
 
     def __init__(self, room: MemoryRoom, directory: Path | None = None) -> None:
         self._room = room
         self._directory = directory
         self._file: _NamelessFile | None = None
 
-    def place(self, size_bytes: int) -> StagedFile:
+    def stage(self, size_bytes: int) -> StagedFile:
         """Storage for a file of `size_bytes`; raises Exhausted if the disk is full."""
         if self._room.keep(size_bytes):
-            return MemoryPlace(size_bytes)
+            return MemoryStaging(size_bytes)
         if self._file is None:
             self._file = _NamelessFile(self._directory or default_directory())
-        return self._file.place(size_bytes)
+        return self._file.stage(size_bytes)
 
 
 def default_directory() -> Path:
@@ -77,7 +77,7 @@ def default_directory() -> Path:
         ) from error
 
 
-class MemoryPlace:
+class MemoryStaging:
     def __init__(self, size_bytes: int) -> None:
         self._data = np.empty(size_bytes, dtype=np.uint8)
 
@@ -103,7 +103,7 @@ class MemoryPlace:
         return file_digest(self.read(span))
 
 
-class _FilePlace:
+class _DiskStaging:
     def __init__(self, file: "_NamelessFile", base: int) -> None:
         self._file = file
         self._base = base
@@ -141,13 +141,13 @@ class _NamelessFile:
             self._handle = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._handle)
 
-    def place(self, size_bytes: int) -> _FilePlace:
+    def stage(self, size_bytes: int) -> _DiskStaging:
         base = self._size_bytes
         self._size_bytes += size_bytes
         with refusals(self._directory):
             # A hole reads as zeros, so that unfetched bytes are never out of bounds.
             os.ftruncate(self._handle, self._size_bytes)
-        return _FilePlace(self, base)
+        return _DiskStaging(self, base)
 
     def read_into(self, start: int, into: memoryview) -> None:
         at = 0

@@ -101,7 +101,7 @@ class Store:
         except FileNotFoundError as error:
             raise Stale(f"{self}/{ref.directory} is gone or was never finished") from error
         manifest = decoded_manifest(raw, expected=ref.version)
-        if manifest.block is not None and not self._has(ref, READY_FILE):
+        if manifest.block is not None and not self._source.has(f"{ref.directory}/{READY_FILE}"):
             raise self._missing(ref, f"{READY_FILE}: its publisher did not finish it")
         if ref.kind is Kind.ANCHOR and not manifest.is_full:
             raise Corrupt(f"{self}/{ref.directory} is not a full checkpoint")
@@ -153,13 +153,13 @@ class Store:
         source = self._source
         piece_bytes = min(source.range_bytes, max(_PIECE_BYTES, lent_bytes // source.streams))
         path = f"{ref.directory}/{shard}"
-        place = spool.place(size)
+        staged = spool.stage(size)
         return ShardCopy(
             source,
             path,
             size,
             record,
-            place,
+            staged,
             piece_bytes=piece_bytes,
             missing=lambda: self._missing(ref, shard),
         )
@@ -177,39 +177,27 @@ class Store:
             raise Corrupt(f"{self}/{LATEST_FILE} holds {raw!r}")
         return ref.version
 
-    def _has(self, ref: VersionRef, name: str) -> bool:
-        try:
-            self._source.size_bytes(f"{ref.directory}/{name}")
-        except FileNotFoundError:
-            return False
-        return True
-
     def _missing(self, ref: VersionRef, what: str) -> RoseMuxError:
         """The error for a missing file. A pruned version loses its index before any other file."""
-        if not self._has(ref, INDEX_FILE):
+        if not self._source.has(f"{ref.directory}/{INDEX_FILE}"):
             return Stale(f"{self}/{ref.directory} was pruned while it was read: take a newer one")
         return Corrupt(f"{self}/{ref.directory} has no {what}")
 
     def _shard_layout(self, ref: VersionRef, manifest: Manifest, shard: str) -> Layout:
         path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
         try:
-            head = self._read_head(path, min(size, _HEAD_BYTES))
+            head = self._source.read_bytes(path, 0, min(size, _HEAD_BYTES))
             needed = 8 + header_length(head[:8])
             if needed > size:
                 raise Corrupt(f"{self}/{path}: a header of {needed} bytes in {size}")
             if needed > len(head):
-                head = self._read_head(path, needed)
+                head = self._source.read_bytes(path, 0, needed)
             return parsed_header(head[8:needed], file_bytes=size).layout
         except FileNotFoundError as error:
             raise self._missing(ref, shard) from error
         except Corrupt:
             self._source.doubt(path)
             raise
-
-    def _read_head(self, path: str, size_bytes: int) -> bytes:
-        head = bytearray(size_bytes)
-        self._source.read_range(path, 0, memoryview(head))
-        return bytes(head)
 
     def _shard_bytes(self, ref: VersionRef, manifest: Manifest, shard: str) -> int:
         if manifest.block is not None:

@@ -34,9 +34,9 @@ _HASHED_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """A dense entry, from byte `start` of a place on."""
+    """A dense entry, from byte `start` of a staged file on."""
 
-    place: StagedFile
+    file: StagedFile
     start: int
     spec: TensorSpec
 
@@ -85,7 +85,7 @@ class FullState(Mapping[str, Bits]):
         spec = self._layout[name]
         alone = self._whole_entry(name)
         if alone is not None:
-            return bits_from_bytes(alone.place.read(alone.whole), spec)
+            return bits_from_bytes(alone.file.read(alone.whole), spec)
         bits = np.empty(spec.elements, dtype=UNSIGNED_NUMPY[spec.width_bytes])
         self.copy_into(name, bits)
         return bits
@@ -96,15 +96,15 @@ class FullState(Mapping[str, Bits]):
             raise ValueError(f"{name} has {self._layout[name].elements} elements, not {bits.size}")
         alone = self._whole_entry(name)
         if alone is not None:
-            alone.place.read_into(alone.start, bytes_of(bits))
+            alone.file.read_into(alone.start, bytes_of(bits))
             return
         for part in self._parts[name]:
             entry = self._entries[part.entry]
             around, box = entry.around(part.within), part.of.box(bits)
             if around.size_bytes == box.nbytes and box.flags.c_contiguous:
-                entry.place.read_into(around.start, bytes_of(box.reshape(-1)))
+                entry.file.read_into(around.start, bytes_of(box.reshape(-1)))
             else:
-                box[...] = entry.view(entry.place.read(around), part.within)
+                box[...] = entry.view(entry.file.read(around), part.within)
 
     def handed_over(self) -> dict[str, StoredEntry]:
         """The entries, for a later version to be made in their place: neither this state nor one
@@ -162,7 +162,7 @@ def entry_digests(
     whole = [entry for entry in sorted(stored) if any(p.within.is_whole for p in parts[entry])]
 
     def digest(entry: str) -> str:
-        return stored[entry].place.digest(stored[entry].whole)
+        return stored[entry].file.digest(stored[entry].whole)
 
     found = room.spread(
         pool, digest, whole, lambda entry: min(stored[entry].spec.size_bytes, _HASHED_BYTES)
@@ -172,7 +172,7 @@ def entry_digests(
 
 def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart) -> None:
     around = stored.around(part.within)
-    data = stored.place.read(around)
+    data = stored.file.read(around)
     if part.within.is_whole:
         bits = bits_from_bytes(data, stored.spec)
         apply_all(deltas, bits)
@@ -183,4 +183,4 @@ def _advance(stored: StoredEntry, deltas: Sequence[StoredDelta], part: EntryPart
             cut = cut_delta(delta.decoded(), part.within, stored.spec.width_bytes)
             checked_apply(cut, bits)
         box[...] = bits.reshape(box.shape)
-    stored.place.write(around.start, data)
+    stored.file.write(around.start, data)

@@ -1,4 +1,4 @@
-"""Result of a staging: everything that an apply needs; written into a target and verified there.
+"""Result of a staging, a local and checked copy of an update, and how a target is written from it.
 
 No publisher gives a digest of a part of a tensor. For a holder's parts, the digest is made from a
 copy with the known changes applied, and compared with the bits read back; the copy's base is
@@ -56,7 +56,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Everything that an apply needs, local and checked."""
+    """An update that was read into memory or a local file and checked; `write_state` applies it."""
 
     plan: PullPlan
     layout: Layout
@@ -146,7 +146,7 @@ def check_digests(expected: Expected, layout: Layout, digests: Digests) -> str:
     if expected.digests is not None:
         for entry, digest in digests.items():
             if expected.digests.get(entry) != digest:
-                raise Corrupt(f"{entry}: what is held of it is not what was published")
+                raise Corrupt(f"{entry}: the held part does not match the published digest")
         return expected.state_hash or state_hash.combined(digests, layout)
     found = state_hash.combined(digests, expected.slicing.entries(layout))
     if expected.state_hash is not None and found != expected.state_hash:

@@ -168,7 +168,7 @@ class Staging:
     def _take_dense(self, copy: ShardCopy, header: ShardHeader) -> None:
         for part in self._parts_in(header):
             self._stored[part.entry] = StoredEntry(
-                copy.place, header.offsets[part.entry][0], self._read.entries[part.entry]
+                copy.staged, header.offsets[part.entry][0], self._read.entries[part.entry]
             )
 
     def _take_changes(self, step: Step, copy: ShardCopy, header: ShardHeader) -> None:
@@ -179,7 +179,7 @@ class Staging:
             raise Corrupt(f"{where} changes {unknown[0]!r}, which its base does not have")
         stored = {
             entry: StoredDelta(
-                place=copy.place,
+                file=copy.staged,
                 span=ByteSpan(*header.offsets[entry]),
                 encoding=step.manifest.encoding_of(entry),
                 spec=self._read.entries[entry],
@@ -201,7 +201,7 @@ class Staging:
                 self._changes.setdefault(part.of.tensor, []).append(change)
         waits = any(isinstance(delta, StoredDelta) for deltas in kept.values() for delta in deltas)
         if not has_plain and not waits:
-            self._room.give_back(copy.place.kept_bytes)
+            self._room.give_back(copy.staged.kept_bytes)
 
     def _plain(
         self, copy: ShardCopy, header: ShardHeader, stored: Mapping[str, StoredDelta]
@@ -209,10 +209,10 @@ class Staging:
         """Deltas that stay in their payload's memory, if they are most of the shard's bytes; by
         entry, one for each held part of it."""
         ours = [entry for entry in stored if stored[entry].encoding is Encoding.ROSEMUX]
-        if not ours or not copy.place.kept_bytes:
+        if not ours or not copy.staged.kept_bytes:
             return {}
         found = plain_deltas(
-            copy.place.read(ByteSpan(0, copy.place.kept_bytes)),
+            copy.staged.read(ByteSpan(0, copy.staged.kept_bytes)),
             [header.offsets[entry] for entry in ours],
             [stored[entry].spec for entry in ours],
         )
@@ -266,7 +266,7 @@ class Staging:
             raise Corrupt(f"state {found} where {published} was published")
         for name, (algorithm, checksum) in self._foreign_checksums().items():
             stored = self._stored[name]
-            bits = bits_from_bytes(stored.place.read(stored.whole), stored.spec)
+            bits = bits_from_bytes(stored.file.read(stored.whole), stored.spec)
             try:
                 check_foreign(name, algorithm, checksum, bits)
             except Corrupt as error:
@@ -298,8 +298,8 @@ class Staging:
 
 
 def _mapped_here(step: Step, shard: str, header: ShardHeader) -> ShardHeader:
-    """Without the tensors that the index finds in another shard: each of slime's ranks writes a
-    tensor that they replicate, and XOR applied twice would take it back."""
+    """A shard's header without tensors that the index maps to another shard. Every rank of slime
+    writes replicated tensors, and the second application of one XOR delta would undo the first."""
     shard_of = step.manifest.weight_map
     here = {
         name: spec for name, spec in header.layout.items() if shard_of.get(name, shard) == shard

@@ -1,7 +1,6 @@
-"""A change that is kept as published and decoded at each application.
+"""A delta that stays encoded in the receiver's staging and is decoded each time it is applied.
 
-For changes that do not fit into memory decoded. Its bytes are the receiver's own copy and were
-checked.
+Used where decoded deltas would not fit into memory. The encoded bytes have been checked.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from weightsync.transport.ranges import ByteSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDelta:
-    place: StagedFile
+    file: StagedFile
     span: ByteSpan
     encoding: Encoding
     spec: TensorSpec
@@ -43,13 +42,13 @@ class StoredDelta:
             # A changed byte comes with four of its position.
             start = self.span.start
             head = ByteSpan(start, min(start + FRAME_HEAD_BYTES, self.span.stop))
-            raw_bytes = min(frame_bytes(self.place.read(head).data), max_overwrite_bytes(self.spec))
+            raw_bytes = min(frame_bytes(self.file.read(head).data), max_overwrite_bytes(self.spec))
         return self.span.size_bytes + raw_bytes
 
     def decoded(self, *, alone: bool = False) -> Delta:
-        """The checked delta; with `alone` it shares no memory with the place. Raises Corrupt."""
-        payload = self.place.read(self.span)
-        if alone and self.place.kept_bytes:
+        """The checked delta; with `alone` it shares no memory with the file. Raises Corrupt."""
+        payload = self.file.read(self.span)
+        if alone and self.file.kept_bytes:
             payload = payload.copy()
         try:
             delta = decode(self.encoding, payload.data, self.spec)

@@ -1,9 +1,9 @@
-"""Answers of a relay while upstream is away: its LATEST files and indexes, one file each.
+"""Replies of a relay while upstream is away: cached LATEST files and indexes, one file each.
 
     <cache>/.remembered/<store>/LATEST
     <cache>/.remembered/<store>/<version>      its index
 
-Used only for versions whose shards are all cached.
+Served only for versions whose shards are all cached.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from weightsync.serve.published import PublishedFile, published_files
 T = TypeVar("T")
 
 PATIENCE_S = 5.0
-"""Seconds to wait for an answer that a remembered one could replace."""
+"""Seconds to wait for a reply that a cached one could replace."""
 _PROBE_EVERY_S = 1.0
 _DIRECTORY = ".remembered"
 MAX_VERSIONS = 256
 """Indexes per store; the oldest are dropped."""
 
 
-class Outage:
+class UpstreamOutage:
     """Begins when a request stays open for too long, ends when a probe is answered; meanwhile no
     reader waits for upstream. Belongs to one event loop."""
 
@@ -48,7 +48,7 @@ class Outage:
         wait_s: float = 0.0,
     ) -> T:
         """The result of `ask`, or of `recall` if `ask` takes longer than `wait_s` plus PATIENCE_S.
-        Without a remembered answer, waits for `ask`."""
+        Without a cached reply, waits for `ask`."""
         if self.is_on and (held := recall()) is not None:
             return held
         asking = asyncio.ensure_future(ask())
@@ -90,7 +90,7 @@ async def _until_answered(probe: Callable[[], Awaitable[object]]) -> None:
         return
 
 
-class Remembered:
+class CachedReplies:
     """Callers have checked the names. Not thread-safe."""
 
     def __init__(self, cache: Path) -> None:
@@ -112,7 +112,7 @@ class Remembered:
         return None if held is None else held[0]
 
     def files(self, store: str) -> Mapping[str, Mapping[str, PublishedFile]]:
-        """The shards of each version whose index is remembered."""
+        """The shards of each version whose index is cached."""
         return {v: files for (of, v), (_, files) in self._files.items() if of == store}
 
     def keep_latest(self, store: str, raw: bytes) -> None:
@@ -132,7 +132,7 @@ class Remembered:
             (self._root / store / old).unlink(missing_ok=True)
 
     def _write(self, store: str, name: str, raw: bytes) -> None:
-        # Without the file a restarted relay remembers less; nothing else is lost.
+        # Without the file a restarted relay has fewer replies; nothing else is lost.
         with suppress(OSError):
             (self._root / store).mkdir(parents=True, exist_ok=True)
             temporary = self._root / store / f"{TEMPORARY}{name}"

@@ -1,7 +1,4 @@
-"""An index read without a framework: a version's shards for a relay, a line for people.
-
-Receivers read the whole index (manifest.py); here all tensor fields are skipped.
-"""
+"""An index read without a framework: a version's shards for a relay, a line for people."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +7,7 @@ import msgspec
 import xxhash
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
+from weightsync.layout.index_summary import FileSummary, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
@@ -17,26 +15,6 @@ from weightsync.transport.source import StoreSource
 
 _FOREIGN = "of another system"
 """Other systems mark no version with READY."""
-
-
-class _Record(msgspec.Struct, frozen=True):
-    bytes: int
-    xxh3_128: str
-
-
-class _Block(msgspec.Struct, frozen=True):
-    files: dict[str, _Record]
-
-
-class _Metadata(msgspec.Struct, frozen=True):
-    base_version: str | int | None = None
-    delta_encoding: str | None = None
-
-
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
-    metadata: _Metadata = _Metadata()
-    rosemux: _Block | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +34,7 @@ def published_files(index: bytes) -> Mapping[str, PublishedFile]:
     return {shard: _ours(record) for shard, record in read.rosemux.files.items()}
 
 
-def described(index: bytes) -> str:
+def summary_line(index: bytes) -> str:
     """One-line description of a version, for people; raises Corrupt."""
     read = _decoded(index)
     kind = "full"
@@ -68,14 +46,14 @@ def described(index: bytes) -> str:
     return f"{kind}, {len(read.weight_map)} tensors, {size / 1e6:.1f} MB"
 
 
-def _decoded(index: bytes) -> _Index:
+def _decoded(index: bytes) -> IndexSummary:
     try:
-        return msgspec.json.decode(index, type=_Index)
+        return msgspec.json.decode(index, type=IndexSummary)
     except UNDECODABLE as error:
         raise Corrupt(f"an index that cannot be read: {error}") from error
 
 
-def _ours(record: _Record) -> PublishedFile:
+def _ours(record: FileSummary) -> PublishedFile:
     digest = record.xxh3_128
     if len(digest) != 32 or set(digest) - set("0123456789abcdef") or record.bytes < 0:
         raise Corrupt(f"a file record of {record.bytes} bytes with digest {digest[:40]!r}")
@@ -87,7 +65,7 @@ def _foreign(index: bytes, shard: str) -> PublishedFile:
     return PublishedFile(key=f"{name}-foreign", size_bytes=None, xxh3_128=None)
 
 
-def listed(location: str, access: Access) -> Iterator[str]:
+def list_store(location: str, access: Access) -> Iterator[str]:
     """Lines to print; raises ConfigError if the location has neither a store nor stores."""
     source = source_at(location, access)
     try:
@@ -121,15 +99,11 @@ def _versions(source: StoreSource, refs: tuple[VersionRef, ...]) -> Iterator[str
 
 def _summary(source: StoreSource, ref: VersionRef) -> str:
     try:
-        summary = described(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
+        summary = summary_line(source.read_small(f"{ref.directory}/{INDEX_FILE}", MAX_INDEX_BYTES))
     except FileNotFoundError:
         return "unfinished"
     except Corrupt as error:
         return f"broken: {error}"
-    if summary.endswith(_FOREIGN):
+    if summary.endswith(_FOREIGN) or source.has(f"{ref.directory}/{READY_FILE}"):
         return summary
-    try:
-        source.size_bytes(f"{ref.directory}/{READY_FILE}")
-    except FileNotFoundError:
-        return f"{summary}, not marked {READY_FILE}"
-    return summary
+    return f"{summary}, not marked {READY_FILE}"

@@ -25,7 +25,7 @@ from weightsync.layout.names import (
 )
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
-from weightsync.serve.outage import Outage, Remembered
+from weightsync.serve.outage import CachedReplies, UpstreamOutage
 from weightsync.serve.published import PublishedFile, published_files
 from weightsync.serve.relayed_file import RelayedFile
 from weightsync.serve.shelf import ShelfFile, SourceShelf
@@ -57,12 +57,12 @@ class RelayShelf:
         self._indexes: dict[tuple[str, str], Mapping[str, PublishedFile]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
         self._files: dict[str, RelayedFile] = {}
-        self._remembered = Remembered(cache.root)
-        self._outage = Outage()
+        self._replies = CachedReplies(cache.root)
+        self._outage = UpstreamOutage()
 
     async def names(self) -> tuple[str, ...]:
         return await self._outage.request(
-            self._shelf.names, lambda: self._remembered.stores() or None, self._shelf.names
+            self._shelf.names, lambda: self._replies.stores() or None, self._shelf.names
         )
 
     async def directories(self, store: str) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class RelayShelf:
         async def ask() -> bytes | None:
             raw = await self._shelf.latest(store, known, wait_s=wait_s)
             if raw is not None:
-                self._remembered.keep_latest(store, raw)
+                self._replies.keep_latest(store, raw)
             return raw
 
         return await self._outage.request(
@@ -97,7 +97,7 @@ class RelayShelf:
 
     def _newest_here(self, store: str) -> bytes | None:
         """The newest version that can be served, among those that upstream named in LATEST."""
-        latest = self._remembered.latest(store)
+        latest = self._replies.latest(store)
         refs = (named_ref(name) for name in self._whole_versions(store))
         here = [
             ref
@@ -112,7 +112,7 @@ class RelayShelf:
         return tuple(
             sorted(
                 version
-                for version, files in self._remembered.files(store).items()
+                for version, files in self._replies.files(store).items()
                 if all(self._cache.holds(store, file.key) for file in files.values())
             )
         )
@@ -168,10 +168,10 @@ class RelayShelf:
     async def _read_index(self, store: str, directory: str) -> bytes:
         raw = await self._outage.request(
             lambda: self._read_small(store, f"{directory}/{INDEX_FILE}"),
-            lambda: self._remembered.index(store, directory),
+            lambda: self._replies.index(store, directory),
             lambda: self._shelf.latest(store, None, wait_s=0.0),
         )
-        self._remembered.keep_index(store, directory, raw)
+        self._replies.keep_index(store, directory, raw)
         self._indexes.pop((store, directory), None)
         self._indexes[store, directory] = published_files(raw)
         if len(self._indexes) > _INDEXES:

@@ -9,6 +9,7 @@ range, 503 with Retry-After: too many transfers, or its source does not answer.
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,13 @@ from functools import partial
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import checked_name
-from harvester.platform.bearer import is_sent
+from harvester.platform import http_kit
+from harvester.platform.bearer import is_loopback, is_sent
 from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply, token_required
+from harvester.platform.tls import ServerTls
 from weightsync.layout.names import (
     INDEX_FILE,
     LATEST_FILE,
@@ -51,6 +54,22 @@ class ServingLimits:
     """Longest time for which a request for LATEST is held back."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Address and credentials of a server. Raises ConfigError if it would be open to any client."""
+
+    host: str = "127.0.0.1"
+    port: int = 9731
+    token: bytes | None = None
+    tls: ServerTls | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is None and not is_loopback(self.host):
+            raise ConfigError(
+                f"host {self.host} is not loopback: give --token-file, or listen on 127.0.0.1"
+            )
+
+
 class TokenBucket:
     """Limits to `bytes_per_s` on average, in request order. Reads no clock."""
 
@@ -78,13 +97,12 @@ class WeightServer:
         token: bytes | None = None,
         limits: ServingLimits | None = None,
         metrics: TransferMetrics | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._shelf = shelf
         self._accepts = None if token is None else partial(is_sent, token)
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         rate = self._limits.bytes_per_s
         self._bucket = None if rate is None else TokenBucket(rate)
         self._active = 0
@@ -219,6 +237,28 @@ class WeightServer:
     async def _exposition(self, _request: web.Request) -> web.Response:
         body = generate_latest(self._metrics.registry)
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def listen(
+    shelf_with: Callable[[TransferMetrics], Shelf],
+    listening: Listening,
+    limits: ServingLimits,
+    *,
+    started: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT; `started` is called with the URL. Raises ConfigError."""
+    stop = http_kit.stop_event()
+    metrics = TransferMetrics()
+    shelf = shelf_with(metrics)
+    server = WeightServer(shelf, token=listening.token, limits=limits, metrics=metrics)
+    try:
+        async with http_kit.serving(server.app()) as runner:
+            remedy = "choose another --port, 0 takes a free one"
+            host, port, tls = listening.host, listening.port, listening.tls
+            started(await http_kit.listen(runner, host, port, remedy=remedy, tls=tls))
+            await stop.wait()
+    finally:
+        await shelf.close()
 
 
 def _store(request: web.Request) -> str:

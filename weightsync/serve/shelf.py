@@ -32,7 +32,7 @@ _MAX_STORES = 1024
 
 
 class LatestWatch:
-    """One request upstream for all readers that wait for a store's next LATEST; none if none do."""
+    """Readers that wait for a store's next LATEST share one upstream request."""
 
     def __init__(self, ask: Ask, clock: Clock) -> None:
         self._ask = ask

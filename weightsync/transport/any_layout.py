@@ -121,8 +121,8 @@ class AnyLayoutSource(StoreSource):
         self._source.close()
 
     def _layout(self, *, again: bool = False) -> ForeignLayout | None:
-        """None for ours, and as long as no version is complete. With `again` the names are read
-        again: another system's versions may have come, or taken the place of those that were."""
+        """The store's foreign layout; None for ours, and before the first complete version. `again`
+        lists the store anew: another system may have written or replaced its versions."""
         is_found = self._is_ours or self._found is not None
         if is_found and not again:
             return self._found
@@ -160,7 +160,7 @@ class AnyLayoutSource(StoreSource):
         if layout.pointer is not None:
             newest = self._pointed(layout.pointer)[1]
         for version in self._versions(layout):
-            if 0 < version <= newest and self._is_complete(layout, version):
+            if 0 < version <= newest and self._source.has(layout.path(version, layout.index)):
                 return VersionRef(Kind.WEIGHT, WeightVersion(version)).directory.encode()
         raise FileNotFoundError(LATEST_FILE)
 
@@ -168,13 +168,6 @@ class AnyLayoutSource(StoreSource):
         """Run and version in force."""
         raw = self._source.read_small(self._inside(pointer), _MAX_POINTER_BYTES)
         return pointed(raw, path=f"{self}/{pointer}")
-
-    def _is_complete(self, layout: ForeignLayout, version: int) -> bool:
-        try:
-            self._source.size_bytes(layout.path(version, layout.index))
-        except FileNotFoundError:
-            return False
-        return True
 
     def _made(self, layout: ForeignLayout, path: str) -> bytes | None:
         """An index that the store does not have in this form; None for every other file."""

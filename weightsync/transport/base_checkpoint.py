@@ -75,15 +75,11 @@ class BaseCheckpoint:
     def _names_in(self, shard: str) -> list[str]:
         try:
             size = self.source.size_bytes(shard)
-            length = int.from_bytes(self._read(shard, 0, 8), "little")
+            length = int.from_bytes(self.source.read_bytes(shard, 0, 8), "little")
             if length > min(size - 8, MAX_INDEX_BYTES):
                 raise Corrupt(f"a header of {length} bytes in a file of {size}")
-            header = msgspec.json.decode(self._read(shard, 8, length), type=dict[str, msgspec.Raw])
+            raw = self.source.read_bytes(shard, 8, length)
+            header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         except (FileNotFoundError, Corrupt, *UNDECODABLE) as error:
             raise ConfigError(f"base checkpoint {self}/{shard}: {error}") from error
         return [name for name in header if name != "__metadata__"]
-
-    def _read(self, shard: str, start: int, size: int) -> bytes:
-        into = bytearray(size)
-        self.source.read_range(shard, start, memoryview(into))
-        return bytes(into)

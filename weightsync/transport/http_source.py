@@ -117,7 +117,8 @@ class HttpSource(StoreSource):
                         raise Interrupted(f"{self._url}/{path}: cut at byte {start + at}")
                     into[at : at + len(piece)] = piece
                     at += len(piece)
-                    self._check_pace(backoff, at, path)
+                    backoff.received(at)
+                    backoff.check(f"{self._url}/{path} comes too slowly")
                 # Tells http.client that this answer is done, so that its connection serves again.
                 answer.read()
 
@@ -191,10 +192,6 @@ class HttpSource(StoreSource):
             raw += piece
         answer.read()
         return bytes(raw)
-
-    def _check_pace(self, backoff: Backoff, done_bytes: int, path: str) -> None:
-        backoff.received(done_bytes)
-        backoff.check(f"{self._url}/{path} comes too slowly")
 
     def _persist(self, attempt: Callable[[Backoff], T]) -> T:
         backoff = Backoff(self._access.retries, self._clock, random=self._random)

@@ -53,6 +53,19 @@ class StoreSource(Protocol):
     def read_range(self, path: str, start: int, into: memoryview) -> None:
         """Fill `into` with the file's bytes from `start` on."""
 
+    def has(self, path: str) -> bool:
+        try:
+            self.size_bytes(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read_bytes(self, path: str, start: int, size_bytes: int) -> bytes:
+        """A copy of the file's bytes from `start` on."""
+        into = bytearray(size_bytes)
+        self.read_range(path, start, memoryview(into))
+        return bytes(into)
+
     def names_in(self, directory: str) -> frozenset[str]:
         """Names in one directory of the store, whose path ends with a slash."""
         raise FileNotFoundError(directory)

@@ -44,7 +44,7 @@ _BYTES_AT_ONCE = 8 * CHANGES_AT_ONCE
 _UNSIGNED_32 = 0xFFFFFFFF
 
 
-def sent(data: Bytes, device: torch.device) -> torch.Tensor:
+def to_device(data: Bytes, device: torch.device) -> torch.Tensor:
     """A copy on the device. From pinned memory, where there is one that copies by itself: the host
     goes on at once, and the allocator keeps the memory until the copy is done."""
     staging = torch.empty(data.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -55,7 +55,7 @@ def sent(data: Bytes, device: torch.device) -> torch.Tensor:
 def bits_within(data: Bytes, first: int, count: int, device: torch.device) -> torch.Tensor:
     """`count` bits from bit `first` on, each a byte; the lowest bit of a byte comes first."""
     skipped = first // 8
-    held = sent(data[skipped : -(-(first + count) // 8)], device)
+    held = to_device(data[skipped : -(-(first + count) // 8)], device)
     return _bits(held)[first - 8 * skipped :][:count]
 
 
@@ -63,7 +63,7 @@ def stream_positions(gaps: Bytes, device: torch.device) -> Iterator[torch.Tensor
     """Positions of the changes that a gap stream describes."""
     after = torch.zeros((), dtype=torch.int64, device=device)
     for start in range(0, gaps.size, CHANGES_AT_ONCE):
-        piece = sent(gaps[start : start + CHANGES_AT_ONCE], device)
+        piece = to_device(gaps[start : start + CHANGES_AT_ONCE], device)
         is_change = piece != GAP_ESCAPE
         # No byte runs over: an escape is no change.
         positions = torch.cumsum(piece + is_change, 0, dtype=torch.int64).add_(after)
@@ -108,7 +108,7 @@ def _zeros_before(
     found = []
     for start in range(word, stop, _WORDS_AT_ONCE):
         words = slice(start, min(stop, start + _WORDS_AT_ONCE))
-        held = sent(highs[WORD_BYTES * words.start : WORD_BYTES * words.stop], device)
+        held = to_device(highs[WORD_BYTES * words.start : WORD_BYTES * words.stop], device)
         found.append(torch.nonzero(_bits(held)).view(-1).add_(_WORD_BITS * start))
     ones = found[0] if len(found) == 1 else torch.cat(found)
     if not first:
@@ -119,9 +119,9 @@ def _zeros_before(
 
 def _with_lows(zeros: torch.Tensor, kept: Bytes, lows: Bytes) -> torch.Tensor:
     """Gaps of whole groups, from the unary parts and the planes of their low bits."""
-    device, planes_of = zeros.device, sent(kept, zeros.device).long()
+    device, planes_of = zeros.device, to_device(kept, zeros.device).long()
     starts = torch.cumsum(planes_of, 0) - planes_of
-    planes = _bits(sent(lows, device)).view(-1, GROUP)
+    planes = _bits(to_device(lows, device)).view(-1, GROUP)
     gaps = zeros << planes_of[:, None]
     for plane in range(int(kept.max())):
         # Groups without this plane read another one and take nothing of it.
@@ -263,4 +263,4 @@ def _parts(size: int, at_once: int) -> Iterator[slice]:
 
 
 def _on(elements: torch.Tensor, data: Bytes) -> torch.Tensor:
-    return sent(data, elements.device)
+    return to_device(data, elements.device)

@@ -46,7 +46,7 @@ class RequestedVersion:
     state_hash: str | None = None
     """The state hash that the caller expects; None accepts the published one."""
     adapter: str | None = None
-    """For a store of LoRA adapters: the name by which requests select it."""
+    """For a store of LoRA adapters: the name that requests give as their model."""
 
     @property
     def key(self) -> tuple[str, WeightVersion]:
@@ -57,7 +57,7 @@ class RequestedVersion:
         if self.state_hash not in (None, published):
             raise Corrupt(
                 f"{self.store} version {self.version} is state {published}, the caller expects "
-                f"{self.state_hash}: it means another store"
+                f"{self.state_hash}: the version is from another store"
             )
 
 

@@ -155,7 +155,7 @@ class LoaderMap(HostTarget):
         self._after(self._storages(changed))
         for name, copy in self._copies.items():
             if not all(is_held(segment, copy) for segment in self._segments[name]):
-                raise Corrupt(f"{name}: what this rank holds of it is not what was written")
+                raise Corrupt(f"{name}: the held part does not match the bits that were written")
 
     def names_by_storage(self) -> dict[int, list[str]]:
         """The tensors of each storage that holds a part of them."""

@@ -68,10 +68,5 @@ class Stager(Generic[T]):
         if held is not None:
             held.exception()
 
-    def close(self) -> None:
-        """Waits for what runs, and ends."""
-        self._work = None
-        self._thread.shutdown(cancel_futures=True)
-
     def _held(self, key: Hashable) -> "Future[T] | None":
         return self._work if self._key == key else None

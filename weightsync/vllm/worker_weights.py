@@ -5,7 +5,7 @@ Decides which objects a worker's model and settings need, and the allowed order 
 
 import os
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,25 +43,16 @@ class InitInfo(WeightTransferInitInfo):
     """Empty: each update names its store."""
 
 
-@dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Store and version to load."""
+    """Arguments of an update: the fields of RequestedVersion, checked."""
 
-    store: str
-    version: int
-    state_hash: str | None = None
-    adapter: str | None = None
-    """For a store of LoRA adapters: the name that requests give as their model."""
-
-    def __post_init__(self) -> None:
-        checked_name(self.store, what="store")
-        if self.adapter is not None:
-            checked_name(self.adapter, what="adapter")
-        if type(self.version) is not int or self.version < 1:
-            raise PeerProtocolError(f"version {self.version!r}: a number from 1")
-
-    def requested(self) -> RequestedVersion:
-        return RequestedVersion(**asdict(self))
+    def __init__(self, **fields: Any) -> None:
+        self.requested = requested = RequestedVersion(**fields)
+        checked_name(requested.store, what="store")
+        if requested.adapter is not None:
+            checked_name(requested.adapter, what="adapter")
+        if type(requested.version) is not int or requested.version < 1:
+            raise PeerProtocolError(f"version {requested.version!r}: a number from 1")
 
 
 class WorkerWeights:
@@ -102,7 +93,7 @@ class WorkerWeights:
         if self._asleep:
             return {"state": "asleep", "message": "the update prepares by itself"}
         try:
-            status = self._weights.stage(update_info.requested())
+            status = self._weights.stage(update_info.requested)
         except (RoseMuxError, OSError) as error:
             message = f"{type(error).__name__}: {error}"
             status = StageStatus(state=StageState.FAILED, message=message)
@@ -125,7 +116,7 @@ class WorkerWeights:
         """Load the version; raises if the engine does not hold exactly it afterwards."""
         # A step may still read the weights after its call has returned.
         self._await_device()
-        self._weights.load(update_info.requested())
+        self._weights.load(update_info.requested)
         self._await_device()
 
     def finish(self) -> None:
@@ -154,7 +145,8 @@ def add_worker_methods(worker_class: Any) -> None:
         return report
 
     def rosemux_stage(worker: Any, store: str, version: int) -> dict[str, str]:
-        status: dict[str, str] = worker.weight_transfer_engine.stage(UpdateInfo(store, version))
+        update_info = UpdateInfo(store=store, version=version)
+        status: dict[str, str] = worker.weight_transfer_engine.stage(update_info)
         return status
 
     setattr(worker_class, REPORT_METHOD, rosemux_weights)

@@ -35,11 +35,10 @@ from weightsync.publisher import Publisher
 from weightsync.receive import kept_directory
 from weightsync.receive.checkpoint import Checkpoint
 from weightsync.receiver import Receiver
-from weightsync.serve.listener import Listening, listen
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.relay import RelayShelf
-from weightsync.serve.server import ServingLimits
+from weightsync.serve.server import Listening, ServingLimits, listen
 from weightsync.serve.shelf import Shelf, SourceShelf
 from weightsync.transport.location import StoreRoot
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,37 @@ def test_a_configuration_that_peft_would_not_write_is_a_mistake(
         Publisher(tmp_path, adapter=Adapter(BASE, config))
 
 
-def test_a_configuration_file_travels_as_it_is(tmp_path: Path) -> None:
+class Peft(StrEnum):
+    LORA = "LORA"
+
+
+class FakeLoraConfig:
+    """A stand-in for PEFT's configuration, which has enumerations and sets."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return CONFIG | {"peft_type": Peft.LORA, "target_modules": {"v_proj", "q_proj"}}
+
+
+def test_a_configuration_object_of_peft_is_published_as_its_fields(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "lora", adapter=Adapter(BASE, FakeLoraConfig())) as publisher:
+        publisher.publish(_lora(0))
+    raw = (tmp_path / "lora/weight_v000001/adapter_config.json").read_bytes()
+    assert json.loads(raw) == CONFIG | {"target_modules": ["q_proj", "v_proj"]}
+
+
+def test_another_object_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="adapter config"):
+        Publisher(tmp_path, adapter=Adapter(BASE, object()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Path, str])
+def test_a_configuration_file_travels_as_it_is(
+    tmp_path: Path, kind: Callable[[Path], Path | str]
+) -> None:
     file = tmp_path / "adapter_config.json"
     file.write_text('{"peft_type":   "LORA"}\n')
-    with Publisher(tmp_path / "lora", adapter=Adapter(BASE, file)) as publisher:
+    with Publisher(tmp_path / "lora", adapter=Adapter(BASE, kind(file))) as publisher:
         publisher.publish(_lora(0))
     assert (tmp_path / "lora/weight_v000001/adapter_config.json").read_text() == file.read_text()
     with pytest.raises(ConfigError, match="adapter config"):
-        Publisher(tmp_path / "other", adapter=Adapter(BASE, tmp_path / "missing.json"))
+        Publisher(tmp_path / "other", adapter=Adapter(BASE, kind(tmp_path / "missing.json")))

@@ -22,7 +22,7 @@ from harvester.contracts.errors import (
 from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.durable import write_durably
-from weightsync.publish.agreement import Holding, Offer, Order, Settled
+from weightsync.publish.agreement import PublishOrder, RankEntries, RankReport, SkippedEntries
 from weightsync.publish.intake import ShardSlice
 from weightsync.publish.ranks import RanksByFiles
 from weightsync.publish.store_writer import FileWriter
@@ -357,17 +357,17 @@ def test_a_rank_writes_only_where_a_version_is_begun(tmp_path: Path, directory: 
 
     def ordered() -> None:
         with first.exchange(1) as talk:
-            talk.gather(Offer(0, ""))
-            talk.tell(Order(1, 0, directory), Order)
-            talk.gather(Holding({}, {}))
-            talk.tell(Settled([[], []]), Settled)
+            talk.gather(RankReport(0, ""))
+            talk.tell(PublishOrder(1, 0, directory), PublishOrder)
+            talk.gather(RankEntries({}, {}))
+            talk.tell(SkippedEntries([[], []]), SkippedEntries)
 
     with (
         Publisher(tmp_path / "store", rank=1, ranks=2) as publisher,
         ThreadPoolExecutor(1) as pool,
     ):
         talk = pool.submit(ordered)
-        with pytest.raises(PeerProtocolError, match="no directory that a version is begun in"):
+        with pytest.raises(PeerProtocolError, match="not a draft directory of this store"):
             publisher.publish({"w": torch.ones(3)})
         assert isinstance(talk.exception(), RoseMuxError)
     assert not list((tmp_path / "elsewhere").iterdir())

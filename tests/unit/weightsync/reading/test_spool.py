@@ -10,7 +10,7 @@ import pytest
 from harvester.contracts.errors import ConfigError, Exhausted
 from weightsync.elements.state_hash import file_digest
 from weightsync.reading.memory_room import MemoryRoom
-from weightsync.reading.spool import MemoryPlace, Spool
+from weightsync.reading.spool import MemoryStaging, Spool
 from weightsync.transport.ranges import ByteSpan
 
 MIB = 1 << 20
@@ -25,45 +25,45 @@ def spool(tmp_path: Path) -> Spool:
 def test_a_fitting_part_stays_in_memory_and_the_rest_is_read_back(
     spool: Spool, tmp_path: Path
 ) -> None:
-    small, large, other = spool.place(MIB), spool.place(DATA.size), spool.place(100)
+    small, large, other = spool.stage(MIB), spool.stage(DATA.size), spool.stage(100)
     assert (small.kept_bytes, large.kept_bytes, other.kept_bytes) == (MIB, 0, 0)
-    for place, size in ((small, MIB), (large, DATA.size), (other, 100)):
-        place.write(0, DATA[:size])
-    for place, size in ((small, MIB), (large, DATA.size), (other, 100)):
-        assert np.array_equal(place.read(ByteSpan(7, size)), DATA[7:size])
-        assert place.digest(ByteSpan(3, size)) == file_digest(DATA[3:size])
+    for staged, size in ((small, MIB), (large, DATA.size), (other, 100)):
+        staged.write(0, DATA[:size])
+    for staged, size in ((small, MIB), (large, DATA.size), (other, 100)):
+        assert np.array_equal(staged.read(ByteSpan(7, size)), DATA[7:size])
+        assert staged.digest(ByteSpan(3, size)) == file_digest(DATA[3:size])
         into = np.zeros(50, dtype=np.uint8)
-        place.read_into(20, into)
+        staged.read_into(20, into)
         assert np.array_equal(into, DATA[20:70])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_that_was_never_written_reads_as_something(spool: Spool) -> None:
-    place = spool.place(DATA.size)
-    place.write(MIB, DATA[:10])
-    assert place.read(ByteSpan(0, DATA.size)).size == DATA.size
-    assert np.array_equal(place.read(ByteSpan(MIB, MIB + 10)), DATA[:10])
+    staged = spool.stage(DATA.size)
+    staged.write(MIB, DATA[:10])
+    assert staged.read(ByteSpan(0, DATA.size)).size == DATA.size
+    assert np.array_equal(staged.read(ByteSpan(MIB, MIB + 10)), DATA[:10])
 
 
 def test_memory_is_brought_in_without_a_copy(spool: Spool) -> None:
-    place = spool.place(100)
-    buffer = place.buffer(ByteSpan(10, 20))
+    staged = spool.stage(100)
+    buffer = staged.buffer(ByteSpan(10, 20))
     buffer[:] = 7
-    place.write(10, buffer)
-    assert isinstance(place, MemoryPlace)
-    assert place.read(ByteSpan(9, 21))[1:11].tolist() == [7] * 10
+    staged.write(10, buffer)
+    assert isinstance(staged, MemoryStaging)
+    assert staged.read(ByteSpan(9, 21))[1:11].tolist() == [7] * 10
 
 
 def test_a_full_disk_is_exhausted(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    place = spool.place(DATA.size)
+    staged = spool.stage(DATA.size)
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(Exhausted):
-        place.write(0, DATA)
+        staged.write(0, DATA)
 
 
 def test_a_directory_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
-        Spool(MemoryRoom(2 * MIB), tmp_path / "nowhere").place(DATA.size)
+        Spool(MemoryRoom(2 * MIB), tmp_path / "nowhere").stage(DATA.size)

@@ -18,7 +18,7 @@ from weightsync.follower import Follower
 from weightsync.layout.slices import SliceRecord
 from weightsync.publish.intake import ShardSlice
 from weightsync.publisher import Publisher
-from weightsync.reading.spool import MemoryPlace
+from weightsync.reading.spool import MemoryStaging
 from weightsync.receive.stored_delta import StoredDelta
 from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
@@ -188,11 +188,11 @@ def test_an_overwriting_delta_lends_what_its_positions_take(share: float) -> Non
     new = np.where(random.random(spec.elements) < share, ~old, old)
     encoded = encode_as(Encoding.OVERWRITE, old, new)
     assert encoded is not None
-    place = MemoryPlace(len(encoded.payload))
-    place.write(0, np.frombuffer(encoded.payload, np.uint8))
+    staged = MemoryStaging(len(encoded.payload))
+    staged.write(0, np.frombuffer(encoded.payload, np.uint8))
     delta = StoredDelta(
-        place=place,
-        span=ByteSpan(0, place.kept_bytes),
+        file=staged,
+        span=ByteSpan(0, staged.kept_bytes),
         encoding=Encoding.OVERWRITE,
         spec=spec,
         what="w",
@@ -204,7 +204,7 @@ def test_an_overwriting_delta_lends_what_its_positions_take(share: float) -> Non
     finally:
         tracemalloc.stop()
     assert np.array_equal(old, new)
-    assert delta.lent_bytes - place.kept_bytes <= peak < delta.lent_bytes + MIB
+    assert delta.lent_bytes - staged.kept_bytes <= peak < delta.lent_bytes + MIB
 
 
 class Experts:

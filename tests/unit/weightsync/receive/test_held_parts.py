@@ -75,7 +75,7 @@ def test_held_parts_are_assembled_from_any_slices(
     for entry, held in parts.parts.items():
         record = slicing.records.get(entry) or whole_box("w", layout["w"])
         data = bytes_of(record.read(whole))
-        place = spool.place(data.size + 3)
+        place = spool.stage(data.size + 3)
         # Only the requested bytes are present.
         for span in (span for part in held for span in runs(part.within, 2)):
             place.write(span.start + 3, data[span.start : span.stop])

@@ -43,7 +43,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_servers_and_relays_run_where_no_framework_is_installed() -> None:
-    script = "import weightsync.serve.listener, weightsync.serve.relay"
+    script = "import weightsync.serve.relay, weightsync.serve.server"
     assert _imported(script, FRAMEWORKS) == "[]"
 
 

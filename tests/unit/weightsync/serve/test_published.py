@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.layout import names
 from weightsync.layout.manifest import decoded_manifest
 from weightsync.publisher import Publisher
-from weightsync.serve.published import described, published_files
+from weightsync.serve.published import published_files, summary_line
 
 
 def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: Path) -> None:
@@ -25,7 +26,7 @@ def test_the_shards_of_a_published_version_are_those_of_its_manifest(tmp_path: P
         assert {name: (file.size_bytes, file.xxh3_128) for name, file in found.items()} == {
             name: (record.bytes, record.xxh3_128) for name, record in manifest.block.files.items()
         }
-        assert described(raw).startswith(f"{kind}, 1 tensors")
+        assert summary_line(raw).startswith(f"{kind}, 1 tensors")
 
 
 def test_a_version_of_another_system_is_kept_apart_by_its_index() -> None:
@@ -36,18 +37,30 @@ def test_a_version_of_another_system_is_kept_apart_by_its_index() -> None:
     assert all(file.xxh3_128 is None for file in first.values())
 
 
+def test_fields_of_a_newer_index_are_passed_over() -> None:
+    record = {"bytes": 7, "xxh3_128": "0" * 32, "later": [1]}
+    block = {"format": 2, "state_hash": "", "bytes_dense": 7, "files": {"a": record}, "later": 1}
+    index = {"metadata": {"version": 1}, "weight_map": {"w": "a"}, "rosemux": block, "later": {}}
+    assert published_files(msgspec.json.encode(index))["a"].key == f"{'0' * 32}-7"
+
+
+def with_file(record: str) -> bytes:
+    block = f'{{"format": 1, "state_hash": "", "bytes_dense": 1, "files": {{"a": {record}}}}}'
+    return f'{{"metadata": {{"version": 1}}, "weight_map": {{}}, "rosemux": {block}}}'.encode()
+
+
 @pytest.mark.parametrize(
     "raw",
     [
         b"",
         b"[]",
         b"\xff",
-        b'{"weight_map": {"w": 1}}',
-        b'{"weight_map": {}, "rosemux": {"files": {"a": {"bytes": -1, "xxh3_128": "' + b"0" * 32
-        + b'"}}}}',
-        b'{"weight_map": {}, "rosemux": {"files": {"a": {"bytes": 1, "xxh3_128": "../../x"}}}}',
+        b'{"weight_map": {"w": "a"}}',
+        b'{"metadata": {"version": 1}, "weight_map": {"w": 1}}',
+        with_file(f'{{"bytes": -1, "xxh3_128": "{"0" * 32}"}}'),
+        with_file('{"bytes": 1, "xxh3_128": "../../x"}'),
     ],
-)  # fmt: skip
+)
 def test_a_hostile_index_is_corrupt(raw: bytes) -> None:
     with pytest.raises(Corrupt):
         published_files(raw)

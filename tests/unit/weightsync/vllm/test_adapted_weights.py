@@ -241,7 +241,7 @@ def test_broken_files_are_refused_and_what_was_in_force_stays(engine: Engine, fi
     [
         ("lora", {"adapter": None}, ConfigError, "give the name that requests ask for it by"),
         ("lora", {"adapter": "../x"}, PeerProtocolError, "use 1 to 64 letters"),
-        ("lora", {"state_hash": "0" * 32}, Corrupt, "it means another store"),
+        ("lora", {"state_hash": "0" * 32}, Corrupt, "the version is from another store"),
         ("store", {}, ConfigError, "holds whole models"),
         ("nowhere", {"adapter": None}, ConfigError, "no weight store at"),
     ],

@@ -117,7 +117,7 @@ def test_another_expected_state_is_refused_before_anything_is_touched(
     weights.load(wanted(3))
     before = weights.report()
     other = RequestedVersion(store="store", version=WeightVersion(4), state_hash="0" * 32)
-    with pytest.raises(Corrupt, match="it means another store"):
+    with pytest.raises(Corrupt, match="the version is from another store"):
         weights.load(other)
     assert model.holds(states[2])
     assert weights.report() == before

@@ -150,7 +150,7 @@ def test_a_refused_update_ends_the_session_and_leaves_the_version(
 ) -> None:
     update(worker, 2)
     worker.start_weight_update(is_checkpoint_format=True)
-    with pytest.raises(Corrupt, match="it means another store"):
+    with pytest.raises(Corrupt, match="the version is from another store"):
         worker.update_weights({"store": "store", "version": 3, "state_hash": "0" * 32})
     with pytest.raises(RuntimeError):
         worker.finish_weight_update()

@@ -26,7 +26,7 @@ class Work:
 def stager() -> Iterator[Stager[str]]:
     made: Stager[str] = Stager()
     yield made
-    made.close()
+    made.clear()
 
 
 def failing() -> str:
