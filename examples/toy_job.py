@@ -64,7 +64,7 @@ def main() -> None:
     def moved(move: OrderMove) -> None:
         """Frees the old nodes' state between two iterations; the next permit is on the new
         nodes."""
-        say(f"moves to {' '.join(move.rollout_nodes)} | {' '.join(move.training_nodes)}")
+        say(f"moves to {move.text}")
 
     def say(words: str) -> None:
         print(f"{given.job}: {words}", flush=True)
@@ -73,8 +73,7 @@ def main() -> None:
     phases = PhaseControl(SocketControl(given.socket), job, on_move=moved)
     place = phases.placement
     assert place is not None
-    nodes = f"{' '.join(place.rollout_nodes)} | {' '.join(place.training_nodes)}"
-    say(f"{place.group} on {nodes}: {place.reason}")
+    say(f"{place.group} on {place.text}: {place.reason}")
     for iteration in range(1, given.iterations + 1):
         with phases.phase("rollout") as permit:
             say(f"iteration {iteration} rolls out on {places(permit)}")

@@ -31,7 +31,7 @@ def main() -> None:
     phases = PhaseControl(SocketControl(Path(path), answer_s=2.0), asked, on_move=told)
     place = phases.placement
     assert place is not None
-    say(f"placed {' '.join((*place.rollout_nodes, *place.training_nodes))}")
+    say(f"placed {' '.join(place.nodes)}")
     for line in sys.stdin:
         if line.strip() == "forget":
             phases.forget()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def told(move: OrderMove) -> None:
-    say(f"moves {' '.join((*move.rollout_nodes, *move.training_nodes))}")
+    say(f"moves {' '.join(move.nodes)}")
 
 
 def say(line: str) -> None:

@@ -195,8 +195,7 @@ def _answer(reply: "Reply") -> str:
 
     match reply:
         case Placed():
-            nodes = f"{' '.join(reply.rollout_nodes)} | {' '.join(reply.training_nodes)}"
-            return f"{reply.group} on {nodes}: {reply.reason}"
+            return f"{reply.group} on {reply.text}: {reply.reason}"
         case Waiting():
             return f"waits behind {reply.ahead}: {reply.reason}"
         case CallRefused():

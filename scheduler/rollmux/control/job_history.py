@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import JobSpec
+from scheduler.model import JobSpec, Placement
 from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
     NodeReport,
@@ -202,7 +202,7 @@ def _plan_entry(plan: PlanJob, now: Moment) -> Entry:
     return Entry(at=now.at, kind=kind, text=words)
 
 
-def _nodes(of: PlanJob | SettleJob | OrderMove) -> str:
+def _nodes(of: Placement) -> str:
     return f"{_or_none(of.rollout_nodes)} | {_or_none(of.training_nodes)}"
 
 

@@ -140,6 +140,7 @@ class PlanningService(PhaseService):
             return Waiting(reason="it waits for room on its new nodes", ahead=0)
         rollout, training = self.cluster.machines(placed.at)
         return Placed(
+            job=placed.job,
             group=placed.group or "",
             rollout_nodes=rollout,
             training_nodes=training,

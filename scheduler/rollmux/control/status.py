@@ -48,6 +48,7 @@ def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus
         slowdown = (now - facts.account.began_s) / max(facts.account.solo_s, _LEAST_S)
         credit_s = facts.account.credit_s(now)
     return PlanStatus(
+        job=job,
         stage=placed.stage,
         group=placed.group or placed.to_group or "",
         rollout_nodes=rollout,

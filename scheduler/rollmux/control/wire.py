@@ -22,7 +22,7 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
-from scheduler.model import PhaseKind
+from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, OrderMove, Submit
 from scheduler.rollmux.permits.events import Enter, Register, Unloaded, Withdraw
@@ -93,13 +93,11 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     reason: str
 
 
-class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
+class PlanStatus(Placement, frozen=True, kw_only=True):
     """A submitted job's placement and progress."""
 
     stage: PlacementStage
     group: str
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
     moves_to: tuple[NodeId, ...]
     """Next nodes, from its iteration's end, or once they have room."""
     reason: str
@@ -135,11 +133,10 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Set by a planning control."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
+class Placed(Placement, frozen=True, kw_only=True, tag="placed"):
+    """The nodes of a pool are empty while a failed one has no replacement."""
+
     group: str
-    rollout_nodes: tuple[NodeId, ...]
-    """Empty while a failed one has no replacement; the same of the others."""
-    training_nodes: tuple[NodeId, ...]
     reason: str
     harvesting: bool = False
     """Its rollouts may use leases."""

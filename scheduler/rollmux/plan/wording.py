@@ -44,7 +44,7 @@ def load(of: GroupLoadRow) -> str:
 
 def places(job: PlannedJob) -> str:
     sync = f" | sync {job.sync_s:.0f} s" if job.sync_s else ""
-    return f"{' '.join(job.rollout_nodes)} | {' '.join(job.training_nodes)}{sync}"
+    return f"{job.text}{sync}"
 
 
 def alternative(one: Alternative) -> str:

@@ -343,12 +343,11 @@ class Driver:
     def _note(self, decided: PlanJob) -> None:
         self._counts.moves += decided.decision is PlacementDecision.MOVED
         self._counts.restarts += decided.decision is PlacementDecision.RESTARTED
-        nodes = [*decided.rollout_nodes, *decided.training_nodes]
         self.ledger.write(
             self._now,
             _NOTES[decided.decision],
             job=decided.job,
-            nodes=nodes,
+            nodes=list(decided.nodes),
             reason=decided.reason,
         )
 

@@ -130,9 +130,9 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         ),
     ),
     (
-        Placed(group="g", rollout_nodes=NODES, training_nodes=(), reason="why"),
+        Placed(job=JOB, group="g", rollout_nodes=NODES, training_nodes=(), reason="why"),
         (
-            b'{"type":"placed","group":"g","rollout_nodes":["n"],"training_nodes":[],'
+            b'{"type":"placed","job":"j","rollout_nodes":["n"],"training_nodes":[],"group":"g",'
             b'"reason":"why","harvesting":false}'
         ),
     ),
