@@ -154,7 +154,7 @@ class Relocation:
 
     def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)
-        quiet = now - facts.moved_s >= self._prices.quiet_s
+        quiet = facts.moved_s is None or now - facts.moved_s >= self._prices.quiet_s
         return quiet and facts.mature and self.affords_move(job, now=now)
 
     def _facts(self, job: JobId) -> JobFacts:
