@@ -21,12 +21,11 @@ _NAMES_AT_ONCE = 1000
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    placed: JobPlacement = msgspec.field(name="stay")
+    placed: JobPlacement
     facts: JobFacts | None = None
     """None while it waits for a placement."""
-    held: tuple[NodeId, ...] | None = None
-    """Nodes whose host memory has its state; None: written by a version that kept it with the
-    placement."""
+    held: tuple[NodeId, ...] = ()
+    """Nodes whose host memory has its state."""
 
     def shifted(self, by_s: float) -> "JobRecord":
         """This record, its times shifted by `by_s` to another clock."""
@@ -45,14 +44,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of all jobs; groups and jobs in the planner's order, which its choices
     follow."""
 
-    groups: tuple[GroupState, ...] = msgspec.field(name="cells", default=())
+    groups: tuple[GroupState, ...] = ()
     machines: dict[NodeId, NodeId] = {}
     awaited: dict[NodeId, Pool] = {}
     failed: tuple[NodeId, ...] = ()
     arrivals: int = 0
     move_s: MeasuredSeconds | None = None
     warm_start_s: MeasuredSeconds | None = None
-    """These two: None in records of a version that did not measure."""
+    """These two: None before the first layout was written."""
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +65,9 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
     facts = policy.planner.facts.get(job)
     if placed is None:
         return None
-    if facts is None:
-        return JobRecord(placed=placed)
-    # A belief formed after a restart would depend on the time of its first reader.
-    facts.belief()
+    if facts is not None:
+        # A belief formed after a restart would depend on the time of its first reader.
+        facts.belief()
     return JobRecord(placed=placed, held=policy.residency.nodes_of(job), facts=facts)
 
 
@@ -114,9 +112,7 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     placed, facts = record.placed, record.facts
-    there = () if placed.at is None else placed.at.nodes
-    held = there if record.held is None else record.held
-    policy.residency.hold(placed.job, held, placed.submission.host_bytes)
+    policy.residency.hold(placed.job, record.held, placed.submission.host_bytes)
     policy.placements[placed.job] = placed
     if facts is not None:
         facts.believe(facts.belief())

@@ -30,8 +30,7 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     at: Placement | None = None
     to: Placement | None = None
     to_group: GroupId | None = None
-    # Its name in state files and journals stays.
-    notified: bool = msgspec.field(name="told", default=False)
+    notified: bool = False
     """The job was notified of its move: it has left when it next requests its first phase."""
     changed: bool = False
     """Its nodes differ from those its process knows: it is notified before its next phase."""

@@ -69,7 +69,7 @@ class JobHistory:
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
-        if any(one["stay"]["submission"]["job"] == self._job for one in planned):
+        if any(one["placed"]["submission"]["job"] == self._job for one in planned):
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
         return any(one["terms"]["job"] == self._job for one in permits)

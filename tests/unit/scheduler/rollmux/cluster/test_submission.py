@@ -123,13 +123,10 @@ def test_a_restart_between_training_and_sync_goes_on_there() -> None:
     assert after.account.solo_s == 0.0
 
 
-def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place() -> None:
+def test_a_restart_knows_the_nodes_whose_memory_has_a_job_s_state() -> None:
     policy = _policy()
-    record = snapshot(policy)
-    for one in record["jobs"]:
-        one["stay"]["held"] = list(one.pop("held"))
     again = ClusterPolicy(policy.config, NoPermits())
-    restore(again, msgspec.convert(record, ClusterRecord))
+    restore(again, msgspec.convert(snapshot(policy), ClusterRecord))
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
 
 

@@ -389,9 +389,9 @@ def test_the_command_writes_lines_or_one_document(
     explain("easy", journal=tmp_path, socket=None, last="7d", since="", permits=True, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["job"] == "easy"
-    told = [entry["told"] for entry in document["entries"]]
-    assert told[:2] == ["submitted", "placed"]
-    assert {"granted", "done", "move_requested"} <= set(told)
+    kinds = [entry["kind"] for entry in document["entries"]]
+    assert kinds[:2] == ["submitted", "placed"]
+    assert {"granted", "done", "move_requested"} <= set(kinds)
     (rollout, training) = document["permits"]
     assert (rollout["kind"], training["kind"]) == ("rollout", "training")
     assert rollout["granted"] == 1
