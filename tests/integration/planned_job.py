@@ -12,10 +12,10 @@ from pathlib import Path
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId
 from scheduler.model import JobSpec, PhaseSpec
+from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.cluster.runtime_events import (
     OrderMove,
 )
-from scheduler.rollmux.cluster.submission import KINDS
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.socket_control import SocketControl
 

@@ -24,7 +24,7 @@ _versions = count(1)
 class JobFacts(msgspec.Struct, kw_only=True, dict=True):
     """Kept by a control as it is; the version holds for one process."""
 
-    job: JobSpec
+    spec: JobSpec
     rollout: PhaseEstimate
     training: PhaseEstimate
     account: SloAccount
@@ -56,7 +56,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
         """Its SLO counts from `began_s` on; None: from now on."""
         rollout, training, *sync = job.phases
         return cls(
-            job=job,
+            spec=job,
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
             account=SloAccount(
@@ -70,11 +70,11 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def rollout_nodes(self) -> int:
-        return self.job.phases[0].nodes
+        return self.spec.phases[0].nodes
 
     @property
     def training_nodes(self) -> int:
-        return self.job.phases[1].nodes
+        return self.spec.phases[1].nodes
 
     @property
     def mature(self) -> bool:
@@ -91,9 +91,9 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
 
         A rollout node has `accelerators` accelerators.
         """
-        rollout = self.job.phases[0]
+        rollout = self.spec.phases[0]
         self.learn_tail(rollout.curve, accelerators=accelerators * rollout.nodes)
-        for phase in self.job.phases:
+        for phase in self.spec.phases:
             self.estimate(phase.kind).recall(phase)
 
     def observe(self, kind: PhaseKind, solo_s: float, *, measured: bool = True) -> None:
@@ -122,7 +122,7 @@ class JobFacts(msgspec.Struct, kw_only=True, dict=True):
 
     @property
     def divisible(self) -> bool:
-        return self.job.phases[0].divisible
+        return self.spec.phases[0].divisible
 
     def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
         """Learns the tail shape from the completion curve, on `accelerators` accelerators in

@@ -112,7 +112,7 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
     placed, facts = record.placed, record.facts
-    policy.residency.hold(placed.job, record.held, placed.submission.host_bytes)
+    policy.residency.hold(placed.job, record.held, placed.spec.host_bytes)
     policy.placements[placed.job] = placed
     if facts is not None:
         facts.believe(facts.belief())
@@ -130,7 +130,7 @@ def _restore_groups(
         if record.facts is not None and record.facts.moving:
             if placed.at is None or placed.group not in groups:
                 raise ValueError(f"job {placed.job} leaves nodes that no group has")
-            size = placed.submission.host_bytes
+            size = placed.spec.host_bytes
             table.pin(placed.at, groups[placed.group], size)
             table.unpin(placed.job, size, stays_resident=True)
     for one in records:
@@ -138,7 +138,7 @@ def _restore_groups(
             table.pin(
                 placement,
                 groups[one.group],
-                policy.placements[placement.job].submission.host_bytes,
+                policy.placements[placement.job].spec.host_bytes,
             )
     for group in groups.values():
         packer.refresh(group)

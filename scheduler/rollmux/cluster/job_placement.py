@@ -21,7 +21,7 @@ class PlacementStage(StrEnum):
 class JobPlacement(msgspec.Struct, kw_only=True):
     """Nodes by the planner's names."""
 
-    submission: JobSpec
+    spec: JobSpec
     number: int
     """Number in the order of arrival."""
     submitted_s: float
@@ -45,7 +45,7 @@ class JobPlacement(msgspec.Struct, kw_only=True):
 
     @property
     def job(self) -> JobId:
-        return self.submission.job
+        return self.spec.job
 
     @property
     def stage(self) -> PlacementStage:

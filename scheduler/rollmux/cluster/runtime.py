@@ -115,7 +115,7 @@ class PhaseRuntime:
         self._hear(event, now)
         match event:
             case Submit():
-                self.cluster.submit(event.submission, now=now)
+                self.cluster.submit(event.spec, now=now)
             case NodeReport():
                 self.cluster.report_node(event.node, failed=event.failed, now=now)
             case Forget(job=job) if job in self.cluster.placements:
@@ -211,7 +211,7 @@ class PhaseRuntime:
 
     def _hear(self, event: RuntimeEvent, now: float) -> None:
         match event:
-            case Submit(submission=given):
+            case Submit(spec=given):
                 self._heard_s[given.job] = now
             case Enter() | Withdraw() | Beat() | Leave() if event.job in self.cluster.placements:
                 self._heard_s[event.job] = now

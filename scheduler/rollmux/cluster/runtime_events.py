@@ -17,7 +17,7 @@ from scheduler.rollmux.planner.group_effects import PlacementDecision
 class Submit(StrictStruct, frozen=True, kw_only=True, tag="submit"):
     """Repeated by a known job's process that restarts, or that has left its old nodes."""
 
-    submission: JobSpec
+    spec: JobSpec
 
 
 class NodeReport(StrictStruct, frozen=True, kw_only=True, tag="node"):

@@ -87,13 +87,13 @@ def submit(
 ) -> None:
     """Ask a control that plans for placements; a job that is known hears where it is."""
     from scheduler.rollmux.cluster.runtime_events import Submit
-    from scheduler.rollmux.control.nodes_file import read_submissions
+    from scheduler.rollmux.control.nodes_file import read_specs
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 
     transport, refused = SocketControl(socket), False
-    for given in read_submissions(jobs):
-        reply = transport.call(Submit(submission=given))
+    for given in read_specs(jobs):
+        reply = transport.call(Submit(spec=given))
         refused |= isinstance(reply, CallRefused)
         typer.echo(f"{given.job}: {_answer(reply)}")
     if refused:

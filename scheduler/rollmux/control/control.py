@@ -253,7 +253,7 @@ class PhaseControl:
 
     def _submit_terms(self) -> Reply:
         if isinstance(self._terms, JobSpec):
-            return self._transport.call(Submit(submission=self._terms))
+            return self._transport.call(Submit(spec=self._terms))
         return self._transport.call(Register(terms=self._terms))
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> tuple[Granted, float]:

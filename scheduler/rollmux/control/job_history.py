@@ -69,7 +69,7 @@ class JobHistory:
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
-        if any(one["placed"]["submission"]["job"] == self._job for one in planned):
+        if any(one["placed"]["spec"]["job"] == self._job for one in planned):
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
         return any(one["terms"]["job"] == self._job for one in permits)
@@ -94,7 +94,7 @@ class JobHistory:
 
     def _caused(self, event: RuntimeEvent | None, now: Moment) -> Iterator[Entry]:
         match event:
-            case Submit(submission=given) if given.job == self._job and not self.is_known:
+            case Submit(spec=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
                 yield Entry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not self.is_known:

@@ -14,7 +14,7 @@ from harvester.contracts.ids import NAME_PATTERN, NodeId
 from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
 from scheduler.model import JobSpec
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.submission import submission_fault
+from scheduler.rollmux.cluster.job_limits import spec_fault
 from scheduler.rollmux.plan.jobs_file import JOBS_MAX, PlannedJobSettings, PoolSettings
 from scheduler.rollmux.planner.group_table import NodeType
 
@@ -122,13 +122,13 @@ class JobsFile(_Settings):
     slo_counts_queueing: bool | None = None
 
 
-def read_submissions(path: Path) -> tuple[JobSpec, ...]:
+def read_specs(path: Path) -> tuple[JobSpec, ...]:
     """In the order of the file. Raises ConfigError that names each wrong field with its line."""
     text = read_text(path)
     settings = validated(JobsFile, parse_fields(text, path), text, path)
     found = tuple(job.spec for job in settings.jobs)
     for given in found:
-        fault = submission_fault(given)
+        fault = spec_fault(given)
         if fault:
             raise ConfigError(f"{path}: job {given.job}: {fault}")
     return found

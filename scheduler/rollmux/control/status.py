@@ -55,7 +55,7 @@ def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus
         training_nodes=training,
         moves_to=tuple(node for side in cluster.machines(placed.to) for node in side),
         reason=placed.reason,
-        slo=placed.submission.slo,
+        slo=placed.spec.slo,
         slowdown=slowdown,
         credit_s=credit_s,
         iterations=placed.iterations,

@@ -187,7 +187,7 @@ def checked(call: Call) -> Call:
         case Register(terms=terms):
             job = terms.job
             nodes = tuple(node for phase in terms.phases for node in phase.nodes)
-        case Submit(submission=given):
+        case Submit(spec=given):
             job = given.job
             checked_name(given.tenant, what="tenant")
         case _:

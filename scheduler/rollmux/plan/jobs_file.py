@@ -14,7 +14,7 @@ from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.submission import CURVE_MAX
+from scheduler.rollmux.cluster.job_limits import CURVE_MAX
 from scheduler.rollmux.planner.group_table import NodeType
 
 GB: Final = 10**9

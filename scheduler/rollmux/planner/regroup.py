@@ -193,7 +193,7 @@ class Regroup:
         rollout, training = self._packer.shares(facts)
         return SearchedJob(
             facts.version,
-            facts.job.host_bytes,
+            facts.spec.host_bytes,
             rollout,
             training,
             facts.rollout_nodes,

@@ -161,7 +161,7 @@ class Relocation:
         return self._packer.facts[job]
 
     def _bytes(self, job: JobId) -> int:
-        return self._facts(job).job.host_bytes
+        return self._facts(job).spec.host_bytes
 
     def move_all(
         self, wanted: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
@@ -232,13 +232,13 @@ def _shares(roster: Roster, at: int) -> bool:
 
 def _crowded(facts: JobFacts, now: float) -> str:
     return (
-        f"the promise to {facts.job.job} was at risk: its credit of "
+        f"the promise to {facts.spec.job} was at risk: its credit of "
         f"{facts.settled_credit_s(now):.0f} s absorbs no surprise beside others"
     )
 
 
 def _slowed(facts: JobFacts, limit: float, bound: float) -> str:
     return (
-        f"the promise to {facts.job.job} was at risk: forecast slow-down {bound:.2f}, at most "
+        f"the promise to {facts.spec.job} was at risk: forecast slow-down {bound:.2f}, at most "
         f"{limit:.2f} keeps its SLO of {facts.account.slo:.2f}"
     )

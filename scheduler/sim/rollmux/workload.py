@@ -206,7 +206,7 @@ def _job(
     )
 
 
-def submission_of(one: SimulatedJob, world: World) -> JobSpec:
+def spec_of(one: SimulatedJob, world: World) -> JobSpec:
     """The job as submitted in that world, with its weight sync.
 
     It harvests, which changes nothing where the control allows no leases.

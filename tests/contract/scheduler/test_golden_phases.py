@@ -89,7 +89,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "submit",
         Submit(
-            submission=JobSpec(
+            spec=JobSpec(
                 job=JOB,
                 phases=(PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=9.0),),
                 slo=1.5,
@@ -97,7 +97,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
             )
         ),
         (
-            b'{"type":"submit","submission":{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
+            b'{"type":"submit","spec":{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
             b'"cv":0.1,"seen":40,"divisible":true,"curve":[]}],"slo":1.5,"host_bytes":7,"tenant":'
             b'"default","harvesting":false}}'
         ),
@@ -168,10 +168,10 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("beat", b'{"job":"j"}'),
         ("round", b'{"turns":["j","k"]}'),
         ("beat", b"not json"),
-        ("submit", b'{"submission":{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}}'),
+        ("submit", b'{"spec":{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}}'),
         (
             "submit",
-            b'{"submission":{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}}',
+            b'{"spec":{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}}',
         ),
         ("enter", b'{"type":"leave","job":"j","kind":"rollout","holder":"h"}'),
         ("node", b'{"node":"/dev/null","failed":true}'),

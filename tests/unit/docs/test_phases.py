@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from deploy.metrics import METRICS, Exporter
-from scheduler.rollmux.cluster.submission import submission_fault
+from scheduler.rollmux.cluster.job_limits import spec_fault
 from scheduler.rollmux.control.nodes_file import ClusterSettings
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import CALLS
@@ -91,5 +91,5 @@ def test_the_examples_parse_and_declare_a_job_that_there_can_be(repository: Path
     for code in (planned, pinned):
         compile(code, PAGE, "exec")
         exec(code.partition("phases = PhaseControl")[0], names)
-    assert submission_fault(names["job"]) == ""
+    assert spec_fault(names["job"]) == ""
     assert {phase.kind for phase in names["terms"].phases} == {"rollout", "training"}

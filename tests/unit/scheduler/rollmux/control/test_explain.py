@@ -95,7 +95,7 @@ def _in_danger(control: Control) -> None:
 def test_the_explanation_of_a_move_names_the_job_with_the_promise_at_risk(control: Control) -> None:
     _in_danger(control)
     control.iteration("easy")
-    control.submit(control.service.cluster.placements[JobId("easy")].submission)
+    control.submit(control.service.cluster.placements[JobId("easy")].spec)
     assert control.runs("easy")
     found = _explained(control, "easy")
     (asked,) = _told(found, EventKind.MOVE_REQUESTED)

@@ -295,7 +295,7 @@ def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
     refused = control.enter(job, kind)
     assert isinstance(refused, CallRefused)
     assert refused.unknown
-    (placed,) = control.submit(control.service.cluster.placements[JobId(job)].submission)
+    (placed,) = control.submit(control.service.cluster.placements[JobId(job)].spec)
     assert (placed.rollout_nodes, placed.training_nodes) == control.at(job)
 
 
@@ -407,7 +407,7 @@ def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_pat
         PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
     service = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
     service.register(Register(terms=terms("a")))
-    assert isinstance(service.call(Submit(submission=submission("b"))), CallRefused)
+    assert isinstance(service.call(Submit(spec=submission("b"))), CallRefused)
     service.close()
     with pytest.raises(ConfigError, match="by hand"):
         Control(state=tmp_path / "by-hand.sqlite")

@@ -64,7 +64,7 @@ def _phase_terms(
     )
 
 
-def submission_fault(given: JobSpec) -> str:
+def spec_fault(given: JobSpec) -> str:
     """Why no placement can be given so, in words; empty if one can. NaN is within no bounds."""
     if tuple(one.kind for one in given.phases) not in (KINDS, (*KINDS, PhaseKind.SYNC)):
         return "a planned job has a rollout and a training phase, then a sync or none"
