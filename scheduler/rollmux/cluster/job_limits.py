@@ -1,4 +1,4 @@
-"""Limits of a job's declaration to a planning control, and the permit terms of its placement."""
+"""Limits of a job's declaration, to a control and in a file, and the terms of its placement."""
 
 from itertools import pairwise
 from typing import Final
@@ -8,8 +8,9 @@ from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.beliefs.tail import best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
 
-NODES_MAX: Final = 8
-"""Nodes of one pool per job; the limit of `rosemux plan` too."""
+GB: Final = 10**9
+JOB_NODES_MAX: Final = 8
+"""Nodes of one pool per job."""
 SECONDS_MAX: Final = 1e7
 BYTES_MAX: Final = 10**15
 SLO_MAX: Final = 100.0
@@ -85,8 +86,8 @@ def spec_fault(given: JobSpec) -> str:
             if one.nodes != 0:
                 return f"{one.kind}: holds no node, nodes is 0"
             continue
-        if not 1 <= one.nodes <= NODES_MAX:
-            return f"{one.kind}: nodes is 1 to {NODES_MAX}"
+        if not 1 <= one.nodes <= JOB_NODES_MAX:
+            return f"{one.kind}: nodes is 1 to {JOB_NODES_MAX}"
     return ""
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.rollmux.cluster.job_limits import spec_fault
-from scheduler.rollmux.control.nodes_file import GB, read_nodes, read_specs
+from scheduler.rollmux.cluster.job_limits import GB, spec_fault
+from scheduler.rollmux.control.nodes_file import read_nodes, read_specs
 
 REPOSITORY = Path(__file__).parents[5]
 NODES = """nodes:
