@@ -100,8 +100,8 @@ class _Disk:
 
     def _row(self, permit: JobPermit) -> JobPermit:
         """A control that starts takes every known holder for just heard."""
-        heard_s = None if permit.heard_s is None else permit.enqueued_s
-        return copy.deepcopy(msgspec.structs.replace(permit, heard_s=heard_s))
+        last_call_s = None if permit.last_call_s is None else permit.enqueued_s
+        return copy.deepcopy(msgspec.structs.replace(permit, last_call_s=last_call_s))
 
     def snapshot(self) -> dict[str, Any]:
         epoch, ticket = self.counters
@@ -227,10 +227,10 @@ class Control:
             assert permit is not None
             if permit.stage is not PermitStage.WAITING:
                 continue
-            if permit.heard_s is None:
+            if permit.last_call_s is None:
                 counts = now < permit.enqueued_s + CONFIG.patience_s
             else:
-                counts = now < permit.heard_s + CONFIG.lease_s
+                counts = now < permit.last_call_s + CONFIG.lease_s
             found[job] = (permit.ticket, permit.awaits, counts)
         return found
 
@@ -445,7 +445,7 @@ class World(NamedTuple):
 class PermitModel:
     def __init__(self, *, faults: int = 4) -> None:
         moments = {
-            *("enqueued_s", "heard_s", "tended_s", "ticked_s", "_answered_s"),
+            *("enqueued_s", "last_call_s", "tended_s", "ticked_s", "_answered_s"),
             *("_asked_to_narrow_s", "called_s", "_since_s"),
         }
         ignored = {

@@ -29,7 +29,7 @@ moment of its cycle, and first come, first served makes the job wait once."""
 REGAIN_ITERATIONS: Final = 3.0
 """Alone for so long, about the time between two reviews, a job has to regain what that cost. A job
 that drifts is not expected to: a forecast that errs for what moves errs again the same way."""
-NOBODY_BESIDE: Final = 0.0
+NEEDS_DEDICATED_NODES: Final = 0.0
 """Slow-down ahead of a job that may share no node: no company leaves it that much."""
 
 
@@ -79,12 +79,12 @@ class SloAccount:
     ) -> float:
         """Slow-down over the time ahead that brings the credit to its reserve; at least 1.
 
-        NOBODY_BESIDE where that is on nodes of its own only.
+        NEEDS_DEDICATED_NODES where that is on nodes of its own only.
         """
         if self.needs_own_nodes(
             now, iteration_s=iteration_s, under_way_s=under_way_s, drifts=drifts
         ):
-            return NOBODY_BESIDE
+            return NEEDS_DEDICATED_NODES
         earned_s = (self.slo - 1.0) * self.solo_s
         reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)
         spare_s = self.credit_s(now) - reserve_s

@@ -33,7 +33,7 @@ _CALLS_AT_ONCE = 1000
 
 
 class ControlActor:
-    """Made a Ray actor by `started`; its methods run in the actor's event loop."""
+    """Made a Ray actor by `start_control`; its methods run in the actor's event loop."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ControlActor:
             await self._api.tick()
 
 
-def started(
+def start_control(
     config: PermitsConfig | None = None,
     *,
     state: Path | None = None,
@@ -125,7 +125,7 @@ def started(
     return RayControl(handle)
 
 
-def connected(*, name: str = ACTOR) -> "RayControl":
+def connect(*, name: str = ACTOR) -> "RayControl":
     """Connects from any task or actor of the cluster. Raises Absent if no control was started."""
     import ray
 

@@ -54,7 +54,7 @@ _CLOCK: Final = "clock"
 _JOB: Final = "job/"
 _TIMES: Final = (
     "enqueued_s",
-    "heard_s",
+    "last_call_s",
     "started_s",
     "worked_at_s",
     "warned_s",
