@@ -1,10 +1,10 @@
 """An RL job whose phases sleep: a demonstration of a planning control with two of them.
 
     rosemux phases serve --socket /tmp/toy/phases.sock --state /tmp/toy/phases.sqlite \
-        --nodes examples/nodes.yaml &
+        --journal /tmp/toy --nodes examples/nodes.yaml &
     python examples/toy_job.py /tmp/toy/phases.sock math &
     python examples/toy_job.py /tmp/toy/phases.sock code &
-    rosemux phases status --socket /tmp/toy/phases.sock
+    until rosemux phases status --socket /tmp/toy/phases.sock; do sleep 1; done
 
 Alone an iteration takes 3 s. Both jobs have the same two nodes: while one trains, the other rolls
 out, and neither may be slowed more than 1.9 times.
