@@ -28,11 +28,11 @@ from scheduler.rollmux.control.control import _OLD_RATIO as OLD_RATIO
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
-    Absent,
     Accepted,
+    ControlUnreachable,
     Ended,
     Granted,
-    Orders,
+    PermitState,
     Waiting,
     decoded_reply,
 )
@@ -383,7 +383,7 @@ class Job:
     def failed(self, message: Any, absent: bool) -> None:
         match message:
             case Beat():
-                self._beaten(message, Absent("gone") if absent else Exhausted("silent"))
+                self._beaten(message, ControlUnreachable("gone") if absent else Exhausted("silent"))
             case Leave() if message == self.leaving and message.failed:
                 # After a lease the control knows by itself.
                 self.leaving, self.kind = None, ROLLOUT
@@ -724,7 +724,11 @@ class PermitModel:
 
     def _check_orders(self, world: World, message: Any, encoded: bytes) -> None:
         reply = decoded_reply(encoded)
-        if isinstance(message, Beat) and isinstance(reply, Orders) and message.epoch in world.ended:
+        if (
+            isinstance(message, Beat)
+            and isinstance(reply, PermitState)
+            and message.epoch in world.ended
+        ):
             raise Broken(f"epoch {message.epoch} has orders after its end")
         if isinstance(reply, Granted) and reply.epoch in world.ended:
             raise Broken(f"epoch {reply.epoch} is granted after its end")

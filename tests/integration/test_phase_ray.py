@@ -18,7 +18,7 @@ from scheduler.rollmux.control import on_ray
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
-    Absent,
+    ControlUnreachable,
 )
 from scheduler.rollmux.permits.events import Register
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
@@ -62,7 +62,7 @@ def _job(name: str) -> Any:
 def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_control(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    with pytest.raises(Absent):
+    with pytest.raises(ControlUnreachable):
         on_ray.connect()
     control = on_ray.start_control(CONFIG, state=tmp_path / "state.sqlite")
     first, second, third = (_job(name) for name in ("first", "second", "third"))

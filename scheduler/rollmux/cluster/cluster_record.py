@@ -164,7 +164,7 @@ def _number(name: str) -> int:
 
 
 def strangers(policy: ClusterPolicy) -> tuple[NodeId, ...]:
-    """Machines in use that are not, or no more, nodes of that pool."""
+    """Machines in use that the nodes file does not list in the pool that uses them."""
     fleet = policy.fleet
     sides = (
         (pool, name)

@@ -135,7 +135,7 @@ class PhaseRuntime:
         return tuple(self._effects)
 
     def held_up(self, job: JobId, kind: PhaseKind) -> str:
-        """Why a job that is known has no line to stand in for that phase now; empty if it has."""
+        """Why a known job cannot request a permit for that phase now; empty if it can."""
         placed = self.cluster.placements.get(job)
         if placed is None:
             return ""

@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS plan (name TEXT PRIMARY KEY, record BLOB NOT NULL) ST
 """
 
 
-class PermitState:
+class ControlState:
     """Raises ConfigError if the file is another control's or another version's."""
 
     def __init__(self, path: Path | None, *, lock_s: float = 5.0) -> None:

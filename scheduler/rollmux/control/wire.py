@@ -3,7 +3,7 @@
     Register   -> Accepted | CallRefused
     Enter      -> Granted | Waiting | CallRefused      held open while it has to wait
     Withdraw   -> Accepted
-    Beat       -> Orders | Ended
+    Beat       -> PermitState | Ended
     Leave      -> Accepted | Ended
     Unloaded   -> Accepted | Ended
     Forget     -> Accepted
@@ -32,9 +32,8 @@ WAIT_MAX_S: Final = 30.0
 """Longest time for which a call is held open."""
 
 
-class Absent(Exhausted):
-    """The control is absent. It cannot give the permit to another either: a holder goes on with
-    it."""
+class ControlUnreachable(Exhausted):
+    """No control runs. None can give the permit to another job either: a holder goes on with it."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted", omit_defaults=True):
@@ -72,8 +71,8 @@ class CallRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """The job has to be placed first."""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
-    """All that holds for the permit now, so that a lost reply loses nothing."""
+class PermitState(msgspec.Struct, frozen=True, kw_only=True, tag="permit_state"):
+    """The permit's complete present state, so that a lost reply loses nothing."""
 
     stage: PermitStage
     nodes: tuple[NodeId, ...]
@@ -143,7 +142,7 @@ class Placed(Placement, frozen=True, kw_only=True, tag="placed"):
 
 
 EnterReply = Granted | Waiting | CallRefused
-Reply = Accepted | Granted | Waiting | CallRefused | Orders | Ended | Placed
+Reply = Accepted | Granted | Waiting | CallRefused | PermitState | Ended | Placed
 CALLS: Final[dict[str, type[Call]]] = {kind.__struct_config__.tag: kind for kind in get_args(Call)}
 _REPLY: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
 
@@ -151,7 +150,7 @@ _REPLY: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
 class Transport(Protocol):
     """A job process's connection to the control. Calls block; each may be repeated.
 
-    Raises Absent without a control, Exhausted without an answer in time.
+    Raises ControlUnreachable without a control, Exhausted without an answer in time.
     """
 
     def call(self, message: Call) -> Reply: ...

@@ -165,9 +165,9 @@ class PermitPolicy:
         return [] if event.recall is None else [*self._recall(permit, event.recall, now)]
 
     def _recall(self, permit: JobPermit, recall: Recall, now: float) -> list[EnqueuePhase]:
-        """A tail that has left its nodes requests them again, under the permit that it holds.
+        """Requests the nodes that a tail has left for it again, under the permit that it holds.
 
-        Its phase continues where it is: it counts as one phase, with its whole duration.
+        The tail goes on meanwhile, and its phase counts once, with its whole duration.
         """
         table, phase = self._table, permit.phase
         if phase is None or permit.stage is not PermitStage.TAILING or permit.awaits:

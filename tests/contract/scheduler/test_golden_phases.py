@@ -20,7 +20,7 @@ from scheduler.rollmux.control.wire import (
     CallRefused,
     Ended,
     Granted,
-    Orders,
+    PermitState,
     Placed,
     Reply,
     Waiting,
@@ -115,9 +115,11 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         b'{"type":"refused","reason":"why","retry_after_s":0.5,"unknown":false}',
     ),
     (
-        Orders(stage=PermitStage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
+        PermitState(
+            stage=PermitStage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0
+        ),
         (
-            b'{"type":"orders","stage":"narrowing","nodes":["n"],"accelerators":{},'
+            b'{"type":"permit_state","stage":"narrowing","nodes":["n"],"accelerators":{},'
             b'"keep":["n"],"keep_accelerators":{},"warned":true,"ends_in_s":3.0}'
         ),
     ),

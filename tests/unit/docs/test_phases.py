@@ -30,13 +30,14 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
 
 
 def test_the_places_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "| place | seen | next |")
+    rows = table_after(PAGE, "| place | event | next |")
     one = {(row[0], row[1]): row[2] for row in rows if row[0] != "any"}
     of_any = {
         (place.value, row[1]): row[2] for row in rows for place in TailPlace if row[0] == "any"
     }
     assert one | of_any == {
-        (place.value, seen.value): to.value for (place, seen), to in leased_tail.TRANSITIONS.items()
+        (place.value, event.value): to.value
+        for (place, event), to in leased_tail.TRANSITIONS.items()
     }
 
 
