@@ -1,10 +1,10 @@
 """An RL job whose phases sleep: a demonstration of a planning control with two of them.
 
     rosemux phases serve --socket /tmp/toy/phases.sock --state /tmp/toy/phases.sqlite \
-        --nodes examples/nodes.yaml &
+        --journal /tmp/toy --nodes examples/nodes.yaml &
     python examples/toy_job.py /tmp/toy/phases.sock math &
     python examples/toy_job.py /tmp/toy/phases.sock code &
-    rosemux phases status --socket /tmp/toy/phases.sock
+    until rosemux phases status --socket /tmp/toy/phases.sock; do sleep 1; done
 
 Alone an iteration takes 3 s. Both jobs have the same two nodes: while one trains, the other rolls
 out, and neither may be slowed more than 1.9 times.
@@ -64,7 +64,7 @@ def main() -> None:
     def moved(move: OrderMove) -> None:
         """Frees the old nodes' state between two iterations; the next permit is on the new
         nodes."""
-        say(f"moves to {' '.join(move.rollout_nodes)} | {' '.join(move.training_nodes)}")
+        say(f"moves to {move.text}")
 
     def say(words: str) -> None:
         print(f"{given.job}: {words}", flush=True)
@@ -73,8 +73,7 @@ def main() -> None:
     phases = PhaseControl(SocketControl(given.socket), job, on_move=moved)
     place = phases.placement
     assert place is not None
-    nodes = f"{' '.join(place.rollout_nodes)} | {' '.join(place.training_nodes)}"
-    say(f"{place.group} on {nodes}: {place.reason}")
+    say(f"{place.group} on {place.text}: {place.reason}")
     for iteration in range(1, given.iterations + 1):
         with phases.phase("rollout") as permit:
             say(f"iteration {iteration} rolls out on {places(permit)}")

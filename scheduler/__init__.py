@@ -21,7 +21,7 @@
             PhaseSpec(kind=PhaseKind.TRAINING, max_s=600.0),
         ),
     )
-    phases = PhaseControl(SocketControl(Path("/run/rosemux/phases.sock")), job)
+    phases = PhaseControl(SocketControl(Path("/run/phases/phases.sock")), job)
     with phases.phase("rollout") as permit:
         permit.progress(1.0)
     with phases.phase("training") as permit:

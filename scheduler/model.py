@@ -109,6 +109,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     def nodes(self) -> tuple[NodeId, ...]:
         return (*self.rollout_nodes, *self.training_nodes)
 
+    @property
+    def text(self) -> str:
+        """Rollout nodes, a bar, training nodes."""
+        return f"{' '.join(self.rollout_nodes)} | {' '.join(self.training_nodes)}"
+
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Capacity of one slot for one job until `expires_s` on this side's monotonic clock."""

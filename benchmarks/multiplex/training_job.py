@@ -41,7 +41,7 @@ class TrainingJob:
         if terms is not None:
             job_terms = msgspec.json.decode(terms, type=JobTerms)
             harvesting = Harvesting(gateway=self._config.gateway_url) if leases else None
-            control = PhaseControl(on_ray.connected(), job_terms, harvesting=harvesting)
+            control = PhaseControl(on_ray.connect(), job_terms, harvesting=harvesting)
             self._phases = PhasedRun(control)
         self._stack = AsyncExitStack()
         self._run: TrainingRun | None = None

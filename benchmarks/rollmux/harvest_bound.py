@@ -99,12 +99,12 @@ def _hostings(
 ) -> Iterator[tuple[float, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Price an hour, members and their nodes of every group that host memory allows."""
     search = CheapestHosting(NODE_TYPES, GROUP_JOBS)
-    guests = [SearchedJob(at, one.job.host_bytes, 0.0, 0.0) for at, one in enumerate(jobs)]
-    fits = [search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+    candidates = [SearchedJob(at, one.job.host_bytes, 0.0, 0.0) for at, one in enumerate(jobs)]
+    fits = [search.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
     for size in range(1, GROUP_JOBS + 1):
         for members in combinations(range(len(jobs)), size):
             for price, rollout, training in search.priced(
-                guests, members, (0.0, float("inf")), fits
+                candidates, members, (0.0, float("inf")), fits
             ):
                 yield price, members, rollout, training
 

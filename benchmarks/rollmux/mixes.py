@@ -15,8 +15,8 @@ from benchmarks.rollmux.variants import lognormal_curve
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import JobSpec
+from scheduler.rollmux.cluster.job_limits import GB
 from scheduler.sim.rollmux.workload import (
-    GB,
     JOBS,
     TRAINING_OF_MAX,
     Drift,

@@ -50,7 +50,7 @@ class KnownJob:
             tail=best_shape(one.curve, accelerators=accelerators),
         )
 
-    def as_guest(self, version: int) -> SearchedJob:
+    def as_searched_job(self, version: int) -> SearchedJob:
         slowest_s = self.job.slo * self.truth.iteration_s
         rollout, training = self.job.phases
         return SearchedJob(
@@ -76,11 +76,11 @@ class Optimum:
 
     def cheapest(self) -> tuple[float, list[Hosting]]:
         """The least price per hour that keeps every SLO, and the groups that have it."""
-        guests = [known.as_guest(at) for at, known in enumerate(self.jobs)]
-        bounds = PriceFloor(self._search).bounds(guests, self._forecast)
+        candidates = [known.as_searched_job(at) for at, known in enumerate(self.jobs)]
+        bounds = PriceFloor(self._search).bounds(candidates, self._forecast)
         if bounds is None:
             raise AssertionError("every job can be alone")
-        return self._search.search(guests, self._forecast, bounds)
+        return self._search.search(candidates, self._forecast, bounds)
 
     def admits(self, hosting: Hosting) -> bool:
         """Whether every job of this one group keeps its SLO, by the search's own judgement."""

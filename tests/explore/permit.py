@@ -28,11 +28,11 @@ from scheduler.rollmux.control.control import _OLD_RATIO as OLD_RATIO
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
-    Absent,
     Accepted,
+    ControlUnreachable,
     Ended,
     Granted,
-    Orders,
+    PermitState,
     Waiting,
     decoded_reply,
 )
@@ -100,8 +100,8 @@ class _Disk:
 
     def _row(self, permit: JobPermit) -> JobPermit:
         """A control that starts takes every known holder for just heard."""
-        heard_s = None if permit.heard_s is None else permit.enqueued_s
-        return copy.deepcopy(msgspec.structs.replace(permit, heard_s=heard_s))
+        last_call_s = None if permit.last_call_s is None else permit.enqueued_s
+        return copy.deepcopy(msgspec.structs.replace(permit, last_call_s=last_call_s))
 
     def snapshot(self) -> dict[str, Any]:
         epoch, ticket = self.counters
@@ -227,10 +227,10 @@ class Control:
             assert permit is not None
             if permit.stage is not PermitStage.WAITING:
                 continue
-            if permit.heard_s is None:
+            if permit.last_call_s is None:
                 counts = now < permit.enqueued_s + CONFIG.patience_s
             else:
-                counts = now < permit.heard_s + CONFIG.lease_s
+                counts = now < permit.last_call_s + CONFIG.lease_s
             found[job] = (permit.ticket, permit.awaits, counts)
         return found
 
@@ -383,7 +383,7 @@ class Job:
     def failed(self, message: Any, absent: bool) -> None:
         match message:
             case Beat():
-                self._beaten(message, Absent("gone") if absent else Exhausted("silent"))
+                self._beaten(message, ControlUnreachable("gone") if absent else Exhausted("silent"))
             case Leave() if message == self.leaving and message.failed:
                 # After a lease the control knows by itself.
                 self.leaving, self.kind = None, ROLLOUT
@@ -445,7 +445,7 @@ class World(NamedTuple):
 class PermitModel:
     def __init__(self, *, faults: int = 4) -> None:
         moments = {
-            *("enqueued_s", "heard_s", "tended_s", "ticked_s", "_answered_s"),
+            *("enqueued_s", "last_call_s", "tended_s", "ticked_s", "_answered_s"),
             *("_asked_to_narrow_s", "called_s", "_since_s"),
         }
         ignored = {
@@ -724,7 +724,11 @@ class PermitModel:
 
     def _check_orders(self, world: World, message: Any, encoded: bytes) -> None:
         reply = decoded_reply(encoded)
-        if isinstance(message, Beat) and isinstance(reply, Orders) and message.epoch in world.ended:
+        if (
+            isinstance(message, Beat)
+            and isinstance(reply, PermitState)
+            and message.epoch in world.ended
+        ):
             raise Broken(f"epoch {message.epoch} has orders after its end")
         if isinstance(reply, Granted) and reply.epoch in world.ended:
             raise Broken(f"epoch {reply.epoch} is granted after its end")

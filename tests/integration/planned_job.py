@@ -12,10 +12,10 @@ from pathlib import Path
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId
 from scheduler.model import JobSpec, PhaseSpec
+from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.cluster.runtime_events import (
     OrderMove,
 )
-from scheduler.rollmux.cluster.submission import KINDS
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.socket_control import SocketControl
 
@@ -31,7 +31,7 @@ def main() -> None:
     phases = PhaseControl(SocketControl(Path(path), answer_s=2.0), asked, on_move=told)
     place = phases.placement
     assert place is not None
-    say(f"placed {' '.join((*place.rollout_nodes, *place.training_nodes))}")
+    say(f"placed {' '.join(place.nodes)}")
     for line in sys.stdin:
         if line.strip() == "forget":
             phases.forget()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def told(move: OrderMove) -> None:
-    say(f"moves {' '.join((*move.rollout_nodes, *move.training_nodes))}")
+    say(f"moves {' '.join(move.nodes)}")
 
 
 def say(line: str) -> None:

@@ -23,7 +23,7 @@ from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.socket_server import listening_socket
 from scheduler.rollmux.control.wire import (
-    Absent,
+    ControlUnreachable,
     Ended,
 )
 from scheduler.rollmux.permits.events import (
@@ -58,7 +58,7 @@ class Machine:
         while clock.now() < until_s:
             try:
                 transport.call(Beat(job=JobId("nobody"), epoch=Epoch(1)))
-            except Absent:
+            except ControlUnreachable:
                 assert process.poll() is None
                 continue
             return process
@@ -160,7 +160,7 @@ def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -
         transport.call(Beat(job=JobId("../j"), epoch=Epoch(1)))
     control.send_signal(signal.SIGTERM)
     assert control.wait(timeout=30) == 0
-    with pytest.raises(Absent):
+    with pytest.raises(ControlUnreachable):
         transport.call(Beat(job=JobId("j"), epoch=Epoch(1)))
 
 

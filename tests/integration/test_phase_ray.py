@@ -18,7 +18,7 @@ from scheduler.rollmux.control import on_ray
 from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
-    Absent,
+    ControlUnreachable,
 )
 from scheduler.rollmux.permits.events import Register
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
@@ -40,7 +40,7 @@ class Job:
     def __init__(self, name: str) -> None:
         phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
         terms = JobTerms(job=JobId(name), phases=(phase,))
-        self._phases = PhaseControl(on_ray.connected(), terms, timeout_s=ANSWER_S)
+        self._phases = PhaseControl(on_ray.connect(), terms, timeout_s=ANSWER_S)
         self._permit: Permit | None = None
 
     def begin(self) -> int:
@@ -62,9 +62,9 @@ def _job(name: str) -> Any:
 def test_permits_pass_between_actors_and_outlive_a_killed_job_and_a_killed_control(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    with pytest.raises(Absent):
-        on_ray.connected()
-    control = on_ray.started(CONFIG, state=tmp_path / "state.sqlite")
+    with pytest.raises(ControlUnreachable):
+        on_ray.connect()
+    control = on_ray.start_control(CONFIG, state=tmp_path / "state.sqlite")
     first, second, third = (_job(name) for name in ("first", "second", "third"))
 
     assert ray.get(first.begin.remote(), timeout=ANSWER_S) == 1
@@ -85,7 +85,8 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"open": free, "shut": taken.getsockname()[1]}
         controls = [
-            on_ray.started(CONFIG, metrics_port=port, name=name) for name, port in ports.items()
+            on_ray.start_control(CONFIG, metrics_port=port, name=name)
+            for name, port in ports.items()
         ]
         phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
         for control in controls:
@@ -101,7 +102,7 @@ def test_a_control_on_ray_exports_the_same_metrics_and_lives_without_their_port(
 def test_a_control_on_ray_plans_and_knows_its_jobs_after_it_was_killed(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    control = on_ray.started(
+    control = on_ray.start_control(
         CONFIG,
         state=tmp_path / "plan.sqlite",
         cluster=planned_nodes("r0", "t0", warm_start_s=0.1),

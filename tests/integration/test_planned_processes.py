@@ -260,7 +260,7 @@ def test_the_example_of_the_package_runs_against_a_planning_control(machine: Mac
     machine.control()
     page = inspect.cleandoc(scheduler.__doc__ or "").partition("Phases:\n")[2]
     code = "\n".join(line for line in page.splitlines() if not line or line.startswith("    "))
-    example = textwrap.dedent(code).replace("/run/rosemux/phases.sock", str(machine.socket))
+    example = textwrap.dedent(code).replace("/run/phases/phases.sock", str(machine.socket))
     assert "phases.forget()" in example
     exec(compile(example, "scheduler/__init__.py", "exec"), {})
     assert SocketControl(machine.socket).jobs() == ()

@@ -1,9 +1,10 @@
 """The planner's knowledge of one job: declarations, observations and its SLO account."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Final
+
+import msgspec
 
 from scheduler.model import Completion, JobSpec, PhaseKind
 from scheduler.rollmux.beliefs.durations import Belief, PhaseEstimate, learned
@@ -20,9 +21,10 @@ _LEAST_S: Final = 1e-3
 _versions = count(1)
 
 
-@dataclass(slots=True)
-class JobFacts:
-    job: JobSpec
+class JobFacts(msgspec.Struct, kw_only=True, dict=True):
+    """Kept by a control as it is; the version holds for one process."""
+
+    spec: JobSpec
     rollout: PhaseEstimate
     training: PhaseEstimate
     account: SloAccount
@@ -31,17 +33,21 @@ class JobFacts:
     sync: PhaseEstimate | None = None
     """Duration of the weight sync after a training; None: none was declared or seen."""
     moving: bool = False
-    moved_s: float = float("-inf")
-    """Time at which its last move began."""
+    """Whether it is on its way: resident on its nodes, and pinned to its next ones."""
+    moved_s: float | None = None
+    """Time at which its last move began; None: it never moved."""
     open_s: float = 0.0
     """Solo seconds of the present iteration that have ended; lost with the iteration."""
     next_phase: PhaseKind = PhaseKind.ROLLOUT
     """The phase after the last one that ended; it may run already."""
     seen_s: float = 0.0
     """End of its last phase, or of its cold start."""
-    version: int = 0
-    """Names the belief in force, over all jobs; verdicts about a version stay true."""
-    _belief: Belief | None = None
+    in_force: Belief | None = None
+    """Belief in force until observations outdate it; `belief` renews it."""
+
+    def __post_init__(self) -> None:
+        self.version = 0
+        """Names the belief in force, over all jobs; verdicts about a version stay true."""
 
     @classmethod
     def of(
@@ -50,7 +56,7 @@ class JobFacts:
         """Its SLO counts from `began_s` on; None: from now on."""
         rollout, training, *sync = job.phases
         return cls(
-            job=job,
+            spec=job,
             rollout=PhaseEstimate(rollout.max_s),
             training=PhaseEstimate(training.max_s),
             account=SloAccount(
@@ -64,11 +70,11 @@ class JobFacts:
 
     @property
     def rollout_nodes(self) -> int:
-        return self.job.phases[0].nodes
+        return self.spec.phases[0].nodes
 
     @property
     def training_nodes(self) -> int:
-        return self.job.phases[1].nodes
+        return self.spec.phases[1].nodes
 
     @property
     def mature(self) -> bool:
@@ -85,9 +91,9 @@ class JobFacts:
 
         A rollout node has `accelerators` accelerators.
         """
-        rollout = self.job.phases[0]
+        rollout = self.spec.phases[0]
         self.learn_tail(rollout.curve, accelerators=accelerators * rollout.nodes)
-        for phase in self.job.phases:
+        for phase in self.spec.phases:
             self.estimate(phase.kind).recall(phase)
 
     def observe(self, kind: PhaseKind, solo_s: float, *, measured: bool = True) -> None:
@@ -95,7 +101,7 @@ class JobFacts:
         most."""
         if kind is PhaseKind.SYNC and self.sync is None:
             self.sync = PhaseEstimate(solo_s)
-            self._belief = None
+            self.in_force = None
         if measured:
             self.estimate(kind).observe(solo_s)
         else:
@@ -104,19 +110,19 @@ class JobFacts:
         self.next_phase = self._after(kind)
         began_s = 0.0 if kind is PhaseKind.ROLLOUT else self.open_s
         self.open_s = 0.0 if self.next_phase is PhaseKind.ROLLOUT else began_s + solo_s
-        if self._belief is not None and self._outdated(self._belief):
-            self._belief = None
+        if self.in_force is not None and self._outdated(self.in_force):
+            self.in_force = None
 
     def observe_cut(self, kind: PhaseKind, at_least_s: float) -> None:
         """A phase that was ended before its end teaches where it was longer than believed."""
         estimate = self.estimate(kind)
         if at_least_s > estimate.mean_s:
             estimate.observe(at_least_s)
-            self._belief = None
+            self.in_force = None
 
     @property
     def divisible(self) -> bool:
-        return self.job.phases[0].divisible
+        return self.spec.phases[0].divisible
 
     def learn_tail(self, curve: Sequence[Completion], *, accelerators: int) -> None:
         """Learns the tail shape from the completion curve, on `accelerators` accelerators in
@@ -125,7 +131,7 @@ class JobFacts:
         moved = abs(shape.bulk_ratio - self.tail.bulk_ratio)
         if shape.share != self.tail.share or moved >= _TAIL_STEP_RATIO:
             self.tail = shape
-            self._belief = None
+            self.in_force = None
 
     def lose_iteration(self) -> None:
         """Restarts at the last checkpoint: work since then earns no credit."""
@@ -134,14 +140,14 @@ class JobFacts:
         self.next_phase = PhaseKind.ROLLOUT
 
     def belief(self) -> Belief:
-        if self._belief is None:
-            self._belief = learned(self.rollout, self.training, self.sync)
+        if self.in_force is None:
+            self.in_force = learned(self.rollout, self.training, self.sync)
             self.version = next(_versions)
-        return self._belief
+        return self.in_force
 
     def believe(self, belief: Belief) -> None:
         """Takes a belief from elsewhere, until observations outdate it."""
-        self._belief = belief
+        self.in_force = belief
         self.version = next(_versions)
 
     def slo_ahead(self, now: float) -> float:

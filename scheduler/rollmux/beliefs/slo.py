@@ -3,11 +3,11 @@
 A forecast says what slow-down each scenario gives; the constraint holds when the mean plus a normal
 quantile of their spread does not exceed the SLO. The risk is one forecast's, not that of the job's
 life: repeated forecasts err the same way for as long as the group stays as it is. The bound of a
-forecast therefore follows the job's credit, up and down: a job with more than its reserve may
-spend it, a job with less is owed the rest, and a wrong forecast is found out
-while the credit still pays for an answer. A forecast of a few iterations cannot show some costs (a
-turn that others overrun slightly, a switch that comes too late): credit must cover them, present
-or soon to come; a job without any gets nodes of its own.
+forecast therefore follows the job's credit, up and down. A job with more credit than its reserve
+may spend the excess; a job with less gets a tighter bound, so that a wrong forecast leads to a move
+while the job still has the credit for one. A forecast of a few iterations does not show some costs
+(a phase that others overrun slightly, a switch that comes too late). Credit must cover them,
+present or soon to come; a job without any gets nodes of its own.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from typing import Final
 SPEND_OVER_S: Final = 6 * 3600.0
 """Time over which a job may spend its credit beyond the reserve, in s."""
 RECOVER_OVER_S: Final = 1.5 * 3600.0
-"""Time over which a job is owed its missing reserve, in s: short, so that the reserve lasts."""
+"""Time over which a job regains its missing reserve, in s: short, so that the reserve lasts."""
 RESERVE_ITERATIONS: Final = 1.5
 """Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
@@ -29,8 +29,8 @@ moment of its cycle, and first come, first served makes the job wait once."""
 REGAIN_ITERATIONS: Final = 3.0
 """Alone for so long, about the time between two reviews, a job has to regain what that cost. A job
 that drifts is not expected to: a forecast that errs for what moves errs again the same way."""
-NOBODY_BESIDE: Final = 0.0
-"""Slow-down ahead of a job that may share no node: no company leaves it that much."""
+NEEDS_DEDICATED_NODES: Final = 0.0
+"""Slow-down ahead of a job that may share no node: no shared node keeps it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +79,12 @@ class SloAccount:
     ) -> float:
         """Slow-down over the time ahead that brings the credit to its reserve; at least 1.
 
-        NOBODY_BESIDE where that is on nodes of its own only.
+        NEEDS_DEDICATED_NODES if only nodes of its own can do that.
         """
         if self.needs_own_nodes(
             now, iteration_s=iteration_s, under_way_s=under_way_s, drifts=drifts
         ):
-            return NOBODY_BESIDE
+            return NEEDS_DEDICATED_NODES
         earned_s = (self.slo - 1.0) * self.solo_s
         reserve_s = min(RESERVE_ITERATIONS * iteration_s, RESERVE_OF_EARNED * earned_s)
         spare_s = self.credit_s(now) - reserve_s

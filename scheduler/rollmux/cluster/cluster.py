@@ -13,6 +13,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Completion, JobSpec, PhaseKind, Placement, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig
+from scheduler.rollmux.cluster.job_limits import KINDS, permit_terms, spec_fault
 from scheduler.rollmux.cluster.job_placement import JobPlacement, PlacementStage
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
 from scheduler.rollmux.cluster.node_fleet import NodeFleet
@@ -24,7 +25,6 @@ from scheduler.rollmux.cluster.runtime_events import (
     QueueJob,
     SettleJob,
 )
-from scheduler.rollmux.cluster.submission import KINDS, permit_terms, submission_fault
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from scheduler.rollmux.permits.job_permit import NO_EPOCH, JobPermit, PermitStage
 from scheduler.rollmux.permits.terms import JobTerms
@@ -88,9 +88,9 @@ class ClusterPolicy:
     def refusal(self, given: JobSpec) -> str:
         """Why the job will never be placed so; empty if it may be."""
         known = self.placements.get(given.job)
-        if known is not None and known.submission != given:
+        if known is not None and known.spec != given:
             return "the job is known with another declaration: it must be forgotten first"
-        fault = submission_fault(given)
+        fault = spec_fault(given)
         for pool, phase in zip((Pool.ROLLOUT, Pool.TRAINING), given.phases, strict=False):
             there, host_bytes = self.fleet.count(pool), self.config.types[pool].host_bytes
             if not fault and phase.nodes > there:
@@ -104,7 +104,7 @@ class ClusterPolicy:
         placed = self.placements.get(given.job)
         if placed is None:
             self.arrivals += 1
-            placed = JobPlacement(submission=given, number=self.arrivals, submitted_s=now)
+            placed = JobPlacement(spec=given, number=self.arrivals, submitted_s=now)
             self.placements[given.job] = placed
             self.unsaved.add(given.job)
             self._admit(now)
@@ -152,9 +152,9 @@ class ClusterPolicy:
             self.planner.set_warm_start_s(self.warm_start_s.in_force_s)
         if curve:
             per_node = self.config.rollout.type.accelerators
-            facts.learn_tail(curve, accelerators=per_node * placed.submission.phases[0].nodes)
+            facts.learn_tail(curve, accelerators=per_node * placed.spec.phases[0].nodes)
         facts.belief()
-        if end.kind is placed.submission.phases[-1].kind:
+        if end.kind is placed.spec.phases[-1].kind:
             placed.iterations += 1
             placed.notified = all(self.machines(placed.to))
             if placed.notified:
@@ -236,7 +236,7 @@ class ClusterPolicy:
         """The permit terms of the job on its current nodes; None without nodes."""
         rollout, training = self.machines(placed.at)
         return permit_terms(
-            placed.submission,
+            placed.spec,
             rollout,
             training,
             accelerators=self.config.rollout.type.accelerators,
@@ -336,11 +336,11 @@ class ClusterPolicy:
         self._let_in(now)
 
     def _hold(self, placed: JobPlacement, nodes: tuple[NodeId, ...]) -> None:
-        self.residency.hold(placed.job, nodes, placed.submission.host_bytes)
+        self.residency.hold(placed.job, nodes, placed.spec.host_bytes)
 
     def _enter_if_room(self, placed: JobPlacement, now: float) -> None:
         assert placed.to is not None
-        if not self.residency.has_room(placed.to, placed.submission.host_bytes):
+        if not self.residency.has_room(placed.to, placed.spec.host_bytes):
             return
         placed.moves += placed.started
         placed.arrived_s = now if placed.started else None
@@ -371,7 +371,7 @@ class ClusterPolicy:
         for placed in waiting[:_QUEUE_TRIES]:
             try:
                 effects = self.planner.place_job(
-                    placed.submission, submitted_s=placed.submitted_s, now=now
+                    placed.spec, submitted_s=placed.submitted_s, now=now
                 )
             except Exhausted as error:
                 table.supply = dict.fromkeys(Pool, 0)

@@ -9,12 +9,9 @@ from typing import Any
 
 import msgspec
 
-from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import PhaseKind, Placement, Pool
-from scheduler.rollmux.beliefs.durations import Belief, PhaseEstimate
+from harvester.contracts.ids import JobId, NodeId
+from scheduler.model import Pool
 from scheduler.rollmux.beliefs.facts import JobFacts
-from scheduler.rollmux.beliefs.slo import SloAccount
-from scheduler.rollmux.beliefs.tail import TailShape
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.job_placement import JobPlacement
 from scheduler.rollmux.cluster.measured import MeasuredSeconds
@@ -23,67 +20,38 @@ from scheduler.rollmux.planner.group_table import GroupState
 _NAMES_AT_ONCE = 1000
 
 
-class PlannedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The planner's knowledge of a job."""
-
-    rollout: PhaseEstimate
-    training: PhaseEstimate
-    account: SloAccount
-    tail: TailShape
-    open_s: float
-    seen_s: float
-    moved_s: float | None
-    """Time of its last move; None: never moved."""
-    leaving: bool
-    """Whether it is on its way: resident on its nodes, and pinned to its next ones."""
-    sync: PhaseEstimate | None = None
-    next_phase: PhaseKind | None = None
-    """None: written by a version before weight syncs."""
-    belief: Belief | None = None
-    """Belief in force until observations outdate it; None: an older version wrote this."""
-
-
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
-    placed: JobPlacement = msgspec.field(name="stay")
-    facts: PlannedFacts | None = None
+    placed: JobPlacement
+    facts: JobFacts | None = None
     """None while it waits for a placement."""
-    held: tuple[NodeId, ...] | None = None
-    """Nodes whose host memory has its state; None: written by a version that kept it with the
-    placement."""
+    held: tuple[NodeId, ...] = ()
+    """Nodes whose host memory has its state."""
 
     def shifted(self, by_s: float) -> "JobRecord":
-        """The record with all times shifted by `by_s` to another clock; changes this one too."""
+        """This record, its times shifted by `by_s` to another clock."""
         placed, facts = self.placed, self.facts
         placed.submitted_s += by_s
         placed.placed_s = None if placed.placed_s is None else placed.placed_s + by_s
         placed.arrived_s = None if placed.arrived_s is None else placed.arrived_s + by_s
-        if facts is None:
-            return self
-        facts.account.began_s += by_s
-        moved_s = None if facts.moved_s is None else facts.moved_s + by_s
-        facts = msgspec.structs.replace(facts, moved_s=moved_s, seen_s=facts.seen_s + by_s)
-        return msgspec.structs.replace(self, facts=facts)
-
-
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    group: GroupId
-    rollout: tuple[NodeId, ...]
-    training: tuple[NodeId, ...]
-    pinned: tuple[Placement, ...]
+        if facts is not None:
+            facts.account.began_s += by_s
+            facts.moved_s = None if facts.moved_s is None else facts.moved_s + by_s
+            facts.seen_s += by_s
+        return self
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of all jobs; groups and jobs in the planner's order, which its choices
     follow."""
 
-    groups: tuple[GroupRecord, ...] = msgspec.field(name="cells", default=())
+    groups: tuple[GroupState, ...] = ()
     machines: dict[NodeId, NodeId] = {}
     awaited: dict[NodeId, Pool] = {}
     failed: tuple[NodeId, ...] = ()
     arrivals: int = 0
     move_s: MeasuredSeconds | None = None
     warm_start_s: MeasuredSeconds | None = None
-    """These two: None in records of a version that did not measure."""
+    """These two: None before the first layout was written."""
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,39 +65,15 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
     facts = policy.planner.facts.get(job)
     if placed is None:
         return None
-    if facts is None:
-        return JobRecord(placed=placed)
-    moved_s = None if facts.moved_s == float("-inf") else facts.moved_s
-    return JobRecord(
-        placed=placed,
-        held=policy.residency.nodes_of(job),
-        facts=PlannedFacts(
-            rollout=facts.rollout,
-            training=facts.training,
-            account=facts.account,
-            tail=facts.tail,
-            open_s=facts.open_s,
-            seen_s=facts.seen_s,
-            moved_s=moved_s,
-            leaving=policy.planner.table.is_leaving(job),
-            sync=facts.sync,
-            next_phase=facts.next_phase,
-            belief=facts.belief(),
-        ),
-    )
+    if facts is not None:
+        # A belief formed after a restart would depend on the time of its first reader.
+        facts.belief()
+    return JobRecord(placed=placed, held=policy.residency.nodes_of(job), facts=facts)
 
 
 def layout(policy: ClusterPolicy) -> Layout:
     return Layout(
-        groups=tuple(
-            GroupRecord(
-                group=each.group,
-                rollout=tuple(each.rollout),
-                training=tuple(each.training),
-                pinned=tuple(each.pinned.values()),
-            )
-            for each in policy.planner.table.groups.values()
-        ),
+        groups=tuple(policy.planner.table.groups.values()),
         machines=policy.fleet.machines,
         awaited=policy.fleet.awaited,
         failed=tuple(sorted(policy.fleet.failed)),
@@ -167,50 +111,34 @@ def restore(policy: ClusterPolicy, memory: ClusterRecord) -> None:
 
 
 def _restore_job(policy: ClusterPolicy, record: JobRecord) -> None:
-    placed, kept = record.placed, record.facts
-    there = () if placed.at is None else placed.at.nodes
-    held = there if record.held is None else record.held
-    policy.residency.hold(placed.job, held, placed.submission.host_bytes)
+    placed, facts = record.placed, record.facts
+    policy.residency.hold(placed.job, record.held, placed.spec.host_bytes)
     policy.placements[placed.job] = placed
-    if kept is None:
-        return
-    facts = JobFacts.of(placed.submission, cold_start_s=policy.config.cold_start_s, now=0.0)
-    facts.tail = kept.tail
-    facts.rollout, facts.training, facts.account = kept.rollout, kept.training, kept.account
-    facts.open_s, facts.seen_s, facts.moving = kept.open_s, kept.seen_s, kept.leaving
-    facts.sync = kept.sync or facts.sync
-    trains = PhaseKind.TRAINING if kept.open_s else PhaseKind.ROLLOUT
-    facts.next_phase = kept.next_phase or trains
-    if kept.moved_s is not None:
-        facts.moved_s = kept.moved_s
-    # At once: a belief formed lazily would depend on the time of its first reader.
-    if kept.belief is None:
-        facts.belief()
-    else:
-        facts.believe(kept.belief)
-    policy.planner.facts[placed.job] = facts
+    if facts is not None:
+        facts.believe(facts.belief())
+        policy.planner.facts[placed.job] = facts
 
 
 def _restore_groups(
-    policy: ClusterPolicy, records: Iterable[GroupRecord], jobs: Iterable[JobRecord]
+    policy: ClusterPolicy, records: Iterable[GroupState], jobs: Iterable[JobRecord]
 ) -> None:
     table, packer = policy.planner.table, policy.planner.packer
-    groups = {one.group: GroupState(one.group, [*one.rollout], [*one.training]) for one in records}
+    groups = {one.group: GroupState(one.group, one.rollout, one.training) for one in records}
     table.groups.update(groups)
     for record in jobs:
         placed = record.placed
-        if record.facts is not None and record.facts.leaving:
+        if record.facts is not None and record.facts.moving:
             if placed.at is None or placed.group not in groups:
                 raise ValueError(f"job {placed.job} leaves nodes that no group has")
-            size = placed.submission.host_bytes
+            size = placed.spec.host_bytes
             table.pin(placed.at, groups[placed.group], size)
             table.unpin(placed.job, size, stays_resident=True)
     for one in records:
-        for placement in one.pinned:
+        for placement in one.pinned.values():
             table.pin(
                 placement,
                 groups[one.group],
-                policy.placements[placement.job].submission.host_bytes,
+                policy.placements[placement.job].spec.host_bytes,
             )
     for group in groups.values():
         packer.refresh(group)
@@ -236,12 +164,12 @@ def _number(name: str) -> int:
 
 
 def strangers(policy: ClusterPolicy) -> tuple[NodeId, ...]:
-    """Machines in use that are not, or no more, nodes of that pool."""
+    """Machines in use that the nodes file does not list in the pool that uses them."""
     fleet = policy.fleet
     sides = (
         (pool, name)
         for group in policy.planner.table.groups.values()
-        for pool, names in ((Pool.ROLLOUT, group.rollout), (Pool.TRAINING, group.training))
+        for pool, names in group.by_pool
         for name in names
     )
     found = ((pool, fleet.machines[name]) for pool, name in sides if name in fleet.machines)

@@ -20,30 +20,20 @@ class PoolNodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`ClusterSettings` of a nodes file documents every field, and takes its default from here."""
+
     rollout: PoolNodes
     training: PoolNodes
     risk: float = 0.25
-    """Accepted probability that a forecast slow-down exceeds its SLO."""
     cold_start_s: float = 135.0
-    """A job's first load from storage; alone it would take that too."""
     warm_start_s: float = 5.0
-    """A phase's start after another job's, from host memory; nothing is loaded ahead."""
     move_s: float = 300.0
-    """Time that a job loses by a move to other nodes, in s."""
     migrate_s: float = 3.0
-    """Cost of moving a tail to part of its accelerators, in s, to that job and to the waiting
-    one."""
     slo_counts_queueing: bool = False
-    """An SLO counts from the placement on; true: from the submission on."""
     tail_ratio: float | None = None
-    """Completed share from which every rollout's tail may leave, as RollMux has it with 0.8; None:
-    learned for each job."""
     review_s: float = 60.0
-    """Period of reviews for endangered SLOs and savings, in s."""
     gone_s: float = 900.0
-    """A placed job that is silent for this long, in s, has left."""
     harvesting: bool = False
-    """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
     def pools(self) -> dict[Pool, PoolNodes]:

@@ -21,7 +21,7 @@ class PlacementStage(StrEnum):
 class JobPlacement(msgspec.Struct, kw_only=True):
     """Nodes by the planner's names."""
 
-    submission: JobSpec
+    spec: JobSpec
     number: int
     """Number in the order of arrival."""
     submitted_s: float
@@ -30,8 +30,7 @@ class JobPlacement(msgspec.Struct, kw_only=True):
     at: Placement | None = None
     to: Placement | None = None
     to_group: GroupId | None = None
-    # Its name in state files and journals stays.
-    notified: bool = msgspec.field(name="told", default=False)
+    notified: bool = False
     """The job was notified of its move: it has left when it next requests its first phase."""
     changed: bool = False
     """Its nodes differ from those its process knows: it is notified before its next phase."""
@@ -46,7 +45,7 @@ class JobPlacement(msgspec.Struct, kw_only=True):
 
     @property
     def job(self) -> JobId:
-        return self.submission.job
+        return self.spec.job
 
     @property
     def stage(self) -> PlacementStage:

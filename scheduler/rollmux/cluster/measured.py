@@ -9,12 +9,12 @@ from typing import Final
 import msgspec
 
 _MEMORY: Final = 16.0
-"""Observations."""
+"""Length of the mean's memory, in observations."""
 _SET_FOR: Final = 4.0
 """Weight of the configured value, in observations."""
 _STEP_RATIO: Final = 0.25
 _MOST_RATIO: Final = 8.0
-"""Cap on one observation over the mean: hours of absence say nothing about a move."""
+"""Cap on one observation, as a ratio of the mean: an absence of hours is no move of hours."""
 
 
 class MeasuredSeconds(msgspec.Struct, kw_only=True):

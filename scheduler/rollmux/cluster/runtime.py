@@ -51,7 +51,6 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseRuntime:
     NAME: ClassVar[str] = "scheduler.policy.cluster"
     SAMPLE: ClassVar[Any] = RuntimeEvent
-    EFFECT: ClassVar[Any] = RuntimeEffect
 
     def __init__(self, config: RuntimeConfig, planner: GroupPlanner | None = None) -> None:
         """`planner` is another one than the settings give."""
@@ -59,8 +58,8 @@ class PhaseRuntime:
         self.permits = PermitPolicy(config.permits)
         self.cluster = ClusterPolicy(config.cluster, self.permits, planner)
         self._reviewed_s: float | None = None
-        self._heard_s: dict[JobId, float] = {}
-        """Time of the last event of each placed job."""
+        self._last_call_s: dict[JobId, float] = {}
+        """Time of the last call of each placed job."""
         self._effects: list[RuntimeEffect] = []
 
     @classmethod
@@ -72,7 +71,7 @@ class PhaseRuntime:
             "permits": self.permits.snapshot(),
             "plan": snapshot(self.cluster),
             "reviewed_s": self._reviewed_s,
-            "heard_s": dict(self._heard_s),
+            "last_call_s": dict(self._last_call_s),
         }
 
     def restore(self, kept: dict[str, Any]) -> None:
@@ -82,7 +81,7 @@ class PhaseRuntime:
         self.permits.close(self.cluster.fleet.failed)
         # A state file has neither: after a restart every job gets its time anew.
         self._reviewed_s = kept.get("reviewed_s")
-        self._heard_s = dict(kept.get("heard_s", {}))
+        self._last_call_s = dict(kept.get("last_call_s", {}))
 
     @property
     def counters(self) -> tuple[int, int]:
@@ -112,10 +111,10 @@ class PhaseRuntime:
         self._effects = []
         if self._reviewed_s is None:
             self._reviewed_s = now
-        self._hear(event, now)
+        self._record_call(event, now)
         match event:
             case Submit():
-                self.cluster.submit(event.submission, now=now)
+                self.cluster.submit(event.spec, now=now)
             case NodeReport():
                 self.cluster.report_node(event.node, failed=event.failed, now=now)
             case Forget(job=job) if job in self.cluster.placements:
@@ -136,7 +135,7 @@ class PhaseRuntime:
         return tuple(self._effects)
 
     def held_up(self, job: JobId, kind: PhaseKind) -> str:
-        """Why a job that is known has no line to stand in for that phase now; empty if it has."""
+        """Why a known job cannot request a permit for that phase now; empty if it can."""
         placed = self.cluster.placements.get(job)
         if placed is None:
             return ""
@@ -209,14 +208,14 @@ class PhaseRuntime:
         curve = None if permit is None else permit.curves.get(end.kind)
         return curve.points if curve is not None and curve.seen >= SEEN_MIN else ()
 
-    def _hear(self, event: RuntimeEvent, now: float) -> None:
+    def _record_call(self, event: RuntimeEvent, now: float) -> None:
         match event:
-            case Submit(submission=given):
-                self._heard_s[given.job] = now
+            case Submit(spec=given):
+                self._last_call_s[given.job] = now
             case Enter() | Withdraw() | Beat() | Leave() if event.job in self.cluster.placements:
-                self._heard_s[event.job] = now
+                self._last_call_s[event.job] = now
             case ControlResumed():
-                self._heard_s = dict.fromkeys(self.cluster.placements, now)
+                self._last_call_s = dict.fromkeys(self.cluster.placements, now)
             case _:
                 pass
 
@@ -224,5 +223,7 @@ class PhaseRuntime:
         """Placed jobs that have been silent longer than `gone_s`; waiting jobs may be silent."""
         placements = self.cluster.placements
         on_nodes = [job for job in placements if placements[job].stage is not PlacementStage.QUEUED]
-        self._heard_s = {job: self._heard_s.get(job, now) for job in on_nodes}
-        return [job for job in on_nodes if now - self._heard_s[job] > self.config.cluster.gone_s]
+        self._last_call_s = {job: self._last_call_s.get(job, now) for job in on_nodes}
+        return [
+            job for job in on_nodes if now - self._last_call_s[job] > self.config.cluster.gone_s
+        ]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import JobSpec
+from scheduler.model import JobSpec, Placement
 from scheduler.rollmux.permits.events import PermitCall, PermitEffect, PermitEvent, StrictStruct
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.planner.group_effects import PlacementDecision
@@ -17,7 +17,7 @@ from scheduler.rollmux.planner.group_effects import PlacementDecision
 class Submit(StrictStruct, frozen=True, kw_only=True, tag="submit"):
     """Repeated by a known job's process that restarts, or that has left its old nodes."""
 
-    submission: JobSpec
+    spec: JobSpec
 
 
 class NodeReport(StrictStruct, frozen=True, kw_only=True, tag="node"):
@@ -31,27 +31,24 @@ Call = PermitCall | Submit | NodeReport
 RuntimeEvent = PermitEvent | Submit | NodeReport
 
 
-class PlanJob(msgspec.Struct, frozen=True, kw_only=True, tag="plan_job"):
-    """Target placement of a job, with the reason. A move takes effect at its iteration's end."""
+class PlanJob(Placement, frozen=True, kw_only=True, tag="plan_job"):
+    """Target placement of a job, with the reason. A move takes effect at its iteration's end.
+
+    Here and in the other effects, the nodes of a pool are empty while one has failed and no other
+    is free.
+    """
 
     decision: PlacementDecision
-    job: JobId
     group: GroupId
-    rollout_nodes: tuple[NodeId, ...]
-    """Empty while one of them has failed and no other is free; the same of the others."""
-    training_nodes: tuple[NodeId, ...]
     beside: tuple[JobId, ...] = ()
     """Jobs that share some of these nodes, as far as is planned."""
     reason: str
 
 
-class SettleJob(msgspec.Struct, frozen=True, kw_only=True, tag="settle_job"):
+class SettleJob(Placement, frozen=True, kw_only=True, tag="settle_job"):
     """The job's phases run on these nodes from now on: it has arrived, or a node was replaced."""
 
-    job: JobId
     group: GroupId
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
 
 
 class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
@@ -61,15 +58,12 @@ class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
     reason: str
 
 
-class OrderMove(msgspec.Struct, frozen=True, kw_only=True, tag="order_move"):
+class OrderMove(Placement, frozen=True, kw_only=True, tag="order_move"):
     """Its iteration is over: the job leaves its nodes and goes on there.
 
     When it requests its next phase, its old nodes are free of it.
     """
 
-    job: JobId
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
     reason: str
 
 

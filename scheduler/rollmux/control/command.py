@@ -87,13 +87,13 @@ def submit(
 ) -> None:
     """Ask a control that plans for placements; a job that is known hears where it is."""
     from scheduler.rollmux.cluster.runtime_events import Submit
-    from scheduler.rollmux.control.nodes_file import read_submissions
+    from scheduler.rollmux.control.nodes_file import read_specs
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 
     transport, refused = SocketControl(socket), False
-    for given in read_submissions(jobs):
-        reply = transport.call(Submit(submission=given))
+    for given in read_specs(jobs):
+        reply = transport.call(Submit(spec=given))
         refused |= isinstance(reply, CallRefused)
         typer.echo(f"{given.job}: {_answer(reply)}")
     if refused:
@@ -195,8 +195,7 @@ def _answer(reply: "Reply") -> str:
 
     match reply:
         case Placed():
-            nodes = f"{' '.join(reply.rollout_nodes)} | {' '.join(reply.training_nodes)}"
-            return f"{reply.group} on {nodes}: {reply.reason}"
+            return f"{reply.group} on {reply.text}: {reply.reason}"
         case Waiting():
             return f"waits behind {reply.ahead}: {reply.reason}"
         case CallRefused():

@@ -1,6 +1,6 @@
 """Phases in a job's code: they run when their nodes are free, and start warm.
 
-    phases = PhaseControl(connected("/run/rosemux/phases.sock"), terms)
+    phases = PhaseControl(SocketControl(Path("/run/phases/phases.sock")), terms)
     phases.resident(PhaseKind.TRAINING, on_resume=load, on_release=offload)
 
     @phases.phase("rollout")
@@ -9,8 +9,9 @@
     with phases.phase("training") as permit:  # or `async with`
         permit.progress(0.5)
 
-Entering waits for the permit, then loads the state from host memory; leaving offloads it, then
-gives the nodes back. The process itself stays: communicators and environments are made once.
+Entering waits for the permit, then loads the state from host memory; leaving gives the nodes back.
+The state stays loaded until another job is to start there; with `stays_loaded=False` it leaves at
+the end of its phase. The process lives on: communicators and environments are made once.
 """
 
 import os
@@ -213,19 +214,19 @@ class PhaseControl:
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
         whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING)
         whole = whole and not failed and not permit.lost
-        placements = resident is not None and resident.stays_loaded and whole
+        stays_loaded = resident is not None and resident.stays_loaded and whole
         try:
-            if resident is not None and not placements:
+            if resident is not None and not stays_loaded:
                 resident.on_release()
         except BaseException as error:
             self._leave(permit, failed=failed or f"could not be released: {error!r}")
             raise
         self._loading_s += self._clock.now() - ended_s
-        if resident is not None and placements:
+        if resident is not None and stays_loaded:
             self._loaded.leave(
                 permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
             )
-        self._leave(permit, failed=failed, stays_loaded=placements)
+        self._leave(permit, failed=failed, stays_loaded=stays_loaded)
         if not failed:
             permit.check()
 
@@ -253,7 +254,7 @@ class PhaseControl:
 
     def _submit_terms(self) -> Reply:
         if isinstance(self._terms, JobSpec):
-            return self._transport.call(Submit(submission=self._terms))
+            return self._transport.call(Submit(spec=self._terms))
         return self._transport.call(Register(terms=self._terms))
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> tuple[Granted, float]:

@@ -1,4 +1,4 @@
-"""Durable facts of the phase control in SQLite: how each job stands, numbers used, and the plan.
+"""Durable facts of the phase control in SQLite: each job's permit, numbers used, and the plan.
 
 Written before an answer leaves, one row for each job that a decision changed. Synchronous to the
 disk: on Ray a holder may outlive the machine that the control ran on, and its epoch must not be
@@ -18,17 +18,17 @@ from harvester.platform import sqlite_file
 from scheduler.rollmux.permits.job_permit import JobPermit
 
 _NOTHING: Final[dict[str, bytes | None]] = {}
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS counters (
     one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, ticket INTEGER NOT NULL
 ) STRICT;
-CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, standing BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, permit BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS plan (name TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
 """
 
 
-class PermitState:
+class ControlState:
     """Raises ConfigError if the file is another control's or another version's."""
 
     def __init__(self, path: Path | None, *, lock_s: float = 5.0) -> None:
@@ -44,7 +44,7 @@ class PermitState:
         counters = self._db.execute("SELECT epoch, ticket FROM counters").fetchone()
         if counters is None:
             return None
-        rows = self._db.execute("SELECT standing FROM jobs ORDER BY job")
+        rows = self._db.execute("SELECT permit FROM jobs ORDER BY job")
         jobs = [msgspec.json.decode(permit) for (permit,) in rows]
         return {"epoch": counters[0], "ticket": counters[1], "jobs": jobs}
 

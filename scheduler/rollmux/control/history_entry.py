@@ -50,8 +50,7 @@ SUMMARISED = frozenset(
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
-    # `explain --json` is documented with this name.
-    kind: EventKind = msgspec.field(name="told")
+    kind: EventKind
     text: str
 
 

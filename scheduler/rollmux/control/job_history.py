@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from harvester.contracts.ids import JobId, NodeId
-from scheduler.model import JobSpec
+from scheduler.model import JobSpec, Placement
 from scheduler.rollmux.cluster.runtime_events import (
     CloseJob,
     NodeReport,
@@ -69,7 +69,7 @@ class JobHistory:
 
     def _is_in(self, snapshot: dict[str, Any]) -> bool:
         planned = snapshot.get("plan", {}).get("jobs", ())
-        if any(one["stay"]["submission"]["job"] == self._job for one in planned):
+        if any(one["placed"]["spec"]["job"] == self._job for one in planned):
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
         return any(one["terms"]["job"] == self._job for one in permits)
@@ -94,7 +94,7 @@ class JobHistory:
 
     def _caused(self, event: RuntimeEvent | None, now: Moment) -> Iterator[Entry]:
         match event:
-            case Submit(submission=given) if given.job == self._job and not self.is_known:
+            case Submit(spec=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
                 yield Entry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
             case Register(terms=terms) if terms.job == self._job and not self.is_known:
@@ -202,7 +202,7 @@ def _plan_entry(plan: PlanJob, now: Moment) -> Entry:
     return Entry(at=now.at, kind=kind, text=words)
 
 
-def _nodes(of: PlanJob | SettleJob | OrderMove) -> str:
+def _nodes(of: Placement) -> str:
     return f"{_or_none(of.rollout_nodes)} | {_or_none(of.training_nodes)}"
 
 

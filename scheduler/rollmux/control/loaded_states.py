@@ -16,7 +16,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.wire import Absent, Accepted, Ended, Transport
+from scheduler.rollmux.control.wire import Accepted, ControlUnreachable, Ended, Transport
 from scheduler.rollmux.permits.events import Unloaded
 
 _ASKS_PER_LEASE = 5
@@ -136,7 +136,7 @@ class LoadedStates:
         said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:
             reply: object = self._transport.call(said)
-        except Absent:
+        except ControlUnreachable:
             reply = None
         except (Exhausted, PeerProtocolError):
             return None

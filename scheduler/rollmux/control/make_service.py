@@ -6,7 +6,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.ids import JobId
 from scheduler.model import JobSpec, PhaseSpec
 from scheduler.rollmux.cluster.config import ClusterConfig
-from scheduler.rollmux.cluster.submission import KINDS
+from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
 from scheduler.rollmux.control.planning import PlanningService
 from scheduler.rollmux.permits.terms import PermitsConfig

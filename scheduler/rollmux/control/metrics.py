@@ -260,7 +260,7 @@ def _permits(policy: PhasePolicy) -> Iterable[JobPermit]:
 
 def _waits(permit: JobPermit, kind: PhaseKind) -> bool:
     """Whether a worker waits; an unclaimed place keeps no worker waiting."""
-    claimed = permit.stage is PermitStage.WAITING and permit.heard_s is not None
+    claimed = permit.stage is PermitStage.WAITING and permit.last_call_s is not None
     return claimed and permit.kind is kind
 
 

@@ -7,79 +7,64 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import NAME_PATTERN, NodeId
+from harvester.contracts.ids import NodeId
 from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
 from scheduler.model import JobSpec
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.submission import submission_fault
-from scheduler.rollmux.plan.jobs_file import JOBS_MAX, PlannedJobSettings, PoolSettings
-from scheduler.rollmux.planner.group_table import NodeType
+from scheduler.rollmux.cluster.job_limits import spec_fault
+from scheduler.rollmux.plan.jobs_file import (
+    JOBS_MAX,
+    POOL_NODES_MAX,
+    Name,
+    NodeTypeSettings,
+    PlannedJobSettings,
+    PoolSettings,
+    SloSettings,
+    StrictSettings,
+    defaults,
+)
 
-GB: Final = 10**9
-NODES_MAX: Final = 10_000
-
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+_CONTROL: Final = defaults(ClusterConfig)
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class NamedNodes(NodeTypeSettings):
+    """The machines of one pool, all of one type."""
 
-
-class NamedNodes(_Settings):
-    """The nodes of one pool, all of one type."""
-
-    type: Name
-    names: tuple[Name, ...] = Field(min_length=1, max_length=NODES_MAX)
+    names: tuple[Name, ...] = Field(min_length=1, max_length=POOL_NODES_MAX)
     """Names that jobs see; a node is the unit that one job holds whole at a time."""
-    accelerators: int = Field(default=8, ge=1, le=1024)
-    price_per_hour: float = Field(ge=0, le=1e6, allow_inf_nan=False)
-    """Price of the whole node."""
-    host_gb: float = Field(gt=0, le=1e6, allow_inf_nan=False)
-    """Host memory in which inactive jobs stay resident: a hard limit."""
 
     @property
     def as_pool(self) -> PoolNodes:
-        return PoolNodes(
-            type=NodeType(
-                type=self.type,
-                accelerators=self.accelerators,
-                price_per_hour=self.price_per_hour,
-                host_bytes=int(self.host_gb * GB),
-            ),
-            names=tuple(map(NodeId, self.names)),
-        )
+        return PoolNodes(type=self.as_type, names=tuple(map(NodeId, self.names)))
 
 
-class NamedPools(_Settings):
+class NamedPools(StrictSettings):
     rollout: NamedNodes
     training: NamedNodes
 
 
-class ClusterSettings(_Settings):
+class ClusterSettings(SloSettings):
     nodes: NamedPools
-    risk: float = Field(default=0.25, ge=0.001, le=0.5)
-    """Accepted probability that a forecast slow-down exceeds its SLO."""
-    slo_counts_queueing: bool = False
-    """An SLO counts from the placement on; true: from the submission on."""
-    cold_start_s: Seconds = 135.0
+    cold_start_s: Seconds = _CONTROL["cold_start_s"]
     """A job's first load from storage; alone it would take that too."""
-    warm_start_s: Seconds = 5.0
-    """A phase's start after another job's, from host memory."""
-    move_s: Seconds = 300.0
+    warm_start_s: Seconds = _CONTROL["warm_start_s"]
+    """A phase's start after another job's, from host memory; nothing is loaded ahead."""
+    move_s: Seconds = _CONTROL["move_s"]
     """Time that a job loses by a move to other nodes."""
-    migrate_s: Seconds = 3.0
+    migrate_s: Seconds = _CONTROL["migrate_s"]
     """Time that moving a tail costs its job, and the job that starts then."""
-    tail_ratio: float | None = Field(default=None, gt=0, le=1)
-    """Completed share from which every tail may move; without, each job's own."""
-    review_s: float = Field(default=60.0, ge=0.1, le=86_400)
+    tail_ratio: float | None = Field(default=_CONTROL["tail_ratio"], gt=0, le=1)
+    """Completed share from which every tail may move, as RollMux has it with 0.8; without, each
+    job's own."""
+    review_s: float = Field(default=_CONTROL["review_s"], ge=0.1, le=86_400)
     """Period of reviews for endangered SLOs and savings, in s."""
-    gone_s: float = Field(default=900.0, ge=1, le=1e6)
+    gone_s: float = Field(default=_CONTROL["gone_s"], ge=1, le=1e6)
     """A placed job that is silent for this long has left."""
-    harvesting: bool = False
+    harvesting: bool = _CONTROL["harvesting"]
     """Jobs that ask for it may use leases of serving nodes in their rollouts."""
 
     @property
@@ -113,7 +98,7 @@ def _faults(nodes: NamedPools) -> Iterator[tuple[Where, str]]:
                 yield ("nodes", pool, "names", at), f"{name} is the name of {first[name]} too"
 
 
-class JobsFile(_Settings):
+class JobsFile(StrictSettings):
     """A file of `rosemux plan`, whose other settings are not read: the control has its own."""
 
     jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
@@ -122,13 +107,13 @@ class JobsFile(_Settings):
     slo_counts_queueing: bool | None = None
 
 
-def read_submissions(path: Path) -> tuple[JobSpec, ...]:
+def read_specs(path: Path) -> tuple[JobSpec, ...]:
     """In the order of the file. Raises ConfigError that names each wrong field with its line."""
     text = read_text(path)
     settings = validated(JobsFile, parse_fields(text, path), text, path)
     found = tuple(job.spec for job in settings.jobs)
     for given in found:
-        fault = submission_fault(given)
+        fault = spec_fault(given)
         if fault:
             raise ConfigError(f"{path}: job {given.job}: {fault}")
     return found

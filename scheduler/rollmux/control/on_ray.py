@@ -21,7 +21,13 @@ from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.socket_server import exposition
 from scheduler.rollmux.control.status import statuses
-from scheduler.rollmux.control.wire import Absent, JobStatus, Reply, call_name, decoded_reply
+from scheduler.rollmux.control.wire import (
+    ControlUnreachable,
+    JobStatus,
+    Reply,
+    call_name,
+    decoded_reply,
+)
 from scheduler.rollmux.permits.events import Enter
 from scheduler.rollmux.permits.terms import PermitsConfig
 
@@ -33,7 +39,7 @@ _CALLS_AT_ONCE = 1000
 
 
 class ControlActor:
-    """Made a Ray actor by `started`; its methods run in the actor's event loop."""
+    """Made a Ray actor by `start_control`; its methods run in the actor's event loop."""
 
     def __init__(
         self,
@@ -87,7 +93,7 @@ class ControlActor:
             await self._api.tick()
 
 
-def started(
+def start_control(
     config: PermitsConfig | None = None,
     *,
     state: Path | None = None,
@@ -125,14 +131,17 @@ def started(
     return RayControl(handle)
 
 
-def connected(*, name: str = ACTOR) -> "RayControl":
-    """Connects from any task or actor of the cluster. Raises Absent if no control was started."""
+def connect(*, name: str = ACTOR) -> "RayControl":
+    """Connects from any task or actor of the cluster.
+
+    Raises ControlUnreachable if no control was started.
+    """
     import ray
 
     try:
         return RayControl(ray.get_actor(name, namespace=NAMESPACE))
     except ValueError as error:
-        raise Absent(f"no phase control {name!r} on this Ray cluster") from error
+        raise ControlUnreachable(f"no phase control {name!r} on this Ray cluster") from error
 
 
 class RayControl:
@@ -151,7 +160,7 @@ class RayControl:
         return text
 
     def call(self, message: Call) -> Reply:
-        """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        """Raises ControlUnreachable, Exhausted, or PeerProtocolError for a refused call."""
         timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
         name = call_name(message)
         body, fault = self._request("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
@@ -165,7 +174,7 @@ class RayControl:
         try:
             return ray.get(getattr(self.handle, method).remote(*arguments), timeout=timeout_s)
         except ray.exceptions.ActorDiedError as error:
-            raise Absent(f"the phase control has died: {error}") from error
+            raise ControlUnreachable(f"the phase control has died: {error}") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             # Restarting, or out of reach: from here the two look alike.
             raise Exhausted(f"{method}: the phase control does not answer: {error}") from error

@@ -1,4 +1,4 @@
-"""A permit in its holder's hands: beats that keep it, orders that come back, and its end.
+"""A permit in its holder's hands: beats that keep it, its state in the replies, and its end.
 
 A thread of its own reports that the holder lives. If the control is absent, the holder goes on:
 nothing can give its nodes away meanwhile, and the returning control knows the epoch. If the control
@@ -11,14 +11,19 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.wire import Absent, Ended, Granted, Orders, Transport
+from scheduler.rollmux.control.wire import (
+    ControlUnreachable,
+    Ended,
+    Granted,
+    PermitState,
+    Transport,
+)
 from scheduler.rollmux.permits.events import Beat, Recall
 from scheduler.rollmux.permits.job_permit import PermitStage
 
 _BEATS_PER_LEASE = 3
 _BEAT_MAX_S = 1.0
-"""Upper bound of the beat period, in s: orders come with the reply, so a tail hears of waiting jobs
-within this."""
+"""Upper bound of the beat period, in s: the reply tells a tail that other jobs wait."""
 _PROGRESS_STEP = 0.01
 """Progress by less than this waits for the next beat."""
 _MARGIN_RATIO = 0.1
@@ -44,7 +49,7 @@ class Permit:
         self._transport = transport
         self._clock = clock
         self.lease_s = granted.lease_s
-        self._orders = Orders(
+        self._state = PermitState(
             stage=PermitStage.RUNNING, nodes=granted.nodes, accelerators=granted.accelerators
         )
         self._complete_ratio, self._tokens, self._narrowed = 0.0, 0, False
@@ -64,37 +69,37 @@ class Permit:
     def nodes(self) -> tuple[NodeId, ...]:
         """Nodes held now: grows when another job's tail leaves, shrinks when this one is
         narrowed."""
-        return self._orders.nodes
+        return self._state.nodes
 
     @property
     def accelerators(self) -> dict[NodeId, tuple[int, ...]]:
         """Accelerator numbers of the partly held nodes; other nodes are held whole."""
-        return self._orders.accelerators
+        return self._state.accelerators
 
     @property
     def keep_accelerators(self) -> dict[NodeId, tuple[int, ...]]:
         """Accelerator numbers to keep of the nodes in `keep`; nodes not named are kept whole."""
-        return self._orders.keep_accelerators
+        return self._state.keep_accelerators
 
     @property
     def stage(self) -> PermitStage:
         """Stage by the control's last reply."""
-        return self._orders.stage
+        return self._state.stage
 
     @property
     def keep(self) -> tuple[NodeId, ...] | None:
         """Nodes to bring the tail together on before calling `narrowed`; None: not asked to."""
-        return self._orders.keep if self._orders.stage is PermitStage.NARROWING else None
+        return self._state.keep if self._state.stage is PermitStage.NARROWING else None
 
     @property
     def warned(self) -> bool:
         """The phase takes longer than the job declared."""
-        return self._orders.warned
+        return self._state.warned
 
     @property
     def ends_in_s(self) -> float | None:
         """Set when the permit is revoked: end the phase within this."""
-        return self._orders.ends_in_s
+        return self._state.ends_in_s
 
     @property
     def lost(self) -> str:
@@ -160,15 +165,15 @@ class Permit:
         asked_s = self._clock.now()
         try:
             reply = self._transport.call(beat)
-        except Absent:
+        except ControlUnreachable:
             self._answered_s = asked_s
             return
         except (Exhausted, PeerProtocolError) as error:
             self._fault = str(error)
             return
         self._answered_s = asked_s
-        if isinstance(reply, Orders):
-            self._orders = reply
+        if isinstance(reply, PermitState):
+            self._state = reply
             if reply.stage is PermitStage.NARROWING and self._asked_to_narrow_s is None:
                 self._asked_to_narrow_s = self._clock.now()
         elif isinstance(reply, Ended):

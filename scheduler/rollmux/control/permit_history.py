@@ -137,7 +137,7 @@ class PermitHistory:
         self._awaits = tuple(own.get("awaits", ()))
         holds = PermitStage(own["stage"]) in HOLDING
         self._granted_s = own["started_s"] if holds else None
-        if self._asked_s is None and not holds and own.get("heard_s") is not None:
+        if self._asked_s is None and not holds and own.get("last_call_s") is not None:
             # Since when its worker asks is in no record.
             self._ask(now)
 

@@ -23,7 +23,7 @@ from scheduler.rollmux.cluster.runtime_events import (
     RuntimeEvent,
     Submit,
 )
-from scheduler.rollmux.control.control_state import PermitState
+from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.metrics import PhaseMetrics
 from scheduler.rollmux.control.wire import (
     Accepted,
@@ -31,7 +31,7 @@ from scheduler.rollmux.control.wire import (
     Ended,
     EnterReply,
     Granted,
-    Orders,
+    PermitState,
     PlanStatus,
     Reply,
     Waiting,
@@ -78,7 +78,7 @@ class PhaseService:
         self._clock = clock
         self._policy = self._new_policy()
         self._metrics = PhaseMetrics()
-        self._state = PermitState(state)
+        self._state = ControlState(state)
         snapshot = self._kept()
         if snapshot is not None:
             self._policy.restore(snapshot)
@@ -164,12 +164,12 @@ class PhaseService:
             )
         return Waiting(ahead=self._policy.ahead(entry.job, now=self._clock.now()))
 
-    def beat(self, beat: Beat) -> Orders | Ended:
+    def beat(self, beat: Beat) -> PermitState | Ended:
         refusal = _refusal(self._observe(beat))
         permit = self._policy.permit(beat.job)
         if refusal or permit is None:
             return Ended(reason=refusal or "the job has left")
-        return self._orders(permit)
+        return self._permit_state(permit)
 
     def leave(self, leave: Leave) -> Accepted | Ended:
         known = self._policy.permit(leave.job)
@@ -242,12 +242,12 @@ class PhaseService:
         self._log.close()
         self._state.close()
 
-    def _orders(self, permit: JobPermit) -> Orders:
+    def _permit_state(self, permit: JobPermit) -> PermitState:
         ends_in_s: float | None = None
         if permit.stage is PermitStage.REVOKED and permit.revoked_s is not None:
             ends_s = permit.revoked_s + self.config.grace_s
             ends_in_s = max(0.0, ends_s - self._clock.now())
-        return Orders(
+        return PermitState(
             stage=permit.stage,
             nodes=permit.nodes,
             accelerators=permit.accelerators,

@@ -54,7 +54,7 @@ _CLOCK: Final = "clock"
 _JOB: Final = "job/"
 _TIMES: Final = (
     "enqueued_s",
-    "heard_s",
+    "last_call_s",
     "started_s",
     "worked_at_s",
     "warned_s",
@@ -115,11 +115,11 @@ class PlanningService(PhaseService):
         return CallRefused(reason=f"job {given.terms.job}: {_PLANS}")
 
     def submit(self, message: Submit) -> Placed | Waiting | CallRefused:
-        """The same submission may be repeated, also to learn the job's present placement.
+        """Repeated with the same declaration, also to learn the job's present placement.
 
         A job notified of a move sends this again when it has left its old nodes.
         """
-        given = message.submission
+        given = message.spec
         known = self.cluster.placements.get(given.job)
         refusal = self.cluster.refusal(given)
         if refusal:
@@ -140,6 +140,7 @@ class PlanningService(PhaseService):
             return Waiting(reason="it waits for room on its new nodes", ahead=0)
         rollout, training = self.cluster.machines(placed.at)
         return Placed(
+            job=placed.job,
             group=placed.group or "",
             rollout_nodes=rollout,
             training_nodes=training,
@@ -184,7 +185,7 @@ class PlanningService(PhaseService):
 
     def _retry_s(self, entry: Enter) -> float | None:
         placed = self.cluster.placements.get(entry.job)
-        kinds = () if placed is None else tuple(one.kind for one in placed.submission.phases)
+        kinds = () if placed is None else tuple(one.kind for one in placed.spec.phases)
         return _RETRY_S if entry.kind in kinds else None
 
     def _new_policy(self) -> PhaseRuntime:

@@ -45,11 +45,10 @@ def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:
     for name in ("slow-down", "SLO", "credit s", "iterations", "moves"):
         table.add_column(name, justify="right")
     for job, plan in sorted(planned, key=lambda one: (one[1].group, one[0].job)):
-        nodes = f"{' '.join(plan.rollout_nodes)} | {' '.join(plan.training_nodes)}"
         table.add_row(
             plan.group or plan.stage,
             job.job,
-            nodes if plan.rollout_nodes or plan.training_nodes else "",
+            plan.text if plan.nodes else "",
             "" if plan.slowdown is None else f"{plan.slowdown:.2f}",
             f"{plan.slo:.2f}",
             "" if plan.credit_s is None else f"{plan.credit_s:.0f}",

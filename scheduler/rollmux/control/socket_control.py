@@ -10,7 +10,13 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from scheduler.rollmux.cluster.runtime_events import Call
-from scheduler.rollmux.control.wire import Absent, JobStatus, Reply, call_name, decoded_reply
+from scheduler.rollmux.control.wire import (
+    ControlUnreachable,
+    JobStatus,
+    Reply,
+    call_name,
+    decoded_reply,
+)
 from scheduler.rollmux.permits.events import Enter
 
 MAX_REPLY_BYTES = 1 << 20
@@ -27,7 +33,7 @@ class SocketControl:
         self._answer_s = answer_s
 
     def call(self, message: Call) -> Reply:
-        """Raises Absent, Exhausted, or PeerProtocolError where the control refuses the call."""
+        """Raises ControlUnreachable, Exhausted, or PeerProtocolError for a refused call."""
         timeout_s = self._answer_s + (message.wait_s if isinstance(message, Enter) else 0.0)
         body = self._answer(
             "POST",
@@ -76,7 +82,7 @@ class SocketControl:
             return answered(connection, method, route, body, {}, what=what, most_bytes=most_bytes)
         except Exhausted as error:
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
-                raise Absent(f"no phase control at {self._path}") from error
+                raise ControlUnreachable(f"no phase control at {self._path}") from error
             raise
 
 

@@ -48,13 +48,14 @@ def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus
         slowdown = (now - facts.account.began_s) / max(facts.account.solo_s, _LEAST_S)
         credit_s = facts.account.credit_s(now)
     return PlanStatus(
+        job=job,
         stage=placed.stage,
         group=placed.group or placed.to_group or "",
         rollout_nodes=rollout,
         training_nodes=training,
         moves_to=tuple(node for side in cluster.machines(placed.to) for node in side),
         reason=placed.reason,
-        slo=placed.submission.slo,
+        slo=placed.spec.slo,
         slowdown=slowdown,
         credit_s=credit_s,
         iterations=placed.iterations,

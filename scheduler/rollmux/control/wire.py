@@ -3,7 +3,7 @@
     Register   -> Accepted | CallRefused
     Enter      -> Granted | Waiting | CallRefused      held open while it has to wait
     Withdraw   -> Accepted
-    Beat       -> Orders | Ended
+    Beat       -> PermitState | Ended
     Leave      -> Accepted | Ended
     Unloaded   -> Accepted | Ended
     Forget     -> Accepted
@@ -22,7 +22,7 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
-from scheduler.model import PhaseKind
+from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.cluster.job_placement import PlacementStage
 from scheduler.rollmux.cluster.runtime_events import Call, NodeReport, OrderMove, Submit
 from scheduler.rollmux.permits.events import Enter, Register, Unloaded, Withdraw
@@ -32,9 +32,8 @@ WAIT_MAX_S: Final = 30.0
 """Longest time for which a call is held open."""
 
 
-class Absent(Exhausted):
-    """The control is absent. It cannot give the permit to another either: a holder goes on with
-    it."""
+class ControlUnreachable(Exhausted):
+    """No control runs. None can give the permit to another job either: a holder goes on with it."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted", omit_defaults=True):
@@ -72,8 +71,8 @@ class CallRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """The job has to be placed first."""
 
 
-class Orders(msgspec.Struct, frozen=True, kw_only=True, tag="orders"):
-    """All that holds for the permit now, so that a lost reply loses nothing."""
+class PermitState(msgspec.Struct, frozen=True, kw_only=True, tag="permit_state"):
+    """The permit's complete present state, so that a lost reply loses nothing."""
 
     stage: PermitStage
     nodes: tuple[NodeId, ...]
@@ -93,13 +92,11 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     reason: str
 
 
-class PlanStatus(msgspec.Struct, frozen=True, kw_only=True):
+class PlanStatus(Placement, frozen=True, kw_only=True):
     """A submitted job's placement and progress."""
 
     stage: PlacementStage
     group: str
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
     moves_to: tuple[NodeId, ...]
     """Next nodes, from its iteration's end, or once they have room."""
     reason: str
@@ -135,18 +132,17 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Set by a planning control."""
 
 
-class Placed(msgspec.Struct, frozen=True, kw_only=True, tag="placed"):
+class Placed(Placement, frozen=True, kw_only=True, tag="placed"):
+    """The nodes of a pool are empty while a failed one has no replacement."""
+
     group: str
-    rollout_nodes: tuple[NodeId, ...]
-    """Empty while a failed one has no replacement; the same of the others."""
-    training_nodes: tuple[NodeId, ...]
     reason: str
     harvesting: bool = False
     """Its rollouts may use leases."""
 
 
 EnterReply = Granted | Waiting | CallRefused
-Reply = Accepted | Granted | Waiting | CallRefused | Orders | Ended | Placed
+Reply = Accepted | Granted | Waiting | CallRefused | PermitState | Ended | Placed
 CALLS: Final[dict[str, type[Call]]] = {kind.__struct_config__.tag: kind for kind in get_args(Call)}
 _REPLY: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
 
@@ -154,7 +150,7 @@ _REPLY: Final[msgspec.json.Decoder[Reply]] = msgspec.json.Decoder(Reply)
 class Transport(Protocol):
     """A job process's connection to the control. Calls block; each may be repeated.
 
-    Raises Absent without a control, Exhausted without an answer in time.
+    Raises ControlUnreachable without a control, Exhausted without an answer in time.
     """
 
     def call(self, message: Call) -> Reply: ...
@@ -190,7 +186,7 @@ def checked(call: Call) -> Call:
         case Register(terms=terms):
             job = terms.job
             nodes = tuple(node for phase in terms.phases for node in phase.nodes)
-        case Submit(submission=given):
+        case Submit(spec=given):
             job = given.job
             checked_name(given.tenant, what="tenant")
         case _:

@@ -14,7 +14,7 @@ from scheduler.rollmux.forecast.compiled import Records, compiled
 from scheduler.rollmux.forecast.stages import (
     BULK,
     BUSY,
-    NODES_MAX,
+    FORECAST_NODES_MAX,
     ROLLOUT_ENDED,
     ROLLOUT_STARTED,
     SYNC_ENDED,
@@ -125,7 +125,7 @@ def node_count(mask: int) -> int:
 def _load(nodes: Records, wanted: int, job: int, warm_s: float) -> float:
     """Puts the job's state on its nodes; the seconds until it is there."""
     longest_s = 0.0
-    for bit in range(NODES_MAX):
+    for bit in range(FORECAST_NODES_MAX):
         if wanted >> bit == 0:
             break
         if (wanted >> bit) & 1 and nodes["loaded"][bit] != job:
@@ -154,7 +154,7 @@ def _move_tails(
         jobs["overhead_s"][k] += rules.migrate_s
         permits[BUSY] &= ~jobs["rollout_nodes"][k]
         permits[TAILS] |= jobs["rollout_nodes"][k]
-        for bit in range(NODES_MAX):
+        for bit in range(FORECAST_NODES_MAX):
             if (jobs["rollout_nodes"][k] >> bit) & 1:
                 nodes["left_at_s"][bit] = now_s + rules.migrate_s
         at = note(log, at, now_s, TAIL_MIGRATED, jobs["id"][k], jobs["rollout_nodes"][k])
@@ -165,7 +165,7 @@ def _move_tails(
 def _left_s(nodes: Records, wanted: int, now_s: float) -> float:
     """Seconds until tails that are being moved have left the nodes."""
     longest_s = 0.0
-    for bit in range(NODES_MAX):
+    for bit in range(FORECAST_NODES_MAX):
         if wanted >> bit == 0:
             break
         if (wanted >> bit) & 1:

@@ -32,7 +32,7 @@ SYNC_ENDED: Final = 5
 BUSY: Final = 0
 TAILS: Final = 1
 
-NODES_MAX: Final = 62
+FORECAST_NODES_MAX: Final = 62
 
 JOB: Final = np.dtype(
     [
@@ -76,7 +76,7 @@ class Rules(NamedTuple):
 
 
 def empty_nodes() -> Records:
-    nodes = np.zeros(NODES_MAX, dtype=NODE)
+    nodes = np.zeros(FORECAST_NODES_MAX, dtype=NODE)
     nodes["loaded"] = -1
     return nodes
 

@@ -61,7 +61,7 @@ def request(table: PermitTable, event: Enter, *, now: float) -> Effects:
         if (permit.holder, permit.kind) != (event.holder, event.kind):
             reason = f"the job holds a permit for its {permit.kind} phase"
             return [Refuse(job=event.job, reason=reason)]
-        permit.heard_s = now
+        permit.last_call_s = now
         return []
     if permit.holder != event.holder and table.waits(permit, now):
         return [Refuse(job=event.job, reason="another process of the job waits")]
@@ -69,7 +69,7 @@ def request(table: PermitTable, event: Enter, *, now: float) -> Effects:
     if (permit.stage, permit.kind) != (PermitStage.WAITING, event.kind):
         table.leave_lines(permit)
         effects.append(enqueue(table, permit, phase, now=now))
-    permit.holder, permit.heard_s = event.holder, now
+    permit.holder, permit.last_call_s = event.holder, now
     table.touch(permit.awaits)
     if not phase.nodes:
         effects.append(grant(table, permit, phase, (), now=now))

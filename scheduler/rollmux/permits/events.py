@@ -81,8 +81,8 @@ class Leave(StrictStruct, frozen=True, kw_only=True, tag="leave"):
 class Unloaded(StrictStruct, frozen=True, kw_only=True, tag="unloaded"):
     """The job's state has left these nodes' accelerators.
 
-    A process that has left a state loaded also says it of no node, several times in a lease: so it
-    hears where it is to unload, and is known to live.
+    A process with loaded states also sends it without nodes, several times in a lease: the reply
+    names the nodes to unload, and the call shows that the process lives.
     """
 
     job: JobId

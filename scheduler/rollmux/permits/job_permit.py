@@ -84,7 +84,7 @@ class JobPermit(msgspec.Struct, kw_only=True):
     keep_accelerators: dict[NodeId, tuple[int, ...]] = {}
     """Accelerator numbers of the partly kept nodes."""
     enqueued_s: float = 0.0
-    heard_s: float | None = None
+    last_call_s: float | None = None
     """Time of the worker's last request or the holder's last beat; None: none since enqueued."""
     started_s: float = 0.0
     warned_s: float | None = None

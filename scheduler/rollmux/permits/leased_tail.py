@@ -1,4 +1,4 @@
-"""Chooses a rollout's engines: the job's own and leases, or, at its tail, leases alone.
+"""Decides where a rollout runs: on the job's own engines and on leases, its tail on leases alone.
 
     permit                                 ->  own engines and leases
     asked to make room, a guest serves     ->  own engines off, then the permit narrowed to no node
@@ -6,8 +6,8 @@
     no guest serves, or makes a token      ->  back in line for them: no promise rests on a lease
     permit lost, or the phase has ended    ->  neither
 
-Gives levels (`switches`) that the shell keeps at the gateway, and asks of the permit. Reads no
-clock.
+Sets the switches, which the shell keeps at the gateway, and returns requests about the permit.
+Reads no clock.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class TailPlace(StrEnum):
     ENDED = "ended"
 
 
-class Seen(StrEnum):
+class TailEvent(StrEnum):
     MAY_LEAVE = "may_leave"
     """The permit asks for room, and a guest serves the job."""
     ENGINES_OFF = "engines_off"
@@ -53,14 +53,14 @@ class Seen(StrEnum):
 
 
 # A pair that is not here changes nothing.
-TRANSITIONS: Final[dict[tuple[TailPlace, Seen], TailPlace]] = {
-    (TailPlace.HOME, Seen.MAY_LEAVE): TailPlace.LEAVING,
-    (TailPlace.LEAVING, Seen.ENGINES_OFF): TailPlace.AWAY,
-    (TailPlace.LEAVING, Seen.STAYED): TailPlace.HOME,
-    (TailPlace.AWAY, Seen.NODES_BACK): TailPlace.HOME,
-    (TailPlace.AWAY, Seen.LEASE_GONE): TailPlace.IN_LINE,
-    (TailPlace.IN_LINE, Seen.NODES_BACK): TailPlace.HOME,
-} | {(place, Seen.PERMIT_LOST): TailPlace.ENDED for place in TailPlace}
+TRANSITIONS: Final[dict[tuple[TailPlace, TailEvent], TailPlace]] = {
+    (TailPlace.HOME, TailEvent.MAY_LEAVE): TailPlace.LEAVING,
+    (TailPlace.LEAVING, TailEvent.ENGINES_OFF): TailPlace.AWAY,
+    (TailPlace.LEAVING, TailEvent.STAYED): TailPlace.HOME,
+    (TailPlace.AWAY, TailEvent.NODES_BACK): TailPlace.HOME,
+    (TailPlace.AWAY, TailEvent.LEASE_GONE): TailPlace.IN_LINE,
+    (TailPlace.IN_LINE, TailEvent.NODES_BACK): TailPlace.HOME,
+} | {(place, TailEvent.PERMIT_LOST): TailPlace.ENDED for place in TailPlace}
 
 
 class Switches(NamedTuple):
@@ -161,19 +161,19 @@ class LeasedTail:
         if not sample.guest_busy or sample.guest_tokens != self._made[1]:
             self._made = (now, sample.guest_tokens)
         if sample.lost:
-            self._move(Seen.PERMIT_LOST, now)
+            self._move(TailEvent.PERMIT_LOST, now)
             return ()
         match self.place:
             case TailPlace.HOME if sample.may_leave and sample.guest_serves and self._leases:
-                self._move(Seen.MAY_LEAVE, now)
+                self._move(TailEvent.MAY_LEAVE, now)
             case TailPlace.LEAVING if sample.engines_off:
-                self._move(Seen.ENGINES_OFF, now)
+                self._move(TailEvent.ENGINES_OFF, now)
             case TailPlace.LEAVING if now - self._since_s > GONE_S:
-                self._move(Seen.STAYED, now)
+                self._move(TailEvent.STAYED, now)
             case TailPlace.AWAY | TailPlace.IN_LINE if sample.stage is PermitStage.RUNNING:
-                self._move(Seen.NODES_BACK, now)
+                self._move(TailEvent.NODES_BACK, now)
             case TailPlace.AWAY if self._is_gone(now):
-                self._move(Seen.LEASE_GONE, now)
+                self._move(TailEvent.LEASE_GONE, now)
         return self._requests(sample.stage, now)
 
     def _is_gone(self, now: float) -> bool:
@@ -186,7 +186,7 @@ class LeasedTail:
         self.place = TailPlace.ENDED
 
     def _requests(self, stage: PermitStage, now: float) -> tuple[TailEffect, ...]:
-        """Requests to the control, repeated until its orders show that they arrived."""
+        """Requests to the control, repeated until the permit's stage shows that they arrived."""
         if self.place not in (TailPlace.AWAY, TailPlace.IN_LINE) or now - self._asked_s < RECALL_S:
             return ()
         self._asked_s = now
@@ -196,12 +196,12 @@ class LeasedTail:
             return ()
         return (RecallTail(Recall.WHEN_FREE if self.place is TailPlace.AWAY else Recall.IN_LINE),)
 
-    def _move(self, seen: Seen, now: float) -> None:
-        to = TRANSITIONS[self.place, seen]
-        if seen is Seen.NODES_BACK:
+    def _move(self, event: TailEvent, now: float) -> None:
+        to = TRANSITIONS[self.place, event]
+        if event is TailEvent.NODES_BACK:
             at_once = self.place is TailPlace.AWAY
             self._ended(TailEnd.RETURNED if at_once else TailEnd.LEASE_LOST, now)
-        elif seen is Seen.PERMIT_LOST:
+        elif event is TailEvent.PERMIT_LOST:
             self._ended(TailEnd.PERMIT_LOST, now)
         elif to in (TailPlace.LEAVING, TailPlace.AWAY):
             self._since_s = now

@@ -203,15 +203,15 @@ class PermitTable:
         """Whether its place in a line blocks the jobs behind it."""
         if permit.holding:
             return True
-        if permit.heard_s is None:
+        if permit.last_call_s is None:
             return now < permit.enqueued_s + self.config.patience_s
-        return now < permit.heard_s + self.config.lease_s
+        return now < permit.last_call_s + self.config.lease_s
 
     def waits(self, permit: JobPermit, now: float) -> bool:
         """Whether a worker or a tail of the job waits in line and would start at once."""
         if permit.stage is PermitStage.TAILING:
             return bool(permit.awaits)
-        claimed = permit.stage is PermitStage.WAITING and permit.heard_s is not None
+        claimed = permit.stage is PermitStage.WAITING and permit.last_call_s is not None
         return claimed and self.asks(permit, now)
 
     def waiting_at(self, node: NodeId, now: float) -> tuple[JobId, ...]:

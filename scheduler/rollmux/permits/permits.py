@@ -49,7 +49,6 @@ Effects = list[PermitEffect]
 class PermitPolicy:
     NAME: ClassVar[str] = "scheduler.policy.phases"
     SAMPLE: ClassVar[Any] = PermitEvent
-    EFFECT: ClassVar[Any] = PermitEffect
 
     def __init__(self, config: PermitsConfig) -> None:
         self.config = config
@@ -151,7 +150,7 @@ class PermitPolicy:
         permit = self._table.holder(event.job, event.epoch)
         if permit is None:
             return [stale(event.job, event.epoch)]
-        permit.heard_s = now
+        permit.last_call_s = now
         work_until(permit, now=now)
         permit.tokens = max(permit.tokens, event.tokens)
         permit.complete_ratio = max(permit.complete_ratio, event.complete_ratio)
@@ -166,9 +165,9 @@ class PermitPolicy:
         return [] if event.recall is None else [*self._recall(permit, event.recall, now)]
 
     def _recall(self, permit: JobPermit, recall: Recall, now: float) -> list[EnqueuePhase]:
-        """A tail that has left its nodes requests them again, under the permit that it holds.
+        """Requests the nodes that a tail has left for it again, under the permit that it holds.
 
-        Its phase continues where it is: it counts as one phase, with its whole duration.
+        The tail goes on meanwhile, and its phase counts once, with its whole duration.
         """
         table, phase = self._table, permit.phase
         if phase is None or permit.stage is not PermitStage.TAILING or permit.awaits:
@@ -225,6 +224,6 @@ class PermitPolicy:
                 permit.warned_s = min(permit.warned_s, now)
             if permit.revoked_s is not None:
                 permit.revoked_s = min(permit.revoked_s, now)
-            if permit.holding or permit.heard_s is not None:
-                permit.heard_s = now
+            if permit.holding or permit.last_call_s is not None:
+                permit.last_call_s = now
             permit.course = None

@@ -21,7 +21,7 @@ def enqueue(
     table: PermitTable, permit: JobPermit, phase: PhaseTerms, *, now: float
 ) -> EnqueuePhase:
     """Takes a new place at the end of the lines; no worker has claimed it yet."""
-    permit.enqueued_s, permit.heard_s = now, None
+    permit.enqueued_s, permit.last_call_s = now, None
     return join(table, permit, phase, table.next_ticket())
 
 
@@ -57,7 +57,7 @@ def grant(
 ) -> GrantPermit:
     epoch = table.next_epoch()
     permit.move(PermitTrigger.GRANTED)
-    permit.epoch, permit.started_s, permit.heard_s = epoch, now, now
+    permit.epoch, permit.started_s, permit.last_call_s = epoch, now, now
     permit.warned_s = permit.revoked_s = permit.ended = None
     permit.complete_ratio, permit.tokens = 0.0, 0
     permit.keep, permit.keep_accelerators, permit.accelerators = (), {}, {}

@@ -10,7 +10,7 @@ from scheduler.model import PhaseKind
 PHASES_MAX = 8
 LEASED_TAIL_RATIO = 0.85
 """Completed share from which a rollout's tail may end on leases, where the job declares none."""
-NODES_MAX = 1024
+PHASE_NODES_MAX = 1024
 ACCELERATORS_MAX = 64
 
 
@@ -89,8 +89,8 @@ def terms_fault(terms: JobTerms) -> str:
         if phase.kind is PhaseKind.SYNC and nodes:
             return f"{phase.kind}: has no nodes"
         least = 0 if phase.kind is PhaseKind.SYNC else 1
-        if not least <= nodes <= NODES_MAX or len(set(phase.nodes)) != nodes:
-            return f"{phase.kind}: 1 to {NODES_MAX} nodes, each once"
+        if not least <= nodes <= PHASE_NODES_MAX or len(set(phase.nodes)) != nodes:
+            return f"{phase.kind}: 1 to {PHASE_NODES_MAX} nodes, each once"
         if not 1 <= phase.accelerators <= ACCELERATORS_MAX:
             return f"{phase.kind}: a node has 1 to {ACCELERATORS_MAX} accelerators"
         most = max(1, whole)

@@ -27,7 +27,7 @@ def verdict(
     permit: JobPermit, config: PermitsConfig, *, wanted: bool, now: float
 ) -> WatchdogVerdict:
     """Verdict on a job with a permit; `wanted`: another job requests one of its nodes."""
-    if permit.heard_s is None or now >= permit.heard_s + config.lease_s:
+    if permit.last_call_s is None or now >= permit.last_call_s + config.lease_s:
         return WatchdogVerdict.SILENT
     if permit.stage is PermitStage.REVOKED:
         ends_s = (permit.revoked_s or 0.0) + config.grace_s
@@ -56,10 +56,10 @@ def bound_s(permit: JobPermit) -> float:
 
 def deadlines_s(permit: JobPermit, config: PermitsConfig) -> tuple[float, ...]:
     """Times at which time alone may change something for this job, passed deadlines included."""
-    heard_s = permit.heard_s
+    last_call_s = permit.last_call_s
     lapses_s = permit.enqueued_s + config.patience_s
-    if heard_s is not None:
-        lapses_s = heard_s + config.lease_s
+    if last_call_s is not None:
+        lapses_s = last_call_s + config.lease_s
     match permit.stage:
         case PermitStage.APART:
             return ()

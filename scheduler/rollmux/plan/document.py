@@ -3,7 +3,7 @@
 import msgspec
 
 from harvester.contracts.ids import GroupId, JobId, NodeId
-from scheduler.model import PhaseKind, Pool
+from scheduler.model import PhaseKind, Placement, Pool
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,10 +36,7 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """The objection to it; empty if it is admissible."""
 
 
-class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
-    job: JobId
-    rollout_nodes: tuple[NodeId, ...]
-    training_nodes: tuple[NodeId, ...]
+class PlannedJob(Placement, frozen=True, kw_only=True):
     reason: str
     sync_s: float = 0.0
     """Believed weight sync after each training; on no node."""

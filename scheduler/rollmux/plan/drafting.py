@@ -5,6 +5,7 @@ from collections import Counter
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Pool
+from scheduler.rollmux.cluster.job_limits import GB
 from scheduler.rollmux.forecast.forecast import Roster, group_load
 from scheduler.rollmux.forecast.timeline import meta_iteration
 from scheduler.rollmux.plan.document import (
@@ -17,7 +18,7 @@ from scheduler.rollmux.plan.document import (
     Unplaced,
 )
 from scheduler.rollmux.plan.forecasts import alternatives, promises
-from scheduler.rollmux.plan.jobs_file import GB, PlanSettings
+from scheduler.rollmux.plan.jobs_file import PlanSettings
 from scheduler.rollmux.plan.known_jobs import KnownJobsPlanner
 from scheduler.rollmux.planner.group_table import GroupState
 

@@ -35,7 +35,7 @@ def alternatives(planner: GroupPlanner, job: JobId) -> tuple[Alternative, ...]:
     """Every other group and nodes of its own, the cheapest first; the table stays as it is."""
     table, packer = planner.table, planner.packer
     home = table.groups[table.home[job]]
-    host_bytes = planner.facts[job].job.host_bytes
+    host_bytes = planner.facts[job].spec.host_bytes
     before = table.committed_per_hour
     here = _company(home, home.pinned[job])
     table.unpin(job, host_bytes, stays_resident=True)
@@ -115,7 +115,7 @@ def _closed(planner: GroupPlanner, job: JobId, spared: float) -> Iterator[Altern
             continue
         if len(group.pinned) >= limits.group_jobs:
             reason = f"the group has {limits.group_jobs} jobs, which is the most"
-        elif _short(planner, group, facts.job.host_bytes):
+        elif _short(planner, group, facts.spec.host_bytes):
             reason = "host memory: no node has room for its state"
         else:
             reason = "the group has fewer nodes than it needs"

@@ -5,8 +5,9 @@ Checked whole before anything is planned; every mistake is named by its field an
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from harvester.contracts.errors import ConfigError
@@ -14,32 +15,51 @@ from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
 from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.cluster.submission import CURVE_MAX
+from scheduler.rollmux.cluster.job_limits import (
+    BYTES_MAX,
+    CURVE_MAX,
+    GB,
+    JOB_NODES_MAX,
+    SECONDS_MAX,
+    SEEN_MAX,
+    SLO_MAX,
+)
 from scheduler.rollmux.planner.group_table import NodeType
 
-GB: Final = 10**9
 JOBS_MAX: Final = 200
+POOL_NODES_MAX: Final = 10_000
+HOST_GB_MAX: Final = BYTES_MAX / GB
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+def defaults(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Defaults of a record's fields by name, for the settings that fill it."""
+    return {one.name: one.default for one in msgspec.structs.fields(struct)}
 
 
-class NodeSettings(_Settings):
-    """Type of the nodes of one pool."""
+_CONTROL: Final = defaults(ClusterConfig)
+_JOB: Final = defaults(JobSpec)
+_PHASE: Final = defaults(PhaseSpec)
+
+
+class StrictSettings(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class NodeTypeSettings(StrictSettings):
+    """Type of a pool's nodes."""
 
     type: Name
     accelerators: int = Field(default=8, ge=1, le=1024)
     price_per_hour: float = Field(ge=0, le=1e6)
     """Price of the whole node."""
-    host_gb: float = Field(gt=0, le=1e6)
-    """Host memory in which inactive jobs stay resident."""
-    count: int | None = Field(default=None, ge=0, le=10_000)
-    """Number of nodes; without it, as many as the plan needs."""
+    host_gb: float = Field(gt=0, le=HOST_GB_MAX)
+    """Host memory in which inactive jobs stay resident: a hard limit."""
 
     @property
     def as_type(self) -> NodeType:
@@ -51,42 +71,49 @@ class NodeSettings(_Settings):
         )
 
 
-class PoolSettings(_Settings):
+class NodeSettings(NodeTypeSettings):
+    """The nodes of one pool, all of one type."""
+
+    count: int | None = Field(default=None, ge=0, le=POOL_NODES_MAX)
+    """Number of nodes; without it, as many as the plan needs."""
+
+
+class PoolSettings(StrictSettings):
     rollout: NodeSettings
     training: NodeSettings
 
 
-class DurationSettings(_Settings):
+class DurationSettings(StrictSettings):
     max_s: Seconds
     """Longest duration, with every response at its token limit, in s."""
     mean_s: Seconds | None = None
     """Measured alone on its nodes; without it the mean is believed to be half of `max_s` to all."""
-    cv: float = Field(default=0.1, ge=0, le=1)
+    cv: Ratio = _PHASE["cv"]
     """Coefficient of variation of one phase."""
-    seen: int = Field(default=40, ge=1, le=1000)
+    seen: int = Field(default=_PHASE["seen"], ge=1, le=SEEN_MAX)
     """Phases that `mean_s` is of: fewer leave more doubt."""
 
 
 class PhaseSettings(DurationSettings):
-    nodes: int = Field(default=1, ge=1, le=8)
+    nodes: int = Field(default=_PHASE["nodes"], ge=1, le=JOB_NODES_MAX)
 
 
 class RolloutSettings(PhaseSettings):
-    divisible: bool = True
+    divisible: bool = _PHASE["divisible"]
     """Its engines may begin on the part of a node that another's tail leaves, and bring their own
     tail together on a part."""
 
 
-class PlannedJobSettings(_Settings):
+class PlannedJobSettings(StrictSettings):
     id: Name
-    tenant: Name = "default"
-    slo: float = Field(ge=1, le=100)
+    tenant: Name = _JOB["tenant"]
+    slo: float = Field(ge=1, le=SLO_MAX)
     """Tolerated slow-down: time in company over time alone."""
-    host_gb: float = Field(ge=0, le=1e6)
+    host_gb: float = Field(ge=0, le=HOST_GB_MAX)
     """State that stays resident on every node of the job."""
     rollout: RolloutSettings
     training: PhaseSettings
-    harvesting: bool = False
+    harvesting: bool = _JOB["harvesting"]
     """Its rollouts use leases where a control allows them; no plan counts on one."""
     sync: DurationSettings | None = None
     """New weights on their way to the rollout engines, where the next rollout waits for them."""
@@ -126,12 +153,15 @@ class PlannedJobSettings(_Settings):
         )
 
 
-class PlanSettings(_Settings):
-    nodes: PoolSettings
-    risk: float = Field(default=0.25, ge=0.001, le=0.5)
+class SloSettings(StrictSettings):
+    risk: float = Field(default=_CONTROL["risk"], ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
-    slo_counts_queueing: bool = False
-    """The same setting of the control that will run the jobs; no job waits in a plan."""
+    slo_counts_queueing: bool = _CONTROL["slo_counts_queueing"]
+    """An SLO counts from the placement on; true: from the submission on. No job waits in a plan."""
+
+
+class PlanSettings(SloSettings):
+    nodes: PoolSettings
     jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)
     """Jobs in the order of their arrival."""
 

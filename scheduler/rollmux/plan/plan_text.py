@@ -40,8 +40,8 @@ def plan_text(plan: PlanDocument, *, width: int) -> RenderableType:
 def _group(group: PlannedGroup, plan: PlanDocument, width: int) -> Iterator[RenderableType]:
     yield Text(f"{group.group}  {group.price_per_hour:.2f} $/h", style="bold")
     yield _jobs(group, plan)
-    yield Text(wording.bound(group, plan))
-    yield Text(wording.load(group.load))
+    yield Text(wording.tightest_slo_text(group, plan))
+    yield Text(wording.load_text(group.load))
     for node in group.nodes:
         yield Text(
             f"Resident on {node.node}: {', '.join(node.jobs)}; "
@@ -50,7 +50,7 @@ def _group(group: PlannedGroup, plan: PlanDocument, width: int) -> Iterator[Rend
     for job in group.jobs:
         yield Text(f"{job.job}: {job.reason}. Instead:")
         for one in _shown(job):
-            yield Padding(Text(wording.alternative(one), style="dim"), (0, 0, 0, 4))
+            yield Padding(Text(wording.alternative_text(one), style="dim"), (0, 0, 0, 4))
     yield from _picture(group, width)
 
 
@@ -72,7 +72,7 @@ def _jobs(group: PlannedGroup, plan: PlanDocument) -> Table:
         table.add_row(
             Text(letters[job.job], style=_style(at)),
             Text(job.job),
-            Text(wording.places(job)),
+            Text(wording.placement_text(job)),
             f"{promise.mean:.2f}",
             f"{promise.bound:.2f}",
             f"{promise.slo:.2f}",

@@ -24,7 +24,7 @@ def summary(plan: PlanDocument) -> str:
     )
 
 
-def bound(group: PlannedGroup, plan: PlanDocument) -> str:
+def tightest_slo_text(group: PlannedGroup, plan: PlanDocument) -> str:
     """The SLO with the least room, and its risk."""
     tightest = next(one for one in group.jobs if one.job == group.bound_by).promise
     return (
@@ -34,20 +34,20 @@ def bound(group: PlannedGroup, plan: PlanDocument) -> str:
     )
 
 
-def load(of: GroupLoadRow) -> str:
+def load_text(load: GroupLoadRow) -> str:
     """Load of the group in words."""
     return (
-        f"Load: {of.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
-        f"{of.cycle_s:.0f} s, {of.share:.0%}. Phases start first come, first served."
+        f"Load: {load.busiest_s:.0f} s of work on the busiest node in a longest iteration of "
+        f"{load.cycle_s:.0f} s, {load.share:.0%}. Phases start first come, first served."
     )
 
 
-def places(job: PlannedJob) -> str:
+def placement_text(job: PlannedJob) -> str:
     sync = f" | sync {job.sync_s:.0f} s" if job.sync_s else ""
-    return f"{' '.join(job.rollout_nodes)} | {' '.join(job.training_nodes)}{sync}"
+    return f"{job.text}{sync}"
 
 
-def alternative(one: Alternative) -> str:
+def alternative_text(one: Alternative) -> str:
     """Placement and price of an alternative, and the objection to it."""
     where = f"beside {', '.join(one.beside)}" if one.beside else "alone"
     against = "" if one.admitted else f": refused, {one.reason}"

@@ -142,7 +142,7 @@ def connected(rollout: Widths, training: Widths) -> npt.NDArray[np.bool_]:
 
 
 Side = tuple[Records, Records, Records, Records]
-"""One pool: `nodes`, `residents` and `sharing` of a table, and which guests fit one node."""
+"""One pool: `nodes`, `residents` and `sharing` of a table, and which candidates fit one node."""
 
 
 @compiled
@@ -157,8 +157,8 @@ def affordable(
 ) -> tuple[Records, Records, Records]:
     """Prices, and indices in both tables, of what makes one group, fits, and is not refused.
 
-    `inside` tells a mask of members as one of guests. `refused` has the pairs that may not share
-    nodes of both pools, of the first only, and of the second only.
+    `inside` gives a mask of members as one of candidates. `refused` has the pairs that may not
+    share nodes of both pools, of the first only, and of the second only.
     """
     rows, columns = _fitting(left, inside), _fitting(right, inside)
     prices = np.empty(rows.size * columns.size)

@@ -85,7 +85,7 @@ class Evacuation:
         return down
 
     def _bytes(self, job: JobId) -> int:
-        return self._packer.facts[job].job.host_bytes
+        return self._packer.facts[job].spec.host_bytes
 
 
 def _each(first: tuple[JobId, ...], second: tuple[JobId, ...]) -> list[JobId]:

@@ -151,7 +151,7 @@ class Packer:
         self, job: JobId, without: Iterable[GroupState], *, within_supply: bool
     ) -> Opening | None:
         facts = self.facts[job]
-        shares, host_bytes = self.shares(facts), facts.job.host_bytes
+        shares, host_bytes = self.shares(facts), facts.spec.host_bytes
         excluded = {group.group for group in without}
         tries = None if within_supply else self.limits.tries
         for kind, pools in self._kinds(facts):
@@ -230,7 +230,7 @@ class Packer:
                     node
                     for node in nodes
                     if 0.0 < taken[node] <= share_max - share
-                    and table.resident.takes(job, node, pool, facts.job.host_bytes)
+                    and table.resident.takes(job, node, pool, facts.spec.host_bytes)
                 ),
                 key=lambda node: -taken[node],
             )

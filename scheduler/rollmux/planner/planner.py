@@ -141,7 +141,7 @@ class GroupPlanner:
     def end_job(self, job: JobId, *, now: float) -> tuple[GroupEffect, ...]:
         """The job is done, or was given up."""
         self.packer.now_s = now
-        host_bytes = self.facts[job].job.host_bytes
+        host_bytes = self.facts[job].spec.host_bytes
         group = self.table.groups[self.table.home[job]]
         down = (*self.table.unpin(job, host_bytes), *self.table.left(job, host_bytes))
         self.packer.refresh(group)
@@ -154,7 +154,7 @@ class GroupPlanner:
         self.packer.now_s = now
         facts = self.facts[job]
         facts.moving = False
-        down = self.table.left(job, facts.job.host_bytes)
+        down = self.table.left(job, facts.spec.host_bytes)
         return tuple(ReleaseNode(node=node) for node in down)
 
     def fail_node(self, node: NodeId, *, now: float) -> tuple[GroupEffect, ...]:

@@ -44,18 +44,18 @@ class PriceFloor:
     _doubts: dict[tuple[int, ...], _Doubt] = field(default_factory=dict)
 
     def bounds(
-        self, guests: list[SearchedJob], admits: Admits, *, at_most: float = _NONE
+        self, candidates: list[SearchedJob], admits: Admits, *, at_most: float = _NONE
     ) -> Bounds | None:
         """The least price per hour of any hosting of all the jobs, with the bounds on the way;
         None if it is above `at_most`."""
-        fits = [self.search.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        fits = [self.search.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
         if len(self._doubts) > _DOUBTS_MAX:
             self._doubts.clear()
         names: list[tuple[int, ...]] = [()]
-        for one in guests:
+        for one in candidates:
             names += [(*fewer, one.version) for fewer in names]
-        least = self._least(guests, names)
-        parts = np.zeros(len(guests), dtype=np.int64)
+        least = self._least(candidates, names)
+        parts = np.zeros(len(candidates), dtype=np.int64)
         prices = np.zeros(len(least))
         while True:
             price, count = _cheapest_partition(least, prices, parts)
@@ -66,7 +66,7 @@ class PriceFloor:
                 return Bounds(least, prices, float(price))
             # The largest is the likeliest to fail.
             mask = max(in_doubt, key=int.bit_count)
-            least[mask] = self._looked_at(guests, mask, names[mask], fits, admits)
+            least[mask] = self._looked_at(candidates, mask, names[mask], fits, admits)
 
     def _settled(self, versions: tuple[int, ...]) -> bool:
         doubt = self._doubts.get(versions)
@@ -74,7 +74,7 @@ class PriceFloor:
 
     def _looked_at(
         self,
-        guests: list[SearchedJob],
+        candidates: list[SearchedJob],
         mask: int,
         versions: tuple[int, ...],
         fits: Fits,
@@ -82,10 +82,10 @@ class PriceFloor:
     ) -> float:
         """Lower bound of the set's price, after one forecast of its cheapest assignment in
         doubt."""
-        members = tuple(at for at in range(len(guests)) if mask >> at & 1)
+        members = tuple(at for at in range(len(candidates)) if mask >> at & 1)
         doubt = self._doubts.get(versions)
         if doubt is None:
-            priced = self.search.priced(guests, members, (0.0, _NONE), fits)
+            priced = self.search.priced(candidates, members, (0.0, _NONE), fits)
             doubt = self._doubts[versions] = _Doubt(priced)
             doubt.next()
         elif self.search.verdicts.admitted(
@@ -100,19 +100,19 @@ class PriceFloor:
             doubt.next()
         return doubt.price
 
-    def _least(self, guests: list[SearchedJob], names: list[tuple[int, ...]]) -> Records:
-        """`[guests as a mask]`: lower bound of their price in one group."""
-        chosen = bits(len(guests))
+    def _least(self, candidates: list[SearchedJob], names: list[tuple[int, ...]]) -> Records:
+        """`[candidates as a mask]`: lower bound of their price in one group."""
+        chosen = bits(len(candidates))
         least = np.zeros(len(chosen))
         for pool in (Pool.ROLLOUT, Pool.TRAINING):
             kind = self.search.types[pool]
             if pool is Pool.ROLLOUT:
-                widths = np.array([one.rollout_nodes for one in guests])
-                shares = np.array([one.rollout_share for one in guests])
+                widths = np.array([one.rollout_nodes for one in candidates])
+                shares = np.array([one.rollout_share for one in candidates])
             else:
-                widths = np.array([one.training_nodes for one in guests])
-                shares = np.array([one.training_share for one in guests])
-            sizes = np.array([one.host_bytes for one in guests]) / kind.host_bytes
+                widths = np.array([one.training_nodes for one in candidates])
+                shares = np.array([one.training_share for one in candidates])
+            sizes = np.array([one.host_bytes for one in candidates]) / kind.host_bytes
             needed = np.maximum(chosen @ (shares * widths), chosen @ (sizes * widths))
             nodes = np.maximum(np.ceil(needed - _ROUNDING), (chosen * widths).max(axis=1))
             least += nodes * kind.price_per_hour

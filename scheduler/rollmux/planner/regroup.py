@@ -11,7 +11,7 @@ from itertools import combinations, islice, product
 from harvester.contracts.ids import GroupId, JobId, NodeId
 from scheduler.model import Placement, Pool
 from scheduler.rollmux.forecast.forecast import Roster
-from scheduler.rollmux.forecast.stages import NODES_MAX
+from scheduler.rollmux.forecast.stages import FORECAST_NODES_MAX
 from scheduler.rollmux.planner.assignments import node_count
 from scheduler.rollmux.planner.group_table import GroupState
 from scheduler.rollmux.planner.packing import OpeningKind, Packer, SloOf, stated_slo
@@ -60,7 +60,7 @@ class Regroup:
             return []
         jobs = [job for group in groups for job in group.pinned]
         roster, judge = self._roster(jobs), self._packer.judge
-        guests = [self._guest(job) for job in jobs]
+        candidates = [self._searched_job(job) for job in jobs]
         before = sum(map(self._committed, groups))
         self._seen[key] = float("inf")
 
@@ -68,10 +68,10 @@ class Regroup:
             return judge.admits(roster.hosted(*hosting))
 
         worth_it = before - self._prices.least_saving_per_move
-        bounds = self.floor.bounds(guests, admits, at_most=worth_it)
+        bounds = self.floor.bounds(candidates, admits, at_most=worth_it)
         if bounds is None:
             return []
-        price, hostings = self.search.search(guests, admits, bounds)
+        price, hostings = self.search.search(candidates, admits, bounds)
         if before - price < self._prices.least_saving_per_move:
             return []
         wanted = self._matched(jobs, hostings, groups)
@@ -164,7 +164,7 @@ class Regroup:
 
         All its jobs are mature, none is moving, each may share nodes, and any of them fit a group.
         """
-        widest = NODES_MAX // self._packer.limits.group_jobs
+        widest = FORECAST_NODES_MAX // self._packer.limits.group_jobs
         return bool(group.pinned) and all(
             facts.mature
             and not facts.moving
@@ -188,12 +188,12 @@ class Regroup:
             least += self._table.price_of(*nodes)
         return least
 
-    def _guest(self, job: JobId) -> SearchedJob:
+    def _searched_job(self, job: JobId) -> SearchedJob:
         facts = self._packer.facts[job]
         rollout, training = self._packer.shares(facts)
         return SearchedJob(
             facts.version,
-            facts.job.host_bytes,
+            facts.spec.host_bytes,
             rollout,
             training,
             facts.rollout_nodes,

@@ -44,7 +44,7 @@ class _Cheapest(NamedTuple):
 Found = tuple[float, tuple[Hosting, ...]]
 """A price and the groups that have it."""
 Fits = Sequence[npt.NDArray[np.bool_]]
-"""Per pool, `[guests as a mask]`: whether they fit on one node together."""
+"""Per pool, `[candidates as a mask]`: whether they fit on one node together."""
 SHARE_LIMIT = 1.0 + 1e-9
 _CENT = 1e-6
 """Prices that differ by less are the same."""
@@ -52,7 +52,7 @@ _NONE = float("inf")
 
 
 class Bounds(NamedTuple):
-    """Lower bounds of prices, `[guests as a mask]`."""
+    """Lower bounds of prices, `[candidates as a mask]`."""
 
     one_group: Records
     any_hosting: Records
@@ -77,20 +77,20 @@ class CheapestHosting:
         self._cheapest.clear()
 
     def search(
-        self, guests: list[SearchedJob], admits: Admits, bounds: Bounds | None = None
+        self, candidates: list[SearchedJob], admits: Admits, bounds: Bounds | None = None
     ) -> tuple[float, list[Hosting]]:
         """The least price per hour and the groups that have it.
 
         `bounds` that are close save most of the work; they change no answer.
         """
-        known = bounds or Bounds.none(len(guests))
-        fits = [self.fitting(guests, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
-        found = _Search(self, guests, admits, known, fits).cheapest()
+        known = bounds or Bounds.none(len(candidates))
+        fits = [self.fitting(candidates, pool) for pool in (Pool.ROLLOUT, Pool.TRAINING)]
+        found = _Search(self, candidates, admits, known, fits).cheapest()
         return found[0], list(found[1])
 
     def together(
         self,
-        guests: list[SearchedJob],
+        candidates: list[SearchedJob],
         members: tuple[int, ...],
         between: tuple[float, float],
         fits: Fits,
@@ -98,12 +98,12 @@ class CheapestHosting:
     ) -> tuple[float, Hosting] | None:
         """Cheapest assignment of one group's nodes that keeps every SLO, priced between the two."""
         least, below = between
-        versions = tuple(guests[one].version for one in members)
+        versions = tuple(candidates[one].version for one in members)
         known = self._cheapest.get(versions)
         if known is None or (known.price == _NONE and known.below < below):
             since = least if known is None else max(least, known.below)
             known = _Cheapest(below, _NONE, (), ())
-            for price, rollout, training in self.priced(guests, members, (since, below), fits):
+            for price, rollout, training in self.priced(candidates, members, (since, below), fits):
                 hosting = Hosting(members, rollout, training)
                 if self.verdicts.admitted(versions, hosting, admits):
                     known = _Cheapest(below, price, rollout, training)
@@ -115,7 +115,7 @@ class CheapestHosting:
 
     def priced(
         self,
-        guests: list[SearchedJob],
+        candidates: list[SearchedJob],
         members: tuple[int, ...],
         between: tuple[float, float],
         fits: Fits,
@@ -126,9 +126,9 @@ class CheapestHosting:
         which was tried.
         """
         least, below = between
-        versions = tuple(guests[one].version for one in members)
-        left = table(tuple(guests[one].rollout_nodes for one in members))
-        right = table(tuple(guests[one].training_nodes for one in members))
+        versions = tuple(candidates[one].version for one in members)
+        left = table(tuple(candidates[one].rollout_nodes for one in members))
+        right = table(tuple(candidates[one].training_nodes for one in members))
         prices, rows, columns = affordable(
             (left.nodes, left.residents, left.sharing, fits[0]),
             (right.nodes, right.residents, right.sharing, fits[1]),
@@ -150,12 +150,13 @@ class CheapestHosting:
     def _prices(self) -> tuple[float, float]:
         return self.types[Pool.ROLLOUT].price_per_hour, self.types[Pool.TRAINING].price_per_hour
 
-    def fitting(self, guests: list[SearchedJob], pool: Pool) -> npt.NDArray[np.bool_]:
-        """`[guests as a mask]`: whether memory and the least share of time allow them one node."""
-        chosen = bits(len(guests))
-        sizes = np.array([one.host_bytes for one in guests], dtype=np.float64)
+    def fitting(self, candidates: list[SearchedJob], pool: Pool) -> npt.NDArray[np.bool_]:
+        """`[candidates as a mask]`: whether memory and the least share of time allow one node."""
+        chosen = bits(len(candidates))
+        sizes = np.array([one.host_bytes for one in candidates], dtype=np.float64)
+        rollout = pool is Pool.ROLLOUT
         shares = np.array(
-            [one.rollout_share if pool is Pool.ROLLOUT else one.training_share for one in guests]
+            [one.rollout_share if rollout else one.training_share for one in candidates]
         )
         fits = chosen @ sizes <= self.types[pool].host_bytes
         return np.asarray(fits & (chosen @ shares <= SHARE_LIMIT))
@@ -167,7 +168,7 @@ class _Search:
     hosting that a search without bounds would find first."""
 
     by: CheapestHosting
-    guests: list[SearchedJob]
+    candidates: list[SearchedJob]
     admits: Admits
     bounds: Bounds
     fits: Fits
@@ -176,7 +177,7 @@ class _Search:
     """Lower bound of the price of each mask."""
 
     def cheapest(self) -> Found:
-        found = self._within((1 << len(self.guests)) - 1, self.bounds.price)
+        found = self._within((1 << len(self.candidates)) - 1, self.bounds.price)
         if found is None:
             raise AssertionError("a bound was above what it bounds")
         return found
@@ -209,9 +210,9 @@ class _Search:
         # Groups apart are preferred to one that costs the same.
         below = min(price, at_most + 2 * _CENT)
         if mask.bit_count() <= self.by.group_jobs and self.bounds.one_group[mask] < below - _CENT:
-            members = tuple(at for at in range(len(self.guests)) if mask >> at & 1)
+            members = tuple(at for at in range(len(self.candidates)) if mask >> at & 1)
             between = (float(self.bounds.one_group[mask]), below)
-            group = self.by.together(self.guests, members, between, self.fits, self.admits)
+            group = self.by.together(self.candidates, members, between, self.fits, self.admits)
             if group is not None:
                 return group[0], (group[1],)
         return None if price == _NONE else (price, hostings)
@@ -225,7 +226,7 @@ def bits(count: int) -> npt.NDArray[np.int64]:
 
 @cache
 def _inside(members: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """`[mask of members]`: the same as a mask of all guests."""
+    """`[mask of members]`: the same as a mask of all candidates."""
     return bits(len(members)) @ (1 << np.array(members))
 
 

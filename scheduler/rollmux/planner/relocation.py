@@ -154,14 +154,14 @@ class Relocation:
 
     def may_spare(self, job: JobId, *, now: float) -> bool:
         facts = self._facts(job)
-        quiet = now - facts.moved_s >= self._prices.quiet_s
+        quiet = facts.moved_s is None or now - facts.moved_s >= self._prices.quiet_s
         return quiet and facts.mature and self.affords_move(job, now=now)
 
     def _facts(self, job: JobId) -> JobFacts:
         return self._packer.facts[job]
 
     def _bytes(self, job: JobId) -> int:
-        return self._facts(job).job.host_bytes
+        return self._facts(job).spec.host_bytes
 
     def move_all(
         self, wanted: Sequence[tuple[GroupState, Placement]], *, kind: OpeningKind
@@ -232,13 +232,13 @@ def _shares(roster: Roster, at: int) -> bool:
 
 def _crowded(facts: JobFacts, now: float) -> str:
     return (
-        f"the promise to {facts.job.job} was at risk: its credit of "
+        f"the promise to {facts.spec.job} was at risk: its credit of "
         f"{facts.settled_credit_s(now):.0f} s absorbs no surprise beside others"
     )
 
 
 def _slowed(facts: JobFacts, limit: float, bound: float) -> str:
     return (
-        f"the promise to {facts.job.job} was at risk: forecast slow-down {bound:.2f}, at most "
+        f"the promise to {facts.spec.job} was at risk: forecast slow-down {bound:.2f}, at most "
         f"{limit:.2f} keeps its SLO of {facts.account.slo:.2f}"
     )

@@ -158,7 +158,7 @@ class WorstCase(Judge):
         return self
 
     def belief(self, facts: JobFacts) -> Belief:
-        rollout, training, *sync = facts.job.phases
+        rollout, training, *sync = facts.spec.phases
         sync_s = sum(phase.max_s for phase in sync)
         return Belief(rollout.max_s, 0.0, 0.0, training.max_s, 0.0, 0.0, sync_s)
 

@@ -44,7 +44,7 @@ from scheduler.rollmux.planner.group_effects import PlacementDecision
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.ledger import Counts, Ledger, NodeBill, RunResult
 from scheduler.sim.rollmux.worker import Worker, WorkerStage
-from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, submission_of
+from scheduler.sim.rollmux.workload import PAPER_WORLD, SimulatedJob, World, spec_of
 
 TICK_S: Final = 60.0
 """Period of ticks, in s; the shipped shell ticks more often."""
@@ -190,7 +190,7 @@ class Driver:
         if leaves_s < float("inf"):
             self._set(leaves_s, self._give_up, worker)
         worker.stage = WorkerStage.BETWEEN
-        self._tell(Submit(submission=submission_of(one, self._world)))
+        self._tell(Submit(spec=spec_of(one, self._world)))
 
     def _admitted(self, worker: Worker) -> None:
         """Its state goes to the nodes that it has now."""
@@ -200,7 +200,7 @@ class Driver:
         if placed.at is None or worker.stage is not WorkerStage.BETWEEN:
             return
         if placed.changed:
-            self._tell(Submit(submission=submission_of(worker.one, self._world)))
+            self._tell(Submit(spec=spec_of(worker.one, self._world)))
         cold = worker.is_new
         nodes = {node for side in self._runtime.cluster.machines(placed.at) for node in side}
         self.ledger.write(self._now, "loading", job=worker.job, nodes=sorted(nodes))
@@ -211,7 +211,7 @@ class Driver:
     def _submit_again(self, worker: Worker) -> None:
         """Submits the job again: it hears its present placement, and brings its state there."""
         worker.stage = WorkerStage.BETWEEN
-        self._tell(Submit(submission=submission_of(worker.one, self._world)))
+        self._tell(Submit(spec=spec_of(worker.one, self._world)))
         self._admitted(worker)
 
     def _ask(self, worker: Worker) -> None:
@@ -294,7 +294,7 @@ class Driver:
         elif any(isinstance(each, OrderMove) and each.job == worker.job for each in effects):
             self.ledger.write(self._now, "left", job=worker.job)
             worker.stage = WorkerStage.BETWEEN
-            self._tell(Submit(submission=submission_of(worker.one, self._world)))
+            self._tell(Submit(spec=spec_of(worker.one, self._world)))
         else:
             self._ask(worker)
 
@@ -343,12 +343,11 @@ class Driver:
     def _note(self, decided: PlanJob) -> None:
         self._counts.moves += decided.decision is PlacementDecision.MOVED
         self._counts.restarts += decided.decision is PlacementDecision.RESTARTED
-        nodes = [*decided.rollout_nodes, *decided.training_nodes]
         self.ledger.write(
             self._now,
             _NOTES[decided.decision],
             job=decided.job,
-            nodes=nodes,
+            nodes=list(decided.nodes),
             reason=decided.reason,
         )
 

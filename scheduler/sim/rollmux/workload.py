@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId, TenantId
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
+from scheduler.rollmux.cluster.job_limits import GB
 from scheduler.rollmux.planner.group_table import NodeType
 
 Lengths = npt.NDArray[np.float64]
 """Solo seconds, `[iteration, (rollout, training)]`."""
 
-GB: Final = 10**9
 JOBS: Final = 200
 SPAN_S: Final = 340 * 3600.0
 LIFE_MEAN_S: Final = 27.9 * 3600.0
@@ -206,7 +206,7 @@ def _job(
     )
 
 
-def submission_of(one: SimulatedJob, world: World) -> JobSpec:
+def spec_of(one: SimulatedJob, world: World) -> JobSpec:
     """The job as submitted in that world, with its weight sync.
 
     It harvests, which changes nothing where the control allows no leases.

@@ -15,7 +15,8 @@ import numpy as np
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, TenantId, is_name
 from scheduler.model import JobSpec, Pool
-from scheduler.sim.rollmux.workload import GB, NODE_TYPES, SimulatedJob, drawn_lengths, phases
+from scheduler.rollmux.cluster.job_limits import GB
+from scheduler.sim.rollmux.workload import NODE_TYPES, SimulatedJob, drawn_lengths, phases
 
 JOBS_MAX: Final = 100_000
 ITERATIONS_MAX: Final = 1_000_000

@@ -20,7 +20,7 @@ from scheduler.rollmux.control.wire import (
     CallRefused,
     Ended,
     Granted,
-    Orders,
+    PermitState,
     Placed,
     Reply,
     Waiting,
@@ -89,7 +89,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
     (
         "submit",
         Submit(
-            submission=JobSpec(
+            spec=JobSpec(
                 job=JOB,
                 phases=(PhaseSpec(kind=PhaseKind.ROLLOUT, max_s=9.0),),
                 slo=1.5,
@@ -97,7 +97,7 @@ GOLDEN_CALLS: list[tuple[str, Call, bytes]] = [
             )
         ),
         (
-            b'{"type":"submit","submission":{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
+            b'{"type":"submit","spec":{"job":"j","phases":[{"kind":"rollout","max_s":9.0,"nodes":1,"mean_s":null,'
             b'"cv":0.1,"seen":40,"divisible":true,"curve":[]}],"slo":1.5,"host_bytes":7,"tenant":'
             b'"default","harvesting":false}}'
         ),
@@ -115,9 +115,11 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         b'{"type":"refused","reason":"why","retry_after_s":0.5,"unknown":false}',
     ),
     (
-        Orders(stage=PermitStage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0),
+        PermitState(
+            stage=PermitStage.NARROWING, nodes=NODES, keep=NODES, warned=True, ends_in_s=3.0
+        ),
         (
-            b'{"type":"orders","stage":"narrowing","nodes":["n"],"accelerators":{},'
+            b'{"type":"permit_state","stage":"narrowing","nodes":["n"],"accelerators":{},'
             b'"keep":["n"],"keep_accelerators":{},"warned":true,"ends_in_s":3.0}'
         ),
     ),
@@ -130,9 +132,9 @@ GOLDEN_REPLIES: list[tuple[Reply, bytes]] = [
         ),
     ),
     (
-        Placed(group="g", rollout_nodes=NODES, training_nodes=(), reason="why"),
+        Placed(job=JOB, group="g", rollout_nodes=NODES, training_nodes=(), reason="why"),
         (
-            b'{"type":"placed","group":"g","rollout_nodes":["n"],"training_nodes":[],'
+            b'{"type":"placed","job":"j","rollout_nodes":["n"],"training_nodes":[],"group":"g",'
             b'"reason":"why","harvesting":false}'
         ),
     ),
@@ -168,10 +170,10 @@ def test_every_call_has_its_golden_bytes() -> None:
         ("beat", b'{"job":"j"}'),
         ("round", b'{"turns":["j","k"]}'),
         ("beat", b"not json"),
-        ("submit", b'{"submission":{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}}'),
+        ("submit", b'{"spec":{"job":"../up","phases":[],"slo":1.0,"host_bytes":0}}'),
         (
             "submit",
-            b'{"submission":{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}}',
+            b'{"spec":{"job":"j","phases":[],"slo":1.0,"host_bytes":0,"tenant":"a/b"}}',
         ),
         ("enter", b'{"type":"leave","job":"j","kind":"rollout","holder":"h"}'),
         ("node", b'{"node":"/dev/null","failed":true}'),

@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from deploy.metrics import METRICS, Exporter
-from scheduler.rollmux.cluster.submission import submission_fault
+from scheduler.rollmux.cluster.job_limits import spec_fault
 from scheduler.rollmux.control.nodes_file import ClusterSettings
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import CALLS
@@ -30,13 +30,14 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
 
 
 def test_the_places_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "| place | seen | next |")
+    rows = table_after(PAGE, "| place | event | next |")
     one = {(row[0], row[1]): row[2] for row in rows if row[0] != "any"}
     of_any = {
         (place.value, row[1]): row[2] for row in rows for place in TailPlace if row[0] == "any"
     }
     assert one | of_any == {
-        (place.value, seen.value): to.value for (place, seen), to in leased_tail.TRANSITIONS.items()
+        (place.value, event.value): to.value
+        for (place, event), to in leased_tail.TRANSITIONS.items()
     }
 
 
@@ -91,5 +92,5 @@ def test_the_examples_parse_and_declare_a_job_that_there_can_be(repository: Path
     for code in (planned, pinned):
         compile(code, PAGE, "exec")
         exec(code.partition("phases = PhaseControl")[0], names)
-    assert submission_fault(names["job"]) == ""
+    assert spec_fault(names["job"]) == ""
     assert {phase.kind for phase in names["terms"].phases} == {"rollout", "training"}

@@ -104,7 +104,7 @@ class Control:
         return Control(config or self.config, clock=self.clock, **self.kept)
 
     def submit(self, *given: JobSpec) -> list[Any]:
-        return [self.service.call(Submit(submission=each)) for each in given]
+        return [self.service.call(Submit(spec=each)) for each in given]
 
     def enter(self, job: str, kind: PhaseKind = ROLLOUT) -> EnterReply:
         reply = self.service.call(Enter(job=JobId(job), kind=kind, holder=f"{job}.1"))
@@ -196,7 +196,7 @@ def resident_bytes(policy: ClusterPolicy) -> dict[NodeId, int]:
     found: dict[NodeId, int] = {}
     for placed in policy.placements.values():
         for node in policy.residency.nodes_of(placed.job):
-            found[node] = found.get(node, 0) + placed.submission.host_bytes
+            found[node] = found.get(node, 0) + placed.spec.host_bytes
     return found
 
 

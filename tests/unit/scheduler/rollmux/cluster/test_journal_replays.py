@@ -15,7 +15,7 @@ from harvester.contracts.ids import JobId
 from harvester.contracts.journal import Decided, JournalWriter, Opened, read_journal
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
-from scheduler.rollmux.control.control_state import PermitState
+from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.permits.events import (
@@ -250,7 +250,7 @@ def test_a_full_disk_when_the_journal_is_full_too_changes_no_decision(
     control = Control(state=tmp_path / "state.sqlite", journal=tmp_path, journal_bytes=2_000)
     control.submit(submission("a"))
     with monkeypatch.context() as patched:
-        patched.setattr(PermitState, "keep", full)
+        patched.setattr(ControlState, "keep", full)
         with pytest.raises(Exhausted):
             control.enter("a")
     control.service.tick()

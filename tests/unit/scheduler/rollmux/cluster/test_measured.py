@@ -47,7 +47,7 @@ def test_moves_and_starts_are_measured_by_the_control() -> None:
     policy = control.service.cluster
     assert policy.warm_start_s.in_force_s == pytest.approx(3.0, rel=0.3)
     assert policy.planner.packer.judge.rules.warm_s == policy.warm_start_s.in_force_s
-    given = policy.placements["a"].submission
+    given = policy.placements["a"].spec
     for _ in range(7):
         ask_to_move(policy, "a")
         control.pass_time(61.0)

@@ -74,7 +74,7 @@ class World:
         match chance.choice(self.steps):
             case "s":
                 assert isinstance(
-                    service.call(Submit(submission=self.given[name])),
+                    service.call(Submit(spec=self.given[name])),
                     Placed | Waiting | CallRefused,
                 )
             case "e":

@@ -95,7 +95,7 @@ def _in_danger(control: Control) -> None:
 def test_the_explanation_of_a_move_names_the_job_with_the_promise_at_risk(control: Control) -> None:
     _in_danger(control)
     control.iteration("easy")
-    control.submit(control.service.cluster.placements[JobId("easy")].submission)
+    control.submit(control.service.cluster.placements[JobId("easy")].spec)
     assert control.runs("easy")
     found = _explained(control, "easy")
     (asked,) = _told(found, EventKind.MOVE_REQUESTED)
@@ -389,9 +389,9 @@ def test_the_command_writes_lines_or_one_document(
     explain("easy", journal=tmp_path, socket=None, last="7d", since="", permits=True, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["job"] == "easy"
-    told = [entry["told"] for entry in document["entries"]]
-    assert told[:2] == ["submitted", "placed"]
-    assert {"granted", "done", "move_requested"} <= set(told)
+    kinds = [entry["kind"] for entry in document["entries"]]
+    assert kinds[:2] == ["submitted", "placed"]
+    assert {"granted", "done", "move_requested"} <= set(kinds)
     (rollout, training) = document["permits"]
     assert (rollout["kind"], training["kind"]) == ("rollout", "training")
     assert rollout["granted"] == 1

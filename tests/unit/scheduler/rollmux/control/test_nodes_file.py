@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from scheduler.rollmux.cluster.submission import submission_fault
-from scheduler.rollmux.control.nodes_file import GB, read_nodes, read_submissions
+from scheduler.rollmux.cluster.job_limits import GB, spec_fault
+from scheduler.rollmux.control.nodes_file import read_nodes, read_specs
 
 REPOSITORY = Path(__file__).parents[5]
 NODES = """nodes:
@@ -48,9 +48,9 @@ def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, was: str, now: str
 
 def test_the_examples_are_read(tmp_path: Path) -> None:
     assert read_nodes(REPOSITORY / "examples/nodes.yaml").rollout.names == ("roll-0",)
-    jobs = read_submissions(REPOSITORY / "examples/jobs.yaml")
+    jobs = read_specs(REPOSITORY / "examples/jobs.yaml")
     assert [one.job for one in jobs] == ["math-7b", "code-14b", "tools-7b", "agent-32b"]
-    assert [submission_fault(one) for one in jobs] == [""] * 4
+    assert [spec_fault(one) for one in jobs] == [""] * 4
     assert jobs[0].phases[0].mean_s == 430
 
 

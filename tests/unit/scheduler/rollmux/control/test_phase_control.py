@@ -20,8 +20,8 @@ from scheduler.rollmux.control.control import PhaseControl, install, phase
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import (
-    Absent,
     Accepted,
+    ControlUnreachable,
     Ended,
     Granted,
     Reply,
@@ -376,7 +376,7 @@ def test_a_permit_that_was_taken_away_is_seen_while_the_phase_runs() -> None:
 
 def test_a_holder_goes_on_while_there_is_no_control() -> None:
     clock = VirtualClock()
-    transport = Scripted(Absent("killed"), Absent("killed"))
+    transport = Scripted(ControlUnreachable("killed"), ControlUnreachable("killed"))
     permit = _permit(transport, clock)
     clock.now_s = 1000.0
     assert transport.beaten.wait(LONG_S)
@@ -661,7 +661,7 @@ class Gone(Scripted):
 
     def call(self, message: Call) -> Reply:
         if isinstance(message, Beat | Leave):
-            raise Absent("killed")
+            raise ControlUnreachable("killed")
         return super().call(message)
 
 

@@ -9,14 +9,14 @@ from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import phase_service as service_module
-from scheduler.rollmux.control.control_state import PermitState
+from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,
     Ended,
     Granted,
-    Orders,
+    PermitState,
     Waiting,
 )
 from scheduler.rollmux.permits.events import (
@@ -197,10 +197,10 @@ def test_orders_hold_all_that_the_holder_must_know() -> None:
     _enter(service, "b")
     beat = Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.5)
     asked = service.beat(beat)
-    assert isinstance(asked, Orders)
+    assert isinstance(asked, PermitState)
     assert (asked.stage, asked.keep) == (PermitStage.NARROWING, nodes("r0"))
     done = service.beat(Beat(job=JobId("a"), epoch=Epoch(1), complete_ratio=0.6, narrowed=True))
-    assert isinstance(done, Orders)
+    assert isinstance(done, PermitState)
     assert done.nodes == nodes("r0")
     assert isinstance(_enter(service, "b"), Granted)
 
@@ -214,7 +214,7 @@ def test_a_restarted_desk_knows_its_holders_and_gives_no_epoch_again(tmp_path: P
     first.close()
     clock.advance_to(100.0)
     second = _service(clock, path)
-    assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+    assert isinstance(second.beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitState)
     assert _enter(second, "b") == Waiting(ahead=1)
     second.leave(Leave(job=JobId("a"), epoch=Epoch(1)))
     granted = _enter(second, "b")
@@ -243,7 +243,7 @@ def test_a_desk_that_was_stopped_itself_takes_no_permit_for_it() -> None:
     service.tick()
     clock.advance_to(60.0)
     service.tick()
-    assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+    assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitState)
     _pass_time(service, clock, 11.0)
     assert isinstance(service.beat(Beat(job=JobId("a"), epoch=Epoch(1))), Ended)
 
@@ -261,11 +261,11 @@ def test_a_job_that_is_forgotten_must_be_placed_again(tmp_path: Path) -> None:
 
 def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "state.sqlite"
-    first = PermitState(path)
+    first = ControlState(path)
     with pytest.raises(ConfigError, match="locked"):
-        PermitState(path, lock_s=0.0)
+        ControlState(path, lock_s=0.0)
     first.close()
-    PermitState(path, lock_s=0.0).close()
+    ControlState(path, lock_s=0.0).close()
 
 
 def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
@@ -274,20 +274,20 @@ def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
     clock, path = VirtualClock(), tmp_path / "state.sqlite"
     service = _service(clock, path)
     service.register(Register(terms=terms("a")))
-    keep, full = PermitState.keep, Exhausted("disk full")
+    keep, full = ControlState.keep, Exhausted("disk full")
 
     def refuse(*_: object) -> None:
         raise full
 
-    monkeypatch.setattr(PermitState, "keep", refuse)
+    monkeypatch.setattr(ControlState, "keep", refuse)
     for _ in range(2):
         with pytest.raises(Exhausted):
             _enter(service, "a")
         service.tick()
-    monkeypatch.setattr(PermitState, "keep", keep)
+    monkeypatch.setattr(ControlState, "keep", keep)
     assert isinstance(_enter(service, "a"), Granted)
     service.close()
-    assert isinstance(_service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
+    assert isinstance(_service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), PermitState)
 
 
 def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(

@@ -10,7 +10,7 @@ import pytest
 from harvester.contracts.ids import JobId
 from scheduler.model import JobSpec
 from scheduler.rollmux.control.control import PhaseControl
-from scheduler.rollmux.control.nodes_file import read_submissions
+from scheduler.rollmux.control.nodes_file import read_specs
 from scheduler.rollmux.control.wire import (
     Placed,
 )
@@ -82,4 +82,4 @@ def test_a_jobs_file_opts_in(tmp_path: Path) -> None:
     jobs = tmp_path / "jobs.yaml"
     one = "host_gb: 1, slo: 2, rollout: {max_s: 10}, training: {max_s: 5}"
     jobs.write_text(f"jobs:\n- {{id: a, {one}, harvesting: true}}\n- {{id: b, {one}}}\n")
-    assert [each.harvesting for each in read_submissions(jobs)] == [True, False]
+    assert [each.harvesting for each in read_specs(jobs)] == [True, False]

@@ -13,14 +13,14 @@ from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
     Submit,
 )
-from scheduler.rollmux.control.control_state import PermitState
+from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,
     Ended,
     Granted,
-    Orders,
+    PermitState,
     Placed,
     Waiting,
 )
@@ -295,7 +295,7 @@ def hears_where_it_is(control: Control, job: str, kind: PhaseKind) -> None:
     refused = control.enter(job, kind)
     assert isinstance(refused, CallRefused)
     assert refused.unknown
-    (placed,) = control.submit(control.service.cluster.placements[JobId(job)].submission)
+    (placed,) = control.submit(control.service.cluster.placements[JobId(job)].spec)
     assert (placed.rollout_nodes, placed.training_nodes) == control.at(job)
 
 
@@ -315,7 +315,7 @@ def test_a_failed_node_is_replaced_and_only_phases_on_it_end() -> None:
     assert isinstance(control.service.call(beat), Ended)
     a = control.service.policy.permit(JobId("a"))
     assert a is not None
-    assert isinstance(control.service.call(Beat(job=JobId("a"), epoch=a.epoch)), Orders)
+    assert isinstance(control.service.call(Beat(job=JobId("a"), epoch=a.epoch)), PermitState)
     control.leave("a")
     hears_where_it_is(control, "a", TRAINING)
     assert control.runs("a", TRAINING) == names("t1")
@@ -407,7 +407,7 @@ def test_a_state_file_is_of_a_control_that_plans_or_of_one_that_does_not(tmp_pat
         PhaseService(PERMITS, control.clock, state=tmp_path / "plans.sqlite")
     service = PhaseService(PERMITS, control.clock, state=tmp_path / "by-hand.sqlite")
     service.register(Register(terms=terms("a")))
-    assert isinstance(service.call(Submit(submission=submission("b"))), CallRefused)
+    assert isinstance(service.call(Submit(spec=submission("b"))), CallRefused)
     service.close()
     with pytest.raises(ConfigError, match="by hand"):
         Control(state=tmp_path / "by-hand.sqlite")
@@ -424,7 +424,7 @@ def test_a_decision_that_is_not_on_disk_gets_no_reply(tmp_path: Path, monkeypatc
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(PermitState, "keep", refuse)
+        patch.setattr(ControlState, "keep", refuse)
         for _ in range(2):
             with pytest.raises(Exhausted):
                 control.leave("a")

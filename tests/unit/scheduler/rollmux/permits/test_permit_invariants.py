@@ -203,7 +203,7 @@ def test_no_job_is_passed_more_than_once_by_another_job(
 def _asks(policy: PermitPolicy, job: JobId) -> bool:
     permit = policy.permit(job)
     assert permit is not None
-    return permit.stage is PermitStage.WAITING and permit.heard_s is not None
+    return permit.stage is PermitStage.WAITING and permit.last_call_s is not None
 
 
 def _awaits(policy: PermitPolicy, job: JobId) -> tuple[NodeId, ...]:

@@ -11,7 +11,7 @@ from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
-from scheduler.rollmux.control.nodes_file import read_submissions
+from scheduler.rollmux.control.nodes_file import read_specs
 from scheduler.rollmux.permits.job_permit import JobPermit
 from scheduler.rollmux.plan.drafting import draft
 from scheduler.rollmux.plan.jobs_file import PlanSettings, read_jobs
@@ -73,7 +73,7 @@ def _controlled(path: Path, settings: PlanSettings) -> Grouped:
     free = replace(config.planner, prices=FREE_MOVES, recheck_s=0.0)
     planner = GroupPlanner(config.judge, config.types, free)
     policy = ClusterPolicy(config, NoPermits(), planner)
-    for submission in read_submissions(path):
+    for submission in read_specs(path):
         policy.submit(submission, now=0.0)
     for _ in range(REVIEWS):
         policy.review(now=0.0)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from harvester.contracts.ids import JobId
 from scheduler.model import Completion, JobSpec
-from scheduler.rollmux.beliefs.slo import NOBODY_BESIDE, RESERVE_ITERATIONS, SloAccount
+from scheduler.rollmux.beliefs.slo import NEEDS_DEDICATED_NODES, RESERVE_ITERATIONS, SloAccount
 from scheduler.rollmux.beliefs.tail import UNDIVIDED
 from scheduler.rollmux.forecast.forecast import Roster
 from scheduler.rollmux.forecast.judge import Judge
@@ -49,7 +49,7 @@ def test_the_slo_ahead_follows_the_credit_and_is_never_faster_than_alone(
         for each_s in (credit_s, credit_s + more_s)
     )
     assert less <= more
-    assert all(each == NOBODY_BESIDE or each >= 1.0 for each in (less, more))
+    assert all(each == NEEDS_DEDICATED_NODES or each >= 1.0 for each in (less, more))
 
 
 @pytest.mark.parametrize(("slo", "alone"), [(1.001, True), (1.5, False)])
@@ -58,13 +58,13 @@ def test_a_job_with_almost_no_slack_gets_dedicated_nodes_until_it_has_credit(
 ) -> None:
     account = _with_credit(0.0, slo=slo)
     owed = account.slo_ahead(0.0, iteration_s=ITERATION_S)
-    assert (owed == NOBODY_BESIDE) is alone
+    assert (owed == NEEDS_DEDICATED_NODES) is alone
 
 
 def test_work_under_way_is_no_delay() -> None:
     account = _with_credit(400.0, slo=1.001)
     later_s = 300.0
-    assert account.slo_ahead(later_s, iteration_s=ITERATION_S) == NOBODY_BESIDE
+    assert account.slo_ahead(later_s, iteration_s=ITERATION_S) == NEEDS_DEDICATED_NODES
     owed = account.slo_ahead(later_s, iteration_s=ITERATION_S, under_way_s=later_s)
     assert owed >= 1.0
 
@@ -271,5 +271,5 @@ def test_alone_on_its_nodes_a_job_keeps_whatever_it_is_owed() -> None:
     planner = GroupPlanner(Judge(), TYPES, PlannerConfig())
     planner.place_job(TIGHT, now=0.0)
     (group,) = planner.table.groups.values()
-    occupants = planner.packer.occupants(group, slo_of=lambda _: NOBODY_BESIDE)
+    occupants = planner.packer.occupants(group, slo_of=lambda _: NEEDS_DEDICATED_NODES)
     assert planner.packer.judge.admits(Roster.of(occupants))

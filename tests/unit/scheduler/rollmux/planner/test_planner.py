@@ -171,7 +171,9 @@ def test_groups_stay_disjoint_and_memory_is_never_exceeded(
             groups = planner.table.groups.values()
             assert group_faults(groups, nodes=up, jobs=jobs) == ()
             assert {node for one in groups for node in one.rollout + one.training} == {*up}
-            assert {facts.job.job for facts in planner.facts.values() if facts.moving} == on_the_way
+            assert {
+                facts.spec.job for facts in planner.facts.values() if facts.moving
+            } == on_the_way
     assert planner.table.groups == {}
     assert not up
 

@@ -17,7 +17,7 @@ TYPES = {
     Pool.ROLLOUT: NodeType(type="r", accelerators=8, price_per_hour=3.0, host_bytes=100),
     Pool.TRAINING: NodeType(type="t", accelerators=8, price_per_hour=8.0, host_bytes=100),
 }
-guests = st.lists(
+candidates = st.lists(
     st.builds(
         SearchedJob,
         version=st.just(0),
@@ -52,7 +52,7 @@ def _fewest(found: list[SearchedJob], pool: Pool) -> int:
 
 
 @settings(max_examples=30, deadline=None)
-@given(guests)
+@given(candidates)
 def test_finds_the_price_of_the_search_over_everything(found: list[SearchedJob]) -> None:
     """Without SLOs the pools do not meet: the fewest nodes of each are the cheapest."""
     price, hostings = CheapestHosting(TYPES).search(found, lambda _: True)

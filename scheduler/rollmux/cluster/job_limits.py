@@ -1,4 +1,4 @@
-"""Limits of a job's declaration to a planning control, and the permit terms of its placement."""
+"""Limits of a job's declaration, to a control and in a file, and the terms of its placement."""
 
 from itertools import pairwise
 from typing import Final
@@ -8,8 +8,9 @@ from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.beliefs.tail import best_tail, tail_accelerators
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms, leased_tail
 
-NODES_MAX: Final = 8
-"""Nodes of one pool per job; the limit of `rosemux plan` too."""
+GB: Final = 10**9
+JOB_NODES_MAX: Final = 8
+"""Nodes of one pool per job."""
 SECONDS_MAX: Final = 1e7
 BYTES_MAX: Final = 10**15
 SLO_MAX: Final = 100.0
@@ -64,7 +65,7 @@ def _phase_terms(
     )
 
 
-def submission_fault(given: JobSpec) -> str:
+def spec_fault(given: JobSpec) -> str:
     """Why no placement can be given so, in words; empty if one can. NaN is within no bounds."""
     if tuple(one.kind for one in given.phases) not in (KINDS, (*KINDS, PhaseKind.SYNC)):
         return "a planned job has a rollout and a training phase, then a sync or none"
@@ -85,8 +86,8 @@ def submission_fault(given: JobSpec) -> str:
             if one.nodes != 0:
                 return f"{one.kind}: holds no node, nodes is 0"
             continue
-        if not 1 <= one.nodes <= NODES_MAX:
-            return f"{one.kind}: nodes is 1 to {NODES_MAX}"
+        if not 1 <= one.nodes <= JOB_NODES_MAX:
+            return f"{one.kind}: nodes is 1 to {JOB_NODES_MAX}"
     return ""
 
 

@@ -7,7 +7,7 @@ from harvester.contracts.ids import Epoch
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
-from scheduler.rollmux.cluster.submission import permit_terms, submission_fault
+from scheduler.rollmux.cluster.job_limits import permit_terms, spec_fault
 from scheduler.rollmux.permits.events import EndPermit, PermitEndReason
 from tests.unit.scheduler.rollmux.cluster.submissions import ROLLOUT, TRAINING, cluster, submission
 from tests.unit.scheduler.rollmux.plan.test_plan_and_control import NoPermits
@@ -36,8 +36,8 @@ SYNCED = _declared(ROLLOUT, TRAINING, SYNC)
     ],
 )
 def test_a_sync_follows_the_training_and_holds_no_node(given: JobSpec, said: str) -> None:
-    assert said in submission_fault(given)
-    assert bool(said) == bool(submission_fault(given))
+    assert said in spec_fault(given)
+    assert bool(said) == bool(spec_fault(given))
 
 
 def test_a_sync_s_permit_names_no_node() -> None:
@@ -57,8 +57,8 @@ def _with_curve(*points: tuple[float, float], divisible: bool = True) -> JobSpec
     "points", [((0.5, 0.8), (0.4, 0.9)), ((0.5, 1.1),), ((0.5, float("nan")),)]
 )
 def test_a_curve_rises_between_nothing_and_all(points: tuple[tuple[float, float], ...]) -> None:
-    assert submission_fault(_with_curve((0.5, 0.8))) == ""
-    assert "curve" in submission_fault(_with_curve(*points))
+    assert spec_fault(_with_curve((0.5, 0.8))) == ""
+    assert "curve" in spec_fault(_with_curve(*points))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +123,10 @@ def test_a_restart_between_training_and_sync_goes_on_there() -> None:
     assert after.account.solo_s == 0.0
 
 
-def test_a_record_that_kept_residency_with_the_job_s_stay_is_read_as_its_place() -> None:
+def test_a_restart_knows_the_nodes_whose_memory_has_a_job_s_state() -> None:
     policy = _policy()
-    record = snapshot(policy)
-    for one in record["jobs"]:
-        one["stay"]["held"] = list(one.pop("held"))
     again = ClusterPolicy(policy.config, NoPermits())
-    restore(again, msgspec.convert(record, ClusterRecord))
+    restore(again, msgspec.convert(snapshot(policy), ClusterRecord))
     assert again.residency.nodes_of(SYNCED.job) == policy.residency.nodes_of(SYNCED.job) != ()
 
 
