@@ -28,7 +28,7 @@ class GatewayReport(GatewayStatus, frozen=True):
         else:
             yield "Another tenant's job is active" if self.active_job == "" else "No job is active"
         held = f", {self.held_turns} for a version or numerics" if self.held_turns else ""
-        yield f"Turns: {self.open_turns} on engines, {self.queued_turns} wait for a place{held}"
+        yield f"Turns: {self.placed_turns} on engines, {self.queued_turns} wait for a place{held}"
 
     def tables(self) -> Iterator[Table]:
         """Those that have rows."""
@@ -41,7 +41,7 @@ class GatewayReport(GatewayStatus, frozen=True):
         counts = _table("job", *_COUNTS, "tokens", "of guests")
         for name, job in self.jobs.items():
             state = "active" if name == self.active_job else "not active"
-            uses = {"dedicated": job.dedicated, "leases": job.harvesting}
+            uses = {"dedicated": job.may_use_dedicated, "leases": job.may_lease}
             may_use = ", ".join(what for what, may in uses.items() if may)
             state += ", paused" if job.paused else ""
             add_row(jobs, name, state, job.version, job.store, may_use)

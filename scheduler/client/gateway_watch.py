@@ -186,7 +186,7 @@ class GatewayWatch:
     def _learn(self, status: GatewayStatus) -> None:
         self.learned, self.fault = True, ""
         job = status.jobs.get(self._job, GatewayJob())
-        mine = job.dedicated and status.active_job in (None, self._job)
+        mine = job.may_use_dedicated and status.active_job in (None, self._job)
         self.store, self.version = job.store, job.version
         self.engines = {
             name: engine

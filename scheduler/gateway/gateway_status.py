@@ -34,7 +34,7 @@ def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> Ga
         settled=policy.settled,
         queued_turns=sum(map(routing.queued_turns_of, jobs)),
         held_turns=sum(map(routing.held_turns_of, jobs)),
-        open_turns=sum(map(routing.open_turns_of, jobs)),
+        placed_turns=sum(map(routing.open_turns_of, jobs)),
         dispatched=dict(scheduler.dispatcher.dispatched) if sees_all else {},
         engines={
             engine: _engine(scheduler, member)
@@ -105,12 +105,12 @@ def _job(scheduler: Scheduler, job: JobId) -> GatewayJob:
     return GatewayJob(
         version=published.version if published else WeightVersion(0),
         store=published.store if published else "",
-        harvesting=scheduler.harvesting(job),
+        may_lease=scheduler.harvesting(job),
         paused=scheduler.is_paused(job),
-        dedicated=scheduler.fleet.may_use_dedicated(job),
+        may_use_dedicated=scheduler.fleet.may_use_dedicated(job),
         tokens=tokens,
         turns=asdict(ledger.counters),
-        turns_in_ledger=len(ledger),
+        open_turns=len(ledger),
     )
 
 

@@ -31,12 +31,12 @@ class GatewayEngine(msgspec.Struct, frozen=True, kw_only=True):
 class GatewayJob(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion = WeightVersion(0)
     store: str = ""
-    harvesting: bool = False
+    may_lease: bool = False
     paused: bool = False
-    dedicated: bool = True
+    may_use_dedicated: bool = True
     tokens: dict[str, int] = {}
     turns: dict[str, int] = {}
-    turns_in_ledger: int = 0
+    open_turns: int = 0
 
 
 class GatewayLease(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +67,7 @@ class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
     settled: bool = False
     queued_turns: int = 0
     held_turns: int = 0
-    open_turns: int = 0
+    placed_turns: int = 0
     dispatched: dict[str, int] = {}
     engines: dict[EngineId, GatewayEngine]
     jobs: dict[JobId, GatewayJob]
