@@ -19,7 +19,12 @@ from harvester.contracts.errors import (
     reason_of,
 )
 from harvester.contracts.ids import Epoch, WeightVersion
-from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
+from harvester.contracts.wire.engines import (
+    ENGINE_HEADER,
+    WEIGHTS_FEATURE,
+    EngineDescription,
+    WorkerMethod,
+)
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
 from harvester.platform.http_kit import message_of
@@ -265,7 +270,7 @@ class EngineClient:
 
         An engine that cannot, or not in time, prepares it within the switch.
         """
-        call = {"method": "rosemux_stage", "kwargs": {"store": store, "version": version}}
+        call = {"method": WorkerMethod.STAGE, "kwargs": {"store": store, "version": version}}
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
