@@ -59,12 +59,9 @@ class GatewayReport(GatewayStatus, frozen=True):
     def faults(self) -> Iterator[str]:
         yield from (f"Engine {name}: {e.fault}" for name, e in self.engines.items() if e.fault)
         for name, job in self.jobs.items():
-            bad = (f"{job.turns[what]} {what}" for what in _BAD_ENDS if job.turns.get(what))
-            if ends := ", ".join(bad):
+            if ends := ", ".join(f"{n} {what}" for what in _BAD_ENDS if (n := job.turns.get(what))):
                 yield f"Turns of job {name}: {ends}"
-        for stop in self.stops:
-            yield f"Stopped, {stop.tenant or 'all tenants'}: {stop.text}"
-        for agent, fault in self.silent_agents.items():
-            yield f"Agent {agent} is not used: {fault}"
+        yield from (f"Stopped, {stop.tenant or 'all tenants'}: {stop.text}" for stop in self.stops)
+        yield from (f"Agent {name} is not used: {why}" for name, why in self.silent_agents.items())
         if self.unrecorded:
             yield f"Not recorded, see the gateway's log: {', '.join(self.unrecorded)}"

@@ -1,7 +1,6 @@
 """A gateway's status: `GET /v1/status -> GatewayStatus`.
 
-docs/protocol.md has every field's meaning. Readers ignore unknown fields; those with a default may
-be missing, for a gateway may be older or newer than its reader.
+docs/protocol.md explains the fields. A gateway of another version may lack those with a default.
 """
 
 import msgspec
