@@ -25,8 +25,8 @@ _DECODER = msgspec.json.Decoder(GatewayStatus)
 
 
 class GatewaySilence:
-    """Silent once no probe has been answered for `limit_s`, until the next sign of life. Reads no
-    clock."""
+    """The gateway is silent once it has answered no probe for `limit_s`, until its next sign of
+    life. Reads no clock."""
 
     def __init__(self, limit_s: float, *, now: float) -> None:
         self._limit_s = limit_s
@@ -34,15 +34,15 @@ class GatewaySilence:
         self.silent = False
 
     def begin(self, *, now: float) -> None:
-        """Probing begins after a rest: its time was not the gateway's."""
+        """Probing begins; the pause before it counts as no silence."""
         self.answered_at_s = now
 
     def hear(self, *, now: float) -> None:
         self.answered_at_s, self.silent = now, False
 
     def miss(self, *, began_s: float, now: float) -> None:
-        """A probe that began at `began_s` had no answer. One that took far longer than its own
-        timeout says that this process stood still, not the gateway."""
+        """A probe that began at `began_s` had no answer. A probe that took far longer than its own
+        timeout shows that this process stood still, not the gateway."""
         if now - began_s > 2 * self._limit_s:
             self.answered_at_s = now
         elif now - self.answered_at_s >= self._limit_s:
@@ -50,8 +50,8 @@ class GatewaySilence:
 
 
 class GatewayWatch:
-    """`engines`, `store` and `version` are as of the gateway's last status; no engine where the
-    job's turns may not run on dedicated ones. Before the first one `engines` are as given."""
+    """`engines`, `store` and `version` are those of the gateway's last status; `engines` is empty
+    where the job's turns may not run on dedicated engines, and as given before the first status."""
 
     def __init__(
         self,

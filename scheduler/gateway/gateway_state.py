@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS stores (
 ) STRICT;
 INSERT OR IGNORE INTO stores (store, job) SELECT store, job FROM jobs WHERE store != '';
 """
-"""The last line takes up a file of before there were owners of stores."""
+"""The last line fills `stores` of a file that an older gateway wrote without it."""
 
 
 class StoredJob(JobVersion, frozen=True, kw_only=True):

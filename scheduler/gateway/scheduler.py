@@ -44,7 +44,7 @@ from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import (
     VersionsConfig,
 )
-from scheduler.gateway.renderer import Renderer, RenderPlace
+from scheduler.gateway.renderer import RenderEndpoint, Renderer
 from scheduler.gateway.samples import TurnRefused
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner
@@ -166,7 +166,7 @@ class Scheduler:
             tenant_of=lambda job: TenantId(self.jobs[job].tenant),
         )
 
-    def _renderer_peers(self) -> list[RenderPlace]:
+    def _renderer_peers(self) -> list[RenderEndpoint]:
         """The configured renderers; without any, the dedicated engines that are up, those with the
         longest context first. Raises Exhausted without any of both."""
         members = self.fleet.members.values()
@@ -177,8 +177,8 @@ class Scheduler:
             )
         longest = max((each.context_tokens for each in engines), default=0)
         engines.sort(key=lambda each: -each.context_tokens)
-        return [RenderPlace(each) for each in self._renderers] or [
-            RenderPlace(
+        return [RenderEndpoint(each) for each in self._renderers] or [
+            RenderEndpoint(
                 each.client.connections,
                 short_tokens=each.context_tokens if each.context_tokens < longest else 0,
             )

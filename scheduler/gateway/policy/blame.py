@@ -128,7 +128,7 @@ class BlamePolicy:
         """Time of the latest death, proven or not."""
         self._deaths: deque[_Death] = deque(maxlen=_DEATHS)
         self._doubted: dict[EngineId, _Death] = {}
-        """Engines that went silent: what would be a death."""
+        """Possible deaths of silent engines, until each is proved or disproved."""
         self._suspects: OrderedDict[str, _Suspect] = OrderedDict()
         self._quarantined: OrderedDict[str, _Quarantined] = OrderedDict()
 
