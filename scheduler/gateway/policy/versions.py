@@ -166,7 +166,7 @@ class VersionPolicy:
             for engine, at in sorted(self._engines.items())
         }
 
-    def refusal(self, event: VersionPublished | JobActivated) -> str:
+    def refusal(self, event: JobVersion | JobActivated) -> str:
         """Why the event would be refused now; "" if it would not."""
         before = self._published.get(event.job)
         if isinstance(event, JobActivated):
