@@ -37,7 +37,7 @@ credentials csv cursor curve cut dated deadline deaths decided decision declared
 deployment derived description device dialect difference digests directory dispatch disruptions
 distribution document doubling draft drift driver drop durable duration effect elapsed emptied
 encoded end endings endpoint engaged enqueue enter entry environment estimate evacuation event
-evictions
+evictions method
 evidence exchange execution executor exhausted expected experiments explanation exposition facts
 failed fallback fault field file finish first fleet force foreign forget free full gaps gateway
 generate gloo gpu greedy guard harm harvest hash head health history hold holders horizon host hour
@@ -45,8 +45,7 @@ http id identity idle ids impact in index info init intake isolation joined jour
 keeper kept kernels key kill kind kit known kv kvcached label lanes large last latency latest launch
 law layers layout lazy least leave ledger left lent lift limit linear list listener load location
 lock log logger logprob longest loop lora lost mailbox make manifest map mapped match max measured
-median member memory message met meta method metrics middleware miss mode model moment monotonic
-movable
+median member memory message met meta metrics middleware miss mode model moment monotonic movable
 mps mux name narrow needed not object objective observed obstacles occupant offer on only openapi
 operation operator options order other outage outcome output over overruns overwrite own owners pace
 packer page parallel params parent part passed paths pause payload peer pending per percentile
