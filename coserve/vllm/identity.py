@@ -22,6 +22,7 @@ from harvester.contracts.wire.engines import (
     WEIGHTS_FEATURE,
     EngineDescription,
     EngineReport,
+    WorkerMethod,
 )
 
 _HEADER = ENGINE_HEADER.lower().encode()
@@ -42,8 +43,6 @@ _WEIGHT_CALLS = frozenset(
     )
 )
 """Last parts of the paths of vLLM's routes after which the weights may be others."""
-_READING_METHODS = ("rosemux_weights", "rosemux_stage")
-"""Worker methods of `/collective_rpc` that leave the weights in force as they are."""
 _MOST_BODY_BYTES = 64 << 10
 
 
@@ -158,8 +157,9 @@ async def _read(receive: Receive) -> tuple[bytes, Receive]:
 
 
 def _reads_only(body: bytes) -> bool:
+    """Our worker methods leave the weights in force as they are."""
     try:
-        return json.loads(body)["method"] in _READING_METHODS
+        return json.loads(body)["method"] in tuple(WorkerMethod)
     except (ValueError, TypeError, KeyError):
         return False
 

@@ -1,12 +1,12 @@
 """A gateway's status as tables: its engines, jobs, leases and slots, and what waits."""
 
 from collections.abc import Iterator
+from functools import partial
 
-import msgspec
 from rich.table import Table
 
 from harvester.cli.row_table import add_row, row_table
-from harvester.contracts.wire.stops import Stop
+from harvester.contracts.wire.gateway_status import GatewayStatus
 
 _NAMES = ("engine", "url", "job", "store", "lease", "agent", "slot")
 """Columns of names, which are as long as their owner likes."""
@@ -14,59 +14,10 @@ _COUNTS = ("started", "completed", "aborted", "migrated", "retried")
 _BAD_ENDS = ("refused", "lost", "failed", "duplicated", "undelivered")
 """Counts of turns that are 0 where nothing is wrong."""
 _NUMBERS = (*_COUNTS, "tokens", "of guests", "version", "turns", "ends in", "idle")
+_table = partial(row_table, names=_NAMES, numbers=_NUMBERS)
 
 
-class _Engine(msgspec.Struct, frozen=True):
-    kind: str
-    url: str
-    up: bool
-    state: str | None
-    version: int | None
-    concurrency: int
-    open_turns: int
-    fault: str
-
-
-class _Job(msgspec.Struct, frozen=True):
-    version: int
-    store: str
-    harvesting: bool
-    paused: bool
-    dedicated: bool
-    tokens: dict[str, int]
-    turns: dict[str, int]
-
-
-class _Lease(msgspec.Struct, frozen=True):
-    lease: str
-    agent: str
-    job: str
-    left_s: float
-
-
-class _Slot(msgspec.Struct, frozen=True):
-    agent: str
-    state: str
-    idle_ratio: float | None
-
-
-class GatewayReport(msgspec.Struct, frozen=True):
-    """The reply of `/v1/status`, as far as it is shown."""
-
-    active_job: str | None
-    target_version: int | None
-    settled: bool
-    open_turns: int
-    queued_turns: int
-    held_turns: int
-    engines: dict[str, _Engine]
-    jobs: dict[str, _Job]
-    leases: list[_Lease]
-    slots: dict[str, _Slot]
-    stops: list[Stop]
-    silent_agents: dict[str, str]
-    unrecorded: list[str]
-
+class GatewayReport(GatewayStatus, frozen=True):
     def summary(self) -> Iterator[str]:
         if self.active_job:
             served = "no dedicated engine is up"
@@ -77,7 +28,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
         else:
             yield "Another tenant's job is active" if self.active_job == "" else "No job is active"
         held = f", {self.held_turns} for a version or numerics" if self.held_turns else ""
-        yield f"Turns: {self.open_turns} on engines, {self.queued_turns} wait for a place{held}"
+        yield f"Turns: {self.placed_turns} on engines, {self.queued_turns} wait for a place{held}"
 
     def tables(self) -> Iterator[Table]:
         """Those that have rows."""
@@ -90,7 +41,7 @@ class GatewayReport(msgspec.Struct, frozen=True):
         counts = _table("job", *_COUNTS, "tokens", "of guests")
         for name, job in self.jobs.items():
             state = "active" if name == self.active_job else "not active"
-            uses = {"dedicated": job.dedicated, "leases": job.harvesting}
+            uses = {"dedicated": job.may_use_dedicated, "leases": job.may_lease}
             may_use = ", ".join(what for what, may in uses.items() if may)
             state += ", paused" if job.paused else ""
             add_row(jobs, name, state, job.version, job.store, may_use)
@@ -106,20 +57,11 @@ class GatewayReport(msgspec.Struct, frozen=True):
         yield from (each for each in (engines, jobs, counts, leases, slots) if each.rows)
 
     def faults(self) -> Iterator[str]:
-        for name, engine in self.engines.items():
-            if engine.fault:
-                yield f"Engine {name}: {engine.fault}"
+        yield from (f"Engine {name}: {e.fault}" for name, e in self.engines.items() if e.fault)
         for name, job in self.jobs.items():
-            bad = (f"{job.turns[what]} {what}" for what in _BAD_ENDS if job.turns.get(what))
-            if ends := ", ".join(bad):
+            if ends := ", ".join(f"{n} {what}" for what in _BAD_ENDS if (n := job.turns.get(what))):
                 yield f"Turns of job {name}: {ends}"
-        for stop in self.stops:
-            yield f"Stopped, {stop.tenant or 'all tenants'}: {stop.text}"
-        for agent, fault in self.silent_agents.items():
-            yield f"Agent {agent} is not used: {fault}"
+        yield from (f"Stopped, {stop.tenant or 'all tenants'}: {stop.text}" for stop in self.stops)
+        yield from (f"Agent {name} is not used: {why}" for name, why in self.silent_agents.items())
         if self.unrecorded:
             yield f"Not recorded, see the gateway's log: {', '.join(self.unrecorded)}"
-
-
-def _table(*columns: str) -> Table:
-    return row_table(*columns, names=_NAMES, numbers=_NUMBERS)

@@ -7,12 +7,12 @@ loopback. Pure.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
-from harvester.contracts.wire.engines import ENGINE_HEADER, ENGINE_ROUTE
+from harvester.contracts.wire.engines import ENGINE_HEADER, ENGINE_ROUTE, WorkerMethod
 from harvester.contracts.wire.leases import EPOCH_HEADER
 
 
@@ -93,11 +93,11 @@ def route_for(
 
 
 class _WorkerCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    method: Literal["rosemux_weights", "rosemux_stage"]
+    method: WorkerMethod
     kwargs: dict[str, Any] = {}
 
 
-_READING: Final = _WorkerCall("rosemux_weights")
+_READING: Final = _WorkerCall(WorkerMethod.WEIGHTS)
 
 
 def worker_call(body: bytes, *, role: CallerRole) -> bytes | Refused:

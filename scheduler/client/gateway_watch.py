@@ -12,6 +12,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
+from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayJob, GatewayStatus
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
 from scheduler.model import EngineKind
@@ -20,34 +21,12 @@ _log = logging.getLogger(__name__)
 _STATUS_BYTES = 16 << 20
 _LEARN_S = 5.0
 """The gateway's engines change rarely, and only a gateway that answers can name them."""
-
-
-class ListedEngine(msgspec.Struct, frozen=True):
-    """An engine as the gateway's status lists it."""
-
-    kind: EngineKind
-    url: str = ""
-    numerics: str = ""
-
-
-class _Job(msgspec.Struct, frozen=True):
-    version: WeightVersion = WeightVersion(0)
-    store: str = ""
-    dedicated: bool = True
-
-
-class _Status(msgspec.Struct, frozen=True):
-    engines: dict[EngineId, ListedEngine]
-    jobs: dict[JobId, _Job]
-    active_job: JobId | None = None
-
-
-_DECODER = msgspec.json.Decoder(_Status)
+_DECODER = msgspec.json.Decoder(GatewayStatus)
 
 
 class GatewaySilence:
-    """Silent once no probe has been answered for `limit_s`, until the next sign of life. Reads no
-    clock."""
+    """The gateway is silent once it has answered no probe for `limit_s`, until its next sign of
+    life. Reads no clock."""
 
     def __init__(self, limit_s: float, *, now: float) -> None:
         self._limit_s = limit_s
@@ -55,15 +34,15 @@ class GatewaySilence:
         self.silent = False
 
     def begin(self, *, now: float) -> None:
-        """Probing begins after a rest: its time was not the gateway's."""
+        """Probing begins; the pause before it counts as no silence."""
         self.answered_at_s = now
 
     def hear(self, *, now: float) -> None:
         self.answered_at_s, self.silent = now, False
 
     def miss(self, *, began_s: float, now: float) -> None:
-        """A probe that began at `began_s` had no answer. One that took far longer than its own
-        timeout says that this process stood still, not the gateway."""
+        """A probe that began at `began_s` had no answer. A probe that took far longer than its own
+        timeout shows that this process stood still, not the gateway."""
         if now - began_s > 2 * self._limit_s:
             self.answered_at_s = now
         elif now - self.answered_at_s >= self._limit_s:
@@ -71,8 +50,8 @@ class GatewaySilence:
 
 
 class GatewayWatch:
-    """`engines`, `store` and `version` are as of the gateway's last status; no engine where the
-    job's turns may not run on dedicated ones. Before the first one `engines` are as given."""
+    """`engines`, `store` and `version` are those of the gateway's last status; `engines` is empty
+    where the job's turns may not run on dedicated engines, and as given before the first status."""
 
     def __init__(
         self,
@@ -95,7 +74,8 @@ class GatewayWatch:
         self._task: asyncio.Task[None] | None = None
         self._cuts: set[asyncio.Timeout] = set()
         self.engines = {
-            EngineId(name): ListedEngine(EngineKind.DEDICATED, url) for name, url in engines.items()
+            EngineId(name): GatewayEngine(kind=EngineKind.DEDICATED, url=url)
+            for name, url in engines.items()
         }
         self.learned = False
         """Whether the gateway has named the job's engines, and the weights that they hold."""
@@ -203,13 +183,13 @@ class GatewayWatch:
             _log.warning(line, self._gateway().url, self.unanswered_s)
         self._warned = True
 
-    def _learn(self, status: _Status) -> None:
+    def _learn(self, status: GatewayStatus) -> None:
         self.learned, self.fault = True, ""
-        job = status.jobs.get(self._job, _Job())
-        mine = job.dedicated and status.active_job in (None, self._job)
+        job = status.jobs.get(self._job, GatewayJob())
+        mine = job.may_use_dedicated and status.active_job in (None, self._job)
         self.store, self.version = job.store, job.version
         self.engines = {
             name: engine
             for name, engine in sorted(status.engines.items())
-            if mine and engine.kind is EngineKind.DEDICATED
+            if mine and engine.kind == EngineKind.DEDICATED
         }

@@ -56,7 +56,9 @@ class ClusterStops:
         PeerProtocolError for a slot's, and Exhausted for an end that cannot be recorded."""
         request.check()
         if request.slot:
-            raise PeerProtocolError("slot: order it from the slot's agent, this is the cluster")
+            raise PeerProtocolError(
+                "slot: send the order to the slot's agent; a gateway orders all agents"
+            )
         before = self._stops.get(request.tenant)
         lifts = request.order is StopOrder.NONE
         if lifts or before is None or before.order.strength < request.order.strength:

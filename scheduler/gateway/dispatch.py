@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from harvester.contracts.clock import Clock
 from harvester.contracts.ids import EngineId, JobId
 from harvester.contracts.wire.rollouts import GenerateRequest
-from scheduler.gateway.policy.course import PlaceWait
+from scheduler.gateway.policy.course import EngineWait
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -86,7 +86,7 @@ class Dispatcher:
         turn: Turn,
         *,
         resumed: bool,
-        wait: PlaceWait,
+        wait: EngineWait,
         suspect: str = "",
         avoid: tuple[EngineId, ...] = (),
         unfit: Collection[EngineId] = (),
@@ -132,7 +132,7 @@ class Dispatcher:
         self,
         arrived: TurnArrived,
         waiting: "asyncio.Future[DispatchTurn | RefuseTurn]",
-        wait: PlaceWait,
+        wait: EngineWait,
         unfit: Collection[EngineId],
         until_s: float,
     ) -> DispatchTurn | RefuseTurn | None:

@@ -19,7 +19,12 @@ from harvester.contracts.errors import (
     reason_of,
 )
 from harvester.contracts.ids import Epoch, WeightVersion
-from harvester.contracts.wire.engines import ENGINE_HEADER, WEIGHTS_FEATURE, EngineDescription
+from harvester.contracts.wire.engines import (
+    ENGINE_HEADER,
+    WEIGHTS_FEATURE,
+    EngineDescription,
+    WorkerMethod,
+)
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
 from harvester.platform.http_kit import message_of
@@ -124,8 +129,8 @@ class EngineClient:
     ) -> AsyncGenerator[EngineChoice, None]:
         """Choices as they come. Leaving the iterator closes the connection: the engine aborts.
 
-        `ended`: trajectories whose prefixes the engine need not keep. `wait_s`: the next choices
-        may come so late, in s, to be more at once; the reply's end comes at once. A cancelled
+        `ended`: trajectories whose prefixes the engine need not keep. `wait_s`: longest delay of
+        choices that are collected into one, in s; the reply's end is never delayed. A cancelled
         iterator first gives what the engine has sent. The last choice has a finish reason or is
         the stream's end.
 
@@ -243,7 +248,7 @@ class EngineClient:
         try:
             report, _ = await self._identity_client.report()
         except _BROKEN as error:
-            raise EngineLost(f"what the engine is: {reason_of(error)}") from error
+            raise EngineLost(f"cannot read the engine's identity: {reason_of(error)}") from error
         return report.description
 
     async def changed(self, *, frugal: bool = False) -> Change:
@@ -265,7 +270,7 @@ class EngineClient:
 
         An engine that cannot, or not in time, prepares it within the switch.
         """
-        call = {"method": "rosemux_stage", "kwargs": {"store": store, "version": version}}
+        call = {"method": WorkerMethod.STAGE, "kwargs": {"store": store, "version": version}}
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
@@ -326,7 +331,7 @@ class EngineClient:
         try:
             description, held = await self._identified(updated=True)
         except _BROKEN as error:
-            raise EngineLost(f"what the engine holds: {reason_of(error)}") from error
+            raise EngineLost(f"cannot read the engine's weights: {reason_of(error)}") from error
         if len({(worker.store, worker.version) for worker in held}) != 1:
             raise EngineLost("its workers do not report the same weights")
         return description, held[0]
@@ -351,7 +356,7 @@ class EngineClient:
         may have been given weights."""
         before, stamped = await self._identity_client.report()
         if updated and not before.identity:
-            raise EngineLost(f"it has no identity: start it with {' '.join(IDENTITY_FLAG)}")
+            raise EngineLost(f"the engine has no identity: start it with {' '.join(IDENTITY_FLAG)}")
         # A stock engine that has been given no weights may have no such call.
         answers = updated or WEIGHTS_FEATURE in before.description.features
         held = await self._identity_client.held() if answers else (HeldWeights(),)
@@ -368,8 +373,8 @@ class EngineClient:
         if not given:
             return
         if self._stamped:
-            untold = "" if reply.status == 200 else given
-            answering = reply.headers.get(ENGINE_HEADER.lower(), untold)
+            without_header = "" if reply.status == 200 else given
+            answering = reply.headers.get(ENGINE_HEADER.lower(), without_header)
         else:
             answering = await self._identity_client.start_time() if reply.status == 200 else given
         if answering != given:

@@ -35,8 +35,8 @@ class Member:
     description: EngineDescription | None = None
     """The engine's last description; None before the first."""
     clashes: bool = False
-    """Whether engines that serve disagreed with its description: what it tells counts for no
-    request, until it serves. An engine that is only down still counts."""
+    """Whether serving engines disagreed with its description, which then bounds no request until
+    the engine serves. The description of an engine that is only down still does."""
     is_described: bool = False
     """Whether it has been described since it joined."""
     seen_context_tokens: int = 0

@@ -6,7 +6,6 @@ once its agent has renewed it. Budgets have a time of their own, which stands st
 scheduler runs: no clock is compared over a restart.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,6 +20,7 @@ from scheduler.gateway.policy.budget_ledger import (
     ServiceHour,
     SlotAccount,
 )
+from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import Lease
 
 _SCHEMA_VERSION = 1
@@ -48,13 +48,10 @@ CREATE TABLE IF NOT EXISTS stores (
 ) STRICT;
 INSERT OR IGNORE INTO stores (store, job) SELECT store, job FROM jobs WHERE store != '';
 """
-"""The last line takes up a file of before there were owners of stores."""
+"""The last line fills `stores` of a file that an older gateway wrote without it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredJob:
-    store: str = ""
-    version: WeightVersion
+class StoredJob(JobVersion, frozen=True, kw_only=True):
     active: bool = False
     harvesting: bool | None = None
     """None: never switched, the configuration holds."""
@@ -73,6 +70,7 @@ class SchedulerState:
         rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")
         return {
             JobId(job): StoredJob(
+                job=JobId(job),
                 store=store,
                 version=WeightVersion(version),
                 active=bool(active),

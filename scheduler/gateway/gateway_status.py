@@ -1,125 +1,126 @@
 """The scheduler as people and dashboards see it: one JSON object, and the gauges of a scrape."""
 
 from dataclasses import asdict
-from typing import Any
 
-import msgspec
-
-from harvester.contracts.ids import JobId
+from harvester.contracts.ids import JobId, WeightVersion
+from harvester.contracts.wire.gateway_status import (
+    GatewayBudget,
+    GatewayEngine,
+    GatewayJob,
+    GatewayLease,
+    GatewaySlot,
+    GatewayStatus,
+)
+from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.model import EngineKind
 
 
-def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> dict[str, Any]:
+def status(scheduler: Scheduler, *, now: float, tenant: str | None = None) -> GatewayStatus:
     """Engines, jobs, queue, leases and counters; times are seconds from now.
 
     For a `tenant` its own jobs and their leases, and the engines unless they serve another's job,
     whose name is then "".
     """
     policy, routing = scheduler.fleet.policy, scheduler.dispatcher.policy
+    harvest, sees_all = scheduler.harvest, tenant is None
     jobs = [job for job, given in scheduler.jobs.items() if tenant in (None, given.tenant)]
     target = policy.target
     active = target.job if target else None
     if active is not None and active not in jobs:
         active, target = JobId(""), None
-    return {
-        "active_job": active,
-        "target_version": target.version if target else None,
-        "settled": policy.settled,
-        "queued_turns": sum(map(routing.queued_turns_of, jobs)),
-        "held_turns": sum(map(routing.held_turns_of, jobs)),
-        "open_turns": sum(map(routing.open_turns_of, jobs)),
-        "dispatched": dict(scheduler.dispatcher.dispatched) if tenant is None else {},
-        "engines": {
-            engine: {
-                "kind": member.engine.kind,
-                "url": member.engine.url,
-                "up": member.up,
-                "state": policy.state(engine),
-                "version": policy.version(engine),
-                "concurrency": member.engine.concurrency,
-                "open_turns": len(member.running),
-                "s_per_token_alone": routing.s_per_token_alone(engine),
-                "epoch": member.lease.epoch if member.lease else None,
-                "numerics": member.numerics,
-                "identity": member.client.identity,
-                "context_tokens": member.context_tokens,
-                "description": member.description,
-                "fault": member.fault,
-            }
+    return GatewayStatus(
+        active_job=active,
+        target_version=target.version if target else None,
+        settled=policy.settled,
+        queued_turns=sum(map(routing.queued_turns_of, jobs)),
+        held_turns=sum(map(routing.held_turns_of, jobs)),
+        placed_turns=sum(map(routing.open_turns_of, jobs)),
+        dispatched=dict(scheduler.dispatcher.dispatched) if sees_all else {},
+        engines={
+            engine: _engine(scheduler, member)
             for engine, member in sorted(scheduler.fleet.members.items())
             if active != ""
         },
-        "jobs": {
-            job: {
-                "version": published.version if published else 0,
-                "store": published.store if published else "",
-                "harvesting": scheduler.harvesting(job),
-                "paused": scheduler.is_paused(job),
-                "dedicated": scheduler.fleet.may_use_dedicated(job),
-                "tokens": _tokens(scheduler, job),
-                "turns": asdict(ledger.counters),
-                "turns_in_ledger": len(ledger),
-            }
-            for job in sorted(jobs)
-            for ledger, published in ((scheduler.ledgers[job], policy.published(job)),)
-        },
-        "leases": [
-            {
-                "lease": f"{lease.slot}.{lease.epoch}",
-                "slot": lease.slot,
-                "agent": lease.agent,
-                "job": lease.job,
-                "epoch": lease.epoch,
-                "left_s": round(lease.expires_s - now, 3),
-            }
-            for lease in scheduler.harvest.leases.values()
+        jobs={job: _job(scheduler, job) for job in sorted(jobs)},
+        leases=tuple(
+            GatewayLease(
+                lease=f"{lease.slot}.{lease.epoch}",
+                slot=lease.slot,
+                agent=lease.agent,
+                job=lease.job,
+                epoch=lease.epoch,
+                left_s=round(lease.expires_s - now, 3),
+            )
+            for lease in harvest.leases.values()
             if lease.job in jobs
-        ],
-        "slots": {
-            slot: {"agent": agent, "state": offer.state, "idle_ratio": offer.idle_ratio}
-            for slot, (agent, offer) in sorted(scheduler.harvest.offers.items())
-            if tenant is None
+        ),
+        slots={
+            slot: GatewaySlot(agent=agent, state=offer.state, idle_ratio=offer.idle_ratio)
+            for slot, (agent, offer) in sorted(harvest.offers.items())
+            if sees_all
         },
-        "services": {
-            each.service: {
-                "budget_misses": round(each.budget, 3),
-                "spent_misses": round(each.spent, 3),
-                "outstanding_misses": round(each.outstanding, 3),
-                "known_s": round(each.known_s, 3),
-            }
-            for each in scheduler.harvest.budgets.all()
-            if tenant is None
+        services={
+            each.service: GatewayBudget(
+                budget_misses=round(each.budget, 3),
+                spent_misses=round(each.spent, 3),
+                outstanding_misses=round(each.outstanding, 3),
+                known_s=round(each.known_s, 3),
+            )
+            for each in harvest.budgets.all()
+            if sees_all
         },
-        "stops": [
-            msgspec.to_builtins(stop)
-            for stop in scheduler.harvest.stops.stops
-            if tenant is None or stop.tenant in ("", tenant)
-        ],
-        "stop_faults": dict(scheduler.harvest.stops.faults) if tenant is None else {},
-        "silent_agents": dict(scheduler.harvest.silent_agents) if tenant is None else {},
-        "unrecorded": scheduler.unrecorded() if tenant is None else [],
-    }
+        stops=tuple(s for s in harvest.stops.stops if sees_all or s.tenant in ("", tenant)),
+        stop_faults=dict(harvest.stops.faults) if sees_all else {},
+        silent_agents=dict(harvest.silent_agents) if sees_all else {},
+        unrecorded=tuple(scheduler.unrecorded()) if sees_all else (),
+    )
 
 
-def _tokens(scheduler: Scheduler, job: JobId) -> dict[EngineKind, int]:
-    """Generated so far by the kind of engine, by attempts that run as well."""
+def _engine(scheduler: Scheduler, member: Member) -> GatewayEngine:
+    engine, policy = member.engine, scheduler.fleet.policy
+    return GatewayEngine(
+        kind=engine.kind,
+        url=engine.url,
+        up=member.up,
+        state=policy.state(engine.engine),
+        version=policy.version(engine.engine),
+        concurrency=engine.concurrency,
+        open_turns=len(member.running),
+        s_per_token_alone=scheduler.dispatcher.policy.s_per_token_alone(engine.engine),
+        epoch=member.lease.epoch if member.lease else None,
+        numerics=member.numerics,
+        identity=member.client.identity,
+        context_tokens=member.context_tokens,
+        description=member.description,
+        fault=member.fault,
+    )
+
+
+def _job(scheduler: Scheduler, job: JobId) -> GatewayJob:
+    published, ledger = scheduler.fleet.policy.published(job), scheduler.ledgers[job]
     tokens = dict(scheduler.tokens[job])
     for member in scheduler.fleet.members.values():
         running = (each.tokens for each in member.running if each.turn.job == job)
         tokens[member.engine.kind] += sum(running)
-    return tokens
+    return GatewayJob(
+        version=published.version if published else WeightVersion(0),
+        store=published.store if published else "",
+        may_lease=scheduler.harvesting(job),
+        paused=scheduler.is_paused(job),
+        may_use_dedicated=scheduler.fleet.may_use_dedicated(job),
+        tokens=tokens,
+        turns=asdict(ledger.counters),
+        open_turns=len(ledger),
+    )
 
 
 def render_metrics(scheduler: Scheduler) -> bytes:
     """Bring the gauges up to date and render everything."""
     metrics, policy = scheduler.metrics, scheduler.fleet.policy
     routing = scheduler.dispatcher.policy
-    for gauge in (
-        *(metrics.turns_running, metrics.engine_up, metrics.engine_version),
-        metrics.service_budget,
-    ):
+    for gauge in (metrics.turns_running, metrics.engine_up, metrics.engine_version):
         gauge.clear()
+    metrics.service_budget.clear()
     metrics.unrecorded.set(bool(scheduler.unrecorded()))
     missing = scheduler.missing_decisions()
     metrics.journal_missing.inc(missing - metrics.journal_missing_before)

@@ -13,7 +13,12 @@ import aiohttp
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
-from harvester.contracts.wire.engines import ENGINE_ROUTE, EngineDescription, EngineReport
+from harvester.contracts.wire.engines import (
+    ENGINE_ROUTE,
+    EngineDescription,
+    EngineReport,
+    WorkerMethod,
+)
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
 
@@ -107,7 +112,7 @@ class IdentityClient:
 
     async def held(self) -> tuple[HeldWeights, ...]:
         """Weights held by each worker."""
-        return await self.of_workers({"method": "rosemux_weights"}, _HELD)
+        return await self.of_workers({"method": WorkerMethod.WEIGHTS}, _HELD)
 
     async def of_workers(
         self, call: dict[str, Any], decoder: msgspec.json.Decoder[WorkerReplies[T]]

@@ -10,7 +10,7 @@ from functools import partial
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
-from harvester.contracts.wire.rollouts import SwitchState
+from harvester.contracts.wire.rollouts import VersionSwitchState
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.store_owners import StoreOwners, StoreRule
@@ -83,7 +83,7 @@ class JobVersions:
 
     async def publish(
         self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
-    ) -> dict[EngineId, SwitchState]:
+    ) -> dict[EngineId, VersionSwitchState]:
         """The engines, unless they serve another tenant's job.
 
         Raises Stale if the job is past it, Exhausted if dedicated engines took too long, or if it
@@ -119,7 +119,7 @@ class JobVersions:
 
     async def activate(
         self, job: JobId, *, check: Callable[[], None] = lambda: None
-    ) -> tuple[WeightVersion, dict[EngineId, SwitchState]]:
+    ) -> tuple[WeightVersion, dict[EngineId, VersionSwitchState]]:
         """Serve this job from now on. Raises Stale while it has published nothing to load,
         Exhausted as `publish` does, and what `check` raises where the engines may not be taken."""
         policy = self._fleet.policy

@@ -6,6 +6,7 @@ A dialect's own body is an object here; its page is the dialect's.
 from collections.abc import Mapping
 from typing import Any
 
+from harvester.contracts.wire.gateway_status import GatewayStatus
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
     GenerateReply,
@@ -210,7 +211,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/stops": Operation(
         "Hold, drain or resume the cluster", StopRequest, ClusterStopReply, refuses=(503,)
     ),
-    "GET /v1/status": Operation("Engines, jobs, queue, leases and counters"),
+    "GET /v1/status": Operation("Engines, jobs, queue, leases and counters", None, GatewayStatus),
     "GET /metrics": Operation("Prometheus text", None, str, (TEXT,)),
     "GET /healthz": Operation("200, or 503 while it shuts down", refuses=(503,)),
     f"GET {PATH}": Operation("This document"),

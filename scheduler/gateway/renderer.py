@@ -57,7 +57,7 @@ _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_tok
 _ENCODER = msgspec.json.Encoder()
 
 Body = dict[str, Any]
-_Places = AbstractAsyncContextManager[None]
+_CallLimit = AbstractAsyncContextManager[None]
 
 
 class RenderRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
@@ -106,7 +106,7 @@ COMPLETION = Dialect(
 )
 
 
-class RenderPlace(NamedTuple):
+class RenderEndpoint(NamedTuple):
     """A process that renders."""
 
     connections: EngineConnections
@@ -123,15 +123,14 @@ class _TooLong(Interrupted):
 
 
 class Renderer:
-    """`peers` gives the places to ask, in order; the next one is asked where one does not
-    answer.
+    """`peers` gives the endpoints in order; a call goes on to the next where one does not answer.
 
     A call whose renderers are away waits for them for `queue_s`. One of the waiting calls looks
     for all of them, so that a renderer that is back is found at once and never stormed. A request
     that is too long for those that are there waits for a longer one.
     """
 
-    def __init__(self, peers: Callable[[], list[RenderPlace]], times: Timeouts) -> None:
+    def __init__(self, peers: Callable[[], list[RenderEndpoint]], times: Timeouts) -> None:
         self._peers = peers
         self._render_s = times.render_s
         self._patience_s = times.queue_s
@@ -141,7 +140,7 @@ class Renderer:
 
     async def render(self, dialect: Dialect, request: Body) -> list[Body]:
         """vLLM's generate requests, one for each prompt. Raises RenderRefused, Exhausted."""
-        rendered = await self.post(f"{dialect.route}/render", request, places=self._renders)
+        rendered = await self.post(f"{dialect.route}/render", request, limit=self._renders)
         return rendered if isinstance(rendered, list) else [rendered]
 
     async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -150,7 +149,7 @@ class Renderer:
 
         async def tokens(text: str) -> list[int]:
             async with own:
-                tokenized = await self.post("/tokenize", {"prompt": text}, places=self._renders)
+                tokenized = await self.post("/tokenize", {"prompt": text}, limit=self._renders)
                 found: list[int] = tokenized["tokens"]
                 return found
 
@@ -190,7 +189,7 @@ class Renderer:
     ) -> Body:
         body = {"prompt_token_ids": prompts, "prompt_tokens": lengths}
         body |= {dialect.response_field: responses, dialect.request_field: request}
-        reply: Body = await self.post(f"{dialect.route}/derender", body, places=self._derenders)
+        reply: Body = await self.post(f"{dialect.route}/derender", body, limit=self._derenders)
         return reply
 
     async def derender_chunk(
@@ -224,7 +223,7 @@ class Renderer:
         logprobs: Body | None = reply["choices"][0]["logprobs"]
         return logprobs and logprobs | {"content": logprobs["content"][len(before) :]}
 
-    async def post(self, path: str, body: Body, *, places: _Places = nullcontext()) -> Any:
+    async def post(self, path: str, body: Body, *, limit: _CallLimit = nullcontext()) -> Any:
         """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
         data, failures, back, fault = _ENCODER.encode(body), 0, -1, ""
         now, too_long = asyncio.get_running_loop().time, False
@@ -236,14 +235,14 @@ class Renderer:
                         try:
                             if not self._away:
                                 patience.reschedule(patience.when() if too_long else None)
-                                return await self._ask(path, data, places)
+                                return await self._ask(path, data, limit)
                             if patience.when() is None:
                                 back = self._returns
                                 patience.reschedule(now() + self._patience_s)
                             async with self._looking:
                                 if self._away:
                                     await asyncio.sleep(_PROBE_S)
-                                    return await self._ask(path, data, places)
+                                    return await self._ask(path, data, limit)
                         except _TooLong as error:
                             fault, too_long, back = str(error), True, self._returns
                             if patience.when() is None:
@@ -254,11 +253,11 @@ class Renderer:
                             fault = self._fault = str(error)
         raise Exhausted(f"text cannot be rendered: {fault or self._fault}")
 
-    async def _ask(self, path: str, data: bytes, places: _Places) -> Any:
+    async def _ask(self, path: str, data: bytes, limit: _CallLimit) -> Any:
         """Asks each renderer once. Raises RenderRefused, Interrupted."""
         fault, away = "no dedicated engine is up and no renderer is configured", True
         too_long = False
-        async with places:
+        async with limit:
             for peer, short_tokens in self._peers():
                 try:
                     async with asyncio.timeout(self._render_s):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from harvester.contracts.ids import EngineId
-from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, Ran
+from scheduler.gateway.policy.blame import CLEARED_TOKENS, BlamePolicy, RequestOnEngine
 from scheduler.gateway.policy.repeated_deaths import RepeatedDeaths
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.running_attempt import RunningAttempt, suspected_as
@@ -82,7 +82,7 @@ class RequestBlame:
                 # The suspect was the prompt; tokens from this engine clear it.
                 self.policy.served(running.trial, engine)
         ran = [
-            Ran(
+            RequestOnEngine(
                 one.request,
                 broke_s - one.began_s,
                 one.tokens,

@@ -146,33 +146,33 @@ class SglangRoutes:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         job = self._job_of(request)
-        asked = _Asked(await json_object(request))
-        ids = asked.input_ids or await self._scheduler.renderer.tokenize(asked.texts)
+        sent = _SGLangRequest(await json_object(request))
+        ids = sent.input_ids or await self._scheduler.renderer.tokenize(sent.texts)
         turns = await turns_of(
-            await in_shares(self._admit(job, asked.generate(each, i)) for i, each in enumerate(ids))
+            await in_shares(self._admit(job, sent.generate(each, i)) for i, each in enumerate(ids))
         )
-        trajectory = trajectory_of(request, asked.name, asked.session)
-        async with follow(self._scheduler, job, trajectory, turns, name=asked.name) as samples:
-            if asked.stream:
-                return await self._stream(request, asked, samples)
+        trajectory = trajectory_of(request, sent.name, sent.session)
+        async with follow(self._scheduler, job, trajectory, turns, name=sent.name) as samples:
+            if sent.stream:
+                return await self._stream(request, sent, samples)
             await samples.results()
             choices = await in_shares(
-                asked.shown(turn.choice()) for turn in filter(None, samples.turns)
+                sent.shown(turn.choice()) for turn in filter(None, samples.turns)
             )
             with samples.rendering():
                 texts = await self._texts(choices, turns)
             share, replies = LoopShare(), []
             for place, (choice, turn, text) in enumerate(zip(choices, turns, texts, strict=True)):
-                reply = _reply(asked, choice, turn, text)
+                reply = _reply(sent, choice, turn, text)
                 if scores := samples.prompt_scores(place - place % (len(turns) // len(ids))):
-                    reply["meta_info"] |= await asked.input_logprobs(turn.token_ids, scores)
+                    reply["meta_info"] |= await sent.input_logprobs(turn.token_ids, scores)
                 # Thousands of them would be encoded at once.
                 replies.append(msgspec.Raw(msgspec.json.encode(reply)))
                 await share.rest()
-            return json_reply(replies if asked.many or len(replies) > 1 else replies[0])
+            return json_reply(replies if sent.many or len(replies) > 1 else replies[0])
 
     async def _stream(
-        self, request: web.Request, asked: "_Asked", samples: Samples
+        self, request: web.Request, sent: "_SGLangRequest", samples: Samples
     ) -> web.StreamResponse:
         """Each event holds the choice so far, as SGLang's do."""
         async with event_stream(request) as send:
@@ -182,7 +182,7 @@ class SglangRoutes:
                 choice = turn.choice()
                 with samples.rendering(chunk.index):
                     (text,) = await self._texts([choice], [turn.request])
-                await send(_reply(asked, choice, turn.request, text) | {"index": chunk.index})
+                await send(_reply(sent, choice, turn.request, text) | {"index": chunk.index})
         return send.response
 
     async def _texts(
@@ -226,7 +226,7 @@ class SglangRoutes:
         return texts
 
 
-class _Asked:
+class _SGLangRequest:
     """A request of SGLang's, checked. Raises PeerProtocolError, naming the field."""
 
     def __init__(self, body: Body) -> None:
@@ -320,7 +320,7 @@ class _Asked:
         return logprobs | ({"input_top_logprobs": top} if self.candidates else {})
 
 
-def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> Body:
+def _reply(sent: _SGLangRequest, choice: Choice, turn: GenerateRequest, text: str) -> Body:
     reason: Body | None = None
     if choice.finish_reason is not None:
         reason = {"type": str(choice.finish_reason)}
@@ -345,16 +345,16 @@ def _reply(asked: _Asked, choice: Choice, turn: GenerateRequest, text: str) -> B
         # The oldest: what filters by staleness must not see less of it than there is.
         meta["weight_version"] = str(start)
         meta |= {"weight_version_start": start, "weight_version_end": end}
-    if asked.top_p_ids and choice.sampling_mask is not None:
+    if sent.top_p_ids and choice.sampling_mask is not None:
         masks = choice.sampling_mask
         meta["top_p_token_ids"] = [token_id for mask in masks for token_id in mask]
         meta["top_p_token_offsets"] = [0, *accumulate(map(len, masks))]
     if choice.weight_versions is not None:
         meta["weight_versions"] = msgspec.to_builtins(choice.weight_versions)
-    if asked.logprobs:
+    if sent.logprobs:
         content = choice.logprobs.content
         meta["output_token_logprobs"] = [[t.logprob, t.token_id, None] for t in content]
-        if asked.candidates:
+        if sent.candidates:
             meta["output_top_logprobs"] = [
                 [[each.logprob, each.token_id, None] for each in token.top_logprobs]
                 for token in content

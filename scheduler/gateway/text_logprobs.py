@@ -44,10 +44,10 @@ async def prompt_logprobs(
         rows = msgspec.json.decode(scores["prompt_logprobs"], type=list[msgspec.Raw])
         scored = await in_shares(map(_PROMPT_LOGPROBS.decode, rows))
     except UNDECODABLE as error:
-        raise Exhausted(f"the engine's scores of the prompt: {error}") from error
+        raise Exhausted(f"cannot read the engine's scores of the prompt: {error}") from error
     pairs = zip(token_ids[1:], scored[1:], strict=False)
     if len(scored) != len(token_ids) or any(one not in (each or ()) for one, each in pairs):
-        raise Exhausted("the engine's scores are of another prompt")
+        raise Exhausted("the engine's scores belong to another prompt")
     return scored
 
 

@@ -78,7 +78,7 @@ class TextRequest:
         check_fields(body, self.dialect.fields)
         check_media(body)
         if self.echoes and (self.stream or not self.dialect.many):
-            raise PeerProtocolError("echo: of completions without stream")
+            raise PeerProtocolError("echo: only for completions without stream")
         if self.stream and body.get("prompt_logprobs") is not None:
             raise PeerProtocolError("prompt_logprobs: without stream, as in vLLM")
         if body.get("best_of") not in (None, body.get("n") or 1):

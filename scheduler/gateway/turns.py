@@ -434,7 +434,8 @@ class TurnRunner:
                     return
 
     def _fits_elsewhere(self, turn: Turn, course: TurnCourse) -> bool:
-        """Whether an engine has room for it by its own word. With tokens it waits for one."""
+        """Whether another engine's reported context holds the turn. A turn with tokens may wait
+        for an engine that is down."""
         tokens, members = context_tokens(turn.request), self._fleet.members
         return any(
             (member.up or turn.token_ids) and tokens <= (member.context_tokens or tokens)
@@ -443,9 +444,9 @@ class TurnRunner:
         )
 
     def _prove_short(self, turn: Turn, course: TurnCourse) -> None:
-        """An engine serves what others refused as too long: their reports were false. Words alone
-        prove nothing, since they may be the request's own, and nor do refusals of what they had
-        served before."""
+        """Bounds the contexts of engines that refused the turn as too long, since another engine
+        serves it. A refusal alone proves nothing: its words may be the request's own. An engine
+        that has held a turn of this length keeps its context."""
         tokens = context_tokens(turn.request)
         for engine in course.too_short & self._fleet.members.keys():
             if (member := self._fleet.members[engine]).held_tokens < tokens:
@@ -458,9 +459,9 @@ class TurnRunner:
 
 
 def _is_too_long(turn: Turn, refused: RequestRefused) -> bool:
-    """Whether the engine's words are of a context, and not the request's own."""
-    said = msgspec.json.encode(msgspec.structs.replace(turn.request, token_ids=())).decode()
-    return names_context(str(refused)) and not names_context(said)
+    """Whether the refusal names a context, in words that are not the request's own."""
+    fields = msgspec.json.encode(msgspec.structs.replace(turn.request, token_ids=())).decode()
+    return names_context(str(refused)) and not names_context(fields)
 
 
 def _check_request(turn: Turn, member: Member) -> None:

@@ -7,7 +7,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
 from scheduler.gateway.engine_client import StageReply
 from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.policy.versions_events import JobVersion, VersionPublished
+from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import EngineKind
 
 STAGE_S = 10.0
@@ -53,8 +53,7 @@ class VersionStaging:
     def _is_next(self, wanted: JobVersion) -> bool:
         """Not where it was overtaken in the meantime, or is loaded already."""
         policy = self._fleet.policy
-        event = VersionPublished(job=wanted.job, store=wanted.store, version=wanted.version)
-        return bool(wanted.version) and wanted != policy.target and not policy.refusal(event)
+        return bool(wanted.version) and wanted != policy.target and not policy.refusal(wanted)
 
     def _staging(self, wanted: JobVersion, kind: EngineKind) -> list[asyncio.Task[StageReply]]:
         return [

@@ -6,8 +6,8 @@ import pytest
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import WeightVersion
+from harvester.contracts.wire.gateway_status import GatewayEngine
 from harvester.contracts.wire.rollouts import VersionPin
-from scheduler.client.gateway_watch import ListedEngine
 from scheduler.client.rollout_client import AsyncRolloutClient
 from scheduler.model import EngineKind
 from tests.integration.fake_engine import FakeEngine
@@ -26,7 +26,7 @@ async def test_an_engine_with_its_first_weights_serves_only_a_job_that_has_publi
     async with AsyncRolloutClient("http://127.0.0.1:1", "job", silence_s=0.1) as client:
         watch = client._watch
         watch._silence.silent = True
-        watch.engines = {"e0": ListedEngine(kind=EngineKind.DEDICATED, url=site.url)}
+        watch.engines = {"e0": GatewayEngine(kind=EngineKind.DEDICATED, url=site.url)}
         watch.learned = True
         watch.version, watch.store = WeightVersion(version), "job.store" if version else ""
         turn = client.generate([4, 5, 6], {"max_tokens": 3}, weight_version=pin)

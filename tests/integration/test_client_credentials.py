@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.wire.gateway_status import GatewayEngine
 from harvester.contracts.wire.rollouts import VersionPin
 from harvester.platform.backoff import RetryLimits
 from harvester.platform.bearer import TokenFile
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
-from scheduler.client.gateway_watch import ListedEngine
 from scheduler.client.rollout_client import AsyncRolloutClient
 from scheduler.model import EngineKind
 from tests.certificates import Authority, token_file
@@ -99,7 +99,7 @@ async def test_a_token_for_data_is_enough_at_engine_proxies_while_the_gateway_is
         AsyncRolloutClient(silent, "job", silence_s=0.1, engines=own, retries=BRIEF) as client,
     ):
         client._watch._silence.silent = True
-        client._watch.engines = {"e0": ListedEngine(kind=EngineKind.DEDICATED, url=url)}
+        client._watch.engines = {"e0": GatewayEngine(kind=EngineKind.DEDICATED, url=url)}
         turn = client.generate(PROMPT, SAMPLING)
         if known:
             assert list((await turn).token_ids) == continued(PROMPT, 3, version=0)

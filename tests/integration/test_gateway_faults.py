@@ -44,7 +44,7 @@ async def test_a_request_that_engines_do_not_take_costs_no_other_turn(
     for engine in engines:
         await engine.post("/_fake", {"answers": {"99": status}})
     turns = [asyncio.create_task(generate(service, f"r{n}", 120)) for n in range(15)]
-    await service.until("/v1/status", lambda s: s["open_turns"] == 15)
+    await service.until("/v1/status", lambda s: s["placed_turns"] == 15)
     code, reply = await bad(service)
     assert code == (503 if status in (503, 429) else 422)
     assert "not this one" in reply["error"]["message"]
@@ -64,7 +64,7 @@ async def test_a_request_that_kills_two_engines_is_refused_with_the_reason(
     for engine in engines:
         await engine.post("/_fake", {"dies_of": 99})
     turns = [asyncio.create_task(generate(service, f"r{n}", 100)) for n in range(12)]
-    await service.until("/v1/status", lambda s: s["open_turns"] == 12)
+    await service.until("/v1/status", lambda s: s["placed_turns"] == 12)
     code, reply = await bad(service)
     assert code == 422
     assert "failed twice under this request" in reply["error"]["message"]
@@ -132,7 +132,7 @@ async def test_the_same_request_again_joins_the_turn_that_is_open(fake_engine, g
     engine = fake_engine(step_s=0.02)
     service = gateway(engine)
     first = asyncio.create_task(generate(service, "r", 40))
-    await service.until("/v1/status", lambda s: s["open_turns"] == 1)
+    await service.until("/v1/status", lambda s: s["placed_turns"] == 1)
     again = asyncio.create_task(generate(service, "r", 40))
     streamed = asyncio.create_task(generate(service, "r", 41))
     assert (await streamed)[0] == 409

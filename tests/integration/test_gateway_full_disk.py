@@ -75,12 +75,20 @@ async def test_an_activation_that_cannot_be_recorded_is_refused_before_any_engin
         assert (await gateway.post("/v1/jobs/other/activate", {}))[0] == 200
 
 
-@pytest.mark.parametrize(("path", "name"), [(HARVESTING, "harvesting"), (DEDICATED, "dedicated")])
-async def test_a_switch_goes_off_on_a_full_disk_and_not_on(path: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "name", "shown"),
+    [
+        (HARVESTING, "harvesting", "may_lease"),
+        (DEDICATED, "dedicated", "may_use_dedicated"),
+    ],
+)
+async def test_a_switch_goes_off_on_a_full_disk_and_not_on(
+    path: str, name: str, shown: str
+) -> None:
     async with gateway_on(_engine()) as gateway:
 
         async def is_on() -> Any:
-            return (await gateway.status())["jobs"]["job"][name]
+            return (await gateway.status())["jobs"]["job"][shown]
 
         assert (await gateway.post(path, {"enabled": True}))[0] == 200
         _state_is_full(gateway, True)
@@ -109,7 +117,7 @@ async def test_a_switch_that_was_not_renewed_goes_off_on_a_full_disk() -> None:
         assert (await gateway.post(HARVESTING, {"enabled": True, "for_s": 0.3}))[0] == 200
         _state_is_full(gateway, True)
         await _loops_live(gateway, for_s=1.0)
-        assert not (await gateway.status())["jobs"]["job"]["harvesting"]
+        assert not (await gateway.status())["jobs"]["job"]["may_lease"]
 
 
 async def test_a_full_journal_holds_up_no_switch_and_no_death(

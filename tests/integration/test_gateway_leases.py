@@ -236,7 +236,7 @@ async def test_a_restarted_gateway_knows_which_job_may_not_use_its_own_engine(
     await service.post("/v1/jobs/job/dedicated", {"enabled": False})
     service.kill()
     service = gateway(dedicated, **settings)
-    assert (await service.get("/v1/status"))["jobs"]["job"]["dedicated"] is False
+    assert (await service.get("/v1/status"))["jobs"]["job"]["may_use_dedicated"] is False
     status, _ = await _generate(service, "r", 20)
     assert status == 200
     assert (await dedicated.get("/_fake"))["open"] == 0

@@ -44,7 +44,7 @@ async def test_settings_of_a_dead_job_go_off_by_themselves(fake_agent: Any) -> N
             while guest.open or dedicated.open or fake_agent.lease:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         said = (await gateway.status())["jobs"]["job"]
-        assert (said["dedicated"], said["harvesting"]) == (False, False)
+        assert (said["may_use_dedicated"], said["may_lease"]) == (False, False)
         assert not any(turn.done() for turn in turns)
         assert fake_agent.calls[-1] == "release lease1"
         for turn in turns:
@@ -58,10 +58,10 @@ async def test_a_renewed_setting_stays_on_and_a_setting_without_end_never_goes_o
         for _ in range(4):
             await gateway.post("/v1/jobs/job/dedicated", ON_FOR_A_MOMENT)
             await asyncio.sleep(0.3)
-        assert (await gateway.status())["jobs"]["job"]["dedicated"]
+        assert (await gateway.status())["jobs"]["job"]["may_use_dedicated"]
         await gateway.post("/v1/jobs/job/dedicated", {"enabled": True})
         await asyncio.sleep(1.0)
-        assert (await gateway.status())["jobs"]["job"]["dedicated"]
+        assert (await gateway.status())["jobs"]["job"]["may_use_dedicated"]
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ async def test_a_gateway_that_restarts_does_not_take_up_what_was_on_for_a_time(
         await first.post(f"/v1/jobs/job/{switch}", {"enabled": True, "for_s": 60})
     first.kill(signal.SIGKILL)
     job = (await gateway(engine, **settings).get("/v1/status"))["jobs"]["job"]
-    assert (job["dedicated"], job["harvesting"]) == (False, False)
+    assert (job["may_use_dedicated"], job["may_lease"]) == (False, False)

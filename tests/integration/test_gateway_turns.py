@@ -98,7 +98,7 @@ async def test_a_silent_engine_loses_its_turn_to_one_that_has_room(fake_engine, 
     service = gateway(*engines, timeouts={"stall_s": 0.5})
     await service.until("/v1/status", serving(2))
     turn = asyncio.create_task(generate(service, "r", 60))
-    status = await service.until("/v1/status", lambda s: s["open_turns"] == 1)
+    status = await service.until("/v1/status", lambda s: s["placed_turns"] == 1)
     await asyncio.sleep(0.1)
     at = next(i for i, e in enumerate(status["engines"].values()) if e["open_turns"])
     await engines[at].post("/_fake", {"stalled": True})
@@ -199,7 +199,7 @@ async def test_refuses_unknown_jobs_oversized_bodies_and_another_turn_of_an_open
     status, _ = await service.post("/inference/v1/generate", body("r", token_ids=[1] * 9000))
     assert status == 413
     first = asyncio.create_task(generate(service, "same", 40))
-    await service.until("/v1/status", lambda s: s["open_turns"] == 1)
+    await service.until("/v1/status", lambda s: s["placed_turns"] == 1)
     status, reply = await generate(service, "same")
     assert status == 409
     assert "'same' is being served" in reply["error"]["message"]

@@ -44,7 +44,7 @@ class Scene:
         await self.service.until(
             "/v1/status",
             lambda said: (
-                tuple(said["jobs"]["job"][w] for w in ("dedicated", "harvesting")) == wanted
+                tuple(said["jobs"]["job"][w] for w in ("may_use_dedicated", "may_lease")) == wanted
             ),
         )
 

@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker
 
 from harvester.contracts.errors import ConfigError, Unsupported
+from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.vllm.layers import check_layers
 from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, add_worker_methods
@@ -88,7 +89,7 @@ def redirect(worker_class: Any) -> None:
     _wrap(worker_class, "start_weight_update", _start)
     _wrap(worker_class, "update_weights", _update)
     _wrap(worker_class, "finish_weight_update", _finish)
-    _wrap(worker_class, "rosemux_stage", _stage)
+    _wrap(worker_class, WorkerMethod.STAGE, _stage)
 
 
 def _wrap(worker_class: Any, name: str, ours: Callable[..., Any]) -> None:

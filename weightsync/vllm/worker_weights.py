@@ -14,6 +14,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from harvester.contracts.errors import ConfigError, PeerProtocolError, RoseMuxError
 from harvester.contracts.ids import checked_name
+from harvester.contracts.wire.engines import WorkerMethod
 from weightsync.encoding.codec import WIDTHS_BYTES, warm_up
 from weightsync.layout import cut_delta
 from weightsync.reading.memory_room import STAGING_BYTES
@@ -34,8 +35,6 @@ ROOT_VARIABLE = "ROSEMUX_WEIGHT_ROOT"
 PACKED_AHEAD_VARIABLE = "ROSEMUX_PACKED_AHEAD_BYTES"
 PACKED_AHEAD_BYTES = 2 << 30
 STAGING_VARIABLE = "ROSEMUX_STAGING_BYTES"
-REPORT_METHOD = "rosemux_weights"
-STAGE_METHOD = "rosemux_stage"
 
 
 @dataclass
@@ -149,8 +148,8 @@ def add_worker_methods(worker_class: Any) -> None:
         status: dict[str, str] = worker.weight_transfer_engine.stage(update_info)
         return status
 
-    setattr(worker_class, REPORT_METHOD, rosemux_weights)
-    setattr(worker_class, STAGE_METHOD, rosemux_stage)
+    setattr(worker_class, WorkerMethod.WEIGHTS, rosemux_weights)
+    setattr(worker_class, WorkerMethod.STAGE, rosemux_stage)
 
 
 def _await_stream(device: torch.device) -> None:

@@ -7,6 +7,8 @@ have changed since it started. Two replies with the same value come from the sam
 same weights. Decides nothing; stock vLLM has neither the route nor the header.
 """
 
+from enum import StrEnum
+
 import msgspec
 
 ENGINE_HEADER = "X-RoseMux-Engine"
@@ -15,6 +17,11 @@ CONTINUATION_FEATURE = "rosemux-continuation"
 """The engine takes a request with the output that another engine has made for it."""
 WEIGHTS_FEATURE = "rosemux-weights"
 """The engine follows versions, and tells by `/collective_rpc` what its workers hold."""
+
+
+class WorkerMethod(StrEnum):
+    WEIGHTS = "rosemux_weights"
+    STAGE = "rosemux_stage"
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -253,14 +253,14 @@ class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     waiting for them. Turns whose pin admits the new version go on at it either way."""
 
 
-class SwitchState(StrEnum):
+class VersionSwitchState(StrEnum):
     SWITCHED = "switched"
     CATCHING_UP = "catching_up"
 
 
 class VersionSwitched(msgspec.Struct, frozen=True, kw_only=True):
     version: WeightVersion
-    engines: dict[EngineId, SwitchState]
+    engines: dict[EngineId, VersionSwitchState]
     active: bool = True
     """Whether the engines serve the job; if not, the version waits for its activation."""
 

@@ -131,8 +131,8 @@ class AnsweredTurns:
 
 
 def _size_of_request(request: GenerateRequest) -> int:
-    said = msgspec.json.encode(msgspec.structs.replace(request, token_ids=()))
-    return len(request.token_ids) * _PROMPT_ID_BYTES + len(said) * _JSON_BYTES
+    fields = msgspec.json.encode(msgspec.structs.replace(request, token_ids=()))
+    return len(request.token_ids) * _PROMPT_ID_BYTES + len(fields) * _JSON_BYTES
 
 
 def size_of(turn: Turn) -> int:

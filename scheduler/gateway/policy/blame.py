@@ -17,8 +17,8 @@ A request that kills at one position of its content fails in the first step of i
 the trial continues from the tokens already generated; it costs two engines. A later death counts as
 a stopped engine. Requests that fail before their first token are merged by prompt, so a group of
 samples also costs two engines, not two each. A request is excused once if another engine dies
-within WAVE_S without it: that is a restart. Two requests that kill at the same time may cost three
-engines each.
+within COMMON_CAUSE_S without it: that is a restart. Two requests that kill at the same time may
+cost three engines each.
 Opens no connection and reads no clock.
 """
 
@@ -46,7 +46,7 @@ HELD_S = 5.0
 """A request waits this long for its verdict: another engine may die without it, and a silent one
 may prove dead or alive. It is tried again if that is not known by then."""
 
-WAVE_S = 60.0
+COMMON_CAUSE_S = 60.0
 """Deaths this close together may have one cause."""
 
 QUARANTINE_S = 60.0
@@ -96,7 +96,7 @@ class _Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RequestOnEngine:
     """A request that was on an engine when it died."""
 
     request: str
@@ -128,7 +128,7 @@ class BlamePolicy:
         """Time of the latest death, proven or not."""
         self._deaths: deque[_Death] = deque(maxlen=_DEATHS)
         self._doubted: dict[EngineId, _Death] = {}
-        """Engines that went silent: what would be a death."""
+        """Possible deaths of silent engines, until each is proved or disproved."""
         self._suspects: OrderedDict[str, _Suspect] = OrderedDict()
         self._quarantined: OrderedDict[str, _Quarantined] = OrderedDict()
 
@@ -193,7 +193,13 @@ class BlamePolicy:
             suspect.trial = None
 
     def died(
-        self, engine: EngineId, ran: Iterable[Ran], *, reason: str, now: float, proven: bool = True
+        self,
+        engine: EngineId,
+        ran: Iterable[RequestOnEngine],
+        *,
+        reason: str,
+        now: float,
+        proven: bool = True,
     ) -> None:
         """The engine died with these on it. Not `proven`: it is silent, until `proved`."""
         ran = tuple(ran)
@@ -239,7 +245,7 @@ class BlamePolicy:
             elif struck and len(suspect.strikes) == 1:
                 suspect.verdict_s = None
             elif struck:
-                self._excuse_in_wave(request, suspect, now)
+                self._excuse(request, suspect, now)
 
     def failed(self, engine: EngineId, requests: Iterable[str], *, reason: str, now: float) -> None:
         """Records that the engine failed while these requests ran; each is a suspect."""
@@ -260,12 +266,12 @@ class BlamePolicy:
         suspect.trial, suspect.tried, suspect.verdict_s = None, True, now + self._held_s
         suspect.strikes.append(strike)
         if strike.proven:
-            self._excuse_in_wave(request, suspect, now)
+            self._excuse(request, suspect, now)
 
-    def _excuse_in_wave(self, request: str, suspect: _Suspect, now: float) -> None:
-        """Excuses the suspect once if an engine without it died within WAVE_S."""
-        wave = (each.requests for each in self._deaths if now - each.at_s <= WAVE_S)
-        if not suspect.excused and any(request not in requests for requests in wave):
+    def _excuse(self, request: str, suspect: _Suspect, now: float) -> None:
+        """Excuses the suspect once if an engine without it died within COMMON_CAUSE_S."""
+        recent = (each.requests for each in self._deaths if now - each.at_s <= COMMON_CAUSE_S)
+        if not suspect.excused and any(request not in requests for requests in recent):
             suspect.spare(excused=True)
 
     def _count(self, death: _Death) -> None:
@@ -277,7 +283,7 @@ class BlamePolicy:
 
     def _doubt(self, engine: EngineId, death: _Death) -> None:
         for other, earlier in tuple(self._doubted.items()):
-            if other == engine or death.at_s - earlier.at_s > WAVE_S:
+            if other == engine or death.at_s - earlier.at_s > COMMON_CAUSE_S:
                 # Nothing will prove it any more.
                 self.proved(other, dead=False, now=death.at_s)
         self._doubted[engine] = death

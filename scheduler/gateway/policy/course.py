@@ -39,9 +39,9 @@ class FirstTokens:
 
 
 @dataclass(slots=True)
-class PlaceWait:
-    """A turn's wait for one place, over all of its arrivals: it comes again where the engines that
-    it avoids change."""
+class EngineWait:
+    """A turn's wait for a place on an engine, over all of its arrivals: it arrives again where the
+    engines that it avoids change."""
 
     since_s: float | None = None
     """None before its first arrival."""
@@ -53,7 +53,7 @@ class PlaceWait:
 class TurnCourse:
     pin_until_s: float = math.inf
     """A pin that no engine meets yet is waited for until then."""
-    wait: PlaceWait = field(default_factory=PlaceWait)
+    wait: EngineWait = field(default_factory=EngineWait)
     resumed: bool = False
     """Whether it has been on an engine."""
     suspect: str = ""
@@ -75,7 +75,7 @@ class TurnCourse:
     _avoided: dict[EngineId, float] = field(default_factory=dict)
 
     def attempted(self, *, tokens: int, began_s: float) -> None:
-        self.resumed, self.wait = True, PlaceWait()
+        self.resumed, self.wait = True, EngineWait()
         if tokens:
             self._setbacks, self._stalls, self._stuck_since_s = 0, 0, None
         elif self._stuck_since_s is None:

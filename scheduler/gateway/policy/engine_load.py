@@ -14,8 +14,8 @@ row, since a single refusal may be the turn's fault.
 import math
 from dataclasses import dataclass
 
-from harvester.contracts.ids import JobId, WeightVersion
-from scheduler.model import BASE_VERSION, NO_JOB, EngineKind
+from scheduler.gateway.policy.routing_events import EngineOffered
+from scheduler.model import EngineKind
 
 # One more stream slows a batched decode step by about this share of a step alone: 740 tokens/s for
 # one stream and 9,800 for 32 of the same model give a step of 1.3 ms and 0.06 ms for each stream.
@@ -36,16 +36,10 @@ _GUESS_TOKENS = 16.0
 
 @dataclass(slots=True)
 class EngineLoad:
-    kind: EngineKind
-    concurrency: int = 0
-    job: JobId = NO_JOB
-    version: WeightVersion = BASE_VERSION
-    usable_until_s: float | None = None
-    context_tokens: int = 0
-    numerics: str = ""
-    idle_ratio: float | None = None
-    """Forecast idle share of a guest's slot; None if unknown."""
-    offered: bool = False
+    offer: EngineOffered
+    """The last one."""
+    offered: bool = True
+    """Whether it is in force."""
     open_turns: int = 0
     progress_at_s: float = 0.0
     """Time at which a turn last left, or the first of the open ones came."""
@@ -64,7 +58,8 @@ class EngineLoad:
 
     def fits(self, context_tokens: int) -> bool:
         """Whether the engine's context holds the whole turn; True if its context is unknown."""
-        return not self.context_tokens or context_tokens <= self.context_tokens
+        held = self.offer.context_tokens
+        return not held or context_tokens <= held
 
     def free_places(self, *, half_life_s: float, now: float) -> int:
         """A guest of unknown speed, or that fell silent, has places for a few turns only."""
@@ -72,14 +67,15 @@ class EngineLoad:
             return 0
         places = self.places
         unknown = self.tokens * self._faded(half_life_s, now) < _GUESS_TOKENS
-        if self.kind is EngineKind.GUEST and (unknown or self.stalled_s is not None):
+        if self.offer.kind is EngineKind.GUEST and (unknown or self.stalled_s is not None):
             places = min(places, PROBE_TURNS)
         return max(0, places - self.open_turns)
 
     @property
     def places(self) -> int:
         """Turns at once, as far as its refusals say."""
-        return self.concurrency if self.limit is None else min(self.concurrency, self.limit)
+        places = self.offer.concurrency
+        return places if self.limit is None else min(places, self.limit)
 
     @property
     def s_per_token_alone(self) -> float | None:
@@ -111,7 +107,7 @@ class EngineLoad:
             self.stalled_s = None
             self.refused = ""
             if self.limit is not None:
-                self.limit = self.limit + 1 if self.limit < self.concurrency else None
+                self.limit = self.limit + 1 if self.limit < self.offer.concurrency else None
         alone_s = seconds / (1 + STEP_SHARE_PER_STREAM * self.open_turns)
         self.seconds = (1 - weight) * self.seconds + alone_s
         self.tokens = (1 - weight) * self.tokens + tokens
@@ -124,8 +120,8 @@ class EngineLoad:
         """Expected time until one more turn of this length would end, that in which the engine is
         closed included. `guess_s` is per token, alone."""
         faded = self._faded(half_life_s, now)
-        if self.idle_ratio is not None:
-            guess_s /= max(LEAST_IDLE_RATIO, self.idle_ratio)
+        if self.offer.idle_ratio is not None:
+            guess_s /= max(LEAST_IDLE_RATIO, self.offer.idle_ratio)
         alone_s = (self.seconds * faded + _GUESS_TOKENS * guess_s) / (
             self.tokens * faded + _GUESS_TOKENS
         )

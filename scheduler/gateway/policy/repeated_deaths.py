@@ -1,6 +1,6 @@
 """Decides whether a prompt kills engines, however long after its arrival each of them dies.
 
-    d          engines that died with the prompt on them, but in a wave that took others as well
+    d          engines that died with the prompt on them, but in a burst that took others as well
     expected   its time on engines * (other deaths + 1) / (other engines' time + PRIOR_S)
     blamed     d >= LEAST_DEATHS, no other prompt was on all of those engines, and
                P(Poisson(expected) >= d) < CHANCE; then, and HELD_S later
@@ -24,7 +24,7 @@ CHANCE = 1e-5
 """Chance of a prompt to be blamed for deaths that only happened beside it."""
 PRIOR_S = 600.0
 """Engines die once in this time where nothing else is known: more often than they do."""
-WAVE_S = 1.0
+RESTART_BURST_S = 1.0
 """Engines that are stopped together die within this time."""
 HELD_S = 5.0
 """A prompt waits this long for its verdict: another prompt's engines may die meanwhile."""
@@ -139,11 +139,12 @@ class RepeatedDeaths:
         """Why the prompt is to blame, empty where chance explains it; and whether no other one
         is."""
         recent = [each for each in self._deaths if now - each.at_s <= FORGET_S]
-        waves = [each.at_s for each in recent if prompt not in each.prompts]
+        bursts = [each.at_s for each in recent if prompt not in each.prompts]
         own = [
             each.prompts
             for each in recent
-            if prompt in each.prompts and all(abs(each.at_s - at_s) > WAVE_S for at_s in waves)
+            if prompt in each.prompts
+            and all(abs(each.at_s - at_s) > RESTART_BURST_S for at_s in bursts)
         ]
         if len(own) < LEAST_DEATHS:
             return "", True

@@ -172,18 +172,14 @@ class RoutingPolicy:
         return (*released, *self._drain(now))
 
     def _offer(self, event: EngineOffered) -> None:
-        load = self._engines.setdefault(event.engine, EngineLoad(kind=event.kind))
-        load.kind, load.concurrency = event.kind, event.concurrency
-        load.job, load.version = event.job, event.version
-        load.usable_until_s, load.offered = event.usable_until_s, True
-        load.context_tokens, load.numerics = event.context_tokens, event.numerics
-        load.idle_ratio = event.idle_ratio
+        load = self._engines.setdefault(event.engine, EngineLoad(event))
+        load.offer, load.offered = event, True
         self._queue.split_at(event.context_tokens)
         self._tell_versions_apart()
 
     def _tell_versions_apart(self) -> None:
         newest = [self._target.version] if self._target is not None else []
-        self._queue.tell_apart([*newest, *(load.version for load in self._engines.values())])
+        self._queue.tell_apart([*newest, *(load.offer.version for load in self._engines.values())])
 
     def _admit(self, request: RequestArrived) -> tuple[RefuseTurn, ...]:
         if len(request.turns) > self.room:
@@ -294,7 +290,7 @@ class RoutingPolicy:
         if not met and not self.may_serve(turn):
             wanted = turn.exact if turn.exact is not None else f"at least {turn.minimum}"
             return f"version {wanted} is served nowhere; job {turn.job} is at {newest}"
-        labels = {load.numerics for load in self._engines.values()}
+        labels = {load.offer.numerics for load in self._engines.values()}
         if turn.numerics and turn.numerics not in labels:
             known = " or ".join(repr(each) for each in sorted(labels)) or "none yet"
             return f"no engine has the numerics {turn.numerics!r}; known: {known}"
@@ -366,7 +362,7 @@ class RoutingPolicy:
             engine: load
             for engine, load in self._engines.items()
             if _may_serve(load, turn)
-            and (load.usable_until_s is None or until_s < load.usable_until_s)
+            and ((end_s := load.offer.usable_until_s) is None or until_s < end_s)
             and self._may_try(turn, engine)
         }
         known = [load.s_per_token_alone for load in may.values()]
@@ -394,7 +390,7 @@ class RoutingPolicy:
             wait_s = fastest_s * (1 + ahead / faster_places) if faster_places else turn_s
             free = load.free_places(half_life_s=self._config.speed_half_life_s, now=now)
             cost_s = turn_s
-            if load.kind is EngineKind.GUEST and self._config.moved_after_s is not None:
+            if load.offer.kind is EngineKind.GUEST and self._config.moved_after_s is not None:
                 cost_s = min(turn_s, self._config.moved_after_s + fastest_s)
             if free and (places or cost_s <= wait_s):
                 places[engine] = turn_s
@@ -413,10 +409,11 @@ class RoutingPolicy:
         last = self._last.get((turn.job, turn.trajectory))
         kept_s = self._config.affinity_ratio * places[fastest]
         dedicated = next(
-            (each for each in places if self._engines[each].kind is EngineKind.DEDICATED), None
+            (each for each in places if self._engines[each].offer.kind is EngineKind.DEDICATED),
+            None,
         )
         if last in places and places[last] <= kept_s:
-            kind = self._engines[last].kind
+            kind = self._engines[last].offer.kind
             if kind is EngineKind.DEDICATED or dedicated is None or not tail:
                 return last, DispatchReason.AFFINITY
         if tail:
@@ -439,14 +436,17 @@ class RoutingPolicy:
         self._last.move_to_end((turn.job, turn.trajectory))
         if len(self._last) > self._config.trajectories:
             self._last.popitem(last=False)
-        return DispatchTurn(turn=turn.turn, engine=engine, version=load.version, reason=reason)
+        return DispatchTurn(
+            turn=turn.turn, engine=engine, version=load.offer.version, reason=reason
+        )
 
 
 def _may_serve(load: EngineLoad, turn: TurnArrived) -> bool:
     """Whether the engine serves the turn's job at a version its pin allows, has the numerics that
     it needs, and its context holds the whole turn."""
-    if not load.offered or load.job != turn.job or not load.fits(turn.context_tokens):
+    offer = load.offer
+    if not load.offered or offer.job != turn.job or not load.fits(turn.context_tokens):
         return False
-    if turn.numerics not in ("", load.numerics):
+    if turn.numerics not in ("", offer.numerics):
         return False
-    return turn.exact in (None, load.version) and load.version >= (turn.minimum or 0)
+    return turn.exact in (None, offer.version) and offer.version >= (turn.minimum or 0)

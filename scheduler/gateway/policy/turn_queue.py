@@ -26,16 +26,16 @@ class QueueRank(IntEnum):
     """Order in which turns get freed places."""
 
     RESUMED = 0
-    """It was on an engine."""
+    """The turn has been on an engine."""
     BEGUN = 1
-    """Its trajectory was, with the turns before it."""
+    """Earlier turns of its trajectory have been on an engine."""
     FRESH = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedTurn:
-    """One arrival of a turn, in its line. A turn that comes again is another one: what it avoids or
-    is suspected of may differ."""
+    """One arrival of a turn, in its line. The turn's next arrival is another one: its suspicion and
+    the engines that it avoids may differ."""
 
     turn: TurnArrived
     rank: QueueRank

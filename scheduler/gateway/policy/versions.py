@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
-from harvester.contracts.wire.rollouts import SwitchState
+from harvester.contracts.wire.rollouts import VersionSwitchState
 from scheduler.gateway.policy.versions_events import (
     EngineEmptied,
     EngineJoined,
@@ -46,7 +46,7 @@ class EngineState(StrEnum):
     """The last update failed; tried again later."""
 
 
-class SwitchTrigger(StrEnum):
+class VersionSwitchTrigger(StrEnum):
     RETARGET = "retarget"
     EMPTIED = "emptied"
     UPDATED = "updated"
@@ -55,13 +55,13 @@ class SwitchTrigger(StrEnum):
 
 
 # The whole life of an engine between joining and leaving. A pair that is not here changes nothing.
-TRANSITIONS: dict[tuple[EngineState, SwitchTrigger], EngineState] = {
-    (EngineState.SERVING, SwitchTrigger.RETARGET): EngineState.QUIESCING,
-    (EngineState.QUIESCING, SwitchTrigger.EMPTIED): EngineState.UPDATING,
-    (EngineState.UPDATING, SwitchTrigger.UPDATED): EngineState.SERVING,
-    (EngineState.UPDATING, SwitchTrigger.BROKE): EngineState.FAILED,
-    (EngineState.FAILED, SwitchTrigger.RETARGET): EngineState.UPDATING,
-    (EngineState.FAILED, SwitchTrigger.RETRY): EngineState.UPDATING,
+TRANSITIONS: dict[tuple[EngineState, VersionSwitchTrigger], EngineState] = {
+    (EngineState.SERVING, VersionSwitchTrigger.RETARGET): EngineState.QUIESCING,
+    (EngineState.QUIESCING, VersionSwitchTrigger.EMPTIED): EngineState.UPDATING,
+    (EngineState.UPDATING, VersionSwitchTrigger.UPDATED): EngineState.SERVING,
+    (EngineState.UPDATING, VersionSwitchTrigger.BROKE): EngineState.FAILED,
+    (EngineState.FAILED, VersionSwitchTrigger.RETARGET): EngineState.UPDATING,
+    (EngineState.FAILED, VersionSwitchTrigger.RETRY): EngineState.UPDATING,
 }
 
 
@@ -80,7 +80,7 @@ class _Engine:
     def serves(self, job: JobId, version: WeightVersion) -> bool:
         return self.state is EngineState.SERVING and (self.job, self.version) == (job, version)
 
-    def move(self, trigger: SwitchTrigger) -> bool:
+    def move(self, trigger: VersionSwitchTrigger) -> bool:
         to = TRANSITIONS.get((self.state, trigger))
         if to is not None:
             self.state = to
@@ -157,13 +157,16 @@ class VersionPolicy:
         at = self._engines.get(engine)
         return at is not None and at.serves(job, version)
 
-    def switch_states(self, job: JobId, version: WeightVersion) -> dict[EngineId, SwitchState]:
+    def switch_states(
+        self, job: JobId, version: WeightVersion
+    ) -> dict[EngineId, VersionSwitchState]:
+        states = VersionSwitchState
         return {
-            engine: SwitchState.SWITCHED if at.serves(job, version) else SwitchState.CATCHING_UP
+            engine: states.SWITCHED if at.serves(job, version) else states.CATCHING_UP
             for engine, at in sorted(self._engines.items())
         }
 
-    def refusal(self, event: VersionPublished | JobActivated) -> str:
+    def refusal(self, event: JobVersion | JobActivated) -> str:
         """Why the event would be refused now; "" if it would not."""
         before = self._published.get(event.job)
         if isinstance(event, JobActivated):
@@ -196,7 +199,7 @@ class VersionPolicy:
             case JobActivated():
                 effects = self._activate(event.job)
             case EngineEmptied():
-                effects = self._advance(event.engine, SwitchTrigger.EMPTIED)
+                effects = self._advance(event.engine, VersionSwitchTrigger.EMPTIED)
             case EngineUpdated():
                 effects = self._updated(event, now)
             case TimePassed():
@@ -239,7 +242,7 @@ class VersionPolicy:
         effects: list[VersionsEffect] = [Retarget(job=to.job, version=to.version)]
         for engine, at in sorted(self._engines.items()):
             if not at.serves(to.job, to.version):
-                effects += self._advance(engine, SwitchTrigger.RETARGET, cut_exact=cut_exact)
+                effects += self._advance(engine, VersionSwitchTrigger.RETARGET, cut_exact=cut_exact)
         return effects
 
     def _updated(self, event: EngineUpdated, now: float) -> list[VersionsEffect]:
@@ -249,13 +252,13 @@ class VersionPolicy:
         if event.fault:
             at.failed_at_s = now
             at.failed = JobVersion(job=event.job, store=at.loads, version=event.version)
-            return self._advance(event.engine, SwitchTrigger.BROKE)
+            return self._advance(event.engine, VersionSwitchTrigger.BROKE)
         at.job, at.version = event.job, event.version
         target = self._target
         assert target is not None
         if (at.job, at.loads, at.version) == (target.job, target.store, target.version):
             self._served[at.job] = at.version
-            return self._advance(event.engine, SwitchTrigger.UPDATED)
+            return self._advance(event.engine, VersionSwitchTrigger.UPDATED)
         # The target moved on meanwhile; no turn can be open on an engine in update.
         return [self._update(event.engine, target)]
 
@@ -264,16 +267,16 @@ class VersionPolicy:
         for engine, at in sorted(self._engines.items()):
             due = now >= at.failed_at_s + self._config.retry_s
             if at.state is EngineState.FAILED and due:
-                effects += self._advance(engine, SwitchTrigger.RETRY)
+                effects += self._advance(engine, VersionSwitchTrigger.RETRY)
         return effects
 
     def _advance(
-        self, engine: EngineId, trigger: SwitchTrigger, *, cut_exact: bool = False
+        self, engine: EngineId, trigger: VersionSwitchTrigger, *, cut_exact: bool = False
     ) -> list[VersionsEffect]:
         at, target = self._engines.get(engine), self._target
         if at is None or target is None:
             return []
-        if trigger is SwitchTrigger.RETARGET and at.state is EngineState.QUIESCING:
+        if trigger is VersionSwitchTrigger.RETARGET and at.state is EngineState.QUIESCING:
             return [self._quiesce(engine, target, cut_exact)]
         if not at.move(trigger):
             return []

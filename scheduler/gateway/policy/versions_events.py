@@ -24,10 +24,15 @@ class EngineLeft(msgspec.Struct, frozen=True, kw_only=True, tag="engine_left"):
     engine: EngineId
 
 
-class VersionPublished(msgspec.Struct, frozen=True, kw_only=True, tag="version_published"):
+class JobVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """The last version a job published. Version 0 is the weights that its engines started with."""
+
     job: JobId
     store: str
     version: WeightVersion
+
+
+class VersionPublished(JobVersion, frozen=True, kw_only=True, tag="version_published"):
     cut_exact: bool = False
     """End turns pinned to the old version, with partial output, instead of waiting for them."""
     resumed: bool = False
@@ -115,11 +120,3 @@ class RefusePublish(msgspec.Struct, frozen=True, kw_only=True, tag="refuse_publi
 VersionsEffect = (
     Retarget | QuiesceEngine | UpdateEngine | ServeEngine | SettlePublish | RefusePublish
 )
-
-
-class JobVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The last version a job published. Version 0 is the weights that its engines started with."""
-
-    job: JobId
-    store: str
-    version: WeightVersion

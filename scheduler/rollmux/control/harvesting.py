@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
+from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayStatus
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
 from scheduler.rollmux.control.socket_control import answered
@@ -53,22 +54,8 @@ class Harvesting:
             raise ConfigError(f"gateway {self.gateway}: {error}") from error
 
 
-class _Engine(msgspec.Struct, frozen=True):
-    kind: EngineKind
-    state: str | None
-    open_turns: int = 0
-
-
-class _Job(msgspec.Struct, frozen=True):
-    tokens: dict[EngineKind, int] = {}
-
-
-class GatewayView(msgspec.Struct, frozen=True):
-    """A gateway's status, as far as it matters here."""
-
-    active_job: JobId | None
-    engines: dict[str, _Engine]
-    jobs: dict[JobId, _Job]
+class GatewayView(GatewayStatus, frozen=True):
+    """A gateway's status, with what a job's phases read in it."""
 
     def guest_serves(self, job: JobId) -> bool:
         return self.active_job == job and any(each.state == _SERVING for each in self._guests)
@@ -78,12 +65,13 @@ class GatewayView(msgspec.Struct, frozen=True):
         return any(each.open_turns for each in self._guests)
 
     @property
-    def _guests(self) -> tuple[_Engine, ...]:
-        return tuple(each for each in self.engines.values() if each.kind is EngineKind.GUEST)
+    def _guests(self) -> tuple[GatewayEngine, ...]:
+        return tuple(each for each in self.engines.values() if each.kind == EngineKind.GUEST)
 
     def tokens(self, job: JobId) -> dict[EngineKind, int]:
         """Generated so far, by the kind of engine."""
-        return self.jobs[job].tokens if job in self.jobs else {}
+        tokens = self.jobs[job].tokens if job in self.jobs else {}
+        return {kind: tokens[kind] for kind in EngineKind if kind in tokens}
 
 
 class JobGateway:

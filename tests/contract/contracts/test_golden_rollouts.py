@@ -14,10 +14,10 @@ from harvester.contracts.wire.rollouts import (
     PublishedVersion,
     SamplingParams,
     Span,
-    SwitchState,
     TokenLogprob,
     VersionPin,
     VersionSwitched,
+    VersionSwitchState,
 )
 
 GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
@@ -65,7 +65,9 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
         b'{"version":5,"store":"/store/job","cut_open_turns":false}',
     ),
     (
-        VersionSwitched(version=WeightVersion(5), engines={EngineId("e"): SwitchState.SWITCHED}),
+        VersionSwitched(
+            version=WeightVersion(5), engines={EngineId("e"): VersionSwitchState.SWITCHED}
+        ),
         b'{"version":5,"engines":{"e":"switched"},"active":true}',
     ),
     (

@@ -36,7 +36,8 @@ constraint contents context continuation control core corrupt coserve counters c
 credentials csv cursor curve cut dated deadline deaths decided decision declared demand dense
 deployment derived description device dialect difference digests directory dispatch disruptions
 distribution document doubling draft drift driver drop durable duration effect elapsed emptied
-encoded end endings engaged enqueue enter entry environment estimate evacuation event evictions
+encoded end endings endpoint engaged enqueue enter entry environment estimate evacuation event
+evictions method
 evidence exchange execution executor exhausted expected experiments explanation exposition facts
 failed fallback fault field file finish first fleet force foreign forget free full gaps gateway
 generate gloo gpu greedy guard harm harvest hash head health history hold holders horizon host hour

@@ -169,7 +169,7 @@ def test_every_record_that_crosses_a_process_has_a_table() -> None:
         (stops.StopRequest, "order", stops.StopOrder),
         (rollouts.Choice, "finish_reason", rollouts.FinishReason),
         (rollouts.GenerateRequest, "on_interrupt", rollouts.OnInterrupt),
-        (rollouts.VersionSwitched, "engines", rollouts.SwitchState),
+        (rollouts.VersionSwitched, "engines", rollouts.VersionSwitchState),
     ],
 )
 def test_the_values_of_a_closed_set_are_all_named(

@@ -36,13 +36,13 @@ from scheduler.gateway.identity import Change
 from scheduler.gateway.policy import repeated_deaths
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
+    COMMON_CAUSE_S,
     HELD_S,
     KILLS_WITHIN_S,
     QUARANTINE_S,
     QUIET_S,
-    WAVE_S,
     BlamePolicy,
-    Ran,
+    RequestOnEngine,
 )
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import Refusal, RefuseTurn, RoutingConfig
@@ -119,7 +119,7 @@ def died(
     tokens: int = 0,
     proven: bool = True,
 ) -> None:
-    ran = [Ran(one, age_s=age_s, tokens=tokens) for one in requests]
+    ran = [RequestOnEngine(one, age_s=age_s, tokens=tokens) for one in requests]
     policy.died(engine, ran, reason="gone", now=now, proven=proven)
 
 
@@ -145,9 +145,9 @@ def test_on_slow_engines_a_first_step_is_longer() -> None:
     """A killer that a slow engine reached after a second would else be cleared by its second kill,
     and its bystanders blamed for its third."""
     policy = BlamePolicy(held_s=0)
-    policy.died(A, [Ran("r", 1.1, 0, usual_first_token_s=0.6)], reason="gone", now=0)
+    policy.died(A, [RequestOnEngine("r", 1.1, 0, usual_first_token_s=0.6)], reason="gone", now=0)
     policy.placed("r", B)
-    policy.died(B, [Ran("r", 1.1, 0, usual_first_token_s=0.6)], reason="gone", now=60)
+    policy.died(B, [RequestOnEngine("r", 1.1, 0, usual_first_token_s=0.6)], reason="gone", now=60)
     assert policy.quarantined("r", now=60)
 
 
@@ -185,7 +185,7 @@ def test_a_request_is_excused_once_where_an_engine_dies_without_it(
     assert policy.quarantined("r", now=20 + HELD_S), "once"
 
 
-@pytest.mark.parametrize("without_it_s", [-WAVE_S - 1, 5.1 + HELD_S])
+@pytest.mark.parametrize("without_it_s", [-COMMON_CAUSE_S - 1, 5.1 + HELD_S])
 def test_a_request_is_judged_when_no_other_engine_died_about_then(
     without_it_s: float,
 ) -> None:
@@ -690,7 +690,7 @@ def test_a_prompt_under_which_engines_die_late_is_blamed_whatever_it_has_made_th
 ) -> None:
     """Each engine dies long after the rule for quick deaths has cleared the request."""
     monkeypatch.setattr(repeated_deaths, "HELD_S", 0.0)
-    monkeypatch.setattr(repeated_deaths, "WAVE_S", 0.0)
+    monkeypatch.setattr(repeated_deaths, "RESTART_BURST_S", 0.0)
 
     async def case() -> None:
         cluster = Cluster(5, poison={}, places=2)

@@ -9,7 +9,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.policy.course import PlaceWait
+from scheduler.gateway.policy.course import EngineWait
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -53,7 +53,7 @@ def offer(engine: EngineId) -> EngineOffered:
     )
 
 
-async def place(dispatcher: Dispatcher, name: str, wait: PlaceWait, for_s: float) -> Any:
+async def place(dispatcher: Dispatcher, name: str, wait: EngineWait, for_s: float) -> Any:
     until_s = MonotonicClock().now() + for_s
     avoid = (EngineId("away"),)
     return await dispatcher.place(
@@ -64,7 +64,7 @@ async def place(dispatcher: Dispatcher, name: str, wait: PlaceWait, for_s: float
 async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_looked_at(
     dispatcher: Dispatcher,
 ) -> None:
-    wait = PlaceWait()
+    wait = EngineWait()
     async with asyncio.timeout(10 * QUEUE_S):
         while (placed := await place(dispatcher, "t", wait, QUEUE_S / 4)) is None:
             pass
@@ -79,12 +79,12 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
     dispatcher.observe(offer(unfit))
     until_s = MonotonicClock().now() + 10 * QUEUE_S
     placed = await dispatcher.place(
-        turn("t"), resumed=False, wait=PlaceWait(), avoid=(unfit,), unfit={unfit}, until_s=until_s
+        turn("t"), resumed=False, wait=EngineWait(), avoid=(unfit,), unfit={unfit}, until_s=until_s
     )
     assert isinstance(placed, RefuseTurn)
     assert placed.refusal is Refusal.UNSERVED
     waits = dispatcher.place(
-        turn("t"), resumed=False, wait=PlaceWait(), avoid=(unfit,), until_s=until_s
+        turn("t"), resumed=False, wait=EngineWait(), avoid=(unfit,), until_s=until_s
     )
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(2 * QUEUE_S):
@@ -94,9 +94,9 @@ async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_w
 async def test_a_turn_that_comes_again_is_placed_before_those_that_came_meanwhile(
     dispatcher: Dispatcher,
 ) -> None:
-    wait = PlaceWait()
+    wait = EngineWait()
     assert await place(dispatcher, "first", wait, 0.02) is None
-    second = asyncio.create_task(place(dispatcher, "second", PlaceWait(), 10.0))
+    second = asyncio.create_task(place(dispatcher, "second", EngineWait(), 10.0))
     await asyncio.sleep(0)
     first = asyncio.create_task(place(dispatcher, "first", wait, 10.0))
     await asyncio.sleep(0)
@@ -112,9 +112,9 @@ async def test_the_end_refuses_all_that_wait_and_leaves_nothing_in_the_queue(
     dispatcher: Dispatcher,
 ) -> None:
     dispatcher.observe(offer(EngineId("e")))
-    assert isinstance(await place(dispatcher, "runs", PlaceWait(), 10.0), DispatchTurn)
+    assert isinstance(await place(dispatcher, "runs", EngineWait(), 10.0), DispatchTurn)
     waiting = [
-        asyncio.create_task(place(dispatcher, f"t{number}", PlaceWait(), 10.0))
+        asyncio.create_task(place(dispatcher, f"t{number}", EngineWait(), 10.0))
         for number in range(3000)
     ]
     await asyncio.sleep(0)

@@ -38,8 +38,8 @@ def test_versions_activation_switches_and_leases_survive_a_restart(tmp_path: Pat
 
     again = SchedulerState(path)
     assert again.jobs() == {
-        A: StoredJob(store="sa", version=WeightVersion(2), active=False),
-        B: StoredJob(version=WeightVersion(0), active=True, harvesting=False),
+        A: StoredJob(job=A, store="sa", version=WeightVersion(2), active=False),
+        B: StoredJob(job=B, store="", version=WeightVersion(0), active=True, harvesting=False),
     }
     (held,) = again.leases()
     assert (held.lease, held.epoch) == ("l2", 3)

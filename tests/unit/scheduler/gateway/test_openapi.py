@@ -53,6 +53,8 @@ def test_schemas_are_those_of_the_wire_types() -> None:
     generate = DOCUMENT["paths"]["/inference/v1/generate"]["post"]
     body = generate["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/GenerateRequest"}
+    status = DOCUMENT["paths"]["/v1/status"]["get"]["responses"]["200"]["content"]
+    assert status["application/json"]["schema"] == {"$ref": "#/components/schemas/GatewayStatus"}
     known = DOCUMENT["components"]["schemas"]
     assert {"sampling_params", "token_ids"} <= set(known["GenerateRequest"]["required"])
     assert "on_interrupt" in known["GenerateRequest"]["properties"]

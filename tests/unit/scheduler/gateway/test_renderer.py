@@ -12,8 +12,8 @@ from scheduler.gateway.engine_connections import ConnectionFailed
 from scheduler.gateway.renderer import (
     CHAT,
     COMPLETION,
+    RenderEndpoint,
     Renderer,
-    RenderPlace,
     RenderRefused,
     StreamedText,
 )
@@ -63,8 +63,10 @@ class ShortPeer:
 
 
 def renderer_of(*peers: FlappingPeer | ShortPeer) -> Renderer:
-    places = [RenderPlace(cast(Any, each), 256 * isinstance(each, ShortPeer)) for each in peers]
-    return Renderer(lambda: places, Timeouts(queue_s=PATIENCE_S))
+    endpoints = [
+        RenderEndpoint(cast(Any, each), 256 * isinstance(each, ShortPeer)) for each in peers
+    ]
+    return Renderer(lambda: endpoints, Timeouts(queue_s=PATIENCE_S))
 
 
 async def test_a_call_waits_anew_where_the_renderer_was_back_for_others() -> None:
@@ -129,7 +131,7 @@ async def test_a_prompt_whose_output_was_cut_to_a_short_context_is_rendered_by_a
 
 
 async def test_a_request_is_refused_in_the_words_of_the_longest_renderer() -> None:
-    alone = Renderer(lambda: [RenderPlace(cast(Any, ShortPeer()))], Timeouts(queue_s=PATIENCE_S))
+    alone = Renderer(lambda: [RenderEndpoint(cast(Any, ShortPeer()))], Timeouts(queue_s=PATIENCE_S))
     wrong = renderer_of(FlappingPeer(every=1000), ShortPeer("temperature must be non-negative"))
     for renderer, words in ((alone, "context length"), (wrong, "temperature")):
         with pytest.raises(RenderRefused, match=words):
@@ -162,8 +164,8 @@ class DecodingPeer:
 
 async def test_many_large_completions_are_several_calls_in_their_order() -> None:
     peer = DecodingPeer()
-    places = [RenderPlace(cast(Any, peer))]
-    renderer = Renderer(lambda: places, Timeouts(queue_s=PATIENCE_S))
+    endpoints = [RenderEndpoint(cast(Any, peer))]
+    renderer = Renderer(lambda: endpoints, Timeouts(queue_s=PATIENCE_S))
     responses = [{"choices": [{"text": f"{at}" + "x" * (1 << 20)}]} for at in range(10)]
     prompts = [tuple(range(at, at + 100)) for at in range(10)]
     request = {"prompt": ["a long list"], "logprobs": 1}

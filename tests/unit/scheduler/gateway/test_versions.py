@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
-from harvester.contracts.wire.rollouts import SwitchState
+from harvester.contracts.wire.rollouts import VersionSwitchState
 from scheduler.gateway.policy.versions import (
     TRANSITIONS,
     EngineState,
@@ -282,7 +282,9 @@ def test_whatever_happens_only_engines_at_the_target_serve_and_updates_follow_an
                     assert (effect.job, effect.version) == (target.job, target.version)
         if (target := policy.target) is not None:
             for engine, state in policy.switch_states(target.job, target.version).items():
-                assert state is not SwitchState.SWITCHED or held[engine].store == target.store
+                assert (
+                    state is not VersionSwitchState.SWITCHED or held[engine].store == target.store
+                )
         snapshot = policy.snapshot()
         copy = VersionPolicy(VersionsConfig(retry_s=0.5))
         copy.restore(snapshot)

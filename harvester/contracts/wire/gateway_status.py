@@ -1,0 +1,79 @@
+"""A gateway's status: `GET /v1/status -> GatewayStatus`.
+
+docs/protocol.md explains the fields. A gateway of another version may lack those with a default.
+"""
+
+import msgspec
+
+from harvester.contracts.ids import EngineId, Epoch, JobId, SlotId, WeightVersion
+from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.stops import Stop
+
+
+class GatewayEngine(msgspec.Struct, frozen=True, kw_only=True):
+    kind: str
+    url: str = ""
+    up: bool = False
+    state: str | None = None
+    version: WeightVersion | None = None
+    concurrency: int = 0
+    open_turns: int = 0
+    s_per_token_alone: float | None = None
+    epoch: Epoch | None = None
+    numerics: str = ""
+    identity: str = ""
+    context_tokens: int = 0
+    description: EngineDescription | None = None
+    fault: str = ""
+
+
+class GatewayJob(msgspec.Struct, frozen=True, kw_only=True):
+    version: WeightVersion = WeightVersion(0)
+    store: str = ""
+    may_lease: bool = False
+    paused: bool = False
+    may_use_dedicated: bool = True
+    tokens: dict[str, int] = {}
+    turns: dict[str, int] = {}
+    open_turns: int = 0
+
+
+class GatewayLease(msgspec.Struct, frozen=True, kw_only=True):
+    lease: str
+    slot: SlotId
+    agent: str
+    job: JobId
+    epoch: Epoch = Epoch(0)
+    left_s: float
+
+
+class GatewaySlot(msgspec.Struct, frozen=True, kw_only=True):
+    agent: str
+    state: str
+    idle_ratio: float | None = None
+
+
+class GatewayBudget(msgspec.Struct, frozen=True, kw_only=True):
+    budget_misses: float
+    spent_misses: float
+    outstanding_misses: float
+    known_s: float
+
+
+class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
+    active_job: JobId | None = None
+    target_version: WeightVersion | None = None
+    settled: bool = False
+    queued_turns: int = 0
+    held_turns: int = 0
+    placed_turns: int = 0
+    dispatched: dict[str, int] = {}
+    engines: dict[EngineId, GatewayEngine]
+    jobs: dict[JobId, GatewayJob]
+    leases: tuple[GatewayLease, ...] = ()
+    slots: dict[SlotId, GatewaySlot] = {}
+    services: dict[str, GatewayBudget] = {}
+    stops: tuple[Stop, ...] = ()
+    stop_faults: dict[str, str] = {}
+    silent_agents: dict[str, str] = {}
+    unrecorded: tuple[str, ...] = ()

@@ -1,0 +1,35 @@
+"""The status of a gateway of another version than its reader."""
+
+import msgspec
+import pytest
+
+from harvester.cli.gateway_tables import GatewayReport
+from harvester.contracts.wire.gateway_status import GatewayStatus
+from scheduler.model import EngineKind
+from scheduler.rollmux.control.harvesting import GatewayView
+
+READERS = (GatewayStatus, GatewayReport, GatewayView)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_readers_take_a_status_with_unknown_fields_and_without_most_of_their_own(
+    reader: type[GatewayStatus],
+) -> None:
+    given = b'{"engines": {"e0": {"kind": "guest", "colour": 1}}, "jobs": {"job": {}}, "moon": 2}'
+    status = msgspec.json.decode(given, type=reader)
+    assert status.engines["e0"].kind == EngineKind.GUEST
+    assert (status.active_job, status.jobs["job"].store) == (None, "")
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("given", [b"{}", b'{"engines": {}}', b'{"jobs": {}}', b"[]"])
+def test_readers_refuse_a_reply_that_is_no_status(
+    given: bytes, reader: type[GatewayStatus]
+) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(given, type=reader)
+
+
+def test_a_status_has_every_field_on_the_wire() -> None:
+    sent = msgspec.json.decode(msgspec.json.encode(GatewayStatus(engines={}, jobs={})))
+    assert list(sent) == list(GatewayStatus.__struct_fields__)
