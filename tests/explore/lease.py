@@ -18,7 +18,6 @@ was written before it has expired, and the fence has seen the page. Invariants:
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -723,7 +722,7 @@ class LeaseModel:
 
     def _recorded(self, keeper: int) -> SlotLease | None:
         live = self._keepers.look(keeper).live()
-        return None if live is None else replace(live, ends_s=0.0)
+        return None if live is None else msgspec.structs.replace(live, ends_s=0.0)
 
     def _promised(self, world: World, granted: LeaseGranted) -> World:
         promise = world.promise
@@ -759,7 +758,7 @@ class LeaseModel:
         return self._beat(world)
 
     def _reread(self, record: SlotLease | None) -> SlotLease | None:
-        return None if record is None else replace(record, ends_s=TTL_S)
+        return None if record is None else msgspec.structs.replace(record, ends_s=TTL_S)
 
     def _reboot(self, world: World) -> World:
         """The page directory ends with the machine's memory; files stay. It takes a machine longer
