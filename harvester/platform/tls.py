@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from harvester.contracts.errors import ConfigError, refused
 from harvester.platform.bearer import authorization, is_loopback, read_token
 from harvester.platform.renewed import Renewed
+from harvester.platform.yaml_file import FrozenSettings
 
 
-class _Files(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ServerTls(_Files):
+class ServerTls(FrozenSettings):
     """TLS of a server, 1.2 or later."""
 
     cert_file: Path
@@ -84,7 +81,7 @@ def open_to_network(
     return ""
 
 
-class Credentials(_Files):
+class Credentials(FrozenSettings):
     """A client's own proof to a server, and the certificates by which it knows that server."""
 
     token_file: Path | None = None

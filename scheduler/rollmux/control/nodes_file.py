@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, NodeId
-from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
+from harvester.platform.yaml_file import (
+    FrozenSettings,
+    Where,
+    named,
+    parse_fields,
+    read_text,
+    validated,
+)
 from scheduler.model import JobSpec
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.submission import submission_fault
@@ -25,11 +32,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class NamedNodes(_Settings):
+class NamedNodes(FrozenSettings):
     """The nodes of one pool, all of one type."""
 
     type: Name
@@ -54,12 +57,12 @@ class NamedNodes(_Settings):
         )
 
 
-class NamedPools(_Settings):
+class NamedPools(FrozenSettings):
     rollout: NamedNodes
     training: NamedNodes
 
 
-class ClusterSettings(_Settings):
+class ClusterSettings(FrozenSettings):
     nodes: NamedPools
     risk: float = Field(default=0.25, ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""
@@ -113,7 +116,7 @@ def _faults(nodes: NamedPools) -> Iterator[tuple[Where, str]]:
                 yield ("nodes", pool, "names", at), f"{name} is the name of {first[name]} too"
 
 
-class JobsFile(_Settings):
+class JobsFile(FrozenSettings):
     """A file of `rosemux plan`, whose other settings are not read: the control has its own."""
 
     jobs: tuple[PlannedJobSettings, ...] = Field(min_length=1, max_length=JOBS_MAX)

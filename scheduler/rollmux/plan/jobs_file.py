@@ -7,11 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
-from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
+from harvester.platform.yaml_file import (
+    FrozenSettings,
+    Where,
+    named,
+    parse_fields,
+    read_text,
+    validated,
+)
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.submission import CURVE_MAX
@@ -25,11 +32,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class NodeSettings(_Settings):
+class NodeSettings(FrozenSettings):
     """Type of the nodes of one pool."""
 
     type: Name
@@ -51,12 +54,12 @@ class NodeSettings(_Settings):
         )
 
 
-class PoolSettings(_Settings):
+class PoolSettings(FrozenSettings):
     rollout: NodeSettings
     training: NodeSettings
 
 
-class DurationSettings(_Settings):
+class DurationSettings(FrozenSettings):
     max_s: Seconds
     """Longest duration, with every response at its token limit, in s."""
     mean_s: Seconds | None = None
@@ -77,7 +80,7 @@ class RolloutSettings(PhaseSettings):
     tail together on a part."""
 
 
-class PlannedJobSettings(_Settings):
+class PlannedJobSettings(FrozenSettings):
     id: Name
     tenant: Name = "default"
     slo: float = Field(ge=1, le=100)
@@ -126,7 +129,7 @@ class PlannedJobSettings(_Settings):
         )
 
 
-class PlanSettings(_Settings):
+class PlanSettings(FrozenSettings):
     nodes: PoolSettings
     risk: float = Field(default=0.25, ge=0.001, le=0.5)
     """Accepted probability that a forecast slow-down exceeds its SLO."""

@@ -38,7 +38,8 @@ deployment derived description device dialect difference digests directory dispa
 distribution document doubling draft drift driver drop durable duration effect elapsed emptied
 encoded end endings engaged enqueue enter entry environment estimate evacuation event evictions
 evidence exchange execution executor exhausted expected experiments explanation exposition facts
-failed fallback fault field file finish first fleet force foreign forget free full gaps gateway
+failed fallback fault field file finish first fleet force foreign forget free frozen full gaps
+gateway
 generate gloo gpu greedy guard harm harvest hash head health history hold holders horizon host hour
 http id identity idle ids impact in index info init intake isolation joined journal journalled judge
 keeper kept kernels key kill kind kit known kv kvcached label lanes large last latency latest launch
