@@ -19,13 +19,13 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, reason_of
 from harvester.platform.http_kit import body_of
-from harvester.platform.nvml import GpuReading
 from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
-from harvester.policy.interlocks import Accelerator, AcceleratorsReading, AlertsReading
+from harvester.policy.interlocks import AcceleratorsReading, AlertsReading
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class NvmlProbe:
     """Each reading in a thread. While one hangs none other begins, and the last one grows old."""
 
     def __init__(
-        self, read: Callable[[], tuple[GpuReading, ...]], *, period_s: float, clock: Clock
+        self, read: Callable[[], tuple[Accelerator, ...]], *, period_s: float, clock: Clock
     ) -> None:
         self._source = read
         self._period_s = period_s
@@ -220,21 +220,9 @@ class NvmlProbe:
 
     async def ask(self) -> None:
         try:
-            gpus = await _in_daemon(self._source)
+            reading = AcceleratorsReading(accelerators=await _in_daemon(self._source))
         except Exhausted as error:
             reading = AcceleratorsReading(fault=_fault("nvml", error))
-        else:
-            reading = AcceleratorsReading(
-                accelerators=tuple(
-                    Accelerator(
-                        uuid=gpu.uuid,
-                        power_watts=gpu.power_watts,
-                        temperature_celsius=gpu.temperature_celsius,
-                        xid=gpu.xid,
-                    )
-                    for gpu in gpus
-                )
-            )
         _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 

@@ -6,23 +6,13 @@ events: one is known from the start of the watch, and stays known until the proc
 
 import importlib
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.errors import ConfigError, Exhausted
 
 _MODULE = "pynvml"
 _EVENTS_MAX = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReading:
-    uuid: str
-    power_watts: float | None
-    """None: not reported."""
-    temperature_celsius: float | None
-    xid: int | None
-    """The last one seen, 0 none; None where the GPU reports none."""
 
 
 class Nvml:
@@ -50,12 +40,12 @@ class Nvml:
         """Whether events may have been missed."""
         self._events = self._register()
 
-    def read(self) -> tuple[GpuReading, ...]:
+    def read(self) -> tuple[Accelerator, ...]:
         """Raises Exhausted where the driver does not answer for a GPU at all."""
         self._take_events()
         return tuple(map(self._read, self._handles, self._uuids))
 
-    def _read(self, handle: Any, uuid: str) -> GpuReading:
+    def _read(self, handle: Any, uuid: str) -> Accelerator:
         nvml, power, temperature = self._nvml, None, None
         try:
             _text(nvml.nvmlDeviceGetUUID(handle))
@@ -65,7 +55,7 @@ class Nvml:
             power = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         with suppress(self._fault):
             temperature = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        return GpuReading(
+        return Accelerator(
             uuid=uuid,
             power_watts=power,
             temperature_celsius=temperature,

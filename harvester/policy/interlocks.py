@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource, one_line
 
 _NAME = "alertname"
@@ -24,15 +25,6 @@ class AlertsReading(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the rules that the server evaluates without an error; None if it has no rules."""
     fault: str = ""
     taken_at_s: float = -math.inf
-
-
-class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    uuid: str
-    power_watts: float | None = None
-    """None, here and below, is not reported; NaN counts as that."""
-    temperature_celsius: float | None = None
-    xid: float | None = None
-    """Last Xid error of the driver; 0 is none."""
 
 
 class AcceleratorsReading(msgspec.Struct, frozen=True, kw_only=True):
