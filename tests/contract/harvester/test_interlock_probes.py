@@ -20,12 +20,13 @@ from harvester.agent.interlock_probes import (
 )
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, load_agent_config
-from harvester.contracts.clock import MonotonicClock, VirtualClock, monotonic_ns
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
 from harvester.platform.tls import NO_CREDENTIALS
+from tests.virtual_clock import VirtualClock
 
 TIMEOUT_S = 0.3
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]

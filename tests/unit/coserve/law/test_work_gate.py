@@ -7,9 +7,9 @@ import pytest
 
 from coserve.guest.guest_slot import GuestSlot
 from coserve.law.work_gate import WorkGate
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.page import GrantMode
 from tests.unit.coserve.conftest import HOUR_NS, Slot
+from tests.virtual_clock import VirtualClock
 
 WITHIN_S = 20.0
 

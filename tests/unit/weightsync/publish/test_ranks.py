@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
+from tests.virtual_clock import VirtualClock
 from weightsync.publish.ranks import RANKS_DIRECTORY, Alone, RanksByFiles
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
@@ -36,6 +35,7 @@ from tests.unit.scheduler.rollmux.permits.permit_scenario import (
     nodes,
     terms,
 )
+from tests.virtual_clock import VirtualClock
 
 
 def _enter(service: PhaseService, job: str, kind: PhaseKind = ROLLOUT) -> object:
