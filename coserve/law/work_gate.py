@@ -108,7 +108,7 @@ class WorkGate:
 
     def admits(self, kind: str) -> bool:
         """Whether a piece may run now, for callers that can return later."""
-        return self._pace(kind).admits(self._budget_s(), now=self._clock.now())
+        return self._pace(kind).admits(self.budget_s(), now=self._clock.now())
 
     @contextmanager
     def measured(self, kind: str) -> Iterator[None]:
@@ -131,14 +131,12 @@ class WorkGate:
         finally:
             self._hurried -= 1
 
-    def budget_s(self) -> float:
-        """See `work_budget_s`. Infinite while production waits for memory: a guest that can free
-        memory only after its work must finish soon, and the agent has lifted it."""
-        budget_s = self._budget_s()
-        return -math.inf if budget_s is None else budget_s
+    def budget_s(self) -> float | None:
+        """`work_budget_s` of the present pages; None in a withheld slice, where no piece may go.
 
-    def _budget_s(self) -> float | None:
-        """None while the grant is withheld."""
+        Infinite while production waits for memory: a guest that can free memory only after its work
+        must finish soon, and the agent has lifted it.
+        """
         now_ns = monotonic_ns()
         grant = self._grant_page.read(now_ns=now_ns)
         if grant.record is None:
