@@ -45,15 +45,6 @@ class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
     def decode_s(self, requests: int) -> float:
         return self.decode_base_s + self.decode_s_per_request * requests
 
-    def scaled(self, ratio: float) -> "ProductionModel":
-        """The model with every step `ratio` times as long."""
-        return ProductionModel(
-            prefill_base_s=ratio * self.prefill_base_s,
-            prefill_s_per_token=ratio * self.prefill_s_per_token,
-            decode_base_s=ratio * self.decode_base_s,
-            decode_s_per_request=ratio * self.decode_s_per_request,
-        )
-
     def upper(self, other: "ProductionModel") -> "ProductionModel":
         """The larger of every coefficient: an upper bound of both, as none is negative."""
         return ProductionModel(
