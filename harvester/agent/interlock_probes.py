@@ -35,7 +35,7 @@ BODY_BYTES_MAX = 4 << 20
 _PAGE_BYTES_MAX = 1 << 20
 _LINES_BYTES_MAX = 256 << 10
 """Lines of dcgm-exporter's page that are parsed: three of 300 bytes for each GPU."""
-_UNASKED = "not asked yet"
+_NOT_ASKED_YET = "not asked yet"
 _DCGM = {
     "DCGM_FI_DEV_POWER_USAGE": "power_watts",
     "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
@@ -157,7 +157,7 @@ class AlertsProbe(_PageProbe):
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self.reading = AlertsReading(fault=_UNASKED)
+        self.reading = AlertsReading(fault=_NOT_ASKED_YET)
         if server == "prometheus":
             self._path, self._read = "/api/v1/rules?type=alert", read_rules
         else:
@@ -188,7 +188,7 @@ class DcgmProbe(_PageProbe):
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self.reading = AcceleratorsReading(fault=_UNASKED)
+        self.reading = AcceleratorsReading(fault=_NOT_ASKED_YET)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
         try:
@@ -210,7 +210,7 @@ class NvmlProbe:
         self._source = read
         self._period_s = period_s
         self._clock = clock
-        self.reading = AcceleratorsReading(fault=_UNASKED)
+        self.reading = AcceleratorsReading(fault=_NOT_ASKED_YET)
 
     async def run(self) -> None:
         """Until cancelled."""

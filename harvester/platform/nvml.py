@@ -36,7 +36,7 @@ class Nvml:
         except self._fault as error:
             raise ConfigError(f"source nvml finds no driver: {error}") from error
         self._xids: dict[str, int] = {}
-        self._unheard = False
+        self._unread = False
         """Whether events may have been missed."""
         self._events = self._register()
 
@@ -59,7 +59,7 @@ class Nvml:
             uuid=uuid,
             power_watts=power,
             temperature_celsius=temperature,
-            xid=None if self._unheard and not self._xids.get(uuid) else self._xids.get(uuid),
+            xid=None if self._unread and not self._xids.get(uuid) else self._xids.get(uuid),
         )
 
     def _register(self) -> Any:
@@ -81,7 +81,7 @@ class Nvml:
                 self._xids[uuid] = int(event.eventData)
         except self._fault as error:
             code = getattr(error, "value", None)
-            self._unheard = self._unheard or code != self._nvml.NVML_ERROR_TIMEOUT
+            self._unread = self._unread or code != self._nvml.NVML_ERROR_TIMEOUT
 
 
 def _text(value: str | bytes) -> str:

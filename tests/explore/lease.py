@@ -412,7 +412,7 @@ class LeaseModel:
         }
         moments = {
             *("ends_s", "expires_s", "kept_s", "called_s", "at_s", "_not_before_s", "_busy_at_s"),
-            *("since_s", "danger_at_s", "unleased_since_s", "empty_since_s", "seen_at_s"),
+            *("since_s", "breached_at_s", "unleased_since_s", "empty_since_s", "seen_at_s"),
             *("active_at_s", "losses_s", "idle_at_s", "observed_at_s", "progress_at_s"),
         }
         # What the policies remember of the guest and of reclaims lies in their memory.
