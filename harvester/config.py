@@ -18,8 +18,6 @@ from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     field_validator,
     model_validator,
@@ -33,8 +31,10 @@ from harvester.contracts.wire.stops import StopOrder
 from harvester.interlock_config import InterlocksConfig, StopWord
 from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
+from harvester.platform.nvml import Nvml
 from harvester.platform.tls import ServerTls, open_to_network
 from harvester.platform.yaml_file import (
+    FrozenSettings,
     Where,
     named,
     parse_fields,
@@ -60,11 +60,7 @@ _LINKED = re.compile(r"(tcp|udp|sctp)://")
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class HttpConfig(_Model):
+class HttpConfig(FrozenSettings):
     """Address and token of the agent's HTTP server: leases, health and metrics."""
 
     host: str = "127.0.0.1"
@@ -90,7 +86,7 @@ class HttpConfig(_Model):
         return self
 
 
-class MpsConfig(_Model):
+class MpsConfig(FrozenSettings):
     """Consent to NVIDIA's Multi-Process Service: one daemon and server for production and guest.
 
     It shares their fate: a fault of the guest ends production as well.
@@ -116,7 +112,7 @@ class MpsConfig(_Model):
         return path
 
 
-class KvcachedConfig(_Model):
+class KvcachedConfig(FrozenSettings):
     """Consent level `memory`: kvcached in production too, so that KV is shared page by page."""
 
     production: tuple[str, ...] = Field(min_length=1, max_length=32)
@@ -160,8 +156,9 @@ OWN_FLAGS = {
 """Flags of vLLM that a guest's `arguments` may not have, and the remedy."""
 
 
-class GuestConfig(_Model):
-    """The guest engine that `rosemux guest` starts on the slot. The agent reads none of it."""
+class GuestConfig(FrozenSettings):
+    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone, at
+    its start, for an interlock on accelerators."""
 
     model: Path
     """Directory of the model's configuration and tokenizer; weights come from the store."""
@@ -197,7 +194,7 @@ class GuestConfig(_Model):
         return arguments
 
 
-class OwnersConfig(_Model):
+class OwnersConfig(FrozenSettings):
     """Users, by name or number, whose pages are believed: each kind may write its own kind of page
     only. A kind without users defaults to the agent's own user. Root is always believed."""
 
@@ -207,7 +204,7 @@ class OwnersConfig(_Model):
     guest: tuple[_Account, ...] = Field(default=(), max_length=32)
 
 
-class SlotConfig(_Model):
+class SlotConfig(FrozenSettings):
     """One production engine replica and the guest beside it."""
 
     name: _Name
@@ -279,7 +276,7 @@ class SlotConfig(_Model):
         return tuple(sorted(pulses))
 
 
-class AgentConfig(_Model):
+class AgentConfig(FrozenSettings):
     """One node."""
 
     node: _Name = "node-0"
@@ -401,6 +398,12 @@ class AgentConfig(_Model):
         self.interlocks.accelerators.check()
         if self.interlocks.alerts is not None:
             self.interlocks.alerts.check()
+
+    def check_devices(self) -> None:
+        """Raises ConfigError if the interlock's NVML or its driver is not here. A sick driver may
+        block: not for an agent that is beating."""
+        if self.interlocks.accelerators.source == "nvml":
+            Nvml()
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))

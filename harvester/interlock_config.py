@@ -3,10 +3,11 @@
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from harvester.contracts.wire.stops import KUEUE_WORDS, StopOrder, order_of
 from harvester.platform.tls import Credentials
+from harvester.platform.yaml_file import FrozenSettings
 from harvester.policy.interlocks import AcceleratorLimits, AlertMatcher
 
 
@@ -22,11 +23,7 @@ StopWord = Annotated[StopOrder, BeforeValidator(_stop_order)]
 """An order, by our word or Kueue's."""
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class AlertConfig(_Model):
+class AlertConfig(FrozenSettings):
     """Alerts of one name, and with these labels."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -65,7 +62,7 @@ class AlertsConfig(Credentials):
             raise ValueError("order: an alert holds or drains")
         if self.server == "alertmanager" and not self.watchdog:
             raise ValueError(
-                "watchdog: Alertmanager needs one; it does not say that it knows nothing"
+                "watchdog: Alertmanager needs one: cut off from Prometheus it shows no alert either"
             )
         return self
 
@@ -115,7 +112,7 @@ class AcceleratorsConfig(Credentials):
         )
 
 
-class InterlocksConfig(_Model):
+class InterlocksConfig(FrozenSettings):
     """Conditions of yours under which the agent stops lending by itself."""
 
     alerts: AlertsConfig | None = None

@@ -62,6 +62,16 @@ def busy_share(
     return busy_s / max(window_s, now)
 
 
+def scaled(model: ProductionModel, ratio: float) -> ProductionModel:
+    """The model with every step `ratio` times as long."""
+    return ProductionModel(
+        prefill_base_s=ratio * model.prefill_base_s,
+        prefill_s_per_token=ratio * model.prefill_s_per_token,
+        decode_base_s=ratio * model.decode_base_s,
+        decode_s_per_request=ratio * model.decode_s_per_request,
+    )
+
+
 def measured_ratio(
     replays: Sequence[MeasuredReplay], model: ProductionModel, *, step_tokens: int = STEP_TOKENS
 ) -> float:
@@ -76,9 +86,9 @@ def measured_ratio(
     low, high = _QUICKEST, _LONGEST
     for _ in range(_ITERATIONS):
         middle = (low * high) ** 0.5
-        scaled = model.scaled(middle)
+        longer = scaled(model, middle)
         computed_s = sum(
-            busy_share(each.arrivals, scaled, window_s=each.seconds, step_tokens=step_tokens)
+            busy_share(each.arrivals, longer, window_s=each.seconds, step_tokens=step_tokens)
             * each.seconds
             for each in replays
         )
@@ -111,7 +121,7 @@ def rate_for(
 
     `measured_ratio` is how much longer the short replays' steps were than the model says.
     """
-    model = model.scaled(measured_ratio)
+    model = scaled(model, measured_ratio)
     slow, fast = _SLOWEST, _FASTEST
     for _ in range(_ITERATIONS):
         middle = (slow * fast) ** 0.5

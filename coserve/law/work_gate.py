@@ -59,7 +59,7 @@ class WorkPace:
     """Earliest time of a piece without slack."""
 
     def admits(self, budget_s: float | None, *, now: float) -> bool:
-        """Whether a piece may run now; call again after a refusal. None: not even a late one."""
+        """Whether a piece may run now; a refused caller asks again. `budget_s` None admits none."""
         if self._admitted_s is None:
             self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
         if budget_s is None or (self.piece_s > budget_s and now < self._next_s):
@@ -111,7 +111,7 @@ class WorkGate:
 
     def admits(self, kind: str) -> bool:
         """Whether a piece may run now, for callers that can return later."""
-        budget_s = self._budget_s()
+        budget_s = self.budget_s()
         if budget_s is not None:
             budget_s -= sum(tuple(self._running_s))
         return self._pace(kind).admits(budget_s, now=self._clock.now())
@@ -140,14 +140,12 @@ class WorkGate:
         finally:
             self._hurried -= 1
 
-    def budget_s(self) -> float:
-        """See `work_budget_s`. Infinite while production waits for memory: a guest that can free
-        memory only after its work must finish soon, and the agent has lifted it."""
-        budget_s = self._budget_s()
-        return -math.inf if budget_s is None else budget_s
+    def budget_s(self) -> float | None:
+        """`work_budget_s` of the present pages; None in a withheld slice, where no piece may go.
 
-    def _budget_s(self) -> float | None:
-        """None while the grant is withheld."""
+        Infinite while production waits for memory: a guest that can free memory only after its work
+        must finish soon, and the agent has lifted it.
+        """
         now_ns = monotonic_ns()
         grant = self._grant_page.read(now_ns=now_ns)
         if grant.record is None:

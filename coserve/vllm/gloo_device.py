@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def shared(*, ranks: int) -> Iterator[None]:
+def share_gloo_device(*, ranks: int) -> Iterator[None]:
     """While the engine makes its groups; `ranks` of all its workers together."""
     if ranks != 1:
         yield
@@ -41,7 +41,7 @@ class _OneDevice:
     def __init__(self, stock: Any) -> None:
         self._stock = stock
         self._first: Any = None
-        self._told = False
+        self._reported = False
 
     def __call__(self, store: Any, rank: int, size: int, *others: Any, **named: Any) -> Any:
         if size == 1 and self._first is not None:
@@ -62,9 +62,9 @@ class _OneDevice:
         return options
 
     def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
-            _log.warning("each process group wakes a thread of its own, gate closed too: %s", error)
+        if not self._reported:
+            self._reported = True
+            _log.warning("no shared gloo device: each group wakes a thread of its own: %s", error)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self._stock)

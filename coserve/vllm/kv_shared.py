@@ -68,7 +68,7 @@ class KvShared:
         self._blocks = pool.num_gpu_blocks - 1
         self._budget_tokens: int | None = None
         self._limit_bytes = self._capacity_bytes
-        self._told_bytes: int | None = None
+        self._reported_bytes: int | None = None
         self._revision = 0
 
     @property
@@ -137,7 +137,7 @@ class KvShared:
             _log.error("kvcached does not set a limit: %s", state.get("reason"))
 
     def _tell(self) -> None:
-        if self._segment is None or self._told_bytes == self._limit_bytes:
+        if self._segment is None or self._reported_bytes == self._limit_bytes:
             return
         for _ in range(_TRIES):
             try:
@@ -146,7 +146,7 @@ class KvShared:
                 # kvcached holds the file for microseconds, whenever it maps a page.
                 time.sleep(_TRY_AGAIN_S)
             else:
-                self._told_bytes = self._limit_bytes
+                self._reported_bytes = self._limit_bytes
                 return
         _log.warning("the KV limit is not written: %s stays locked", self._segment.path)
 

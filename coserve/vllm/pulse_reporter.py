@@ -174,7 +174,7 @@ class PulseReporter:
         self._state = PulseState(root=_root(), middleware=False)
         self._grant = self._directory.grant_reader()
         self._grant_seen: bytes | None = None
-        self._told_stranger = False
+        self._reported_stranger = False
         self._lock = threading.Lock()
         self._keys = itertools.count(1)
         self._silent = False
@@ -283,8 +283,8 @@ class PulseReporter:
         gate; a grant that only this process cannot read may not."""
         grant = self._grant.read(now_ns=now_ns)
         self._grant_seen = self._grant.sequence()
-        if grant.fault is PageFault.FOREIGN and not self._told_stranger:
-            self._told_stranger = True
+        if grant.fault is PageFault.FOREIGN and not self._reported_stranger:
+            self._reported_stranger = True
             _log.warning(
                 "RoseMux: the grant in %s belongs to a user that %s does not name as agent: step "
                 "times are not learned, and the slot stays closed",

@@ -46,7 +46,7 @@ class Waker(threading.Thread):
         self._bell = PrivateBell()
         self._armed = False
         self._stopped = threading.Event()
-        self._told_grace_over = False
+        self._reported_grace_over = False
         self._publish_ns = 0
 
     def arm(self) -> None:
@@ -76,7 +76,7 @@ class Waker(threading.Thread):
         rung = self._bell.word()
         written = self._slot.written(grant_only=True)
         self._slot.decide()
-        self._told_grace_over &= self._slot.grace_over()
+        self._reported_grace_over &= self._slot.grace_over()
         if self._slot.owes_memory():
             self._wake()
         self._beat()
@@ -120,6 +120,6 @@ class Waker(threading.Thread):
 
     def _must_wake(self) -> bool:
         opened = self._slot.decide().open
-        over, told = self._slot.grace_over(), self._told_grace_over
-        self._told_grace_over = over
-        return opened or (over and not told) or self._slot.owes_memory()
+        over, reported = self._slot.grace_over(), self._reported_grace_over
+        self._reported_grace_over = over
+        return opened or (over and not reported) or self._slot.owes_memory()

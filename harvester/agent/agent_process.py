@@ -54,7 +54,6 @@ class AgentProcess:
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
         _log_notes(self._loaded)
-        path = self._config.http.token_file
         path, operators = self._config.http.token_file, self._config.http.operator_token_file
         tokens = None if path is None else TokenFile(path)
         if tokens is None:
@@ -83,16 +82,16 @@ class AgentProcess:
                 node.close()
 
     async def _beats(self, node: NodeAgent, stop: asyncio.Event) -> None:
-        due_s, told_s = self._clock.now(), 0.0
+        due_s, notified_s = self._clock.now(), 0.0
         watchdog_us = os.environ.get("WATCHDOG_USEC", "")
         watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
         stopped = asyncio.create_task(stop.wait())
         while not stop.is_set():
             node.beat()
             now = self._clock.now()
-            if now - told_s >= watchdog_s / _WATCHDOG_SHARE:
+            if now - notified_s >= watchdog_s / _WATCHDOG_SHARE:
                 notify("WATCHDOG=1")
-                told_s = now
+                notified_s = now
             # A beat that came late is not made up for.
             due_s = max(due_s + node.beat_s, now)
             await asyncio.wait((stopped,), timeout=due_s - now)

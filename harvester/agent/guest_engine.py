@@ -59,11 +59,11 @@ class GuestEngine:
         self._pages = pages
         self._leaving: PageWriter[Guest] | None = None
         self._stop_s = stop_s
-        self._asked = asyncio.Event()
+        self._stop_requested = asyncio.Event()
 
     def ask_to_stop(self) -> None:
         """Request a stop. A second request sends the signal whatever the MPS daemon replies."""
-        self._asked.set()
+        self._stop_requested.set()
 
     async def run(self) -> int:
         """Run the engine and return its exit status, 0 after a requested stop. Raises ConfigError
@@ -84,7 +84,7 @@ class GuestEngine:
             )
         except OSError as error:
             raise ConfigError(f"cannot start {self._arguments[0]}: {error.strerror}") from error
-        times_asked = await self._until_it_ends(child)
+        stops = await self._until_it_ends(child)
         await self._sweep(child.pid)
         if self._leaving is not None:
             ended = not _members(child.pid)
@@ -92,30 +92,30 @@ class GuestEngine:
                 self._remove_page()
             self._leaving.close(unlink=ended)
         status = child.returncode or 0
-        return 0 if times_asked else status if status >= 0 else 128 - status
+        return 0 if stops else status if status >= 0 else 128 - status
 
     async def _until_it_ends(self, child: asyncio.subprocess.Process) -> int:
         """Wait for the engine to end; returns the number of stop requests."""
-        asked, times_asked, patience_s = self._asked, 0, None
+        requested, stops, patience_s = self._stop_requested, 0, None
         ended = asyncio.create_task(child.wait())
         while not ended.done():
-            waiting = asyncio.create_task(asked.wait())
+            waiting = asyncio.create_task(requested.wait())
             await asyncio.wait(
                 (ended, waiting), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
             )
             waiting.cancel()
             if ended.done():
                 break
-            if asked.is_set():
-                asked.clear()
-                times_asked += 1
+            if requested.is_set():
+                requested.clear()
+                stops += 1
                 self._announce_stop()
-                patience_s = self._stop(child, insisted=times_asked > 1)
+                patience_s = self._stop(child, insisted=stops > 1)
             elif patience_s is not None:
                 _log.error("the guest did not stop within %.0f s and is killed", self._stop_s)
                 patience_s = None
                 self._kill(child.pid)
-        return times_asked
+        return stops
 
     def _announce_stop(self) -> None:
         """Publish the guest's last record with `leaving` set, on another page than the engine's."""

@@ -5,7 +5,6 @@ reading with a fault; a probe that hangs leaves its reading to grow old.
 """
 
 import asyncio
-import logging
 import math
 import re
 import threading
@@ -19,23 +18,22 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, reason_of
 from harvester.platform.http_kit import body_of
-from harvester.platform.nvml import GpuReading
 from harvester.platform.peer import Peer
 from harvester.platform.tls import Credentials
-from harvester.policy.interlocks import Accelerator, AcceleratorsReading, AlertsReading
+from harvester.policy.interlocks import AcceleratorsReading, AlertsReading
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX = 4 << 20
 """Prometheus answers 1 KiB for a rule and for each of its alerts."""
 _PAGE_BYTES_MAX = 1 << 20
 _LINES_BYTES_MAX = 256 << 10
 """Lines of dcgm-exporter's page that are parsed: three of 300 bytes for each GPU."""
-_UNASKED = "not asked yet"
+NOT_ASKED_YET = "not asked yet"
 _DCGM = {
     "DCGM_FI_DEV_POWER_USAGE": "power_watts",
     "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
@@ -157,7 +155,7 @@ class AlertsProbe(_PageProbe):
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self.reading = AlertsReading(fault=_UNASKED)
+        self.reading = AlertsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
         if server == "prometheus":
             self._path, self._read = "/api/v1/rules?type=alert", read_rules
         else:
@@ -172,7 +170,6 @@ class AlertsProbe(_PageProbe):
             reading = await asyncio.to_thread(self._read, body)
         except (*_FAULTS, *UNDECODABLE) as error:
             reading = AlertsReading(fault=_fault(self._url, error))
-        _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
@@ -188,7 +185,7 @@ class DcgmProbe(_PageProbe):
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self.reading = AcceleratorsReading(fault=_UNASKED)
+        self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
         try:
@@ -197,7 +194,6 @@ class DcgmProbe(_PageProbe):
             reading = await asyncio.to_thread(read_dcgm, body)
         except _FAULTS as error:
             reading = AcceleratorsReading(fault=_fault(self._url, error))
-        _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
@@ -205,12 +201,12 @@ class NvmlProbe:
     """Each reading in a thread. While one hangs none other begins, and the last one grows old."""
 
     def __init__(
-        self, read: Callable[[], tuple[GpuReading, ...]], *, period_s: float, clock: Clock
+        self, read: Callable[[], tuple[Accelerator, ...]], *, period_s: float, clock: Clock
     ) -> None:
         self._source = read
         self._period_s = period_s
         self._clock = clock
-        self.reading = AcceleratorsReading(fault=_UNASKED)
+        self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -220,22 +216,9 @@ class NvmlProbe:
 
     async def ask(self) -> None:
         try:
-            gpus = await _in_daemon(self._source)
+            reading = AcceleratorsReading(accelerators=await _in_daemon(self._source))
         except Exhausted as error:
             reading = AcceleratorsReading(fault=_fault("nvml", error))
-        else:
-            reading = AcceleratorsReading(
-                accelerators=tuple(
-                    Accelerator(
-                        uuid=gpu.uuid,
-                        power_watts=gpu.power_watts,
-                        temperature_celsius=gpu.temperature_celsius,
-                        xid=gpu.xid,
-                    )
-                    for gpu in gpus
-                )
-            )
-        _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
@@ -287,8 +270,3 @@ async def _in_daemon(work: Callable[[], T]) -> T:
 
 def _fault(url: str, error: Exception) -> str:
     return f"{url}: {reason_of(error)}"
-
-
-def _log_change(before: str, after: str) -> None:
-    if bool(before) != bool(after):
-        _log.warning("interlock: %s", after or "is answered")

@@ -1,4 +1,4 @@
-"""The lease in force on one slot, kept on disk for a restarted agent."""
+"""The lease in force on one slot, kept on disk as JSON for a restarted agent."""
 
 import logging
 from contextlib import suppress
@@ -7,23 +7,12 @@ from pathlib import Path
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE
-from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
+from harvester.contracts.ids import LeaseId
 from harvester.platform import whole_file
-from harvester.policy.lease_table import SlotLease
+from harvester.policy.lease_table import LeaseRecord, SlotLease
 
 _MAX_BYTES = 4096
 _log = logging.getLogger(__name__)
-
-
-class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The file's content, as JSON. Times are not kept: they are of a clock that may be another."""
-
-    lease: LeaseId
-    slot: SlotId
-    epoch: Epoch
-    tenant: TenantId
-    job: JobId
-    request_id: str
 
 
 class LeaseFile:

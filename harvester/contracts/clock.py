@@ -6,7 +6,6 @@ between the agent, the production engine and the guest.
 """
 
 import time
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -23,21 +22,6 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
-
-
-@dataclass(slots=True)
-class VirtualClock:
-    """A clock that the simulator or a test moves."""
-
-    now_s: float = 0.0
-
-    def now(self) -> float:
-        return self.now_s
-
-    def advance_to(self, now_s: float) -> None:
-        if now_s < self.now_s:
-            raise ValueError(f"time runs forward: {now_s} < {self.now_s}")
-        self.now_s = now_s
 
 
 def monotonic_ns() -> int:

@@ -5,7 +5,7 @@ import stat
 from ipaddress import ip_address
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError, refused
+from harvester.contracts.errors import ConfigError, config_error_of
 from harvester.platform.renewed import Renewed
 
 MIN_TOKEN_BYTES = 16
@@ -20,18 +20,27 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def check_token_file(path: Path, *, open_to: int = stat.S_IROTH | stat.S_IWOTH) -> None:
+    """Raises NotYet for an absent file, ConfigError for one whose mode has a bit of `open_to`."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise config_error_of(error)(f"cannot read token file {path}: {error.strerror}") from error
+    if mode & open_to:
+        raise ConfigError(f"token file {path} is open to other users: chmod 600 {path}")
+
+
 def read_tokens(path: Path) -> tuple[bytes, ...]:
     """Tokens of a file, one a line: a server accepts each, so that its clients can change over.
 
     Raises ConfigError where one is short or no ASCII, or the file is open to other users.
     """
+    check_token_file(path)
     try:
-        if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            raise ConfigError(f"token file {path} is open to every user: chmod 600 {path}")
         with path.open("rb") as file:
             lines = file.read(_MAX_TOKEN_BYTES).splitlines()
     except OSError as error:
-        raise refused(error)(f"cannot read token file {path}: {error.strerror}") from error
+        raise config_error_of(error)(f"cannot read token file {path}: {error.strerror}") from error
     tokens = tuple(filter(None, map(bytes.strip, lines)))
     if not tokens or any(len(t) < MIN_TOKEN_BYTES or not t.isascii() for t in tokens):
         raise ConfigError(

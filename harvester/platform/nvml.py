@@ -6,23 +6,13 @@ events: one is known from the start of the watch, and stays known until the proc
 
 import importlib
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.errors import ConfigError, Exhausted
 
 _MODULE = "pynvml"
 _EVENTS_MAX = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuReading:
-    uuid: str
-    power_watts: float | None
-    """None: not reported."""
-    temperature_celsius: float | None
-    xid: int | None
-    """The last one seen, 0 none; None where the GPU reports none."""
 
 
 class Nvml:
@@ -46,16 +36,16 @@ class Nvml:
         except self._fault as error:
             raise ConfigError(f"source nvml finds no driver: {error}") from error
         self._xids: dict[str, int] = {}
-        self._unheard = False
+        self._unread = False
         """Whether events may have been missed."""
         self._events = self._register()
 
-    def read(self) -> tuple[GpuReading, ...]:
+    def read(self) -> tuple[Accelerator, ...]:
         """Raises Exhausted where the driver does not answer for a GPU at all."""
         self._take_events()
         return tuple(map(self._read, self._handles, self._uuids))
 
-    def _read(self, handle: Any, uuid: str) -> GpuReading:
+    def _read(self, handle: Any, uuid: str) -> Accelerator:
         nvml, power, temperature = self._nvml, None, None
         try:
             _text(nvml.nvmlDeviceGetUUID(handle))
@@ -65,11 +55,11 @@ class Nvml:
             power = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         with suppress(self._fault):
             temperature = float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
-        return GpuReading(
+        return Accelerator(
             uuid=uuid,
             power_watts=power,
             temperature_celsius=temperature,
-            xid=None if self._unheard and not self._xids.get(uuid) else self._xids.get(uuid),
+            xid=None if self._unread and not self._xids.get(uuid) else self._xids.get(uuid),
         )
 
     def _register(self) -> Any:
@@ -91,7 +81,7 @@ class Nvml:
                 self._xids[uuid] = int(event.eventData)
         except self._fault as error:
             code = getattr(error, "value", None)
-            self._unheard = self._unheard or code != self._nvml.NVML_ERROR_TIMEOUT
+            self._unread = self._unread or code != self._nvml.NVML_ERROR_TIMEOUT
 
 
 def _text(value: str | bytes) -> str:

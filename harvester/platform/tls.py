@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
-from harvester.contracts.errors import ConfigError, refused
+from harvester.contracts.errors import ConfigError, config_error_of
 from harvester.platform.bearer import authorization, is_loopback, read_token
 from harvester.platform.renewed import Renewed
+from harvester.platform.yaml_file import FrozenSettings
 
 
-class _Files(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class ServerTls(_Files):
+class ServerTls(FrozenSettings):
     """TLS of a server, 1.2 or later."""
 
     cert_file: Path
@@ -84,7 +81,7 @@ def open_to_network(
     return ""
 
 
-class Credentials(_Files):
+class Credentials(FrozenSettings):
     """A client's own proof to a server, and the certificates by which it knows that server."""
 
     token_file: Path | None = None
@@ -170,7 +167,7 @@ def _trust(context: ssl.SSLContext, ca_file: Path) -> None:
     try:
         context.load_verify_locations(ca_file)
     except OSError as error:
-        raise refused(error)(f"cannot use the CA file {ca_file}: {error}") from error
+        raise config_error_of(error)(f"cannot use the CA file {ca_file}: {error}") from error
 
 
 def _load_chain(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> None:
@@ -178,7 +175,7 @@ def _load_chain(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> Non
         # Without a password OpenSSL asks the terminal for one.
         context.load_cert_chain(cert_file, key_file, password=_no_password)
     except (OSError, ValueError) as error:
-        raise refused(error)(f"cannot use {cert_file} with {key_file}: {error}") from error
+        raise config_error_of(error)(f"cannot use {cert_file} with {key_file}: {error}") from error
 
 
 def _no_password() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from harvester.contracts.errors import ConfigError
@@ -20,6 +20,12 @@ MAX_FILE_BYTES = 1 << 20
 
 Where = tuple[int | str, ...]
 """A field's path: names, and numbers of list items."""
+
+
+class FrozenSettings(BaseModel):
+    """Base of settings in a file: any field but the declared ones is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class _Loader(yaml.SafeLoader):

@@ -23,14 +23,15 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class DurableState(msgspec.Struct, kw_only=True):
-    """Fields are added with defaults and never renamed: an agent reads what an older one left."""
+    """Fields are added with defaults and keep their stored names: an agent reads what an older one
+    left."""
 
     life: str = ""
     """Random name of this history; a scheduler knows by it that a history was lost."""
     run: int = 0
     """Starts of the agent in this life."""
     quarantine: str = ""
-    danger_at_s: float | None = None
+    breached_at_s: float | None = msgspec.field(default=None, name="danger_at_s")
     step_level: LevelState = msgspec.field(default_factory=LevelState)
     kv_level: LevelState = msgspec.field(default_factory=LevelState)
     misses: MissState = msgspec.field(default_factory=MissState)

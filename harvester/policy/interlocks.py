@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource, one_line
 
 _NAME = "alertname"
@@ -24,15 +25,6 @@ class AlertsReading(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the rules that the server evaluates without an error; None if it has no rules."""
     fault: str = ""
     taken_at_s: float = -math.inf
-
-
-class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    uuid: str
-    power_watts: float | None = None
-    """None, here and below, is not reported; NaN counts as that."""
-    temperature_celsius: float | None = None
-    xid: float | None = None
-    """Last Xid error of the driver; 0 is none."""
 
 
 class AcceleratorsReading(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,13 +131,13 @@ class Interlock:
         self._slot = slot
         self._fired = ""
         self._fired_at_s = -math.inf
-        self.known = False
-        """Whether the last verdict rested on a whole reading."""
+        self.unknown = "not judged yet"
+        """Why the last verdict did not rest on a whole reading; "" if it did."""
 
     def observe(self, verdict: Verdict, *, taken_at_s: float, now: float) -> Stop | None:
-        if now - taken_at_s > self._stale_s and not verdict.unknown:
+        if now - taken_at_s > self._stale_s:
             verdict = Verdict(unknown="no reading in time")
-        self.known = not verdict.unknown
+        self.unknown = verdict.unknown
         if verdict.fires:
             # The first finding stays while it goes on: one stop, and one line in the log.
             self._fired = self._fired or verdict.fires

@@ -7,7 +7,10 @@ restarted agent goes on with exactly the recorded leases.
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, NodeId, SlotId, TenantId
 from harvester.contracts.wire.error_budget import Allotment
@@ -31,19 +34,23 @@ _MOST_STEP = 1 << 32
 own after a restart of the agent. A caller who skips more would leave no numbers for later ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlotLease:
+class LeaseRecord(Struct, frozen=True, kw_only=True):
+    """Part of a lease that is kept on disk. Times are not: a restarted agent's clock may differ."""
+
     lease: LeaseId
     slot: SlotId
+    epoch: Epoch
     tenant: TenantId
     job: JobId
-    epoch: Epoch
     request_id: str
+
+
+class SlotLease(LeaseRecord, frozen=True, kw_only=True):
     ends_s: float
     ending: EndReason | None = None
     """Set while a revoked lease runs out its deadline; it is not renewed any more."""
     allotment: Allotment | None = None
-    """Not recorded on disk: a restarted agent's slot spends nothing more until a renewal."""
+    """A restarted agent's slot spends nothing more until a renewal."""
 
     @property
     def name(self) -> str:

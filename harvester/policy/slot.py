@@ -27,7 +27,7 @@ from harvester.policy.production import ProductionView, ProductionWatch, WatchSt
 from harvester.policy.reclaim import Reclaim, ReclaimState
 from harvester.policy.sample import GuestReading, KillSwitch, SlotSample
 from harvester.policy.settings import Mode, SlotSettings
-from harvester.policy.states import DANGERS, TRANSITIONS, Condition, State
+from harvester.policy.states import BREACHES, TRANSITIONS, Condition, State
 
 _LEASE_FATE: dict[Condition, tuple[EndReason, str]] = {
     Condition.DRAINED: (EndReason.DRAIN, ""),
@@ -66,7 +66,7 @@ class SlotMemory(GuardMemory, kw_only=True):
     condition: Condition = Condition.UNLEARNED
     reason: str = "starting"
     since_s: float | None = None
-    danger_at_s: float | None = None
+    breached_at_s: float | None = msgspec.field(default=None, name="danger_at_s")
     quarantine: str = ""
     watch: WatchState = msgspec.field(default_factory=WatchState)
     kv_level: LevelState = msgspec.field(default_factory=LevelState)
@@ -77,7 +77,7 @@ class SlotMemory(GuardMemory, kw_only=True):
     unleased_since_s: float | None = None
     evictions: EvictionState = msgspec.field(default_factory=EvictionState)
     empty_since_s: float | None = None
-    """Since when a held guest has had no request."""
+    """Time since which a held guest has had no request."""
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
 
 
@@ -223,8 +223,8 @@ class SlotPolicy:
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
             self._memory.since_s = now
-        if condition in DANGERS or sample.kill_switch is not KillSwitch.NONE:
-            self._memory.danger_at_s = now
+        if condition in BREACHES or sample.kill_switch is not KillSwitch.NONE:
+            self._memory.breached_at_s = now
         self._memory.state = TRANSITIONS[self._memory.state, condition]
         self._memory.condition, self._memory.reason = condition, reason
         self._prove(production, now)
@@ -314,7 +314,7 @@ class SlotPolicy:
         if self.guards.proof.harmful:
             return Condition.HARMFUL, "latency beside the guest exceeds the limit"
         cooling_s = settings.cooldown_s
-        if memory.danger_at_s is not None and now - memory.danger_at_s < cooling_s:
+        if memory.breached_at_s is not None and now - memory.breached_at_s < cooling_s:
             return Condition.COOLING, f"quiet for less than {cooling_s} s"
         return self._harvestable(sample, production, now)
 

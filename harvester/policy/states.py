@@ -60,7 +60,7 @@ class Condition(StrEnum):
     CLEAR = "clear"
 
 
-DANGERS = frozenset(
+BREACHES = frozenset(
     {
         Condition.SILENT,
         Condition.UNSEEN,

@@ -6,20 +6,13 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from harvester.contracts.ids import NAME_PATTERN, unknown_field
 from harvester.contracts.wire.rollouts import OnInterrupt
 from harvester.platform.tls import NO_CREDENTIALS, Credentials, ServerTls, open_to_network
-from harvester.platform.yaml_file import parse_fields, read_text, validated
+from harvester.platform.yaml_file import FrozenSettings, parse_fields, read_text, validated
 from scheduler.gateway.policy.capacity import CapacityConfig
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionsConfig
@@ -61,10 +54,6 @@ class _FieldsOf:
                 raise ValueError(f"{name}: {unknown_field(name, self.kind.__struct_fields__)}")
         msgspec.convert(given, self.kind)
         return given
-
-
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class PeerSettings(Credentials):
@@ -116,7 +105,7 @@ class RendererSettings(PeerSettings):
         return {"url": given} if isinstance(given, str) else given
 
 
-class GatewayJobSettings(_Settings):
+class GatewayJobSettings(FrozenSettings):
     id: Name
     tenant: Name = "default"
     harvesting: bool = True
@@ -134,7 +123,7 @@ class GatewayJobSettings(_Settings):
     ends it at once as `abort` with the cause. A request's own value counts before this one."""
 
 
-class Timeouts(_Settings):
+class Timeouts(FrozenSettings):
     connect_s: Seconds = 2.0
     stall_s: Seconds = 2.0
     """A dedicated engine that sends no token for this long, and for three times as long as such
@@ -177,7 +166,7 @@ class Timeouts(_Settings):
         return self.guest_tail_stall_s if tail else self.guest_stall_s
 
 
-class AnswerSettings(_Settings):
+class AnswerSettings(FrozenSettings):
     """Whole answers that are kept, for clients that ask again because a connection broke."""
 
     keep_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
@@ -189,7 +178,7 @@ class AnswerSettings(_Settings):
     """Memory of the kept turns, about."""
 
 
-class GatewaySettings(_Settings):
+class GatewaySettings(FrozenSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8300, ge=0, le=65535)
     """Port; 0 takes a free one, which the line 'listening on' reports."""
@@ -222,11 +211,11 @@ class GatewaySettings(_Settings):
     capacity_period_s: Seconds = 1.0
     timeouts: Timeouts = Timeouts()
     answers: AnswerSettings = AnswerSettings()
-    routing: Annotated[dict[str, Any], _FieldsOf(RoutingConfig)] = {}
+    routing: Annotated[dict[str, Any], _FieldsOf(RoutingConfig)] = Field(default={})
     """Fields of RoutingConfig."""
-    capacity: Annotated[dict[str, Any], _FieldsOf(CapacityConfig)] = {}
+    capacity: Annotated[dict[str, Any], _FieldsOf(CapacityConfig)] = Field(default={})
     """Fields of CapacityConfig."""
-    versions: Annotated[dict[str, Any], _FieldsOf(VersionsConfig)] = {}
+    versions: Annotated[dict[str, Any], _FieldsOf(VersionsConfig)] = Field(default={})
     """Fields of VersionsConfig."""
 
     @model_validator(mode="after")

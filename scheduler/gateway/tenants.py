@@ -6,10 +6,10 @@ from pathlib import Path
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import TenantId, checked_name
+from harvester.platform.bearer import MIN_TOKEN_BYTES, check_token_file
 from harvester.platform.renewed import Renewed
 from harvester.platform.yaml_file import parse_fields, read_text
 
-MIN_TOKEN_CHARS = 16
 OPERATOR, OBSERVER = TenantId("operator"), TenantId("observer")
 """No tenants: the first one's token is for all jobs, the second one's reads status and metrics."""
 
@@ -44,23 +44,18 @@ class Tenants:
 
 
 def _read(path: Path) -> Tokens:
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"cannot read token file {path}: {error.strerror}") from error
+    check_token_file(path, open_to=stat.S_IRGRP | stat.S_IROTH)
     # Errors of this reader show no line of the file: tokens stand there.
     given = parse_fields(read_text(path), path)
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ConfigError(f"token file {path} can be read by others; chmod 600 it")
     if not given:
         raise ConfigError(f"token file {path}: write one 'tenant: token' per line")
     tokens: Tokens = {}
     for tenant, values in given.items():
         name = TenantId(checked_name(str(tenant), what="tenant"))
         for token in values if isinstance(values, list) and values else [values]:
-            if not isinstance(token, str) or len(token) < MIN_TOKEN_CHARS:
+            if not isinstance(token, str) or len(token) < MIN_TOKEN_BYTES:
                 raise ConfigError(
-                    f"token of {name} in {path}: use {MIN_TOKEN_CHARS} characters or more"
+                    f"token of {name} in {path}: use {MIN_TOKEN_BYTES} characters or more"
                 )
             if tokens.setdefault(token.encode(), name) != name:
                 raise ConfigError(f"{path}: {name} and {tokens[token.encode()]} have one token")

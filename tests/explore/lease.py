@@ -18,7 +18,6 @@ was written before it has expired, and the fence has seen the page. Invariants:
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -413,7 +412,7 @@ class LeaseModel:
         }
         moments = {
             *("ends_s", "expires_s", "kept_s", "called_s", "at_s", "_not_before_s", "_busy_at_s"),
-            *("since_s", "danger_at_s", "unleased_since_s", "empty_since_s", "seen_at_s"),
+            *("since_s", "breached_at_s", "unleased_since_s", "empty_since_s", "seen_at_s"),
             *("active_at_s", "losses_s", "idle_at_s", "observed_at_s", "progress_at_s"),
         }
         # What the policies remember of the guest and of reclaims lies in their memory.
@@ -723,7 +722,7 @@ class LeaseModel:
 
     def _recorded(self, keeper: int) -> SlotLease | None:
         live = self._keepers.look(keeper).live()
-        return None if live is None else replace(live, ends_s=0.0)
+        return None if live is None else msgspec.structs.replace(live, ends_s=0.0)
 
     def _promised(self, world: World, granted: LeaseGranted) -> World:
         promise = world.promise
@@ -759,7 +758,7 @@ class LeaseModel:
         return self._beat(world)
 
     def _reread(self, record: SlotLease | None) -> SlotLease | None:
-        return None if record is None else replace(record, ends_s=TTL_S)
+        return None if record is None else msgspec.structs.replace(record, ends_s=TTL_S)
 
     def _reboot(self, world: World) -> World:
         """The page directory ends with the machine's memory; files stay. It takes a machine longer

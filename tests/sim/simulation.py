@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from harvester.contracts.clock import VirtualClock
+from tests.virtual_clock import VirtualClock
 
 Action = Callable[[], None]
 

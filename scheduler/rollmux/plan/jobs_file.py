@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import NAME_PATTERN, JobId, TenantId
-from harvester.platform.yaml_file import Where, named, parse_fields, read_text, validated
+from harvester.platform.yaml_file import (
+    FrozenSettings,
+    Where,
+    named,
+    parse_fields,
+    read_text,
+    validated,
+)
 from scheduler.model import Completion, JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.config import ClusterConfig, PoolNodes
 from scheduler.rollmux.cluster.job_limits import (
@@ -45,10 +52,8 @@ _JOB: Final = defaults(JobSpec)
 _PHASE: Final = defaults(PhaseSpec)
 
 
-class StrictSettings(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-    )
+class StrictSettings(FrozenSettings):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
 class NodeTypeSettings(StrictSettings):

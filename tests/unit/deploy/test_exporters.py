@@ -10,8 +10,9 @@ from deploy.metrics import METRICS, Exporter
 from harvester.agent.metrics import AgentMetrics
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, SlotConfig
-from harvester.contracts.clock import VirtualClock, monotonic_ns
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import Guest, PageDirectory, Pulse
+from tests.virtual_clock import VirtualClock
 
 Shape = tuple[str, str, frozenset[str]]
 SECOND_NS = 10**9

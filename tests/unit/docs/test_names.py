@@ -39,7 +39,8 @@ distribution document doubling draft drift driver drop durable duration effect e
 encoded end endings endpoint engaged enqueue enter entry environment estimate evacuation event
 evictions method
 evidence exchange execution executor exhausted expected experiments explanation exposition facts
-failed fallback fault field file finish first fleet force foreign forget free full gaps gateway
+failed fallback fault field file finish first fleet force foreign forget free frozen full gaps
+gateway
 generate gloo gpu greedy guard harm harvest hash head health history hold holders horizon host hour
 http id identity idle ids impact in index info init intake isolation joined journal journalled judge
 keeper kept kernels key kill kind kit known kv kvcached label lanes large last latency latest launch
@@ -52,18 +53,18 @@ owners pace packer page parallel params parent part passed paths pause payload p
 percentile picked piece plain plan plane planned plugin policy pool prefix pressure price printed
 private probe process profile promise prompt proof protocol publish pull queue quiesce ran random
 range rank ray reader reason recall reclaim record ref refusal refuse register regroup release
-reload relocation removal render renew repair repeated replay reply report request reserve resident
-restart result resumed retarget retention retry return revocations revoke ring rise role rollout
-room root rose roster route row rules run runner sample scan scenarios scheduled scores seal
-searched seconds seen segment selection sender sense sensor serve settings settle sglang shadow
-shape shard share shelf short siblings side signal simulate sizes skipped slowdown socket source
-sparse spec spent spool sqlite squares stage stale stat state status step stock stopped streak
-stream stretch strict struct submission submit successful sum summary switch sync table take target
-tenant tensor terms test text thread time timeline timeouts tinker tls token total trainer transfer
-transport trigger type unanswered undo undone unload unplaced unreachable unrecorded unsafe unseen
-unshared unsupported up update upstream usage use value varint verdict view virtual vllm wait waker
-walk warn watch watchdog weight whole widen wire withdraw withdrawn word work workload world worst
-writable write written xor xxh yaml yet zero
+reload relocation remembered removal render renew repair repeated replay reply report request
+reserve resident restart result resumed retarget retention retry return revocations revoke ring rise
+role rollout room root rose roster route row rules run runner sample scan scenarios scheduled scores
+seal searched seconds seen segment selection sender sense sensor serve settings settle sglang shadow
+shape shard share shelf short siblings side signal simulate single sizes skipped slowdown socket
+source sparse spec spent spool sqlite squares stage stale stat state status step stock stopped
+streak stream stretch strict struct submission submit successful sum summary switch sync table take
+target tenant tensor terms test text thread time timeline timeouts tinker tls token total trainer
+transfer transport trigger type unanswered undo undone unload unplaced unreachable unrecorded unsafe
+unseen unshared unsupported up update upstream usage use value varint verdict view virtual vllm wait
+waker walk warn watch watchdog weight whole widen wire withdraw withdrawn word work workload world
+worst writable write written xor xxh yaml yet zero
 """
 """Plain English words, units and names of programs, in names. The glossary has RoseMux's own words
 and the field's terms."""

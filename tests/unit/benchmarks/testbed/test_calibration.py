@@ -12,6 +12,7 @@ from benchmarks.testbed.calibration import (
     mean_busy_share,
     measured_ratio,
     rate_for,
+    scaled,
 )
 from benchmarks.testbed.trace import Arrival
 from benchmarks.testbed.window import TokenScale, Window, windows_of
@@ -105,13 +106,13 @@ def replayed(model: ProductionModel, rate: float) -> MeasuredReplay:
 @pytest.mark.parametrize("ratio", [0.4, 1.0, 2.0])
 def test_the_measured_ratio_is_that_of_the_steps(ratio: float, rate: float) -> None:
     model = MODELS["small"]
-    replay = replayed(model.scaled(ratio), rate)
+    replay = replayed(scaled(model, ratio), rate)
     assert measured_ratio([replay], model) == pytest.approx(ratio, rel=0.02)
 
 
 def test_the_measured_ratio_is_over_all_replays() -> None:
     model = MODELS["small"]
-    replays = [replayed(model.scaled(ratio), 2.0) for ratio in (1.0, 2.0)]
+    replays = [replayed(scaled(model, ratio), 2.0) for ratio in (1.0, 2.0)]
     assert 1.3 < measured_ratio(replays, model) < 1.7
 
 
@@ -125,4 +126,4 @@ def test_replays_in_which_nothing_came_say_nothing(busy_s: float) -> None:
 def test_the_measured_ratio_corrects_the_computed_load(ratio: float) -> None:
     model = MODELS["small"]
     rate = rate_for(windows_at, model, measured_ratio=ratio, target=0.5)
-    assert share_at(rate, model.scaled(ratio)) == pytest.approx(0.5, abs=0.02)
+    assert share_at(rate, scaled(model, ratio)) == pytest.approx(0.5, abs=0.02)

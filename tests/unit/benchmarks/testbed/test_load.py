@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.testbed.bursts import Bursts, generated_trace
-from benchmarks.testbed.calibration import mean_busy_share
+from benchmarks.testbed.calibration import mean_busy_share, scaled
 from benchmarks.testbed.gpu_hardware import GpuHardware
 from benchmarks.testbed.hardware import CpuHardware, Hardware
 from benchmarks.testbed.load import REQUESTS_MIN, Aim, Load
@@ -65,7 +65,7 @@ def test_a_gpu_serves_whole_prompts_at_several_a_second_even_in_a_short_run() ->
 
 
 def test_a_faster_gpu_is_sent_more_or_larger_requests() -> None:
-    fast = aimed(GPU, AN_8B_ON_A_GPU.scaled(0.25), rounds=10, slice_s=20.0)
+    fast = aimed(GPU, scaled(AN_8B_ON_A_GPU, 0.25), rounds=10, slice_s=20.0)
     slow = aimed(GPU, AN_8B_ON_A_GPU, rounds=10, slice_s=20.0)
     assert fast.sizes.output_scale > slow.sizes.output_scale or fast.rate > slow.rate
     sent = sum(len(window.arrivals) for window in fast.windows(20.0, count=10))

@@ -17,7 +17,7 @@ def test_a_start_waits_for_nothing_while_it_lasts_and_for_slack_afterwards(tmp_p
     pages = PageDirectory.create(tmp_path / "slot")
     gate = WorkGate(pages)
 
-    async def start() -> float:
+    async def start() -> float | None:
         async with unpaced(pages):
             await asyncio.sleep(0)
             return gate.budget_s()

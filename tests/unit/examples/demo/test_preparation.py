@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.testbed.bursts import Bursts, generated_trace
-from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, busy_share, mean_busy_share
+from benchmarks.testbed.calibration import TARGET_BUSY_SHARE, busy_share, mean_busy_share, scaled
 from benchmarks.testbed.production_request import ProductionRequest
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.trace import Arrival
@@ -53,7 +53,7 @@ class Machine:
         self.promised.append(level)
 
     def serve(self, arrivals: Iterable[Arrival], seconds: float) -> None:
-        model = MODEL.scaled(self.longer * (COLD if self.cold else 1.0))
+        model = scaled(MODEL, self.longer * (COLD if self.cold else 1.0))
         self.busy_s += busy_share(list(arrivals), model, window_s=seconds) * seconds
         self.cold = False
         self.samples += self.samples_per_replay
@@ -122,7 +122,7 @@ async def test_the_blocks_keep_production_as_busy_as_they_should(longer: float) 
     await preparation.harvesting_step(cast(Any, machine))
     windows = await preparation.last_replay(20.0, blocks=BLOCKS)
     assert [window.duration_s for window in windows] == [BLOCKS.serving_s] * BLOCKS.rounds
-    share = mean_busy_share(windows, MODEL.scaled(longer))
+    share = mean_busy_share(windows, scaled(MODEL, longer))
     assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
     assert machine.steps == [(Arm.FIXED, WARM_UP_BLOCK), (Arm.HARVEST, WARM_UP_BLOCK)]
 
@@ -136,7 +136,7 @@ async def test_a_slow_machine_is_sent_smaller_requests_and_not_too_few() -> None
         await preparation.first_replay(10.0)
         windows = await preparation.last_replay(20.0, blocks=BLOCKS)
         requests[longer] = sum(len(window.arrivals) for window in windows)
-        share = mean_busy_share(windows, MODEL.scaled(longer))
+        share = mean_busy_share(windows, scaled(MODEL, longer))
         assert share == pytest.approx(TARGET_BUSY_SHARE, abs=0.05)
         if longer == 1.0:
             assert preparation.load.sizes == SCALES[0]

@@ -12,7 +12,6 @@ from examples.grpo.rollout import (
     sampled_tokens,
 )
 from examples.grpo.vocabulary import STOP_ID, digit_of
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import EngineId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import (
@@ -25,6 +24,7 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
     VersionPin,
 )
+from tests.virtual_clock import VirtualClock
 
 SHAPE = TaskShape(prompts_per_step=4)
 TASKS = [Task(SHAPE, 1, 0, i) for i in range(4)]

@@ -22,10 +22,10 @@ from examples.grpo.model import PolicyModel, PolicyShape
 from examples.grpo.rollout import StepBatch, TrajectoryLedger
 from examples.grpo.trainer import serve
 from examples.grpo.training_run import TrainingRun
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.wire.rollouts import VersionSwitched
+from tests.virtual_clock import VirtualClock
 
 
 @dataclass(frozen=True)

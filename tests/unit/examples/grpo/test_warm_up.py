@@ -10,7 +10,7 @@ from examples.grpo.demonstrator import MistakeRates
 from examples.grpo.environment import TaskShape
 from examples.grpo.model import PolicyShape
 from examples.grpo.warm_up import WarmUp, trained, warm_start
-from harvester.contracts.clock import VirtualClock
+from tests.virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from harvester.agent.audit_file import AuditFile
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, LoadedConfig
 from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
-from harvester.contracts.clock import VirtualClock, monotonic_ns
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
@@ -25,6 +25,7 @@ from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.process import ProcessId, process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
 from harvester.policy.settings import Mode
+from tests.virtual_clock import VirtualClock
 
 SLOT = SlotId("slot0")
 CALLER = "token 1 of tokens, from 192.0.2.7"

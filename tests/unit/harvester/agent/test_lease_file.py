@@ -1,8 +1,8 @@
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from harvester.agent.lease_file import LeaseFile
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId

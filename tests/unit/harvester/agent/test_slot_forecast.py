@@ -7,11 +7,12 @@ import pytest
 
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
-from harvester.contracts.clock import VirtualClock, monotonic_ns
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest
 from harvester.policy.idle_forecast import HORIZONS_S
+from tests.virtual_clock import VirtualClock
 
 TTL_NS = 10**12
 

@@ -13,7 +13,7 @@ from harvester.policy.durable import DurableState
 
 STRIDE = 13
 """Every 13th byte of a file is struck, which meets each of its parts; all would take a minute."""
-STATE = DurableState(quarantine="guest lost", danger_at_s=90.0, guest_losses_s=[70.0, 80.0])
+STATE = DurableState(quarantine="guest lost", breached_at_s=90.0, guest_losses_s=[70.0, 80.0])
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_after_another_boot_every_age_is_what_it_was(
     monkeypatch.setattr(state_file, "monotonic_origin", lambda: "another boot")
     later = StateFile(file.path, node="node-0", slot="slot0").load(now=now)
     assert later is not None
-    assert later.danger_at_s == pytest.approx(now - 10.0)
+    assert later.breached_at_s == pytest.approx(now - 10.0)
     assert later.guest_losses_s == pytest.approx([now - 30.0, now - 20.0])
 
 
@@ -51,14 +51,14 @@ def test_without_a_name_for_the_boot_no_time_is_believed_to_have_passed(
     unnamed.save(STATE, now=100.0)
     later = unnamed.load(now=9000.0)
     assert later is not None
-    assert later.danger_at_s == pytest.approx(8990.0)
+    assert later.breached_at_s == pytest.approx(8990.0)
 
 
 def test_a_clock_that_went_back_makes_nothing_older(file: StateFile) -> None:
     file.save(STATE, now=100.0)
     later = file.load(now=40.0)
     assert later is not None
-    assert later.danger_at_s == pytest.approx(30.0)
+    assert later.breached_at_s == pytest.approx(30.0)
 
 
 def test_a_file_cut_at_any_byte_is_not_believed(file: StateFile) -> None:

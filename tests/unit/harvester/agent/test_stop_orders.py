@@ -10,7 +10,7 @@ import pytest
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.audit import AuditEvent, read_audit
-from harvester.contracts.clock import VirtualClock, monotonic_ns
+from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.journal import read_journal
@@ -23,6 +23,7 @@ from harvester.contracts.wire.stops import (
     StopRequest,
     StopSource,
 )
+from tests.virtual_clock import VirtualClock
 
 SLOTS = ("slot0", "slot1")
 

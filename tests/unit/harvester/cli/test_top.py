@@ -12,7 +12,6 @@ from rich.console import Console
 
 from harvester.cli import main
 from harvester.cli.top import AgentsView
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import Epoch, NodeId, SlotId
 from harvester.contracts.page import Lending
 from harvester.contracts.wire.leases import (
@@ -23,6 +22,7 @@ from harvester.contracts.wire.leases import (
     SlotState,
 )
 from harvester.platform.tls import Credentials
+from tests.virtual_clock import VirtualClock
 
 
 def offer(**fields: Any) -> SlotOffer:

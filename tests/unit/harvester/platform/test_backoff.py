@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Exhausted
 from harvester.platform.backoff import Backoff, Interrupted, RetryLimits, retry_after_s
+from tests.virtual_clock import VirtualClock
 
 LIMITS = RetryLimits(give_up_s=10.0, attempts_max=5, first_wait_s=1.0, wait_max_s=3.0)
 

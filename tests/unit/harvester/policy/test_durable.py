@@ -112,7 +112,7 @@ def test_a_level_that_was_halved_stays_halved(open_scene: Any, grant_in: Any) ->
 
 
 def test_a_lasting_breach_keeps_the_slot_in_cooldown(open_scene: Any) -> None:
-    open_scene.policy.resume(DurableState(danger_at_s=open_scene.now - 1.0))
+    open_scene.policy.resume(DurableState(breached_at_s=open_scene.now - 1.0))
     restarted(open_scene, now=4.0)
     open_scene.beat()
     assert open_scene.policy.condition is Condition.COOLING

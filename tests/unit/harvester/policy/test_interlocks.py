@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.wire.stops import StopOrder
 from harvester.policy.interlocks import (
-    Accelerator,
     AcceleratorLimits,
     AcceleratorsReading,
     AlertMatcher,

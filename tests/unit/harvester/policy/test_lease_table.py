@@ -1,6 +1,5 @@
 """The lease table, and a state machine that loses requests and replies at will."""
 
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -285,7 +284,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.leases = LeaseTable(node=NodeId("node"), ttl_s=10.0)
         for slot in self.SLOTS:
             left = self.records.get(slot)
-            recorded = None if left is None else replace(left, ends_s=self.now + 10.0)
+            recorded = None if left is None else structs.replace(left, ends_s=self.now + 10.0)
             self.leases.add_slot(slot, epoch=self.pages[slot], recorded=recorded)
             self.leases.offer(slot, SlotState.OFFERED)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
@@ -30,6 +29,7 @@ from scheduler.gateway.policy.versions_events import (
 )
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 from scheduler.model import Engine, EngineKind
+from tests.virtual_clock import VirtualClock
 
 JOB, ENGINE = JobId("job"), EngineId("e0")
 

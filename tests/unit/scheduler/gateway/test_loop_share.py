@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from scheduler.gateway import loop_share, serve_command
 from scheduler.gateway.loop_share import ENTERED_AT_ONCE, LoopEntry, in_shares
+from tests.virtual_clock import VirtualClock
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.errors import ConfigError, NotYet
 from scheduler.gateway.settings import load_settings
 from scheduler.gateway.tenants import Tenants
 
@@ -138,10 +138,16 @@ def test_knows_a_tenant_by_its_token_alone(tmp_path: Path) -> None:
     assert Tenants.load(None).open_to_all
 
 
+def test_a_token_file_that_is_not_there_yet_may_come(tmp_path: Path) -> None:
+    with pytest.raises(NotYet, match="cannot read token file"):
+        Tenants.load(tmp_path / "tokens")
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
         (f"a: {'a' * 20}", 0o644, "chmod 600"),
+        (f"a: {'a' * 20}", 0o640, "chmod 600"),
         ("a: short", 0o600, "16 characters"),
         ("", 0o600, "tenant: token"),
         ("[]", 0o600, "field: value"),

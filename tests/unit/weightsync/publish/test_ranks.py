@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, PeerProtocolError, Stale
+from tests.virtual_clock import VirtualClock
 from weightsync.publish.ranks import RANKS_DIRECTORY, Alone, RanksByFiles
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import Corrupt
+from tests.virtual_clock import VirtualClock
 from weightsync.elements.bits import Bits, spec_of
 from weightsync.publisher import Published
 from weightsync.receive.staged import Staged

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec, Pool
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
@@ -29,6 +28,7 @@ from scheduler.rollmux.planner.group_effects import (
 )
 from scheduler.rollmux.planner.group_table import NodeType
 from scheduler.rollmux.planner.relocation import Move
+from tests.virtual_clock import VirtualClock
 
 ROLLOUT, TRAINING = PhaseKind.ROLLOUT, PhaseKind.TRAINING
 PERMITS = PermitsConfig(lease_s=10.0, patience_s=0.5)

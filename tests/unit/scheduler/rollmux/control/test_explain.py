@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.rollmux.cluster.config import ClusterConfig
@@ -36,6 +35,7 @@ from tests.unit.scheduler.rollmux.cluster.submissions import (
     submission,
 )
 from tests.unit.scheduler.rollmux.permits.permit_scenario import terms
+from tests.virtual_clock import VirtualClock
 
 HOUR_S = 3600.0
 

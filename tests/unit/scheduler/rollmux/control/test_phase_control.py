@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.rollmux.cluster.runtime_events import (
@@ -38,6 +37,7 @@ from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
+from tests.virtual_clock import VirtualClock
 
 QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
 PATIENT = PermitsConfig(lease_s=600.0)

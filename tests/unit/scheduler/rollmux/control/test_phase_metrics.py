@@ -4,7 +4,6 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.ids import JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.phase_service import PhaseService
@@ -26,6 +25,7 @@ from tests.unit.scheduler.rollmux.permits.permit_scenario import (
     nodes,
     terms,
 )
+from tests.virtual_clock import VirtualClock
 
 Labels = frozenset[tuple[str, str]]
 

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from harvester.contracts.clock import VirtualClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
@@ -36,6 +35,7 @@ from tests.unit.scheduler.rollmux.permits.permit_scenario import (
     nodes,
     terms,
 )
+from tests.virtual_clock import VirtualClock
 
 
 def _enter(service: PhaseService, job: str, kind: PhaseKind = ROLLOUT) -> object:
@@ -302,29 +302,29 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
     _enter(service, "c", TRAINING)
     service.leave(Leave(job=c, epoch=Epoch(1), stays_loaded=True))
     granted = _enter(service, "a")
-    keep, full = PermitState.keep, Exhausted("disk full")
+    keep, full = ControlState.keep, Exhausted("disk full")
 
     def refuse(*_: object) -> None:
         raise full
 
-    monkeypatch.setattr(PermitState, "keep", refuse)
+    monkeypatch.setattr(ControlState, "keep", refuse)
     for _ in range(4):
         with pytest.raises(Exhausted):
             _enter(service, "b")
         with pytest.raises(Exhausted):
             service.look(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
         _pass_time(service, clock, 5.0)
-        assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), Orders)
+        assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), PermitState)
         assert service.look(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
     assert isinstance(service.beat(Beat(job=a, epoch=Epoch(1))), Ended)
     assert service.unloaded(Unloaded(job=c, holder="c.1", nodes=nodes("t9"))) == Accepted()
     for _ in range(2):
         with pytest.raises(Exhausted):
             service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
-    monkeypatch.setattr(PermitState, "keep", keep)
+    monkeypatch.setattr(ControlState, "keep", keep)
     service.tick()
     asked = service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
-    assert isinstance(asked, Orders)
+    assert isinstance(asked, PermitState)
     assert asked.stage is PermitStage.NARROWING
 
 
