@@ -1,4 +1,4 @@
-"""Sentences of docstrings name their subject: none begins with a preposition or a pronoun."""
+"""Sentences of docstrings, pages and messages name their subject."""
 
 import ast
 import io
@@ -23,6 +23,23 @@ PRODUCT = PACKAGES[:4]
 _RIDDLE = re.compile(r"(?:\A\s*|[.:;?!]['\")]*\s+|\n\s*\n\s*)((?:Of|By|Who|Whose|What)\b[^\n]*)")
 """A capital letter after a colon or a semicolon begins a sentence too."""
 _PERSON = re.compile(r"\b(nobody|anybody|whoever|whom)\b", re.IGNORECASE)
+_LOGS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+_FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+_BEFORE_PROSE = re.compile(r"\n\s*\n|^#.*$|^[ >]*(?:[-*]|\d+\.) |\|", re.MULTILINE)
+"""An empty line, a heading, the mark of an item, the border of a cell."""
+_QUESTION = re.compile(r"[^.?!]*\?")
+AS_THEY_ARE = {
+    ("deploy/runbooks/RoseMuxInterlockUnknown.md", "What is not known"),
+    ("deploy/runbooks/RoseMuxMpsApart.md", "Who is on"),
+    ("deploy/runbooks/RoseMuxPhaseStarved.md", "Who is on"),
+    ("deploy/runbooks/RoseMuxSlotUnrecorded.md", "What is not on"),
+    ("deploy/runbooks/RoseMuxSlotUnrecorded.md", "What protects production"),
+    ("docs/decisions/0121-rooms.md", "What demo and"),
+    ("docs/operations.md", "What if:"),
+    ("docs/operations.md", "Who, when"),
+    ("docs/phases.md", "By default"),
+}
+"""Pages and first words of sentences that are still to be rewritten."""
 _RIDDLE_OF_A_TEST = re.compile(
     r"test_(of|by|who|whose|whom|what|nobody|everybody|somebody)_"
     r"|\w*_(told|said|nobody|somebody|everybody|whom)(_|$)"
@@ -42,6 +59,37 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
+
+
+def is_message(node: ast.AST) -> bool:
+    match node:
+        case ast.Raise():
+            return True
+        case ast.Call(func=ast.Attribute(attr=method)):
+            return method in _LOGS
+    return False
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string of a `raise` and of a call that logs."""
+    for node in filter(is_message, ast.walk(ast.parse(source))):
+        for part in ast.walk(node):
+            match part:
+                case ast.Constant(value=str(text)):
+                    yield part.lineno, text
+
+
+def prose_of(page: str) -> Iterator[str]:
+    """Paragraphs, items and cells of a page in Markdown, without its code: a sentence a line."""
+    text = re.sub(r"`[^`\n]*`", "X", _FENCED.sub("", page))
+    for part in _BEFORE_PROSE.split(text):
+        text = " ".join(part.replace("**", "").split())
+        yield re.sub(r"([.:;?!]['\")]*) ", r"\1\n", text)
+
+
+def pages_of(repository: Path) -> list[Path]:
+    found = [*(repository / "docs").rglob("*.md"), *(repository / "deploy/runbooks").glob("*.md")]
+    return [repository / "README.md", repository / "SECURITY.md", *sorted(found)]
 
 
 def riddles(text: str) -> list[str]:
@@ -87,6 +135,65 @@ def test_docstrings_and_comments_name_no_unnamed_person(package: str, repository
         for match in _PERSON.finditer(text)
     ]
     assert found == [], "name the process, the job or the operator"
+
+
+def test_messages_name_no_unnamed_person(repository: Path) -> None:
+    sources = [
+        (path.relative_to(repository), path.read_text())
+        for package in PRODUCT
+        for path in sorted((repository / package).rglob("*.py"))
+    ]
+    texts = [(path, line, text) for path, source in sources for line, text in messages(source)]
+    assert len(texts) > 1000, "the messages were not found"
+    found = [f"{path}:{line}: {text}" for path, line, text in texts if _PERSON.search(text)]
+    assert found == [], "name the process, the job or the operator"
+
+
+def test_no_sentence_of_a_page_begins_with_a_preposition_or_pronoun(repository: Path) -> None:
+    found = [
+        (page.relative_to(repository).as_posix(), sentence)
+        for page in pages_of(repository)
+        for prose in prose_of(page.read_text())
+        for sentence in riddles(prose)
+        if not _QUESTION.match(sentence)
+    ]
+    assert [
+        (page, sentence)
+        for page, sentence in found
+        if not any(page == where and sentence.startswith(words) for where, words in AS_THEY_ARE)
+    ] == [], "name the subject first, then say what holds of it"
+
+
+def test_pages_name_no_unnamed_person(repository: Path) -> None:
+    found = [
+        f"{page.relative_to(repository)}: {prose}"
+        for page in pages_of(repository)
+        for prose in prose_of(page.read_text())
+        if _PERSON.search(prose)
+    ]
+    assert found == [], "name the process, the job or the operator"
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        ("# What it is\n\nBy day.\n", ["By day."]),
+        (
+            "- **Of them.** One\n  of two. Who\n  asks\n",
+            ["Of them.", "Who asks"],
+        ),
+        ("1. Whose\n2. Two `a.b`. Of one\n", ["Whose", "Of one"]),
+        ("| a | What it is |\n|---|---|\n", ["What it is"]),
+        ("```\n\nWhat code\n```\none `of two`. [What it is](a.md)\n", []),
+    ],
+)
+def test_each_sentence_of_a_page_is_looked_at(page: str, found: list[str]) -> None:
+    assert [sentence for prose in prose_of(page) for sentence in riddles(prose)] == found
+
+
+def test_strings_of_raises_and_of_logging_are_found() -> None:
+    source = 'raise A(f"b {c}")\nlog.warning("d %s", "e")\nf("g")\nlog.warn_s("h")\n'
+    assert list(messages(source)) == [(1, "b "), (2, "d %s"), (2, "e")]
 
 
 def test_a_test_s_name_has_a_subject(repository: Path) -> None:

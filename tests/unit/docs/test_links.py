@@ -98,6 +98,18 @@ def test_a_folded_decision_leads_to_the_page_that_holds_it(
         assert int(target[1]) in numbers, page
 
 
+def test_each_number_of_a_decision_is_a_page_folded_or_unused(
+    repository: Path, table_after: TableAfter
+) -> None:
+    folder = repository / "docs/decisions"
+    pages = [int(page.name[:4]) for page in folder.glob("[0-9]*.md")]
+    folded = [int(row[0]) for row in table_after("docs/decisions/README.md", "## Folded numbers")]
+    unused = (folder / "README.md").read_text().partition("## Unused numbers")[2]
+
+    numbers = [*pages, *folded, *map(int, re.findall(r"\d+", unused))]
+    assert sorted(numbers) == list(range(1, max(pages) + 1))
+
+
 def test_the_supported_range_is_the_one_that_is_documented(repository: Path) -> None:
     versions = list(SUPPORTED)
     oldest, newest = (version.removesuffix(".0") for version in (versions[0], versions[-1]))

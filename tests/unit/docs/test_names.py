@@ -25,6 +25,8 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
+OTHER_PLACES = {"MemoryPlace", "RenderPlace", "TailPlace"}
+"""Classes that are to be renamed: memory, a renderer's process and a tail's state are no place."""
 _PLAIN = """
 abort absent accepted access account action activated active actor adapted add address admission any
 admit age agent agreement alone alternative announcer answer api applied apply arrived asleep assign
@@ -167,6 +169,18 @@ def test_no_name_has_a_retired_word(trees: dict[str, ast.Module], table_after: T
     retired = {word for row in rows for word in row[0].split(", ")}
     found = {name for name in names_in(trees) if retired & set(words_of(name))}
     assert found - ALLOWED == set(), "the glossary's table of retired words says what to use"
+
+
+def test_a_word_of_one_meaning_in_a_class_s_name_has_the_meaning_of_a_row(
+    trees: dict[str, ast.Module], table_after: TableAfter
+) -> None:
+    listed: dict[str, list[str]] = defaultdict(list)
+    for word, _, classes in table_after(PAGE, "## Words of one meaning"):
+        listed[word] += [] if classes == "none" else classes.split(", ")
+    names = {name for _, tree in of_packages(trees) for name in public_classes(tree)}
+    for word, classes in listed.items():
+        found = {name for name in names if {word, f"{word}s"} & set(words_of(name))}
+        assert sorted(classes) == sorted(found - OTHER_PLACES), word
 
 
 @pytest.fixture
