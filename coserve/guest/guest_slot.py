@@ -20,7 +20,6 @@ from coserve.law.engine_terms import idle, terms_of
 from coserve.law.gate import Closed, GuestLoad, StepDecision, decide
 from coserve.law.granted_pulses import GrantedPulses
 from coserve.law.lending import lending
-from coserve.law.phantom import rest_s
 from harvester.contracts.bell import Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.page import (
@@ -125,11 +124,15 @@ class GuestSlot:
                 launched_s=self.steps.launched_s,
                 cap=self._token_limit,
                 rest_s=self.steps.rest_s,
+                quiet_s=self.steps.quiet_s,
+                rested_ns=self.steps.rested_ns,
                 last_end_ns=self.steps.last_end_ns,
-                last_step_s=self.steps.last_step_s,
+                last_own_s=self.steps.last_own_s,
             )
             may_probe = now_ns > self.steps.probe_ns
             decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)
+            if decision.owed_s is not None:
+                self.steps.rest_s, self.steps.rested_ns = decision.owed_s, now_ns
             self._pulses_read = pulses
             if decision.tokens == 0 < self.last.tokens:
                 self._closings += 1
@@ -207,10 +210,14 @@ class GuestSlot:
         with self._lock:
             now_ns = monotonic_ns()
             read = [page.read(now_ns=now_ns) for page in self._pulses.pages]
-            self.steps.finish(production=self._production(read, now_ns), now_ns=now_ns)
-            wait_s, self._mean_wait_s, self.steps.rest_s = self._mean_wait_s, None, 0.0
+            self.steps.finish(
+                production=self._production(read, now_ns),
+                now_ns=now_ns,
+                preempted=self.granted.blocking_ratio < 1.0,
+            )
+            wait_s, self._mean_wait_s = self._mean_wait_s, None
             if wait_s is not None:
-                self.steps.rest_s = rest_s(self.steps.last_step_s, wait_s, self.granted)
+                self.steps.rest(wait_s, self.granted)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:

@@ -3,16 +3,22 @@
 Reads no clock and no page: production's state at the start and end of a step is an argument.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
+from coserve.law.phantom import rest_s
 from coserve.law.step_time import StepTimeModel
-from harvester.contracts.page import Calibration
+from harvester.contracts.page import Calibration, Grant
 
 # The least pause before a probe in multiples of the last step: a probe takes 1 % of time.
 _PROBE_RATIO = 100.0
+_OWN_RATIO = 4.0
+"""Longest own time of a preempted step, over its prediction: outliers of the model, as there."""
+_REST_MAX_S = 3600.0
+"""A stall is no step: what it did to production is the error budget's and the proof's."""
 _CALIBRATIONS_NS = 1_000_000_000
 """Interval at which the published calibrations are recomputed."""
 _MOST_MET = 4
@@ -89,11 +95,18 @@ class GuestSteps:
     tokens_total: int = 0
     last_tokens: int = 0
     last_step_s: float = 0.0
+    last_own_s: float = 0.0
+    """The last step's time without production's: what an arrival may have to wait for."""
+    last_predicted_s: float = 0.0
     last_end_ns: int = 0
     probe_ns: int = 0
     """Earliest time of the next probe."""
     rest_s: float = 0.0
-    """Idle time of production that the last step owes."""
+    """Idle time of production that the last step still owes."""
+    quiet_s: float = 0.0
+    """Part of it that must be in one piece before the next step."""
+    rested_ns: int = 0
+    """Time until which the rest is counted."""
     _launched: deque[_Launched] = field(default_factory=deque)
     _calibrations: tuple[Calibration, Calibration] = (Calibration(), Calibration())
     _calibrated_ns: int = 0
@@ -123,8 +136,12 @@ class GuestSteps:
         )
         self.launched_total += 1
 
-    def finish(self, *, production: ProductionMoment | None, now_ns: int) -> None:
-        """Record the end of the oldest launched step."""
+    def finish(
+        self, *, production: ProductionMoment | None, now_ns: int, preempted: bool = False
+    ) -> None:
+        """Record the end of the oldest launched step. `preempted`: production interrupts steps, so
+        that one lasts as long as production is busy; its own time is told by the model."""
+        self.rest_s = self.quiet_s = 0.0
         if not self._launched:
             return
         self._meet(production, begins=False)
@@ -132,12 +149,19 @@ class GuestSteps:
         # A queued step begins when the step before it ends.
         start_ns = max(step.start_ns, self.last_end_ns)
         self.last_step_s = (now_ns - start_ns) * 1e-9
+        most_s = _OWN_RATIO * step.predicted_s if preempted else math.inf
+        self.last_own_s, self.last_predicted_s = min(self.last_step_s, most_s), step.predicted_s
         self.last_tokens = step.decodes + step.prefill_tokens
-        self.last_end_ns = now_ns
-        self.probe_ns = now_ns + int(_PROBE_RATIO * self.last_step_s * 1e9)
+        self.last_end_ns = self.rested_ns = now_ns
+        self.probe_ns = now_ns + int(_PROBE_RATIO * self.last_own_s * 1e9)
         self.finished_total += 1
         self.tokens_total += self.last_tokens
         self._learn(step, production)
+
+    def rest(self, mean_wait_s: float, grant: Grant) -> None:
+        """The last step owes a rest, so that arrivals wait for `mean_wait_s` in the mean."""
+        self.rest_s = min(_REST_MAX_S, rest_s(self.last_own_s, mean_wait_s, grant))
+        self.quiet_s = min(self.rest_s, rest_s(self.last_predicted_s, mean_wait_s, grant))
 
     def calibrations(self, *, now_ns: int) -> tuple[Calibration, Calibration]:
         """Calibrations of steps alone and of steps beside production; at most a second old."""

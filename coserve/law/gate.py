@@ -69,6 +69,8 @@ class StepDecision(msgspec.Struct, frozen=True):
     """Mean wait in s that arrivals can bear, which sets the step's rest; None without a rest."""
     rest_s: float = 0.0
     """Time until the rest is over, if production stays idle."""
+    owed_s: float | None = None
+    """Rest that is left, counted until now; None if production was not seen idle."""
 
     @property
     def open(self) -> bool:
@@ -93,10 +95,15 @@ class GuestLoad(msgspec.Struct, frozen=True):
     cap: int
     """Token limit of a step: the engine's; a law gets the lesser of it and the grant's."""
     rest_s: float = 0.0
-    """Idle time of production that the last step owes."""
+    """Idle time of production that the last step still owes."""
+    quiet_s: float = 0.0
+    """Part of the rest that production's idle time before a step must have in one piece."""
+    rested_ns: int = 0
+    """Time until which the rest is counted."""
     last_end_ns: int = 0
     """End of the last step."""
-    last_step_s: float = 0.0
+    last_own_s: float = 0.0
+    """Time of the last step, as `GuestSteps` counts it."""
 
 
 def decide(
@@ -146,16 +153,21 @@ def decide(
         return found
     if not idle(present, terms, now_ns=now_ns):
         return found
-    if guest.rest_s > 0.0:
+    owed_s = 0.0
+    if guest.quiet_s > 0.0:
+        # Idle times add up: one long rest would else never end between production's requests.
         since_ns = max([guest.last_end_ns, *[pulse.last_step_end_ns for pulse in present]])
-        left_s = guest.rest_s - (now_ns - since_ns) * 1e-9
+        owed_s = max(0.0, guest.rest_s - (now_ns - max(since_ns, guest.rested_ns)) * 1e-9)
+        left_s = max(owed_s, guest.quiet_s - (now_ns - since_ns) * 1e-9)
         if left_s > 0.0:
-            return StepDecision(0, Closed.RESTING, found.slack_s, rest_s=left_s)
+            return StepDecision(0, Closed.RESTING, found.slack_s, rest_s=left_s, owed_s=owed_s)
     waits = waits_of(terms, record)
     step = idle_step(waits, record, guest)
     if step.tokens > 0:
-        return StepDecision(step.tokens, None, found.slack_s, mean_wait_s=step.mean_wait_s)
-    if guest.last_step_s > step_budget_s(waits.longest_s, record):
+        return StepDecision(
+            step.tokens, None, found.slack_s, mean_wait_s=step.mean_wait_s, owed_s=owed_s
+        )
+    if guest.last_own_s > step_budget_s(waits.longest_s, record):
         may_probe &= now_ns - guest.last_end_ns >= _PROBE_AGAIN_NS
     if may_probe and found.slack_s > 0.0:
         return StepDecision(1, None, found.slack_s, probe=True, mean_wait_s=waits.mean_s)

@@ -160,7 +160,8 @@ class FakeSlot:
         self.guest_steps: list[tuple[float, float]] = []
         """(start, end)"""
         self.down_until_s = 0.0
-        self._owed_s, self._rests_until_s = 0.0, 0.0
+        self._owed_s, self._quiet_s, self._rested_s = 0.0, 0.0, 0.0
+        self._rests_until_s = 0.0
         self._guest = guest
         self._guest_time = StepTimeModel(
             base_s=2e-4, decode_s=2e-5, prefill_s=5e-5, factor=1.0, samples=1000
@@ -207,6 +208,8 @@ class FakeSlot:
 
     def _guest_step(self) -> bool:
         decision = self._decide()
+        if decision.owed_s is not None:
+            self._owed_s, self._rested_s = decision.owed_s, self.now
         self._rests_until_s = self.now + (decision.rest_s or math.inf)
         if not self._guest or not decision.open:
             return False
@@ -218,7 +221,8 @@ class FakeSlot:
         self.now += taken_s
         self._owed_s = 0.0
         if decision.mean_wait_s is not None:
-            self._owed_s = rest_s(taken_s, decision.mean_wait_s, self.grant)
+            self._owed_s = self._quiet_s = rest_s(taken_s, decision.mean_wait_s, self.grant)
+        self._rested_s = self.now
         return True
 
     def _decide(self) -> StepDecision:
@@ -232,6 +236,8 @@ class FakeSlot:
                 launched_s=0.0,
                 cap=self.settings.step_tokens_max,
                 rest_s=self._owed_s,
+                quiet_s=self._quiet_s,
+                rested_ns=_ns(self._rested_s),
                 last_end_ns=_ns(self.guest_steps[-1][1]) if self.guest_steps else 0,
             ),
             may_probe=False,

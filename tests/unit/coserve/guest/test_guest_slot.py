@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from statistics import fmean, stdev
 
+import msgspec
 import pytest
 
 from coserve.guest.guest_slot import GuestSlot
@@ -214,16 +215,64 @@ def test_a_step_that_is_longer_than_an_arrival_may_wait_is_followed_by_a_rest(
     assert not guest.decide(for_step=True).open, "one at a time"
     threading.Event().wait(0.05)
     guest.finished()
+    owed_s = guest.steps.rest_s
     resting = guest.decide(for_step=True)
     assert resting.reason is Closed.RESTING
     # 50 ms wait 25 ms on average: 24 steps of rest, less what has passed.
-    assert 0.5 < resting.rest_s <= guest.steps.rest_s
-    assert guest.steps.rest_s == pytest.approx(
+    assert 0.5 < resting.rest_s <= owed_s
+    assert owed_s == pytest.approx(
         guest.steps.last_step_s * (guest.steps.last_step_s / 2 / 0.001 - 1)
     )
     guest.steps.last_end_ns -= 10 * HOUR_NS
+    guest.steps.rested_ns -= 10 * HOUR_NS
     slot.pulse(last_step_end_ns=monotonic_ns() - HOUR_NS)
     assert guest.decide(for_step=True).open
+
+
+def test_a_rest_adds_up_over_production_s_idle_times(
+    slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step was slow: no idle time of production is as long as the rest that it owes."""
+    now_s = 1_000_000.0
+    for module in ("coserve.guest.guest_slot", "tests.unit.coserve.conftest"):
+        monkeypatch.setattr(f"{module}.monotonic_ns", lambda: round(now_s * 1e9))
+    slot.pulse(last_step_end_ns=round(now_s * 1e9))
+    slot.grant(epsilon=0.05)
+    guest.decide(for_step=True)
+    guest.launched(decodes=1, prefill_tokens=0)
+    now_s += 0.05
+    guest.finished()
+    owed_s, rested_s = guest.steps.rest_s, 0.0
+    assert owed_s > 1.0
+    while not guest.decide(for_step=True).open:
+        now_s += 0.5
+        slot.grant(epsilon=0.05)
+        opened = guest.decide(for_step=True).open
+        rested_s += 0.5
+        assert opened == (rested_s > owed_s)
+        if opened:
+            break
+        # A request, and production is idle again.
+        now_s += 0.02
+        slot.pulse(last_step_end_ns=round(now_s * 1e9))
+        slot.grant(epsilon=0.05)
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.02, 4.0), (1.0, 100.0)])
+def test_a_step_that_production_preempted_rests_for_its_own_time(
+    slot: Slot, guest: GuestSlot, ratio: float, steps: float
+) -> None:
+    slot.grant(epsilon=0.05, blocking_ratio=ratio)
+    guest.decide(for_step=True)
+    guest.launched(decodes=1, prefill_tokens=0)
+    predicted_s = guest.steps.launched_s
+    for launched in guest.steps._launched:
+        guest.steps._launched[0] = msgspec.structs.replace(
+            launched, start_ns=launched.start_ns - round(100 * predicted_s * 1e9)
+        )
+    guest.finished()
+    assert guest.steps.last_step_s > 100 * predicted_s
+    assert guest.steps.last_own_s == pytest.approx(steps * predicted_s, rel=0.1)
 
 
 def test_the_page_states_what_is_lent(slot: Slot, guest: GuestSlot) -> None:

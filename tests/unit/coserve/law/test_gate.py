@@ -102,17 +102,19 @@ def test_rests_after_a_step_that_was_longer_than_any_arrival_may_wait(
     rest = rest_s(0.006, 0.001, grant)
     assert rest == pytest.approx(0.012)
     ended_ns = NOW_NS - 2_000_000
-    resting = decision(grant, rest_s=rest, last_end_ns=ended_ns)
+    resting = decision(grant, rest_s=rest, quiet_s=rest, last_end_ns=ended_ns)
     assert (resting.tokens, resting.reason) == (0, Closed.RESTING)
     assert resting.rest_s == pytest.approx(0.010)
-    assert decision(grant, rest_s=rest, last_end_ns=ended_ns - 10_100_000).tokens == 40
+    assert (
+        decision(grant, rest_s=rest, quiet_s=rest, last_end_ns=ended_ns - 10_100_000).tokens == 40
+    )
 
 
 def test_a_rest_is_time_in_which_production_is_idle(make_grant: MakeGrant) -> None:
     grant = make_grant(epsilon=0.05)
     stepped = Pulse(last_step_end_ns=NOW_NS - 1_000_000)
-    assert decision(grant, stepped, rest_s=0.002).reason is Closed.RESTING
-    assert decision(grant, Pulse(), rest_s=0.002).open
+    assert decision(grant, stepped, rest_s=0.002, quiet_s=0.002).reason is Closed.RESTING
+    assert decision(grant, Pulse(), rest_s=0.002, quiet_s=0.002).open
 
 
 def test_a_long_step_rests_by_the_square_of_its_time(make_grant: MakeGrant) -> None:
@@ -216,7 +218,7 @@ def test_a_probe_owes_a_rest_and_is_repeated_late_once_it_was_too_long_for_the_s
 
     def again(step_s: float, *, after_s: float) -> bool:
         ended_ns = NOW_NS - int(after_s * 1e9)
-        return decision(grant, may_probe=True, last_step_s=step_s, last_end_ns=ended_ns).probe
+        return decision(grant, may_probe=True, last_own_s=step_s, last_end_ns=ended_ns).probe
 
     assert again(0.0009, after_s=1.0)
     assert not again(0.0011, after_s=599.0)

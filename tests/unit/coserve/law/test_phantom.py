@@ -124,7 +124,7 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
     waited, free_s, idle_s, guest_s = np.zeros(requests), 0.0, 0.0, 0.0
     queued, began_s = np.zeros(requests), 0.0
     known, long = quantiles_of([int(each) for each in tokens]), p99(tokens)
-    owed_s, last_end_s = 0.0, 0.0
+    owed_s, quiet_s, rested_s, last_end_s = 0.0, 0.0, 0.0, 0.0
     for place in range(requests):
         # Production alone, in a queue of its own.
         began_s = max(began_s, at_s[place])
@@ -139,7 +139,15 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
         )
         while now_s < at_s[place]:
             load = GuestLoad(
-                GUEST, 8, 0, 0.0, 2048, rest_s=owed_s, last_end_ns=int(last_end_s * 1e9)
+                GUEST,
+                8,
+                0,
+                0.0,
+                2048,
+                rest_s=owed_s,
+                quiet_s=quiet_s,
+                rested_ns=int(rested_s * 1e9),
+                last_end_ns=int(last_end_s * 1e9),
             )
             found = decide(
                 Reading(grant, None),
@@ -148,6 +156,8 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
                 may_probe=False,
                 now_ns=round(now_s * 1e9),
             )
+            if found.owed_s is not None:
+                owed_s, rested_s = found.owed_s, now_s
             if found.reason is Closed.RESTING:
                 now_s += found.rest_s + 2e-9
                 continue
@@ -159,9 +169,9 @@ def served(tokens: Sequence[int], grant: Grant, *, requests: int, busy: float, s
             )
             owed_s = 0.0
             if found.mean_wait_s is not None:
-                owed_s = rest_s(step_s, found.mean_wait_s, grant)
+                owed_s = quiet_s = rest_s(step_s, found.mean_wait_s, grant)
             now_s += step_s
-            last_end_s = now_s
+            last_end_s = rested_s = now_s
             guest_s += min(step_s, at_s[place] - (now_s - step_s))
         wait_s = 0.0
         if last_end_s > at_s[place] > free_s:
