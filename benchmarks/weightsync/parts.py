@@ -60,15 +60,15 @@ def measure(width: int = WIDTH) -> dict[str, Any]:
 class CountedDirectory(DirectorySource):
     """Counts the bytes read."""
 
-    read_bytes = 0
+    read_total = 0
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
-        self.read_bytes += len(into)
+        self.read_total += len(into)
         super().read_range(path, start, into)
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         raw = super().read_small(path, limit_bytes)
-        self.read_bytes += len(raw)
+        self.read_total += len(raw)
         return raw
 
 
@@ -79,14 +79,14 @@ def _pulled(store: Path, share: Selection | None, final: State) -> dict[str, Any
     receiver = Receiver(source, selection=share, staging_bytes=SETTINGS_BYTES[0])
     target = TensorTarget(held)
     receiver.sync(None, WeightVersion(1), target)
-    full_bytes, source.read_bytes = source.read_bytes, 0
+    full_bytes, source.read_total = source.read_total, 0
     receiver.sync(WeightVersion(1), WeightVersion(2), target)
     receiver.close()
     exact = all(torch.equal(_bits(held[name]), _bits(wanted[name])) for name in wanted)
     return {
         "held_bytes": _size(wanted),
         "full_bytes": full_bytes,
-        "delta_bytes": source.read_bytes,
+        "delta_bytes": source.read_total,
         "exact": exact,
     }
 

@@ -45,6 +45,7 @@ class _FieldsOf:
         return no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        found: dict[str, Any]
         (found,) = msgspec.json.schema_components((self.kind,))[1].values()
         return found
 

@@ -198,12 +198,12 @@ class EventStream:
             if event == b"data: " + DONE:
                 self.done = True
                 return
-            data = memoryview(event)[6:]
+            payload = memoryview(event)[6:]
             try:
-                if len(data) > _LARGE_EVENT_BYTES:
-                    yield from map(_checked, _pieces(data, self._most_tokens))
+                if len(payload) > _LARGE_EVENT_BYTES:
+                    yield from map(_checked, _pieces(payload, self._most_tokens))
                 else:
-                    yield _checked(_chunk(data))
+                    yield _checked(_chunk(payload))
             except UNDECODABLE as error:
                 raise PeerProtocolError(f"unreadable chunk: {error}") from error
 

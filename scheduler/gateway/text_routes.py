@@ -226,7 +226,7 @@ class TextRoutes:
         async with event_stream(request) as send:
             async for choice in in_parts(samples.chunks(every_s=CHUNK_PERIOD_S), turns):
                 turn, first = turns[choice.index], choice.index not in states
-                chunk = {
+                chunk: Body = {
                     "request_id": text.name,
                     "choices": [text.engine_choice(choice, turn, choice.index)],
                 }

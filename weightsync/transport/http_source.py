@@ -185,7 +185,8 @@ class HttpSource(StoreSource):
         # Of its own, since the server may have held the question back.
         pace, raw = Backoff(self._access.retries, self._clock), bytearray()
         while len(raw) < length:
-            self._check_pace(pace, len(raw), what)
+            pace.received(len(raw))
+            pace.check(f"{self._url} {what} comes too slowly")
             piece = answer.read1(min(_RECEIVE_BYTES, length - len(raw)))
             if not piece:
                 raise Interrupted(f"{self._url} {what}: cut at byte {len(raw)}")
