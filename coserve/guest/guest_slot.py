@@ -126,6 +126,7 @@ class GuestSlot:
                 cap=self._token_limit,
                 rest_s=self.steps.rest_s,
                 last_end_ns=self.steps.last_end_ns,
+                last_step_s=self.steps.last_step_s,
             )
             may_probe = now_ns > self.steps.probe_ns
             decision = decide(grant, pulses, guest, may_probe=may_probe, now_ns=now_ns)

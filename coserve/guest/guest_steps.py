@@ -11,9 +11,8 @@ import msgspec
 from coserve.law.step_time import StepTimeModel
 from harvester.contracts.page import Calibration
 
-# The pause before a probe in multiples of the last step: a probe takes 1 % of idle time.
+# The least pause before a probe in multiples of the last step: a probe takes 1 % of time.
 _PROBE_RATIO = 100.0
-_PROBE_MAX_S = 10.0
 _CALIBRATIONS_NS = 1_000_000_000
 """Interval at which the published calibrations are recomputed."""
 _MOST_MET = 4
@@ -135,7 +134,7 @@ class GuestSteps:
         self.last_step_s = (now_ns - start_ns) * 1e-9
         self.last_tokens = step.decodes + step.prefill_tokens
         self.last_end_ns = now_ns
-        self.probe_ns = now_ns + int(min(_PROBE_MAX_S, _PROBE_RATIO * self.last_step_s) * 1e9)
+        self.probe_ns = now_ns + int(_PROBE_RATIO * self.last_step_s * 1e9)
         self.finished_total += 1
         self.tokens_total += self.last_tokens
         self._learn(step, production)

@@ -33,6 +33,9 @@ _FULL_WAITING = 5.0
 _FULL_KV_RATIO = 0.8
 _SHED_FACTOR = 300.0
 _SHED_POWER = 5
+_PROBE_AGAIN_NS = 600_000_000_000
+"""Pause after a step that was longer than production's SLO bears: a guest whose steps all are must
+not make a hundredth of production's requests miss their SLO by its probes."""
 _BRIEF_STEPS = 2.0
 """Step length, in multiples of the shortest step, with the highest throughput when the rest grows
 with the step's square."""
@@ -93,6 +96,7 @@ class GuestLoad(msgspec.Struct, frozen=True):
     """Idle time of production that the last step owes."""
     last_end_ns: int = 0
     """End of the last step."""
+    last_step_s: float = 0.0
 
 
 def decide(
@@ -107,7 +111,8 @@ def decide(
     """The grant's law over all pulses of a slot.
 
     With `may_probe` (the last step is long enough ago) idle production admits one token against a
-    prediction by which not even a short step fits: it would never be corrected.
+    prediction by which not even a short step fits: it would never be corrected. A probe rests as a
+    step that arrivals wait for; one that was too long for the SLO is repeated ten minutes later.
     """
     record = grant.record
     if record is None:
@@ -146,11 +151,14 @@ def decide(
         left_s = guest.rest_s - (now_ns - since_ns) * 1e-9
         if left_s > 0.0:
             return StepDecision(0, Closed.RESTING, found.slack_s, rest_s=left_s)
-    step = idle_step(waits_of(terms, record), record, guest)
+    waits = waits_of(terms, record)
+    step = idle_step(waits, record, guest)
     if step.tokens > 0:
         return StepDecision(step.tokens, None, found.slack_s, mean_wait_s=step.mean_wait_s)
+    if guest.last_step_s > step_budget_s(waits.longest_s, record):
+        may_probe &= now_ns - guest.last_end_ns >= _PROBE_AGAIN_NS
     if may_probe and found.slack_s > 0.0:
-        return StepDecision(1, None, found.slack_s, probe=True)
+        return StepDecision(1, None, found.slack_s, probe=True, mean_wait_s=waits.mean_s)
     return found
 
 

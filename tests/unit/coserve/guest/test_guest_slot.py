@@ -1,15 +1,27 @@
 """The guest's side of a slot over real pages, its agent and production acted by the test."""
 
+import math
+import random
 import sys
 import threading
 from collections.abc import Iterator
+from statistics import fmean, stdev
 
 import pytest
 
 from coserve.guest.guest_slot import GuestSlot
 from coserve.law.gate import Closed
+from coserve.law.step_time import StepTimeModel
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import Grant, GrantMode, Lending, PageFault, PageHeld, Pulse
+from harvester.contracts.page import (
+    Grant,
+    GrantMode,
+    Lending,
+    PageFault,
+    PageHeld,
+    ProductionModel,
+    Pulse,
+)
 from tests.unit.coserve.conftest import HOUR_NS, Slot
 
 
@@ -384,3 +396,67 @@ def test_a_guest_that_falls_asleep_has_all_the_time_it_needs(
     slot.grant(mode=GrantMode.CLOSED, asleep=True)
     # Less than the grace of a grant, after which its agent is gone.
     assert not missed_after(guest, monkeypatch, 9.0)
+
+
+class _Random:
+    """Requests that take 0.1 s alone, at random, beside a guest whose steps all take as long."""
+
+    ALONE_S = 0.1
+
+    def __init__(self, slot: Slot, guest: GuestSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._slot, self._guest = slot, guest
+        self._now_s = 1_000_000.0
+        for module in ("coserve.guest.guest_slot", "tests.unit.coserve.conftest"):
+            monkeypatch.setattr(f"{module}.monotonic_ns", lambda: round(self._now_s * 1e9))
+
+    def mean_ratio(self, *, step_s: float, gap_s: float, requests: int) -> tuple[float, float]:
+        """The mean of the requests' TTFT over that alone, and its standard error."""
+        arrivals, ratios, free_s = random.Random(7), [], self._now_s
+        for number in range(requests):
+            at_s = free_s + arrivals.expovariate(1.0 / gap_s)
+            free_s = max(at_s, self._harvest(free_s, at_s, step_s, number)) + self.ALONE_S
+            ratios.append((free_s - at_s) / self.ALONE_S)
+        return fmean(ratios), stdev(ratios) / math.sqrt(requests)
+
+    def _harvest(self, since_s: float, until_s: float, step_s: float, number: int) -> float:
+        """Until a request arrives; returns the end of the step that is under way then."""
+        self._now_s = ended_s = since_s
+        idle = {"requests_total": number, "last_step_end_ns": round(since_s * 1e9)}
+        while self._now_s < until_s:
+            self._slot.pulse(**idle)
+            self._slot.grant(
+                epsilon=0.05,
+                ttft_slo_s=0.25,
+                phantom_prompt_tokens=0,
+                production=ProductionModel(prefill_base_s=self.ALONE_S, decode_base_s=0.01),
+            )
+            found = self._guest.decide(for_step=True)
+            if not found.open:
+                since_step_s = self._now_s - self._guest.steps.last_end_ns * 1e-9
+                self._now_s += found.rest_s + 1e-6 if found.rest_s else 0.1 + 0.02 * since_step_s
+                continue
+            self._guest.launched(decodes=1, prefill_tokens=0)
+            self._now_s = ended_s = self._now_s + step_s
+            if ended_s > until_s:
+                self._slot.pulse(in_flight=1, waiting=1, requests_total=number + 1)
+            self._guest.finished()
+        return ended_s
+
+
+@pytest.mark.parametrize(
+    ("step_s", "gap_s", "requests"),
+    [(0.05, 1.0, 500), (0.3, 20.0, 500), (1.0, 20.0, 500), (3.0, 20.0, 500), (1.0, 2000.0, 60)],
+)
+def test_steps_of_any_length_keep_the_mean_time_to_first_token(
+    slot: Slot,
+    guest: GuestSlot,
+    monkeypatch: pytest.MonkeyPatch,
+    step_s: float,
+    gap_s: float,
+    requests: int,
+) -> None:
+    guest.steps.model = StepTimeModel(base_s=step_s, decode_s=1e-9, prefill_s=1e-9, factor=1.0)
+    production = _Random(slot, guest, monkeypatch)
+    mean, error = production.mean_ratio(step_s=step_s, gap_s=gap_s, requests=requests)
+    assert mean <= 1.05 + 2 * error
+    assert guest.steps.finished_total > 0, "a prediction is tried"

@@ -208,6 +208,21 @@ def test_a_probe_waits_for_idle_production_and_for_its_own_steps(make_grant: Mak
     assert not decision(grant, may_probe=True, cap=0).open
 
 
+def test_a_probe_owes_a_rest_and_is_repeated_late_once_it_was_too_long_for_the_slo(
+    make_grant: MakeGrant,
+) -> None:
+    grant = make_grant(ttft_slo_s=0.021)
+    assert decision(grant, may_probe=True).mean_wait_s == pytest.approx(0.001)
+
+    def again(step_s: float, *, after_s: float) -> bool:
+        ended_ns = NOW_NS - int(after_s * 1e9)
+        return decision(grant, may_probe=True, last_step_s=step_s, last_end_ns=ended_ns).probe
+
+    assert again(0.0009, after_s=1.0)
+    assert not again(0.0011, after_s=599.0)
+    assert again(0.0011, after_s=600.0)
+
+
 def test_a_step_that_fits_is_no_probe(make_grant: MakeGrant) -> None:
     assert not decision(make_grant(), may_probe=True).probe
 
@@ -262,6 +277,13 @@ def test_never_opens_on_any_faulty_page(
     readings = (fault, pulse) if first else (pulse, fault)
     assert not decision(grant, *readings, may_probe=probe).open
     assert not decision(fault, pulse, pulse, may_probe=probe).open
+
+
+@given(grant=grants, pulse=pulses, step_time=step_times)
+def test_no_probe_rests_for_ever(grant: Grant, pulse: Pulse, step_time: StepTimeModel) -> None:
+    """Where nothing is known of production, arrivals may not wait at all, and there is no slack."""
+    found = decision(grant, pulse, pulse, step_time=step_time, may_probe=True)
+    assert not found.probe or (found.mean_wait_s or 0.0) > 0.0
 
 
 @given(grant=grants, pulse=pulses, step_time=step_times, launched_s=seconds, decodes=counts)
