@@ -59,8 +59,7 @@ class Phase(ContextDecorator):
             with suppress(Exhausted):
                 # A permit that came all the same is given back.
                 permit = await _outlasted(beginning)
-                end = asyncio.to_thread(self._control().end, permit, failed="cancelled")
-                await _outlasted(end)
+                await _outlasted(asyncio.to_thread(self._control().end, permit, failed="cancelled"))
             raise
         return self._permit
 
