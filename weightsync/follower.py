@@ -200,7 +200,8 @@ class Follower(AbstractContextManager["Follower"]):
                 try:
                     return self._tried_on_copies(staged)
                 except Corrupt:
-                    # The held state is not the one that the chain builds on.
+                    # The held state is not the one that the chain builds on, or a delta is damaged.
+                    self._receiver.doubt(staged.plan)
                     staged = self._receiver.prepare(None, target)
         else:
             staged = self._receiver.prepare(None, target)

@@ -262,7 +262,7 @@ class Receiver:
     def stage(self, plan: PullPlan, held: Layout | None = None) -> Staged:
         """Read and check a plan; raises Corrupt or Stale, with no target touched."""
         room, known, copy = MemoryRoom(self._staging_bytes), self._written, self._copy
-        with self._forgetting():
+        with self._forgetting(plan):
             is_theirs = any(step.manifest.block is None for step in plan.steps)
             builds_on = self.is_partial and plan.current is not None
             if builds_on and (is_theirs or known is None or known.version != plan.current):
@@ -299,7 +299,7 @@ class Receiver:
         """
         started = self._clock.now()
         self._written = None
-        with self._forgetting():
+        with self._forgetting(staged.plan):
             found, cut = write_state(staged, target, self._work_pool)
         self.wrote(staged, cut)
         return staged.applied(found, seconds=self._clock.now() - started)
@@ -381,13 +381,22 @@ class Receiver:
     def _known_version(self) -> WeightVersion | None:
         return self._written.version if self._written else None
 
+    def doubt(self, plan: PullPlan) -> None:
+        """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any
+        of them may have been damaged in a copy on the way."""
+        for step in plan.steps:
+            if step.manifest.block is None:
+                self._store.doubt(step.ref, step.manifest)
+
     @contextmanager
-    def _forgetting(self) -> Iterator[None]:
+    def _forgetting(self, plan: PullPlan | None = None) -> Iterator[None]:
         """Drop all cached reads after a fault: any of them may be wrong, and may be repaired under
         the same name."""
         try:
             yield
-        except RoseMuxError:
+        except RoseMuxError as error:
             self._steps.clear()
             self._parts = None
+            if plan is not None and isinstance(error, Corrupt):
+                self.doubt(plan)
             raise

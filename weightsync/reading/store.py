@@ -164,6 +164,11 @@ class Store:
             missing=lambda: self._missing(ref, shard),
         )
 
+    def doubt(self, ref: VersionRef, manifest: Manifest) -> None:
+        """Report that some shard's bytes were wrong, so that no cached copy of them is used."""
+        for shard in manifest.shards:
+            self._source.doubt(f"{ref.directory}/{shard}")
+
     def _named_latest(self, raw: bytes | None) -> WeightVersion | None:
         if raw is None:
             return None

@@ -67,10 +67,13 @@ class RelayedFile:
         """Whether it may be served. A copy from before this process is verified first.
 
         `again` means that a reader received wrong bytes. A growing copy cannot be verified, and may
-        never be whole if its readers need parts only: its present bytes are pulled again.
+        never be whole if its readers need parts only: its present bytes are pulled again. A copy
+        without a published digest is not sound then.
         """
         async with self._proving:
-            if self._held.is_whole and (again or not self._held.proved):
+            if again and self._held.is_whole and self._xxh3_128 is None:
+                self._fail(Corrupt(f"{self._held.path.name}: a reader found it wrong"))
+            elif self._held.is_whole and (again or not self._held.proved):
                 await self._prove()
             elif again and self._held.chunks is not None:
                 self._held.chunks.forget()

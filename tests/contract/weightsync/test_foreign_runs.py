@@ -1,15 +1,17 @@
 """Trainers of other systems that begin anew, and stores that change hands, as readers see them."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from threading import Event
 
 import fsspec
 import pytest
 import torch
 
-from harvester.contracts.errors import ConfigError
+from harvester.contracts.clock import MonotonicClock
+from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from tests.contract.weightsync.foreign_stores.trainers import BASE, GOLDEN, states
 from tests.integration.slime_writer import DeltaTrainer, raw
@@ -89,6 +91,63 @@ def test_a_relay_gives_no_shard_of_an_old_run_to_a_new_reader(url: str, tmp_path
             current = held(0)
             receiver.sync(None, version, TensorTarget(current))
             assert same(current, expected)
+
+
+def damage_copies(cache: Path, *, but: Collection[Path] = ()) -> None:
+    """Give each of a relay's copies a wrong byte, once it is whole."""
+    clock = MonotonicClock()
+    until_s = clock.now() + 10.0
+    while list(cache.glob("job/*.part")) and clock.now() < until_s:
+        Event().wait(0.01)
+    copies = [path for path in cache.glob("job/*-foreign") if path not in but]
+    assert copies
+    for copy in copies:
+        data = bytearray(copy.read_bytes())
+        data[-3] ^= 1
+        copy.write_bytes(data)
+
+
+def test_a_relay_s_damaged_copies_are_pulled_again_after_a_reader_found_them_wrong(
+    tmp_path: Path,
+) -> None:
+    first_run(tmp_path / "job")
+    with (
+        served(tmp_path, base_checkpoint=BASE) as upstream,
+        relayed(upstream, tmp_path / "cache") as near,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as first,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as second,
+    ):
+        first.prepare(None, ONE)
+        damage_copies(tmp_path / "cache")
+        current = held(0)
+        with pytest.raises(Corrupt):
+            second.sync(None, ONE, TensorTarget(current))
+        second.sync(None, ONE, TensorTarget(current))
+        assert same(current, held(1))
+
+
+def test_a_holder_and_a_follower_get_past_a_relay_s_damaged_delta_at_once(tmp_path: Path) -> None:
+    last = second_run(tmp_path / "job")
+    cache = tmp_path / "cache"
+    with (
+        served(tmp_path, base_checkpoint=BASE) as upstream,
+        relayed(upstream, cache) as near,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as first,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as second,
+        closing(Receiver(f"{near}/stores/job", spool_dir=tmp_path)) as third,
+        Follower(third, tmp_path / "policy") as follower,
+    ):
+        current = held(0)
+        second.sync(None, TWO, TensorTarget(current))
+        follower.pull(TWO)
+        before = set(cache.glob("job/*"))
+        first.prepare(None, THREE)
+        damage_copies(cache, but=before)
+        second.sync(TWO, THREE, TensorTarget(current))
+        assert same(current, last)
+        damage_copies(cache, but=before)
+        follower.pull(THREE)
+        assert keeps(tmp_path / "policy", last)
 
 
 def test_a_holder_follows_by_deltas_through_a_server(tmp_path: Path) -> None:
