@@ -1,9 +1,6 @@
-"""docs/architecture.md has the transitions of the policies and walks through files that exist."""
+"""docs/architecture.md has the transitions of the policies, the packages and their sizes."""
 
-import re
-from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ from harvester.policy.states import TRANSITIONS, Condition, State
 from scheduler.gateway.policy import versions
 
 PAGE = "docs/architecture.md"
-MOST_RETURNS = 5
 TableAfter = Callable[[str, str], list[list[str]]]
 
 
@@ -40,38 +36,6 @@ def test_a_version_switch_moves_as_the_policy_does(table_after: TableAfter) -> N
         (state.value, trigger.value): to.value
         for (state, trigger), to in versions.TRANSITIONS.items()
     }
-
-
-@pytest.fixture
-def walks(repository: Path, table_after: TableAfter) -> dict[str, tuple[list[Path], int]]:
-    """Files of each walk in order, and how often the page says that one is entered again.
-
-    A name without folders is beside the file before it, or in a folder beside it.
-    """
-    found: dict[str, tuple[list[Path], int]] = {}
-    for walk, files, again in table_after(PAGE, "| walk | files | again |"):
-        folder, package = Path(), Path()
-        entered: list[Path] = []
-        for name in re.findall(r"[\w/]+\.py", files):
-            places = (at / name for at in (Path(), folder, package, package.parent))
-            path = next((path for path in places if (repository / path).is_file()), None)
-            assert path is not None, f"{name} after {folder}"
-            folder = path.parent
-            if len(Path(name).parts) > 2 or not package.parts:
-                package = folder
-            entered.append(path)
-        found[walk] = entered, int(again)
-    return found
-
-
-def test_no_walk_enters_a_file_again_more_than_five_times(
-    walks: dict[str, tuple[list[Path], int]],
-) -> None:
-    for walk, (entered, again) in walks.items():
-        assert all(here != before for before, here in pairwise(entered)), walk
-        returns = max(Counter(entered).values()) - 1
-        assert (walk, returns) == (walk, again)
-        assert returns <= MOST_RETURNS, walk
 
 
 @pytest.mark.parametrize("folder", ["harvester", "coserve", "weightsync", "scheduler"])
