@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -25,22 +24,24 @@ _CLASS = re.compile(r"((?:[A-Z][a-z0-9]+){2,}|[A-Z][a-z0-9]+(?=\.))(?:\.(\w+))?(
 
 
 @pytest.fixture(scope="module")
-def files() -> list[str]:
+def sources() -> dict[str, str]:
+    """Text of each Python file by its path from the repository's root."""
     repository = Path(__file__).parents[3]
-    paths = (path for folder in CODE for path in (repository / folder).rglob("*.py"))
-    return [f"/{path.relative_to(repository).as_posix()}" for path in paths]
+    paths = [path for folder in CODE for path in (repository / folder).rglob("*.py")]
+    return {path.relative_to(repository).as_posix(): path.read_text() for path in paths}
 
 
-@pytest.fixture(scope="module")
-def members(files: list[str]) -> dict[str, set[str]]:
-    """Names that each class's body or methods bind."""
-    repository = Path(__file__).parents[3]
-    found: dict[str, set[str]] = defaultdict(set)
-    for file in files:
-        for node in ast.walk(ast.parse((repository / file[1:]).read_text())):
-            if isinstance(node, ast.ClassDef):
-                found[node.name] |= set(names_bound_in(node))
-    return found
+def members_of(owner: str, sources: dict[str, str]) -> set[str] | None:
+    """Names that the body and the methods of a class bind; None if there is no such class."""
+    defined = re.compile(rf"^ *class {owner}\b", re.MULTILINE)
+    trees = [ast.parse(text) for text in sources.values() if defined.search(text)]
+    classes = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == owner
+    ]
+    return {name for each in classes for name in names_bound_in(each)} if classes else None
 
 
 def names_bound_in(body: ast.ClassDef) -> list[str]:
@@ -61,43 +62,41 @@ def quoted_in(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", _FENCED.sub("", page.read_text()))
 
 
-def unknown(name: str, files: list[str], members: dict[str, set[str]]) -> bool:
+def is_known(name: str, sources: dict[str, str]) -> bool:
     if name in _OF_VLLM:
-        return False
+        return True
     if _FILE.fullmatch(name):
-        return not any(file.endswith(f"/{name}") for file in files)
+        return any(f"/{path}".endswith(f"/{name}") for path in sources)
     if named := _CLASS.fullmatch(name):
-        owner, member = named.groups()
-        return owner not in members or bool(member and member not in members[owner])
-    return False
+        members = members_of(named[1], sources)
+        return members is not None and (named[2] is None or named[2] in members)
+    return True
 
 
 def test_files_and_classes_that_decisions_name_exist(
-    repository: Path, files: list[str], members: dict[str, set[str]]
+    repository: Path, sources: dict[str, str]
 ) -> None:
     pages = sorted((repository / "docs/decisions").glob("0*.md"))
     names = [(page.name, name) for page in pages for name in quoted_in(page)]
     assert len(names) > 300, "the names were not found"
-    assert [found for found in names if unknown(found[1], files, members)] == []
+    assert [found for found in names if not is_known(found[1], sources)] == []
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("scheduler/model.py", False),
-        ("model.py", False),
-        ("scheduler/models.py", True),
-        ("odel.py", True),
-        ("Beat.recall", False),
-        ("Beat.recalled", True),
-        ("TailRecalled", True),
-        ("PhaseRuntime.observe(event, now) -> effects", False),
-        ("PhaseRuntime.observed(event, now)", True),
-        ("journal_max_bytes", False),
-        ("ROSEMUX_WEIGHT_ROOT", False),
+        ("scheduler/model.py", True),
+        ("model.py", True),
+        ("scheduler/models.py", False),
+        ("odel.py", False),
+        ("Beat.recall", True),
+        ("Beat.recalled", False),
+        ("TailRecalled", False),
+        ("PhaseRuntime.observe(event, now) -> effects", True),
+        ("PhaseRuntime.observed(event, now)", False),
+        ("journal_max_bytes", True),
+        ("ROSEMUX_WEIGHT_ROOT", True),
     ],
 )
-def test_a_name_is_looked_up(
-    name: str, expected: bool, files: list[str], members: dict[str, set[str]]
-) -> None:
-    assert unknown(name, files, members) is expected
+def test_a_name_is_looked_up(name: str, expected: bool, sources: dict[str, str]) -> None:
+    assert is_known(name, sources) is expected
