@@ -21,7 +21,7 @@ from harvester.contracts.wire.rollouts import EMITTED_ARGUMENT
 _registered = False
 
 
-def registered() -> bool:
+def accepts_emitted_output() -> bool:
     """Whether requests of this process may bring output."""
     return _registered
 

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def shared(*, ranks: int) -> Iterator[None]:
+def share_gloo_device(*, ranks: int) -> Iterator[None]:
     """While the engine makes its groups; `ranks` of all its workers together."""
     if ranks != 1:
         yield

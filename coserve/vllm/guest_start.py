@@ -1,11 +1,11 @@
-"""A guest's start on a GPU: in its turn, and asking for slack.
+"""A guest's start on a GPU: under the launch lock, and asking for slack.
 
-The turn lasts from before the engine's first memory until its loop is about to run: weights, KV and
-graphs are there by then. Each pass that vLLM makes meanwhile to measure and warm up asks for slack,
-where one process works for the engine: with several ranks one that waits keeps the others spinning
-on their GPUs, which production would feel more than the pass itself. Loading weights is not paced:
-it is copies. On a CPU there is no turn, and the guest's idle group bounds its start as everything
-else.
+The lock is held from before the engine's first memory until its loop is about to run: weights, KV
+and graphs are there by then. Each pass that vLLM makes meanwhile to measure and warm up asks for
+slack, where one process works for the engine: with several ranks one that waits keeps the others
+spinning on their GPUs, which production would feel more than the pass itself. Loading weights is
+not paced: it is copies. On a CPU there is no lock, and the guest's idle group bounds its start as
+everything else.
 """
 
 import logging
@@ -16,8 +16,8 @@ from typing import Any
 
 from coserve.guest.launch_lock import LaunchLock
 from coserve.law.work_gate import WorkGate
-from coserve.vllm import gloo_device
 from coserve.vllm.environment import SlotEnvironment, work_gate
+from coserve.vllm.gloo_device import share_gloo_device
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 
@@ -33,29 +33,31 @@ _PIECE_S = 0.05
 _log = logging.getLogger(__name__)
 
 _ends: dict[str, Callable[[], None]] = {}
-"""How to end what this process has begun: its turn, its pace."""
+"""How to end what this process has begun: its lock, its pace."""
 
 
-def in_turn(start: Callable[..., None], environment: SlotEnvironment) -> Callable[..., None]:
-    """vLLM's start of the workers, in this guest's turn. A failure ends the turn."""
+def under_launch_lock(
+    start: Callable[..., None], environment: SlotEnvironment
+) -> Callable[..., None]:
+    """vLLM's start of the workers, under the launch lock. A failure releases it."""
 
-    def start_in_turn(self: Any, vllm_config: Any) -> None:
+    def locked_start(self: Any, vllm_config: Any) -> None:
         from vllm.platforms import current_platform
 
         parallel = vllm_config.parallel_config
         workers = parallel.world_size
         ranks = workers * parallel.data_parallel_size
-        take_turn(environment, current_platform, workers=workers)
+        acquire_launch_lock(environment, current_platform, workers=workers)
         if current_platform.is_cuda() and ranks == 1:
             _pace_runner()
         try:
-            with gloo_device.shared(ranks=ranks):
+            with share_gloo_device(ranks=ranks):
                 start(self, vllm_config)
         except BaseException:
             end()
             raise
 
-    return start_in_turn
+    return locked_start
 
 
 def end() -> None:
@@ -65,17 +67,17 @@ def end() -> None:
         end_one()
 
 
-def take_turn(environment: SlotEnvironment, platform: Any, *, workers: int) -> None:
+def acquire_launch_lock(environment: SlotEnvironment, platform: Any, *, workers: int) -> None:
     """Wait for the GPUs of this engine. Raises Exhausted, ConfigError."""
-    if not platform.is_cuda() or "turn" in _ends:
+    if not platform.is_cuda() or "lock" in _ends:
         return
     # UUIDs: every pod and user counts GPUs in its own way.
     gpus = [platform.get_device_uuid(device) for device in range(workers)]
     directory = Path(os.environ.get(LOCKS_VARIABLE) or _locks_beside(environment.directory))
     lock = LaunchLock(directory, gpus)
-    _log.info("this guest waits for its turn to start on %s", ", ".join(gpus))
+    _log.info("this guest waits for the launch lock of %s", ", ".join(gpus))
     lock.acquire(timeout_s=_timeout_s())
-    _ends["turn"] = lock.release
+    _ends["lock"] = lock.release
 
 
 def pace(runner: Any, gate: WorkGate, synchronize: Callable[[], None]) -> None:

@@ -134,7 +134,7 @@ def _description(scope: Scope) -> EngineDescription:
         logprobs_mode=str(getattr(model.logprobs_mode, "value", model.logprobs_mode)),
         features=(
             *((WEIGHTS_FEATURE,) if weights else ()),
-            *((CONTINUATION_FEATURE,) if continuation.registered() else ()),
+            *((CONTINUATION_FEATURE,) if continuation.accepts_emitted_output() else ()),
             *(("lora",) if config.lora_config is not None else ()),
         ),
     )

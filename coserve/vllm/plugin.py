@@ -51,7 +51,7 @@ def _register() -> None:
         EngineCoreProc.run_busy_loop, EngineCoreRequestType.WAKEUP
     )
     SpinCondition.wait = _sleeping(SpinCondition.wait)
-    Executor.__init__ = guest_start.in_turn(Executor.__init__, environment)
+    Executor.__init__ = guest_start.under_launch_lock(Executor.__init__, environment)
     _registered = True
 
 

@@ -28,16 +28,16 @@ _GUEST_LOCK = "guest.lock"
 
 
 @dataclass(slots=True)
-class Undone:
+class RemovalReport:
     removed: list[Path] = field(default_factory=list)
     left: dict[Path, str] = field(default_factory=dict)
     """Paths that stay, with the reason."""
 
 
-def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None) -> Undone:
+def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None) -> RemovalReport:
     """`records`: audit, journals and states too. Raises ConfigError or Exhausted while an agent or
     a guest runs; then nothing is changed."""
-    done, groups = Undone(), groups or IdleGroups()
+    done, groups = RemovalReport(), groups or IdleGroups()
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
@@ -91,7 +91,7 @@ def _as_owner(lock: Path) -> Iterator[None]:
         os.setegid(group)
 
 
-def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: Undone) -> None:
+def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: RemovalReport) -> None:
     """Processes that an agent lifted and that are alive all the same: where they were."""
     memo = config.file_of(slot, "lifted")
     processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo, groups=groups)
@@ -102,7 +102,7 @@ def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: Und
     processes.close()
 
 
-def _remove_segment(config: AgentConfig, slot: SlotConfig, done: Undone) -> None:
+def _remove_segment(config: AgentConfig, slot: SlotConfig, done: RemovalReport) -> None:
     if slot.kvcached is None:
         return
     segment = KvSegment(slot.kvcached.guest, owners=config.owners_of(slot).guest)
@@ -113,7 +113,7 @@ def _remove_segment(config: AgentConfig, slot: SlotConfig, done: Undone) -> None
         done.left[segment.path] = str(error)
 
 
-def _remove_pages(path: Path, done: Undone) -> None:
+def _remove_pages(path: Path, done: RemovalReport) -> None:
     if not _is_directory(path, done):
         return
     live = {name for name in PageDirectory(path).pulse_names() if _is_written(path / name)}
@@ -137,7 +137,7 @@ def _is_written(page: Path) -> bool:
     return False
 
 
-def _remove_root(config: AgentConfig, done: Undone) -> None:
+def _remove_root(config: AgentConfig, done: RemovalReport) -> None:
     root = config.page_root
     if not _is_directory(root, done):
         return
@@ -155,7 +155,7 @@ def _remove_root(config: AgentConfig, done: Undone) -> None:
     _remove_directory(root, done)
 
 
-def _remove_state(config: AgentConfig, done: Undone, *, records: bool) -> None:
+def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) -> None:
     state = config.state_dir
     if not state.is_dir():
         return
@@ -174,7 +174,7 @@ def _remove_state(config: AgentConfig, done: Undone, *, records: bool) -> None:
         _remove_directory(state, done)
 
 
-def _remove(path: Path, done: Undone) -> None:
+def _remove(path: Path, done: RemovalReport) -> None:
     try:
         path.unlink()
     except FileNotFoundError:
@@ -185,14 +185,14 @@ def _remove(path: Path, done: Undone) -> None:
         done.removed.append(path)
 
 
-def _is_directory(path: Path, done: Undone | None = None) -> bool:
+def _is_directory(path: Path, done: RemovalReport | None = None) -> bool:
     """Whether it may be ours: the agent takes no link, which could lead anywhere."""
     if path.is_symlink() and done is not None:
         done.left[path] = "a link, which RoseMux never makes"
     return path.is_dir() and not path.is_symlink()
 
 
-def _remove_directory(path: Path, done: Undone) -> None:
+def _remove_directory(path: Path, done: RemovalReport) -> None:
     """Only an empty one; what is in it is not known to be ours."""
     for stray in _strays(path, done):
         done.left[stray] = "not known to be RoseMux's"
@@ -204,5 +204,5 @@ def _remove_directory(path: Path, done: Undone) -> None:
         done.removed.append(path)
 
 
-def _strays(path: Path, done: Undone) -> Iterator[Path]:
+def _strays(path: Path, done: RemovalReport) -> Iterator[Path]:
     return (entry for entry in sorted(path.iterdir()) if entry not in done.left)

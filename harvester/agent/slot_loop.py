@@ -34,7 +34,7 @@ from harvester.contracts.page import (
     PageName,
     PageOwners,
 )
-from harvester.contracts.page.owners import believed
+from harvester.contracts.page.owners import trusted_uids
 from harvester.contracts.wire.leases import EndReason, IdleForecast, SlotOffer, SlotState
 from harvester.contracts.wire.stops import Stop
 from harvester.platform.kv_segment import KvSegment
@@ -320,7 +320,7 @@ def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | N
     """The memory that production and guest share by consent: a GPU's KV, or a control group."""
     if slot.kvcached is not None:
         shared = slot.kvcached
-        production, guest = believed(owners.production), believed(owners.guest)
+        production, guest = trusted_uids(owners.production), trusted_uids(owners.guest)
         return SharedKv(
             tuple(KvSegment(name, owners=production) for name in shared.production),
             KvSegment(shared.guest, owners=guest),

@@ -38,8 +38,8 @@ class NotYet(ConfigError):  # noqa: N818 - named for the state, not for a fault
     """An address, a user or a mounted file that the settings name is not here; it may come."""
 
 
-def refused(error: Exception) -> type[ConfigError]:
-    """The class of what the operating system refused: NotYet for what is absent."""
+def config_error_of(error: Exception) -> type[ConfigError]:
+    """Error class for a failed system call: NotYet if its file or address is absent."""
     absent = getattr(error, "errno", None) in (errno.ENOENT, errno.EADDRNOTAVAIL)
     return NotYet if absent else ConfigError
 

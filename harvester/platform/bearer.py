@@ -5,7 +5,7 @@ import stat
 from ipaddress import ip_address
 from pathlib import Path
 
-from harvester.contracts.errors import ConfigError, refused
+from harvester.contracts.errors import ConfigError, config_error_of
 from harvester.platform.renewed import Renewed
 
 MIN_TOKEN_BYTES = 16
@@ -25,7 +25,7 @@ def check_token_file(path: Path, *, open_to: int = stat.S_IROTH | stat.S_IWOTH) 
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        raise refused(error)(f"cannot read token file {path}: {error.strerror}") from error
+        raise config_error_of(error)(f"cannot read token file {path}: {error.strerror}") from error
     if mode & open_to:
         raise ConfigError(f"token file {path} is open to other users: chmod 600 {path}")
 
@@ -40,7 +40,7 @@ def read_tokens(path: Path) -> tuple[bytes, ...]:
         with path.open("rb") as file:
             lines = file.read(_MAX_TOKEN_BYTES).splitlines()
     except OSError as error:
-        raise refused(error)(f"cannot read token file {path}: {error.strerror}") from error
+        raise config_error_of(error)(f"cannot read token file {path}: {error.strerror}") from error
     tokens = tuple(filter(None, map(bytes.strip, lines)))
     if not tokens or any(len(t) < MIN_TOKEN_BYTES or not t.isascii() for t in tokens):
         raise ConfigError(

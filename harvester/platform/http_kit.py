@@ -24,7 +24,7 @@ from harvester.contracts.errors import (
     Exhausted,
     PeerProtocolError,
     Stale,
-    refused,
+    config_error_of,
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, retry_after_s
@@ -329,7 +329,7 @@ async def listen(
         await web.TCPSite(runner, host, port, ssl_context=context, backlog=_BACKLOG).start()
     except OSError as error:
         why = "the port is taken" if error.errno == errno.EADDRINUSE else error.strerror
-        raise refused(error)(f"cannot listen on {host}:{port}: {why}; {remedy}") from error
+        raise config_error_of(error)(f"cannot listen on {host}:{port}: {why}; {remedy}") from error
     found, taken = runner.addresses[0][:2]
     shown = f"[{found}]" if ":" in found else found
     return f"{'http' if tls is None else 'https'}://{shown}:{taken}"

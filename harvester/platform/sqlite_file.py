@@ -7,7 +7,7 @@ from pathlib import Path
 from harvester.contracts.errors import ConfigError
 
 
-def opened(
+def open_database(
     path: Path | None,
     schema: str,
     *,

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
-from harvester.contracts.errors import ConfigError, refused
+from harvester.contracts.errors import ConfigError, config_error_of
 from harvester.platform.bearer import authorization, is_loopback, read_token
 from harvester.platform.renewed import Renewed
 from harvester.platform.yaml_file import FrozenSettings
@@ -167,7 +167,7 @@ def _trust(context: ssl.SSLContext, ca_file: Path) -> None:
     try:
         context.load_verify_locations(ca_file)
     except OSError as error:
-        raise refused(error)(f"cannot use the CA file {ca_file}: {error}") from error
+        raise config_error_of(error)(f"cannot use the CA file {ca_file}: {error}") from error
 
 
 def _load_chain(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> None:
@@ -175,7 +175,7 @@ def _load_chain(context: ssl.SSLContext, cert_file: Path, key_file: Path) -> Non
         # Without a password OpenSSL asks the terminal for one.
         context.load_cert_chain(cert_file, key_file, password=_no_password)
     except (OSError, ValueError) as error:
-        raise refused(error)(f"cannot use {cert_file} with {key_file}: {error}") from error
+        raise config_error_of(error)(f"cannot use {cert_file} with {key_file}: {error}") from error
 
 
 def _no_password() -> str:

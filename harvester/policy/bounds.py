@@ -37,7 +37,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Only:
+class SingleValue:
     value: Any
     why: str
 
@@ -47,7 +47,7 @@ class Only:
 
 _DAY_S = 86_400.0
 
-BOUNDS: dict[type, dict[str, Range | Only]] = {
+BOUNDS: dict[type, dict[str, Range | SingleValue]] = {
     SlotSettings: {
         "beat_s": Range(0.01, 1.0, "s", "a breach is seen one beat late"),
         "grant_ttl_s": Range(
@@ -59,8 +59,8 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         "ttft_slo_s": Range(0.001, 600.0, "s", "beyond it no request is ever late"),
         "itl_slo_s": Range(0.0005, 60.0, "s", "beyond it no token is ever late"),
         "epsilon": Range(0.0, 1.0, "of an event's time", "production's events take so much longer"),
-        "law": Only(Law.SLACK, "another project's rule does not keep production's time"),
-        "ungated": Only(False, "no law looks at production"),
+        "law": SingleValue(Law.SLACK, "another project's rule does not keep production's time"),
+        "ungated": SingleValue(False, "no law looks at production"),
         "step_tokens_max": Range(
             1, 131_072, "tokens", "production waits for a step that has begun"
         ),
@@ -112,7 +112,7 @@ BOUNDS: dict[type, dict[str, Range | Only]] = {
         "minimum_misses": Range(0.0, 1000.0, "misses", "so many misses are no breach"),
     },
     BudgetSettings: {
-        "enforced": Only(True, "production's error budget is counted and not kept"),
+        "enforced": SingleValue(True, "production's error budget is counted and not kept"),
         "slo_target_ratio": Range(0.5, 0.999999, "of requests", "a promise that is none"),
         "share_ratio": Range(0.0, 0.5, "of the error budget", "most of it is production's"),
         "minimum_requests": Range(0, 1_000_000, "requests", "nothing is judged before"),

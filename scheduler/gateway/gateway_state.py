@@ -67,7 +67,9 @@ class SchedulerState:
 
     def __init__(self, path: Path | None) -> None:
         pragmas = ("journal_mode=WAL", "synchronous=NORMAL")
-        self._db = sqlite_file.opened(path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas)
+        self._db = sqlite_file.open_database(
+            path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas
+        )
 
     def jobs(self) -> dict[JobId, StoredJob]:
         rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")

@@ -56,7 +56,7 @@ async def test_the_guest_says_what_it_holds_on_its_gpu(engine_slot: EngineSlot) 
     assert memory.other_bytes > 32 * MIB, "CUDA's context"
 
 
-def test_the_guest_started_in_its_turn_and_gave_it_back(engine_slot: EngineSlot) -> None:
+def test_the_guest_started_under_the_launch_lock_and_released_it(engine_slot: EngineSlot) -> None:
     locks = Path(engine_slot.pages.path).parent
     (gpu,) = gpus()
     holder = int((locks / f"{gpu.uuid}.launch").read_text())

@@ -55,7 +55,7 @@ def environment_owners(environment: Mapping[str, str] | None = None) -> PageOwne
     return PageOwners(**{kind: uids(users, what=kind) for kind, users in named.items()})
 
 
-def believed(users: frozenset[int]) -> frozenset[int]:
+def trusted_uids(users: frozenset[int]) -> frozenset[int]:
     """The users and root; this process's own user where none is named."""
     return (users or frozenset((os.geteuid(),))) | {0}
 

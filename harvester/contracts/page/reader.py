@@ -15,7 +15,7 @@ import msgspec
 from harvester.contracts.bell import FileWord, Word
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import UNDECODABLE
-from harvester.contracts.page.owners import believed
+from harvester.contracts.page.owners import trusted_uids
 from harvester.contracts.page.records import Record
 from harvester.contracts.page.seal import (
     BODY_OFFSET,
@@ -53,7 +53,7 @@ class PageReader(Generic[R]):
     def __init__(self, path: Path, kind: type[R], *, owners: frozenset[int] = frozenset()) -> None:
         self.path = path
         self._kind = kind
-        self._owners = believed(owners)
+        self._owners = trusted_uids(owners)
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._fd = -1
         self._inode = 0

@@ -56,7 +56,8 @@ remembered removal render renew repair repeated replay reply report request rese
 result resumed retarget retention retry return revocations revoke ring rise role rollout room root
 rose roster route row rules run runner sample scan scenarios scheduled scores seal searched seconds
 seen segment selection sender sense sensor serve settings settle sglang shadow shape shard share
-shelf short siblings side signal simulate sizes slowdown socket source sparse spec spent spool
+shelf short siblings side signal simulate single
+sizes slowdown socket source sparse spec spent spool
 sqlite squares stage stale stat state status step stock stopped streak stream stretch strict struct
 submission submit successful sum summary switch sync table take target tenant tensor terms test text
 thread time timeline timeouts tinker tls token total trainer transfer transport trigger type

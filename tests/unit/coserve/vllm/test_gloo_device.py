@@ -37,7 +37,7 @@ def made_groups(groups: int) -> list[Any]:
 
 def threads_of(groups: int, *, ranks: int) -> int:
     before = threads()
-    with gloo_device.shared(ranks=ranks):
+    with gloo_device.share_gloo_device(ranks=ranks):
         made_groups(groups)
     more = threads() - before
     dist.destroy_process_group()
@@ -50,7 +50,7 @@ def test_a_dozen_groups_of_one_rank_look_after_one_device(alone: None) -> None:
 
 
 def test_each_group_keeps_its_own_name(alone: None) -> None:
-    with gloo_device.shared(ranks=1):
+    with gloo_device.share_gloo_device(ranks=1):
         groups = made_groups(3)
     assert all(dist.get_backend(group) == "gloo" for group in groups)
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
@@ -59,7 +59,7 @@ def test_each_group_keeps_its_own_name(alone: None) -> None:
 
 
 def test_such_groups_do_what_gloo_does_and_end_alone(alone: None) -> None:
-    with gloo_device.shared(ranks=1):
+    with gloo_device.share_gloo_device(ranks=1):
         groups = made_groups(3)
     dist.destroy_process_group(groups.pop(0))
     for group in groups:
@@ -75,13 +75,13 @@ def test_such_groups_do_what_gloo_does_and_end_alone(alone: None) -> None:
 
 
 def failing_start() -> None:
-    with gloo_device.shared(ranks=1):
+    with gloo_device.share_gloo_device(ranks=1):
         raise MemoryError
 
 
 def test_groups_made_after_the_start_are_torch_s_own() -> None:
     stock = c10d.ProcessGroupGloo
-    with gloo_device.shared(ranks=1):
+    with gloo_device.share_gloo_device(ranks=1):
         assert c10d.ProcessGroupGloo is not stock
     assert c10d.ProcessGroupGloo is stock
     with pytest.raises(MemoryError):
@@ -91,7 +91,7 @@ def test_groups_made_after_the_start_are_torch_s_own() -> None:
 
 def test_an_engine_of_several_ranks_is_left_alone() -> None:
     stock = c10d.ProcessGroupGloo
-    with gloo_device.shared(ranks=2):
+    with gloo_device.share_gloo_device(ranks=2):
         assert c10d.ProcessGroupGloo is stock
 
 
@@ -114,7 +114,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_a_group_of_several_ranks_is_made_as_torch_makes_it(
     recorded: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with gloo_device.shared(ranks=1):
+    with gloo_device.share_gloo_device(ranks=1):
         for size in (1, 2, 2):
             group = c10d.ProcessGroupGloo("store", 0, size, timeout=_LATER)
             assert isinstance(group, c10d.ProcessGroupGloo)
@@ -126,7 +126,7 @@ def test_a_group_of_several_ranks_is_made_as_torch_makes_it(
 def test_a_torch_with_other_options_stays_as_it_is_and_is_logged_once(
     recorded: list[tuple[Any, ...]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with gloo_device.shared(ranks=1):
+    with gloo_device.share_gloo_device(ranks=1):
         for _ in range(3):
             c10d.ProcessGroupGloo("store", 0, 1, timeout=_LATER)
     assert recorded == [("store", 0, 1, "timeout")] * 3

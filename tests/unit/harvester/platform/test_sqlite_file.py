@@ -14,7 +14,7 @@ SCHEMA = "CREATE TABLE IF NOT EXISTS names (name TEXT) STRICT;"
 def test_rows_and_pragmas_survive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "state.db"
     for _ in range(2):
-        db = sqlite_file.opened(path, SCHEMA, version=3, pragmas=("journal_mode=WAL",))
+        db = sqlite_file.open_database(path, SCHEMA, version=3, pragmas=("journal_mode=WAL",))
         db.execute("INSERT INTO names VALUES ('a')")
         assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert db.execute("PRAGMA user_version").fetchone() == (3,)
@@ -25,10 +25,10 @@ def test_rows_and_pragmas_survive_a_restart(tmp_path: Path) -> None:
 
 def test_a_file_of_this_version_is_opened_without_a_write(tmp_path: Path) -> None:
     path, pragmas = tmp_path / "state.db", ("journal_mode=WAL",)
-    first = sqlite_file.opened(path, SCHEMA, version=3, pragmas=pragmas)
+    first = sqlite_file.open_database(path, SCHEMA, version=3, pragmas=pragmas)
     log = path.with_name("state.db-wal")
     before = log.stat().st_size
-    sqlite_file.opened(path, SCHEMA, version=3, pragmas=pragmas).close()
+    sqlite_file.open_database(path, SCHEMA, version=3, pragmas=pragmas).close()
     assert log.stat().st_size == before
     first.close()
 
@@ -42,12 +42,12 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     text.write_text("no database, but long enough to be looked at as one" * 10)
     for path, match in ((other, "schema 99; this version knows 1"), (text, "cannot use state")):
         with pytest.raises(ConfigError, match=match):
-            sqlite_file.opened(path, SCHEMA, version=1, pragmas=())
+            sqlite_file.open_database(path, SCHEMA, version=1, pragmas=())
 
 
 def test_an_exclusive_file_has_one_user(tmp_path: Path) -> None:
     pragmas = ("locking_mode=EXCLUSIVE",)
-    first = sqlite_file.opened(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas)
+    first = sqlite_file.open_database(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas)
     with pytest.raises(ConfigError, match="locked"):
-        sqlite_file.opened(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas, lock_s=0.0)
+        sqlite_file.open_database(tmp_path / "db", SCHEMA, version=1, pragmas=pragmas, lock_s=0.0)
     first.close()

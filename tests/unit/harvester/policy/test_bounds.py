@@ -29,7 +29,14 @@ from harvester.interlock_config import (
     InterlocksConfig,
 )
 from harvester.platform.tls import ServerTls
-from harvester.policy.bounds import BOUNDS, ITL_EDGES_S, TTFT_EDGES_S, Only, beyond, slo_warnings
+from harvester.policy.bounds import (
+    BOUNDS,
+    ITL_EDGES_S,
+    TTFT_EDGES_S,
+    SingleValue,
+    beyond,
+    slo_warnings,
+)
 from harvester.policy.settings import (
     LevelSettings,
     MissSettings,
@@ -251,7 +258,7 @@ def test_a_meaningless_value_is_refused_from_an_experiment_too(
 def test_a_range_that_is_given_its_ends_is_kept() -> None:
     for part in (SlotSettings, LevelSettings, MissSettings, ProofSettings):
         for bound in BOUNDS[part].values():
-            if not isinstance(bound, Only):
+            if not isinstance(bound, SingleValue):
                 assert bound.fault(bound.least) == bound.fault(bound.most) == ""
                 assert bound.why in bound.fault(bound.most * 2 + 1)
 

@@ -1,4 +1,4 @@
-"""A guest on a GPU starts in its turn, and blocks no other guest after it has started or failed."""
+"""A guest on a GPU starts under the launch lock, and frees it when it has started or failed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +48,7 @@ def is_free(folder: Path, gpu: str) -> bool:
 def test_the_gpus_of_the_engine_are_taken_until_it_has_started(
     slot: SlotEnvironment, tmp_path: Path
 ) -> None:
-    guest_start.take_turn(slot, Gpus("GPU-a", "GPU-b", "GPU-c"), workers=2)
+    guest_start.acquire_launch_lock(slot, Gpus("GPU-a", "GPU-b", "GPU-c"), workers=2)
     assert not is_free(tmp_path, "GPU-a")
     assert not is_free(tmp_path, "GPU-b")
     assert is_free(tmp_path, "GPU-c")
@@ -60,13 +60,13 @@ def test_a_guest_that_is_not_the_agent_waits_where_guests_may_write(
     slot: SlotEnvironment, tmp_path: Path
 ) -> None:
     (tmp_path / "launch").mkdir()
-    guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
+    guest_start.acquire_launch_lock(slot, Gpus("GPU-a"), workers=1)
     assert not is_free(tmp_path / "launch", "GPU-a")
     assert is_free(tmp_path, "GPU-a")
 
 
 def test_a_cpu_engine_takes_no_launch_lock(slot: SlotEnvironment, tmp_path: Path) -> None:
-    guest_start.take_turn(slot, Gpus(), workers=1)
+    guest_start.acquire_launch_lock(slot, Gpus(), workers=1)
     assert list(tmp_path.glob("*.launch")) == []
 
 
@@ -79,16 +79,16 @@ def test_an_operator_may_name_the_directory_and_the_patience(
     other.acquire(timeout_s=BRIEF_S)
     monkeypatch.setenv(guest_start.TIMEOUT_VARIABLE, "0.05")
     with pytest.raises(Exhausted, match="GPU-a"):
-        guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
+        guest_start.acquire_launch_lock(slot, Gpus("GPU-a"), workers=1)
     other.release()
-    guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
+    guest_start.acquire_launch_lock(slot, Gpus("GPU-a"), workers=1)
     guest_start.end()
     monkeypatch.setenv(guest_start.TIMEOUT_VARIABLE, "soon")
     with pytest.raises(ConfigError, match="seconds above 0"):
-        guest_start.take_turn(slot, Gpus("GPU-a"), workers=1)
+        guest_start.acquire_launch_lock(slot, Gpus("GPU-a"), workers=1)
 
 
-def test_the_workers_start_in_the_turn_and_a_failed_start_ends_it(
+def test_the_workers_start_under_the_lock_and_a_failed_start_releases_it(
     slot: SlotEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platforms = pytest.importorskip("vllm.platforms")
@@ -102,11 +102,11 @@ def test_the_workers_start_in_the_turn_and_a_failed_start_ends_it(
         if executor == "fails":
             raise MemoryError
 
-    in_turn = guest_start.in_turn(start, slot)
-    in_turn("starts", config)
+    locked_start = guest_start.under_launch_lock(start, slot)
+    locked_start("starts", config)
     assert not is_free(tmp_path, "GPU-a"), "graphs and KV are still to come"
     guest_start.end()
     with pytest.raises(MemoryError):
-        in_turn("fails", config)
+        locked_start("fails", config)
     assert is_free(tmp_path, "GPU-a")
     assert taken == [True, True]
