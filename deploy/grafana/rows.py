@@ -227,7 +227,7 @@ def giving_back() -> tuple[Lines | Stat, ...]:
         ),
         lines(
             "What was done to the guest",
-            "Lifts, settles and kills: asked, done, or failed. Per second.",
+            "Lifts, settles and kills: requested, done, or failed. Per second.",
             PER_SECOND,
             (
                 rate("harvester_guest_actions_total", f"{PLACE}, action, outcome", SLOT),

@@ -45,7 +45,7 @@ _ACTIONS = {
     SettleGuest: GuestAction.SETTLE,
     KillGuest: GuestAction.KILL,
 }
-_ACTION_OUTCOMES = ("asked", "done", "failed")
+_ACTION_OUTCOMES = ("requested", "done", "failed")
 _HEADROOM_S = 300.0
 """A pulse holds its last 32 latencies for as long as it is silent: later they say nothing."""
 _MPS_STATES = ("together", "apart", "fault", "silent")
@@ -93,7 +93,7 @@ class SlotExposition:
             if isinstance(effect, WriteGrant):
                 self._note_grant(effect.grant, policy)
             elif (action := _ACTIONS.get(type(effect))) is not None:
-                self._count("guest_actions", 1, action.value, "asked")
+                self._count("guest_actions", 1, action.value, "requested")
         for done in sample.outcomes:
             outcome = "failed" if done.fault else "done"
             self._count("guest_actions", 1, done.action.value, outcome)

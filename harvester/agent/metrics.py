@@ -106,7 +106,7 @@ leases_ended{slot reason}: Leases ended, by reason.
 evictions{slot reason}: Guest requests aborted for production.
 kv_reclaims{slot outcome}: Memory that was due: returned in time, or missed (not by its deadline).
 guest_actions{slot action outcome}: What the agent does to a guest's processes (lift, settle, kill):
-    asked by the policy, done, or failed.
+    requested by the policy, done, or failed.
 guest_prefix_tokens{slot outcome}: Prefix tokens kept for a trajectory away at its tools: used by
     it, or dropped before.
 requests{slot}: Production requests counted by the error budget.

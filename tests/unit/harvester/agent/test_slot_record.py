@@ -110,7 +110,7 @@ class Stage:
     def actions(self, action: str) -> tuple[float | None, ...]:
         return tuple(
             self.metric("harvester_guest_actions_total", action=action, outcome=outcome)
-            for outcome in ("asked", "done", "failed")
+            for outcome in ("requested", "done", "failed")
         )
 
 
@@ -187,8 +187,8 @@ def test_a_guest_that_owes_memory_is_ended_with_the_disk_full(
     stage.production(kv_usage_ratio=0.97)
     beats_until(stage, lambda: child.poll() is not None)
     beats_until(stage, lambda: stage.actions("kill")[1])
-    asked, done, failed = stage.actions("kill")
-    assert asked
+    requested, done, failed = stage.actions("kill")
+    assert requested
     assert (done, failed) == (1.0, 0.0)
 
 
@@ -397,8 +397,8 @@ def test_a_guest_that_cannot_be_ended_is_counted_as_that_and_quarantined(stage: 
     stage.production(kv_usage_ratio=0.97)
     beats_until(stage, lambda: stage.condition is Condition.QUARANTINED)
     assert "could not be ended: process 4000000: not seen here" in stage.reason
-    asked, done, failed = stage.actions("kill")
-    assert asked
+    requested, done, failed = stage.actions("kill")
+    assert requested
     assert failed
     assert done == 0.0
     assert stage.metric("harvester_leases_ended_total", reason="guest_lost") == 0.0
