@@ -62,7 +62,7 @@ class AlertsConfig(Credentials):
             raise ValueError("order: an alert holds or drains")
         if self.server == "alertmanager" and not self.watchdog:
             raise ValueError(
-                "watchdog: Alertmanager needs one; it does not say that it knows nothing"
+                "watchdog: Alertmanager needs one: cut off from Prometheus it shows no alert either"
             )
         return self
 

@@ -71,7 +71,7 @@ class IsolationWatch(threading.Thread):
             observed = ObservedIsolation(fault=f"it cannot be looked at: {error}")
         before, self.observed = self.observed, observed
         if observed.fault and observed.fault != before.fault:
-            _log.warning("guest steps count whole (blocking ratio 1): %s", observed.fault)
+            _log.warning("no isolation, steps count whole (blocking ratio 1): %s", observed.fault)
         elif before.fault and not observed.fault:
             _log.warning("isolation %s holds", self._isolation.backend)
 
@@ -89,7 +89,7 @@ class IsolationWatch(threading.Thread):
         with closing(self._directory.grant_reader()) as grants:
             grant = grants.read().record
         if grant is None or not grant.pulses:
-            raise Unsupported("no grant says who production is")
+            raise Unsupported("no grant names production's pulses")
         return [self._root(name) for name in grant.pulses]
 
     def _root(self, name: str) -> ProcessId:

@@ -63,7 +63,7 @@ class StepDecision(msgspec.Struct, frozen=True):
     probe: bool = False
     """Open for one token against the prediction, to learn whether it is right."""
     mean_wait_s: float | None = None
-    """Mean wait that arrivals can bear, if the step owes a rest for it; else None."""
+    """Mean wait in s that arrivals can bear, which sets the step's rest; None without a rest."""
     rest_s: float = 0.0
     """Time until the rest is over, if production stays idle."""
 
@@ -73,7 +73,7 @@ class StepDecision(msgspec.Struct, frozen=True):
 
     @property
     def closed_by_grant(self) -> bool:
-        """Whatever production does, only another grant can open it."""
+        """Whether only another grant can open the gate, whatever production does."""
         return self.reason in _BY_GRANT
 
 
@@ -88,7 +88,7 @@ class GuestLoad(msgspec.Struct, frozen=True):
     launched_s: float
     """Predicted time of steps that are launched and not finished."""
     cap: int
-    """Token limit of a step, by the engine; a law is asked with the grant's as well."""
+    """Token limit of a step: the engine's; a law gets the lesser of it and the grant's."""
     rest_s: float = 0.0
     """Idle time of production that the last step owes."""
     last_end_ns: int = 0
@@ -159,7 +159,7 @@ class IdleStep(msgspec.Struct, frozen=True):
 
     tokens: int
     mean_wait_s: float | None = None
-    """As of `StepDecision`."""
+    """Mean wait in s that arrivals can bear, as in `StepDecision`."""
     share_ratio: float = 1.0
     """Share of idle time that these steps take."""
 

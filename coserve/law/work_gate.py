@@ -60,7 +60,7 @@ class WorkPace:
     """Earliest time of a piece without slack."""
 
     def admits(self, budget_s: float | None, *, now: float) -> bool:
-        """Whether a piece may run now; call again after a refusal. None: not even a late one."""
+        """Whether a piece may run now; a refused caller asks again. `budget_s` None admits none."""
         if self._admitted_s is None:
             self._admitted_s, self._next_s = now, now + self.piece_s / SHARE
         if budget_s is None or (self.piece_s > budget_s and now < self._next_s):

@@ -64,7 +64,7 @@ class _OneDevice:
     def _tell(self, error: Exception) -> None:
         if not self._reported:
             self._reported = True
-            _log.warning("each process group wakes a thread of its own, gate closed too: %s", error)
+            _log.warning("no shared gloo device: each group wakes a thread of its own: %s", error)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self._stock)

@@ -4,8 +4,7 @@ The lock is held from before the engine's first memory until its loop is about t
 and graphs are there by then. Each pass that vLLM makes meanwhile to measure and warm up asks for
 slack, where one process works for the engine: with several ranks one that waits keeps the others
 spinning on their GPUs, which production would feel more than the pass itself. Loading weights is
-not paced: it is copies. On a CPU there is no lock, and the guest's idle group bounds its start as
-everything else.
+copies and not paced. On a CPU there is no lock: the guest's idle group bounds its start too.
 """
 
 import logging
@@ -32,13 +31,12 @@ _PIECE_S = 0.05
 
 _log = logging.getLogger(__name__)
 
+_Start = Callable[..., None]
 _ends: dict[str, Callable[[], None]] = {}
 """How to end what this process has begun: its lock, its pace."""
 
 
-def under_launch_lock(
-    start: Callable[..., None], environment: SlotEnvironment
-) -> Callable[..., None]:
+def under_launch_lock(start: _Start, environment: SlotEnvironment) -> _Start:
     """vLLM's start of the workers, under the launch lock. A failure releases it."""
 
     def locked_start(self: Any, vllm_config: Any) -> None:

@@ -31,7 +31,7 @@ def release(
     chosen = agent.slot_named(slot)
     text = reason.strip().encode()
     if not text or len(text) > RELEASE_BYTES_MAX:
-        raise ConfigError(f"--reason: say it in 1 to {RELEASE_BYTES_MAX} bytes")
+        raise ConfigError(f"--reason: give 1 to {RELEASE_BYTES_MAX} bytes")
     path = agent.file_of(chosen, "release")
     try:
         whole_file.replace(path, text + b"\n", mode=0o644)

@@ -50,7 +50,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "guest": LazyCommand(
         target="harvester.cli.guest:guest",
-        summary="Start a slot's guest, or print its isolation and memory without a start.",
+        summary="Start a slot's guest as this machine, this vLLM and your consent allow; say why.",
     ),
     "release": LazyCommand(
         target="harvester.cli.release:release",
@@ -58,19 +58,19 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "hold": LazyCommand(
         target="harvester.cli.stop:hold",
-        summary="Stop admission; running turns end by themselves.",
+        summary="Stop admission: no new lease, no new turn; running turns end by themselves.",
     ),
     "drain": LazyCommand(
         target="harvester.cli.stop:drain",
-        summary="Stop admission and evict what runs.",
+        summary="Stop admission and evict what runs: grants close and leases end at once.",
     ),
     "resume": LazyCommand(
         target="harvester.cli.stop:resume",
-        summary="Lift a hold or a drain.",
+        summary="Lift a hold or a drain of the same scope; other orders stay in force.",
     ),
     "undo": LazyCommand(
         target="harvester.cli.undo:undo",
-        summary="Remove what agent and guests left on this host.",
+        summary="Remove pages, locks, files and control groups of RoseMux from this host.",
     ),
     "gateway": LazyCommand(
         target="scheduler.gateway.serve_command:gateway",
@@ -95,15 +95,15 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "audit": LazyCommand(
         target="harvester.cli.audit_command:audit",
-        summary="Print who got which slot and why it ended, and who changed what.",
+        summary="Print leases with holders and end reasons, and changes with authors.",
     ),
     "schema": LazyCommand(
         target="harvester.cli.schema_command:schema",
-        summary="Print the JSON schema of a configuration file.",
+        summary="Print the JSON schema of a configuration file: every field, its type and meaning.",
     ),
     "profile": LazyCommand(
         target="harvester.cli.profile:profile",
-        summary="Print production's learned step times, to start another slot from.",
+        summary="Print production's learned step times as the `profile` of a slot's policy.",
     ),
     "weights": LazyCommand(
         target="weightsync.command:weights",
@@ -116,7 +116,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "plan": LazyCommand(
         target="scheduler.rollmux.plan.plan_command:plan",
-        summary="Place RL jobs on shared nodes: groups, prices, reasons and timelines.",
+        summary="Place RL jobs on shared nodes: groups, prices, reasons and a timeline per node.",
         extra="rollmux",
     ),
     "simulate": LazyCommand(

@@ -46,7 +46,7 @@ def status(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Show the slots of this machine, and what an agent or a gateway says of itself."""
+    """Show the slots of this machine, an agent's and a gateway's engines and jobs."""
     console = row_console()
     directories = _slot_directories(pages)
     if not directories and agent_url is None and gateway_url is None:

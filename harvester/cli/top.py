@@ -51,7 +51,7 @@ def top(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Show the slots of agents live: state, lease, guards, production's latencies, tokens."""
+    """Show the slots of agents live: state, lease, guards, latencies, tokens."""
     urls = list(agents or [])
     if config is not None:
         loaded = load_agent_config(config)

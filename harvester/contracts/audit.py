@@ -20,7 +20,7 @@ class AuditKind(StrEnum):
     AGENT_STARTED = "agent_started"
     AGENT_STOPPED = "agent_stopped"
     AUDIT_RESUMED = "audit_resumed"
-    """`omitted` events before it could not be written."""
+    """The audit is written again; the `omitted` events before this one are lost."""
     CONFIG_RELOADED = "config_reloaded"
     CONFIG_REFUSED = "config_refused"
     MODE_CHANGED = "mode_changed"

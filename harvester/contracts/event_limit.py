@@ -1,7 +1,4 @@
-"""A bound on events whose number others control: what an audit or a log has of what flaps.
-
-Reads no clock.
-"""
+"""Bounds the audit and log lines of events that flap, or that callers cause. Reads no clock."""
 
 from dataclasses import dataclass
 

@@ -15,9 +15,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     """Production's requests of some time, and those that missed the SLO."""
 
     requests: float = 0.0
-    """All of them; the others count to a slice of the proof."""
+    """All requests; the `granted` and `withheld` counts have those in slices of the proof."""
     misses: float = 0.0
-    """Beside a guest step."""
+    """Requests over their SLO beside a guest step."""
     granted: float = 0.0
     granted_misses: float = 0.0
     """Late first tokens."""

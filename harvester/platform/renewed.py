@@ -30,7 +30,9 @@ class Renewed(Generic[T]):
             try:
                 self._value = self._read()
             except RoseMuxError as error:
-                _log.error("what was read before stays in force: %s", error)
+                _log.error(
+                    "a changed file is not usable, its earlier content stays in force: %s", error
+                )
         return self._value
 
     def _state(self) -> tuple[tuple[int, int, int] | None, ...]:

@@ -77,7 +77,7 @@ class SlotMemory(GuardMemory, kw_only=True):
     unleased_since_s: float | None = None
     evictions: EvictionState = msgspec.field(default_factory=EvictionState)
     empty_since_s: float | None = None
-    """Since when a held guest has had no request."""
+    """Time since which a held guest has had no request."""
     blocking: BlockingState = msgspec.field(default_factory=BlockingState)
 
 

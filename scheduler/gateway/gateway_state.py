@@ -13,7 +13,7 @@ import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, WeightVersion
 from harvester.contracts.wire.stops import Stop
-from harvester.platform import sqlite_file
+from harvester.platform.sqlite_file import open_database
 from scheduler.gateway.policy.budget_ledger import (
     BudgetLedger,
     HourKey,
@@ -67,9 +67,7 @@ class SchedulerState:
 
     def __init__(self, path: Path | None) -> None:
         pragmas = ("journal_mode=WAL", "synchronous=NORMAL")
-        self._db = sqlite_file.open_database(
-            path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas
-        )
+        self._db = open_database(path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas)
 
     def jobs(self) -> dict[JobId, StoredJob]:
         rows = self._db.execute("SELECT job, store, version, active, harvesting FROM jobs")

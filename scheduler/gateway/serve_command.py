@@ -29,7 +29,9 @@ def gateway(
     check_config: Annotated[bool, typer.Option(help="Check the file and stop.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run the rollout gateway with its scheduler; `rosemux status --gateway URL` shows it."""
+    """Run the rollout gateway with its scheduler.
+
+    `rosemux status --gateway URL` shows it."""
     import uvloop
 
     from harvester.platform.logs import begin_log

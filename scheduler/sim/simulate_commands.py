@@ -15,8 +15,9 @@ def replay(
         str | None, typer.Option(help="Slot of that file; by default the one of the journal.")
     ] = None,
 ) -> None:
-    """Feed a recorded journal to its policy again and report the first difference; with --config,
-    compare the recorded settings of a slot with others."""
+    """Feed a recorded journal to its policy again and report the first difference.
+
+    With --config, compare the recorded settings of a slot with others."""
     from harvester.contracts.errors import ConfigError
 
     if not journal.is_file():

@@ -95,7 +95,7 @@ class KeptPage(Generic[R]):
     def _absent(self, reason: str) -> None:
         if reason != self.absence:
             self.absence = reason
-            _log.warning("no page until this is mended: %s", reason)
+            _log.warning("the page cannot be written, and is tried again: %s", reason)
 
     def _log_contest(self, page: PageWriter[R]) -> None:
         if page.contested != self._contested:

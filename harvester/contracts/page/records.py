@@ -32,7 +32,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProductionModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Upper-quantile step times of production running alone, linear in what a step holds."""
+    """Upper-quantile step times of production alone: a prefill's is linear in its prompt tokens, a
+    decode step's in its requests."""
 
     prefill_base_s: Amount = 0.0
     prefill_s_per_token: Amount = 0.0
@@ -106,8 +107,8 @@ class PulseHead(Record, frozen=True, kw_only=True):
     sockets: int = 0
     """WebSockets among those in flight: they count as work only while the cores have requests."""
     unseen_step_ns: int = 0
-    """End of the last step that served requests of this process although only WebSockets, or a
-    reply that its request may outlive before its first token, were in flight."""
+    """End of the last step that served this process's requests while it had only WebSockets in
+    flight, or replies that may end before their request has its first token."""
     prompt_tokens_quantiles: tuple[int, ...] = ()
     """Lengths of the latest prompts in ascending order, at most 10, each of which stands for an
     equal share of prompts that are at least as long. Empty is unknown: of one token."""

@@ -16,7 +16,7 @@ _Seconds = Annotated[float, typer.Option(help="Setting of this name in docs/phas
 
 @phases.callback()
 def _phases() -> None:
-    """Phases of several jobs on shared nodes: serve the control and inspect it."""
+    """Run the phase control of jobs that share nodes, and show its state."""
 
 
 @phases.command()

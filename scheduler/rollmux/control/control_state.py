@@ -14,7 +14,7 @@ import msgspec
 
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId
-from harvester.platform import sqlite_file
+from harvester.platform.sqlite_file import open_database
 from scheduler.rollmux.permits.job_permit import JobPermit
 
 _NOTHING: Final[dict[str, bytes | None]] = {}
@@ -35,7 +35,7 @@ class PermitState:
         """`lock_s` is how long to wait for a control that is just ending."""
         # A write-ahead log would need shared memory, which no network file system has.
         pragmas = ("locking_mode=EXCLUSIVE", "journal_mode=TRUNCATE", "synchronous=FULL")
-        self._db = sqlite_file.open_database(
+        self._db = open_database(
             path, _SCHEMA, version=_SCHEMA_VERSION, pragmas=pragmas, lock_s=lock_s, threads=True
         )
 

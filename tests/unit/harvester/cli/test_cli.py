@@ -45,6 +45,15 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in shown for name in COMMANDS)
 
 
+def test_the_list_of_commands_and_a_command_s_own_help_say_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, command in COMMANDS.items():
+        own = load(name, command).help
+        assert own.partition("\n\n")[0].replace("\n", " ") == command.summary, name
+
+
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom harvester.cli import main\n"
