@@ -5,7 +5,6 @@ reading with a fault; a probe that hangs leaves its reading to grow old.
 """
 
 import asyncio
-import logging
 import math
 import re
 import threading
@@ -28,14 +27,13 @@ from harvester.platform.tls import Credentials
 from harvester.policy.interlocks import AcceleratorsReading, AlertsReading
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 BODY_BYTES_MAX = 4 << 20
 """Prometheus answers 1 KiB for a rule and for each of its alerts."""
 _PAGE_BYTES_MAX = 1 << 20
 _LINES_BYTES_MAX = 256 << 10
 """Lines of dcgm-exporter's page that are parsed: three of 300 bytes for each GPU."""
-_NOT_ASKED_YET = "not asked yet"
+NOT_ASKED_YET = "not asked yet"
 _DCGM = {
     "DCGM_FI_DEV_POWER_USAGE": "power_watts",
     "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
@@ -157,7 +155,7 @@ class AlertsProbe(_PageProbe):
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self.reading = AlertsReading(fault=_NOT_ASKED_YET)
+        self.reading = AlertsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
         if server == "prometheus":
             self._path, self._read = "/api/v1/rules?type=alert", read_rules
         else:
@@ -172,7 +170,6 @@ class AlertsProbe(_PageProbe):
             reading = await asyncio.to_thread(self._read, body)
         except (*_FAULTS, *UNDECODABLE) as error:
             reading = AlertsReading(fault=_fault(self._url, error))
-        _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
@@ -188,7 +185,7 @@ class DcgmProbe(_PageProbe):
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._clock = clock
-        self.reading = AcceleratorsReading(fault=_NOT_ASKED_YET)
+        self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
         try:
@@ -197,7 +194,6 @@ class DcgmProbe(_PageProbe):
             reading = await asyncio.to_thread(read_dcgm, body)
         except _FAULTS as error:
             reading = AcceleratorsReading(fault=_fault(self._url, error))
-        _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
@@ -210,7 +206,7 @@ class NvmlProbe:
         self._source = read
         self._period_s = period_s
         self._clock = clock
-        self.reading = AcceleratorsReading(fault=_NOT_ASKED_YET)
+        self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -223,7 +219,6 @@ class NvmlProbe:
             reading = AcceleratorsReading(accelerators=await _in_daemon(self._source))
         except Exhausted as error:
             reading = AcceleratorsReading(fault=_fault("nvml", error))
-        _log_change(self.reading.fault, reading.fault)
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
@@ -275,8 +270,3 @@ async def _in_daemon(work: Callable[[], T]) -> T:
 
 def _fault(url: str, error: Exception) -> str:
     return f"{url}: {reason_of(error)}"
-
-
-def _log_change(before: str, after: str) -> None:
-    if bool(before) != bool(after):
-        _log.warning("interlock: %s", after or "is answered")

@@ -1,13 +1,21 @@
 """The interlocks of one node: probes, verdicts, and the stops that follow, at every beat."""
 
+import logging
 from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
-from harvester.agent.interlock_probes import AcceleratorsProbe, AlertsProbe, DcgmProbe, NvmlProbe
+from harvester.agent.interlock_probes import (
+    NOT_ASKED_YET,
+    AcceleratorsProbe,
+    AlertsProbe,
+    DcgmProbe,
+    NvmlProbe,
+)
 from harvester.config import AgentConfig
 from harvester.contracts.clock import Clock, wall_time_utc
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
 from harvester.interlock_config import AcceleratorsConfig
 from harvester.platform.nvml import Nvml
@@ -19,6 +27,8 @@ from harvester.policy.interlocks import (
     judge_alerts,
 )
 
+_log = logging.getLogger(__name__)
+
 _MISSED_READINGS = 3
 """Readings in a row that may be late before the last one counts as none."""
 
@@ -28,6 +38,8 @@ class InterlockWatch:
         """Raises ConfigError if a source cannot be used here."""
         self._clock = clock
         self._at: dict[tuple[str, str, str], str] = {}
+        self._reported: dict[str, str] = {}
+        self._limit = EventLimit()
         self._alerts = config.interlocks.alerts
         self._accelerators = config.interlocks.accelerators
         self._alerts_probe: AlertsProbe | None = None
@@ -73,9 +85,9 @@ class InterlockWatch:
         """Whether each configured source says enough for a verdict, as of the last beat."""
         found = {}
         if self._alerts_probe is not None:
-            found["alerts"] = self._alerts_lock.known
+            found["alerts"] = not self._alerts_lock.unknown
         if self._accelerators_probe is not None:
-            found["accelerators"] = all(lock.known for lock, _ in self._locks.values())
+            found["accelerators"] = not any(lock.unknown for lock, _ in self._locks.values())
         return found
 
     def stops(self, evicted: dict[str, int], *, now: float) -> tuple[Stop, ...]:
@@ -99,12 +111,24 @@ class InterlockWatch:
                 self._alerts_verdict = judge_alerts(alerts, matchers, watchdog=watchdog)
             verdict = self._alerts_verdict
             found.append(self._alerts_lock.observe(verdict, taken_at_s=alerts.taken_at_s, now=now))
+            self._report("alerts", {self._alerts_lock.unknown}, now=now)
         if self._accelerators_probe is not None:
             reading, limits = self._accelerators_probe.reading, self._accelerators.limits
             for lock, uuids in self._locks.values():
                 verdict = judge_accelerators(reading, limits, uuids=uuids)
                 found.append(lock.observe(verdict, taken_at_s=reading.taken_at_s, now=now))
+            faults = {lock.unknown for lock, _ in self._locks.values()}
+            self._report("accelerators", faults, now=now)
         return self._timed([stop for stop in found if stop is not None])
+
+    def _report(self, source: str, faults: set[str], *, now: float) -> None:
+        """Log each new fault of a source, and its end; before the first reading there is none."""
+        text = "; ".join(sorted(faults - {""}))
+        if text in (NOT_ASKED_YET, self._reported.get(source, "")):
+            return
+        if self._limit.admits(now=now):
+            self._reported[source] = text
+            _log.warning("interlock: %s: %s", source, text or "is answered")
 
     def _timed(self, stops: list[Stop]) -> tuple[Stop, ...]:
         """With the wall time at which each began, for people."""

@@ -131,13 +131,13 @@ class Interlock:
         self._slot = slot
         self._fired = ""
         self._fired_at_s = -math.inf
-        self.known = False
-        """Whether the last verdict rested on a whole reading."""
+        self.unknown = "not judged yet"
+        """Why the last verdict did not rest on a whole reading; "" if it did."""
 
     def observe(self, verdict: Verdict, *, taken_at_s: float, now: float) -> Stop | None:
-        if now - taken_at_s > self._stale_s and not verdict.unknown:
+        if now - taken_at_s > self._stale_s:
             verdict = Verdict(unknown="no reading in time")
-        self.known = not verdict.unknown
+        self.unknown = verdict.unknown
         if verdict.fires:
             # The first finding stays while it goes on: one stop, and one line in the log.
             self._fired = self._fired or verdict.fires

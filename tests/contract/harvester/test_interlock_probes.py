@@ -26,6 +26,7 @@ from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
 from harvester.platform.tls import NO_CREDENTIALS
+from harvester.policy.interlocks import AlertsReading
 from tests.virtual_clock import VirtualClock
 
 TIMEOUT_S = 0.3
@@ -383,6 +384,49 @@ async def test_no_lease_while_a_chosen_alert_fires_or_the_server_is_away(tmp_pat
     finally:
         node.close()
         await runner.cleanup()
+
+
+def test_each_fault_of_a_source_is_logged_once_and_its_end_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = "http://127.0.0.1:1"
+    node, _ = node_with(tmp_path, {"alerts": {"url": url, "alerts": ["Slow"]}})
+    probe = node.interlocks._alerts_probe
+    assert probe is not None
+
+    def logged(**reading: Any) -> list[str]:
+        """Lines of three beats with this reading, or with the last one."""
+        caplog.clear()
+        if reading:
+            probe.reading = AlertsReading(**reading, taken_at_s=node.clock.now())
+        beats(node, 0.3)
+        return [line for line in caplog.messages if line.startswith("interlock:")]
+
+    try:
+        assert logged() == [], "it is not asked yet"
+        assert logged(fault=f"{url}: HTTP 500") == [f"interlock: alerts: {url}: HTTP 500"]
+        assert logged(fault=f"{url}: HTTP 500") == []
+        (lacks,) = logged(rules=frozenset())
+        assert "alert Slow has no rule that is evaluated" in lacks
+        assert logged(rules=frozenset({"Slow"})) == ["interlock: alerts: is answered"]
+        beats(node, 21.0)
+        assert caplog.messages.count("interlock: alerts: no reading in time") == 1
+        flapping = [line for code in range(200) for line in logged(fault=f"HTTP {code}")]
+        assert 10 < len(flapping) < 80
+    finally:
+        node.close()
+
+
+def test_a_source_that_hangs_from_the_start_on_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alerts = {"url": "http://127.0.0.1:1", "alerts": ["Slow"]}
+    node, _ = node_with(tmp_path, {"alerts": alerts})
+    try:
+        beats(node, 22.0)
+        assert caplog.messages.count("interlock: alerts: no reading in time") == 1
+    finally:
+        node.close()
 
 
 async def test_too_many_evictions_hold_the_slot_and_say_so(
