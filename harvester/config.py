@@ -30,6 +30,7 @@ from harvester.contracts.wire.stops import StopOrder
 from harvester.interlock_config import InterlocksConfig, StopWord
 from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
+from harvester.platform.nvml import Nvml
 from harvester.platform.tls import ServerTls, open_to_network
 from harvester.platform.yaml_file import (
     FrozenSettings,
@@ -392,6 +393,12 @@ class AgentConfig(FrozenSettings):
         self.interlocks.accelerators.check()
         if self.interlocks.alerts is not None:
             self.interlocks.alerts.check()
+
+    def check_devices(self) -> None:
+        """Raises ConfigError if the interlock's NVML or its driver is not here. A sick driver may
+        block: not for an agent that is beating."""
+        if self.interlocks.accelerators.source == "nvml":
+            Nvml()
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))

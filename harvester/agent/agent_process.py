@@ -54,7 +54,6 @@ class AgentProcess:
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
         _log_notes(self._loaded)
-        path = self._config.http.token_file
         path, operators = self._config.http.token_file, self._config.http.operator_token_file
         tokens = None if path is None else TokenFile(path)
         if tokens is None:

@@ -36,6 +36,7 @@ def agent(
     checked = loaded.config
     if check_config:
         checked.check_here()
+        checked.check_devices()
         for note in loaded.notes:
             typer.echo(f"note: {note}")
         names = ", ".join(slot.name for slot in checked.slots)

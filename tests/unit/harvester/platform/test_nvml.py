@@ -1,12 +1,15 @@
 """GPU readings through a stand-in of NVIDIA's bindings."""
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harvester.agent.node import NodeAgent
+from harvester.cli import main
+from harvester.cli.root import EXIT_SETTINGS
 from harvester.config import AgentConfig
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
@@ -99,6 +102,34 @@ def test_a_gpu_that_is_lost_later_is_no_reading(nvml: FakeNvml) -> None:
     nvml.lost = {1}
     with pytest.raises(Exhausted, match="GPU-1"):
         reader.read()
+
+
+@pytest.mark.parametrize(
+    ("module", "unfit", "says"),
+    [(False, "", "install nvidia-ml-py"), (True, "nvmlInit", "no driver"), (True, "", "good")],
+)
+def test_a_check_of_the_configuration_opens_the_source(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    nvml: FakeNvml,
+    tmp_path: Path,
+    module: bool,
+    unfit: str,
+    says: str,
+) -> None:
+    nvml.unfit = {unfit}
+    if not module:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    file = tmp_path / "agent.yaml"
+    file.write_text("slots: [{name: slot0}]\ninterlocks: {accelerators: {source: nvml}}\n")
+    status: object = 0
+    try:
+        main(["agent", "--config", str(file), "--check-config"])
+    except SystemExit as ended:
+        status = ended.code
+    said = capsys.readouterr()
+    assert says in said.out + said.err
+    assert status == (0 if says == "good" else EXIT_SETTINGS)
 
 
 def test_without_the_library_or_a_driver_the_agent_does_not_start(
