@@ -156,7 +156,8 @@ OWN_FLAGS = {
 
 
 class GuestConfig(FrozenSettings):
-    """The guest engine that `rosemux guest` starts on the slot. The agent reads none of it."""
+    """The guest engine that `rosemux guest` starts on the slot. The agent reads `gpus` alone, at
+    its start, for an interlock on accelerators."""
 
     model: Path
     """Directory of the model's configuration and tokenizer; weights come from the store."""

@@ -33,10 +33,12 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     """Merge the fields that may change into `old`, the configuration in force; `new` is the file's.
     Slots are matched by name."""
     named = {slot.name: slot for slot in new.slots}
-    slots = tuple(_taken_over(slot, named.get(slot.name, slot)) for slot in old.slots)
+    judged = old.interlocks.accelerators.source != "none"
+    slots = tuple(_taken_over(slot, named.get(slot.name, slot), judged) for slot in old.slots)
     taken = {name: getattr(new, name) for name in NODE_FIELDS}
     config = old.model_copy(update={**taken, "slots": slots})
-    changed, waiting = _differences(old, config), _differences(config, new)
+    waiting = _differences(config, new)
+    changed = [name for name in _differences(old, config) if name not in waiting]
     before, after = dict(_values(old)), dict(_values(new))
     return Reload(
         config=config,
@@ -51,9 +53,13 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     )
 
 
-def _taken_over(old: SlotConfig, new: SlotConfig) -> SlotConfig:
-    names = (*SLOT_FIELDS, GUEST_FIELD)
-    return old.model_copy(update={name: getattr(new, name) for name in names})
+def _taken_over(old: SlotConfig, new: SlotConfig, judged: bool) -> SlotConfig:
+    """`judged`: an interlock looks at the GPUs that the slot had at the agent's start."""
+    taken = {name: getattr(new, name) for name in (*SLOT_FIELDS, GUEST_FIELD)}
+    gpus = old.guest.gpus if old.guest else ()
+    if judged and gpus != (new.guest.gpus if new.guest else ()):
+        taken[GUEST_FIELD] = new.guest.model_copy(update={"gpus": gpus}) if new.guest else old.guest
+    return old.model_copy(update=taken)
 
 
 def _shown(values: dict[str, Any], name: str) -> str:

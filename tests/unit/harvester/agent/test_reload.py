@@ -182,6 +182,39 @@ def test_a_pending_restart_is_reported_until_the_file_has_the_old_value_again() 
     assert (back.in_force, back.restart_needed) == (("slots.slot0.model",), ())
 
 
+@pytest.mark.parametrize(
+    ("source", "old_gpus", "new_gpus", "needs"),
+    [
+        ("nvml", ("GPU-a",), ("GPU-b",), "restart"),
+        ("nvml", (), ("GPU-b",), "restart"),
+        ("nvml", ("GPU-a",), None, "restart"),
+        ("nvml", None, ("GPU-b",), "restart"),
+        ("none", ("GPU-a",), ("GPU-b",), "start"),
+        ("nvml", ("GPU-a",), ("GPU-a",), ""),
+    ],
+)
+def test_gpus_that_an_interlock_judges_are_those_of_the_agent_s_start(
+    source: str,
+    old_gpus: tuple[str, ...] | None,
+    new_gpus: tuple[str, ...] | None,
+    needs: str,
+) -> None:
+    def config(gpus: tuple[str, ...] | None) -> AgentConfig:
+        guest = {"model": "/m", "weights": "/w", "context_tokens": 1, "kv_cache_bytes": 1}
+        slot = {"name": "slot0", "guest": None if gpus is None else {**guest, "gpus": gpus}}
+        return AgentConfig.model_validate(
+            {"slots": [slot], "interlocks": {"accelerators": {"source": source}}}
+        )
+
+    done = reload(config(old_gpus), config(new_gpus))
+    name = "slots.slot0.guest.gpus"
+    assert (name in done.restart_needed) == (needs == "restart")
+    assert (name in done.guest_start_needed) == (needs == "start")
+    assert done.in_force == ()
+    again = reload(done.config, config(old_gpus))
+    assert again.restart_needed == ()
+
+
 @pytest.mark.parametrize("names", [["slot0"], ["slot0", "slot1", "slot2"], ["slot1", "slot0"]])
 def test_slots_are_known_by_their_names(names: list[str]) -> None:
     old = AgentConfig(slots=(SlotConfig(name="slot0"), SlotConfig(name="slot1")))
