@@ -114,7 +114,7 @@ def test_phases_that_leave_nothing_loaded_do_not_keep_the_states_of_a_dead_proce
     assert isinstance(_enter(service, "b", TRAINING), Granted)
 
 
-def test_a_process_that_counts_as_gone_is_told_so_once_it_calls_again() -> None:
+def test_a_process_that_counts_as_gone_hears_so_once_it_calls_again() -> None:
     clock = VirtualClock()
     service = _service(clock)
     _leave_loaded(service)
@@ -128,7 +128,7 @@ def test_a_process_that_counts_as_gone_is_told_so_once_it_calls_again() -> None:
     assert isinstance(_enter(service, "c", TRAINING), Granted)
 
 
-def test_a_process_that_another_of_its_job_has_followed_is_told_to_unload() -> None:
+def test_a_process_that_another_of_its_job_has_followed_has_to_unload() -> None:
     service = _service(VirtualClock())
     service.register(Register(terms=terms("a")))
     for epoch, process in enumerate(("a.1", "a.2"), 1):
