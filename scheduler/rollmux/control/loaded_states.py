@@ -3,8 +3,8 @@
 Leaving a phase keeps its state loaded, so that the next phase of the kind starts at once where no
 other job was there meanwhile. A thread asks the control whether another is to start there, for as
 long as anything is loaded: then the state is released, and the control hears so before that job
-starts. A process that cannot hear the control releases everything one margin before its lease ends:
-by then the control takes it for gone.
+starts. A process that cannot hear the control, or stood still, releases everything one margin
+before its lease ends: by then the control takes it for gone.
 """
 
 import logging
@@ -57,8 +57,9 @@ class LoadedStates:
     ) -> None:
         """The phase has ended, and its state is still on these nodes."""
         with self._lock:
-            self._states[kind] = _Loaded(frozenset(nodes), release)
-            self._lease_s, self._answered_s = lease_s, self._clock.now()
+            if not self._states:
+                self._answered_s = self._clock.now()
+            self._states[kind], self._lease_s = _Loaded(frozenset(nodes), release), lease_s
             if self._asking is None:
                 self._asking = threading.Thread(
                     target=self._asks, name=f"loaded-{self._job}", daemon=True
@@ -109,28 +110,33 @@ class LoadedStates:
                 if not self._states:
                     self._asking = None
                     return
+            self._release_silent(self._clock.now())
             asked_s = self._clock.now()
             reply = self._say(())
-            # The next call may take as long as this one before it fails.
-            fails_s = 2 * self._clock.now() - asked_s
             if isinstance(reply, Accepted) and reply.unload:
                 self.release(reply.unload)
             elif isinstance(reply, Ended):
                 self.release()
-            elif fails_s - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
-                _log.warning("job %s: the control is silent; its states are released", self._job)
-                self.release()
+            else:
+                # The next call may take as long as this one before it fails.
+                self._release_silent(2 * self._clock.now() - asked_s)
+
+    def _release_silent(self, until_s: float) -> None:
+        if until_s - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
+            _log.warning("job %s: no answer for a lease; its states are released", self._job)
+            self.release()
 
     def _say(self, nodes: Iterable[NodeId]) -> object:
         """The reply; None without one. An absent control cannot start another job either."""
         asked_s = self._clock.now()
         said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:
-            reply = self._transport.call(said)
+            reply: object = self._transport.call(said)
         except Absent:
-            self._answered_s = asked_s
-            return None
+            reply = None
         except (Exhausted, PeerProtocolError):
             return None
-        self._answered_s = asked_s
+        if not said.nodes:
+            # A report by another thread must not hide that the process stood still.
+            self._answered_s = asked_s
         return reply

@@ -186,21 +186,22 @@ class PhaseService:
         if permit is None:
             return Ended(reason=f"job {report.job} is not placed")
         if permit.loaded_by != report.holder:
-            return Accepted()
+            holds = permit.holding and permit.holder == report.holder
+            return Accepted() if holds else Ended(reason="its process counts as gone")
         self._loaded_seen_s[report.job] = self._clock.now()
         if report.nodes:
             self._observe(report)
         return Accepted(unload=permit.unload)
 
     def _unload_silent(self, now: float) -> None:
-        """Counts a process that has to unload as gone, and its state with it, after one lease
+        """Counts a process that has to unload as gone, and all of its states, after one lease
         without a call."""
         for job in self._policy.jobs:
             permit = self._policy.permit(job)
             if permit is None or not permit.unload:
                 continue
             if now - self._loaded_seen_s.setdefault(job, now) > self.config.lease_s:
-                self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.unload))
+                self._observe(Unloaded(job=job, holder=permit.loaded_by, nodes=permit.loaded))
 
     def tick(self) -> None:
         """Call every `TICK_S`; after a gap, silence of holders during it is forgiven."""

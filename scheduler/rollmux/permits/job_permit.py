@@ -92,7 +92,7 @@ class JobPermit(msgspec.Struct, kw_only=True):
     loaded: tuple[NodeId, ...] = ()
     """Nodes on whose accelerators its state was left without a permit."""
     loaded_by: str = ""
-    """Process of the job that left it there."""
+    """Process of the job that left it there; empty once all has been unloaded."""
     unload: tuple[NodeId, ...] = ()
     """Nodes that it was asked to take its state off, for another job to start there."""
     was_away: bool = False

@@ -92,6 +92,8 @@ class PermitTable:
         for node in gone:
             del self._loaded[node]
         self._forget_loaded(permit, gone)
+        if not permit.loaded:
+            permit.loaded_by = ""
         self.touch(gone)
 
     def _forget_loaded(self, permit: JobPermit, nodes: tuple[NodeId, ...]) -> None:

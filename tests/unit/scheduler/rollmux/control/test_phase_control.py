@@ -31,6 +31,7 @@ from scheduler.rollmux.permits.events import (
     Enter,
     Leave,
     Register,
+    Unloaded,
 )
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
@@ -445,6 +446,38 @@ def test_a_loaded_state_is_gone_before_its_lease_ends_although_calls_take_long_t
     states.leave(ROLLOUT, nodes("r0"), release, lease_s=QUICK.lease_s)
     assert gone.wait(LONG_S)
     assert gone_s[0] <= 0.9 * QUICK.lease_s
+
+
+class Answering(Transport):
+    """A control that asks for nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def call(self, message: Call) -> Reply:
+        self.calls.append(message)
+        return Accepted()
+
+
+def test_a_process_that_stood_still_releases_its_states_before_it_asks() -> None:
+    clock, transport, gone = VirtualClock(), Answering(), threading.Event()
+    states = LoadedStates(transport, clock, JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("r0"), gone.set, lease_s=LONG_S)
+    clock.now_s = 0.95 * LONG_S
+    assert gone.wait(LONG_S)
+    while not transport.calls:
+        time.sleep(0.01)
+    assert transport.calls[0] == Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0"))
+
+
+def test_no_other_call_hides_that_the_process_stood_still() -> None:
+    clock, gone = VirtualClock(), threading.Event()
+    states = LoadedStates(Answering(), clock, JobId("a"), "a.1")
+    states.leave(TRAINING, nodes("t0"), gone.set, lease_s=LONG_S)
+    clock.now_s = 0.95 * LONG_S
+    states.leave(ROLLOUT, nodes("r0"), lambda: None, lease_s=LONG_S)
+    states.release(nodes("r0"))
+    assert gone.wait(LONG_S)
 
 
 class Fencing(Scripted):

@@ -97,6 +97,38 @@ def test_the_loaded_state_of_a_silent_process_keeps_no_node() -> None:
     assert isinstance(_enter(service, "b"), Granted)
 
 
+def test_a_process_that_counts_as_gone_hears_so_once_it_calls_again() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    _leave_loaded(service)
+    assert isinstance(_enter(service, "a", TRAINING), Granted)
+    service.leave(Leave(job=JobId("a"), epoch=Epoch(2), stays_loaded=True))
+    for _ in range(4):
+        _pass_time(service, clock, 3.0)
+        _enter(service, "b")
+    assert isinstance(service.call(Unloaded(job=JobId("a"), holder="a.1")), Ended)
+    service.register(Register(terms=terms("c", rollout="r1")))
+    assert isinstance(_enter(service, "c", TRAINING), Granted)
+
+
+def test_a_process_that_another_of_its_job_has_followed_has_to_unload() -> None:
+    service = _service(VirtualClock())
+    service.register(Register(terms=terms("a")))
+    for epoch, process in enumerate(("a.1", "a.2"), 1):
+        kind = ROLLOUT if epoch == 1 else TRAINING
+        service.enter(Enter(job=JobId("a"), kind=kind, holder=process))
+        service.leave(Leave(job=JobId("a"), epoch=Epoch(epoch), stays_loaded=True))
+    assert isinstance(service.call(Unloaded(job=JobId("a"), holder="a.1")), Ended)
+    assert service.call(Unloaded(job=JobId("a"), holder="a.2")) == Accepted()
+
+
+def test_a_process_that_holds_a_permit_does_not_count_as_gone() -> None:
+    service = _service(VirtualClock())
+    service.register(Register(terms=terms("a")))
+    _enter(service, "a")
+    assert service.call(Unloaded(job=JobId("a"), holder="a.1")) == Accepted()
+
+
 def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -> None:
     clock = VirtualClock()
     service = _service(clock, tmp_path / "state.sqlite")
