@@ -67,24 +67,27 @@ class LoadedStates:
                 self._asking.start()
 
     def take(self, kind: PhaseKind, nodes: Iterable[NodeId]) -> bool:
-        """Whether the state is loaded on all of these nodes; releases other kinds' states there.
+        """Whether the state is loaded on all of these nodes; releases others there, and reports it.
 
         Raises the error of a failed release.
         """
         wanted = frozenset(nodes)
+        gone: set[NodeId] = set()
         with self._lock:
+            for other, state in list(self._states.items()):
+                fits = state.nodes >= wanted if other == kind else not state.nodes & wanted
+                if not fits:
+                    state.release()
+                    gone |= self._states.pop(other).nodes
             found = self._states.pop(kind, None)
-            for other in [each for each in self._states if self._states[each].nodes & wanted]:
-                self._states.pop(other).release()
-            if found is not None and not found.nodes >= wanted:
-                found.release()
-                return False
-            return found is not None
+        if gone - wanted:
+            self._say(gone - wanted)
+        return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """Releases states on these nodes, or on all, and reports it; one that fails stays."""
+        """Releases states on these nodes, or all, and reports clear nodes; one that fails stays."""
         asked = None if nodes is None else frozenset(nodes)
-        gone: set[NodeId] = set()
+        gone = set(asked or ())
         with self._lock:
             for kind in list(self._states):
                 state = self._states[kind]
@@ -100,6 +103,7 @@ class LoadedStates:
                 self._stuck.discard(kind)
                 gone |= state.nodes
                 del self._states[kind]
+            gone = gone.difference(*(state.nodes for state in self._states.values()))
         if gone:
             self._say(gone)
 

@@ -172,7 +172,9 @@ class PhaseService:
         return self._orders(permit)
 
     def leave(self, leave: Leave) -> Accepted | Ended:
-        self._loaded_seen_s[leave.job] = self._clock.now()
+        known = self._policy.permit(leave.job)
+        if known is not None and (leave.stays_loaded or known.loaded_by == known.holder):
+            self._loaded_seen_s[leave.job] = self._clock.now()
         refusal = _refusal(self._observe(leave))
         permit = self._policy.permit(leave.job)
         ended = None if permit is None or permit.epoch != leave.epoch else permit.ended

@@ -38,6 +38,7 @@ from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
 
 QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
+PATIENT = PermitsConfig(lease_s=600.0)
 LONG_S = 20.0
 
 
@@ -208,6 +209,44 @@ def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
             pass
     on, off = "rollout on", "rollout off"
     assert said == [on, off, "training on", "training off", on]
+
+
+def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes() -> None:
+    with EmbeddedControl(PATIENT) as embedded:
+        phases = PhaseControl(embedded, terms("a", rollout="n0 n1", training="n0"))
+        other = PhaseControl(embedded, terms("b", rollout="n1"), timeout_s=LONG_S)
+        for kind in (ROLLOUT, TRAINING):
+            phases.resident(kind)
+        with phases.phase(ROLLOUT):
+            pass
+        with phases.phase(TRAINING), other.phase(ROLLOUT) as permit:
+            assert permit.nodes == nodes("n1")
+
+
+def test_a_job_reports_nodes_where_its_process_before_has_left_a_state() -> None:
+    with EmbeddedControl(PATIENT) as embedded, ThreadPoolExecutor(1) as pool:
+        phases = PhaseControl(embedded, terms("a"))
+        dead = Enter(job=JobId("a"), kind=TRAINING, holder="dead")
+        assert isinstance(embedded.call(dead), Granted)
+        embedded.call(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
+        other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+        phases.resident(ROLLOUT)
+        with phases.phase(ROLLOUT):
+            waiting = pool.submit(other.begin, TRAINING)
+            while not embedded.jobs()[0].unload:
+                time.sleep(0.01)
+        other.end(waiting.result())
+
+
+def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None:
+    transport = Answering()
+    states = LoadedStates(transport, VirtualClock(), JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("n0 n1"), _breaks, lease_s=LONG_S)
+    with pytest.raises(OSError, match="host memory"):
+        states.take(TRAINING, nodes("n0"))
+    states.release(nodes("n1 n2"))
+    reports = [call for call in transport.calls if isinstance(call, Unloaded) and call.nodes]
+    assert [report.nodes for report in reports] == [nodes("n2")]
 
 
 @pytest.mark.parametrize("hook", ["on_resume", "on_release"])

@@ -97,6 +97,23 @@ def test_the_loaded_state_of_a_silent_process_keeps_no_node() -> None:
     assert isinstance(_enter(service, "b"), Granted)
 
 
+def test_phases_that_leave_nothing_loaded_do_not_keep_the_states_of_a_dead_process() -> None:
+    clock = VirtualClock()
+    service = _service(clock)
+    service.register(Register(terms=terms("a")))
+    service.register(Register(terms=terms("b", rollout="r1")))
+    _enter(service, "a", TRAINING)
+    service.leave(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
+    for _ in range(4):
+        granted = service.enter(Enter(job=JobId("a"), kind=ROLLOUT, holder="a.2"))
+        assert isinstance(granted, Granted)
+        assert isinstance(_enter(service, "b", TRAINING), Waiting)
+        _pass_time(service, clock, 3.0)
+        service.leave(Leave(job=JobId("a"), epoch=granted.epoch))
+    _pass_time(service, clock, 1.0)
+    assert isinstance(_enter(service, "b", TRAINING), Granted)
+
+
 def test_a_process_that_counts_as_gone_hears_so_once_it_calls_again() -> None:
     clock = VirtualClock()
     service = _service(clock)
