@@ -148,7 +148,7 @@ class PhaseService:
 
     def look(self, entry: Enter) -> EnterReply:
         """The reply to an entry; changes nothing. Raises Exhausted as `call` does."""
-        if self._unsaved:
+        if entry.job in self._unsaved:
             raise Exhausted("a decision is not on disk yet")
         permit = self._policy.permit(entry.job)
         if permit is None:
@@ -258,16 +258,23 @@ class PhaseService:
         )
 
     def _observe(self, event: RuntimeEvent) -> tuple[RuntimeEffect, ...]:
-        """Decided, journalled and kept, before anything is answered."""
+        """Decided, journalled and kept, before anything that depends on it is answered."""
         now = self._clock.now()
         effects = self._policy.observe(event, now=now)
         self._metrics.decided(effects, self._policy, now=now)
-        self._unsaved |= {each.job for each in effects if not isinstance(each, Refuse)}
+        changed = {each.job for each in effects if not isinstance(each, Refuse)}
+        self._unsaved |= changed
         # A full disk costs the journal decisions, never a job its answer.
         snapshot = self._log.decided(now=now, sample=event, effects=effects)
         if snapshot is not None:
             self._begin_anew(snapshot)
-        self._keep()
+        try:
+            self._keep()
+        except Exhausted:
+            # A holder whose own decisions are all kept goes on while another's cannot be.
+            holds = isinstance(event, Beat | Unloaded) and event.job not in self._unsaved
+            if changed or not holds:
+                raise
         return effects
 
     def _begin_anew(self, snapshot: dict[str, Any]) -> None:
@@ -278,7 +285,7 @@ class PhaseService:
         self._log.policy = self._policy
 
     def _keep(self) -> None:
-        """Raises Exhausted: nothing that was decided may be answered then."""
+        """Raises Exhausted: nothing that was decided for these jobs may be answered then."""
         plan = self._plan_records()
         if self._unsaved or plan:
             job_permits = {job: self._policy.permit(job) for job in sorted(self._unsaved)}

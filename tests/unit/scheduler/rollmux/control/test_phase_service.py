@@ -269,6 +269,44 @@ def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
     assert isinstance(_service(clock, path).beat(Beat(job=JobId("a"), epoch=Epoch(1))), Orders)
 
 
+def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock = VirtualClock()
+    service = _service(clock, tmp_path / "state.sqlite")
+    service.register(Register(terms=terms("a", rollout="r0 r1", tail_ratio=0.5)))
+    service.register(Register(terms=terms("b", rollout="r1")))
+    service.register(Register(terms=terms("c", rollout="r2")))
+    a, c = JobId("a"), JobId("c")
+    _enter(service, "c", TRAINING)
+    service.leave(Leave(job=c, epoch=Epoch(1), stays_loaded=True))
+    granted = _enter(service, "a")
+    keep, full = PermitState.keep, Exhausted("disk full")
+
+    def refuse(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr(PermitState, "keep", refuse)
+    for _ in range(4):
+        with pytest.raises(Exhausted):
+            _enter(service, "b")
+        with pytest.raises(Exhausted):
+            service.look(Enter(job=JobId("b"), kind=ROLLOUT, holder="b.1"))
+        _pass_time(service, clock, 5.0)
+        assert isinstance(service.beat(Beat(job=a, epoch=Epoch(2))), Orders)
+        assert service.look(Enter(job=a, kind=ROLLOUT, holder="a.1")) == granted
+    assert isinstance(service.beat(Beat(job=a, epoch=Epoch(1))), Ended)
+    assert service.unloaded(Unloaded(job=c, holder="c.1", nodes=nodes("t9"))) == Accepted()
+    for _ in range(2):
+        with pytest.raises(Exhausted):
+            service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
+    monkeypatch.setattr(PermitState, "keep", keep)
+    service.tick()
+    asked = service.beat(Beat(job=a, epoch=Epoch(2), complete_ratio=0.6))
+    assert isinstance(asked, Orders)
+    assert asked.stage is PermitStage.NARROWING
+
+
 def test_there_is_a_most_of_jobs(monkeypatch) -> None:
     monkeypatch.setattr(service_module, "JOBS_MAX", 1)
     service = _service(VirtualClock())
