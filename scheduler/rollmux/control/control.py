@@ -270,6 +270,8 @@ class PhaseControl:
                 pauses.pause(error)
                 continue
             match reply:
+                case Granted() if cancelled.is_set():
+                    break
                 case Granted() if self._clock.now() - asked_s > _OLD_RATIO * reply.lease_s:
                     wait_s = 0.0
                     pauses.check("the control answers too slowly")

@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ContextDecorator, suppress
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from harvester.contracts.errors import Exhausted
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.permit import Permit
+
+T = TypeVar("T")
 
 
 class Begins(Protocol):
@@ -56,8 +58,8 @@ class Phase(ContextDecorator):
             cancelled.set()
             with suppress(Exhausted):
                 # A permit that came all the same is given back.
-                permit = await beginning
-                await asyncio.to_thread(self._control().end, permit, failed="cancelled")
+                permit = await _outlasted(beginning)
+                await _outlasted(asyncio.to_thread(self._control().end, permit, failed="cancelled"))
             raise
         return self._permit
 
@@ -72,5 +74,14 @@ class Phase(ContextDecorator):
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            await ending
+            await _outlasted(ending)
             raise
+
+
+async def _outlasted(work: Awaitable[T]) -> T:
+    """The outcome of the work, however often the task is cancelled meanwhile."""
+    future = asyncio.ensure_future(work)
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(future)
+    return future.result()

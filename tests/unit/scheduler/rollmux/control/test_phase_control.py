@@ -1,5 +1,6 @@
 """The embedded control as a job's code sees it: jobs are threads."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from scheduler.rollmux.permits.events import (
     Register,
     Unloaded,
 )
+from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
 from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
 from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
@@ -544,6 +546,99 @@ def test_a_job_whose_permit_was_lost_unseen_leaves_no_state_loaded(failed: str) 
     with nullcontext() if failed else pytest.raises(Stale):
         phases.end(permit, failed=failed)
     assert sorted(released) == ["rollout", "training"]
+
+
+class Held(Transport):
+    """A control whose answers to entries come when they are let through."""
+
+    def __init__(self, control: Transport) -> None:
+        self.control = control
+        self.taken, self.answers = threading.Event(), threading.Event()
+
+    def call(self, message: Call) -> Reply:
+        reply = self.control.call(message)
+        if isinstance(message, Enter):
+            self.taken.set()
+            self.answers.wait(LONG_S)
+        return reply
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_task_cancelled_while_it_enters_gives_its_permit_back_before_it_ends(
+    embedded: EmbeddedControl, times: int
+) -> None:
+    transport = Held(embedded)
+    phases = PhaseControl(transport, terms("a"))
+
+    async def roll_out() -> None:
+        async with phases.phase(ROLLOUT):
+            raise AssertionError("it was cancelled before")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(roll_out())
+        await asyncio.to_thread(transport.taken.wait, LONG_S)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        transport.answers.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert embedded.jobs()[0].stage is PermitStage.APART
+
+    asyncio.run(cancelled())
+    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        pass
+    with phases.phase(ROLLOUT):
+        pass
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_task_cancelled_while_it_loads_or_leaves_gives_its_permit_back_before_it_ends(
+    embedded: EmbeddedControl, times: int
+) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+    busy, goes_on = threading.Event(), threading.Event()
+
+    def work(*_: object) -> None:
+        busy.set()
+        goes_on.wait(LONG_S)
+
+    async def roll_out() -> None:
+        async with phases.phase(ROLLOUT):
+            pass
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(roll_out())
+        await asyncio.to_thread(busy.wait, LONG_S)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not embedded.jobs()[0].nodes
+
+    for hook in ("on_resume", "on_release"):
+        busy.clear()
+        goes_on.clear()
+        hooks: dict[str, Callable[..., None]] = {hook: work}
+        phases.resident(ROLLOUT, stays_loaded=False, **hooks)
+        asyncio.run(cancelled())
+
+
+def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
+    embedded: EmbeddedControl,
+) -> None:
+    transport, cancelled = Held(embedded), threading.Event()
+    phases = PhaseControl(transport, terms("a"))
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(phases.begin, ROLLOUT, cancelled=cancelled)
+        assert transport.taken.wait(LONG_S)
+        cancelled.set()
+        transport.answers.set()
+        with pytest.raises(Exhausted, match="cancelled"):
+            beginning.result()
+    assert embedded.jobs()[0].stage is PermitStage.APART
 
 
 class Gone(Scripted):
