@@ -174,13 +174,12 @@ class PhaseControl:
         )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
-        if resident is not None:
-            try:
-                if not self._loaded.take(kind, granted.nodes):
-                    resident.on_resume(cold)
-            except BaseException as error:
-                self._leave(permit, failed=f"could not be resumed: {error!r}")
-                raise
+        try:
+            if not self._loaded.take(kind, granted.nodes) and resident is not None:
+                resident.on_resume(cold)
+        except BaseException as error:
+            self._leave(permit, failed=f"could not be resumed: {error!r}")
+            raise
         self._entered.add(kind)
         if kind is PhaseKind.ROLLOUT and self._gateway is not None:
             leases = self.placement is None or self.placement.harvesting

@@ -213,6 +213,21 @@ def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
     assert said == [on, off, "training on", "training off", on]
 
 
+def test_a_phase_without_hooks_takes_the_job_s_other_states_off_its_nodes(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseControl(embedded, terms("a", rollout="n0", training="n0"))
+    phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
+    with phases.phase(ROLLOUT):
+        pass
+    with phases.phase(TRAINING):
+        said.append("trains")
+    with PhaseControl(embedded, terms("b", rollout="n0"), timeout_s=LONG_S).phase(ROLLOUT):
+        said.append("other runs")
+    assert said == ["offloaded", "trains", "other runs"]
+
+
 def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes() -> None:
     with EmbeddedControl(PATIENT) as embedded:
         phases = PhaseControl(embedded, terms("a", rollout="n0 n1", training="n0"))
