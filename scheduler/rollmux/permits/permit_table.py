@@ -52,6 +52,8 @@ class PermitTable:
             for node, kept in tails.items():
                 self._keep_tail(permit.job, node, len(kept))
             self._join(permit)
+        for permit in sorted(jobs, key=lambda each: each.epoch):
+            # A record may be of before its state was unloaded; another's there is newer.
             self._loaded |= dict.fromkeys(permit.loaded, permit.job)
 
     def next_epoch(self) -> Epoch:
@@ -90,7 +92,8 @@ class PermitTable:
         """Removes the job's left-over state from these nodes; nodes under its permit stay."""
         gone = tuple(node for node in nodes if node in permit.loaded)
         for node in gone:
-            del self._loaded[node]
+            if self._loaded.get(node) == permit.job:
+                del self._loaded[node]
         self._forget_loaded(permit, gone)
         if not permit.loaded:
             permit.loaded_by = ""

@@ -157,6 +157,27 @@ def test_a_state_left_loaded_outlives_a_restart_of_the_control(tmp_path: Path) -
     assert isinstance(_enter(service, "b"), Granted)
 
 
+def test_a_state_unloaded_before_a_restart_hides_none_that_came_after_it(tmp_path: Path) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    service = _service(clock, path)
+    for job in ("z", "b", "c"):
+        service.register(Register(terms=terms(job)))
+    _enter(service, "z")
+    service.leave(Leave(job=JobId("z"), epoch=Epoch(1), stays_loaded=True))
+    _enter(service, "b")
+    unloaded = Unloaded(job=JobId("z"), holder="z.1", nodes=nodes("r0"))
+    service.call(unloaded)
+    service.leave(Leave(job=JobId("b"), epoch=Epoch(2), stays_loaded=True))
+    service.close()
+    service = _service(clock, path)
+    service.call(unloaded)
+    assert isinstance(_enter(service, "c"), Waiting)
+    reply = service.call(Unloaded(job=JobId("b"), holder="b.1"))
+    assert reply == Accepted(unload=nodes("r0"))
+    service.call(Unloaded(job=JobId("b"), holder="b.1", nodes=nodes("r0")))
+    assert isinstance(_enter(service, "c"), Granted)
+
+
 def test_repeating_a_call_changes_nothing() -> None:
     service = _service(VirtualClock())
     service.register(Register(terms=terms("a")))
