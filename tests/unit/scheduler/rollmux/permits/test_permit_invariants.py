@@ -23,6 +23,7 @@ from scheduler.rollmux.permits.events import (
     Recall,
     Register,
     TimeElapsed,
+    Unloaded,
     WidenPermit,
     Withdraw,
 )
@@ -33,6 +34,7 @@ from tests.unit.scheduler.rollmux.permits.permit_scenario import CONFIG, ROLLOUT
 
 JOBS = tuple(JobId(name) for name in "abcd")
 POOLS = {ROLLOUT: ("r0", "r1", "r2"), TRAINING: ("t0", "t1")}
+NODES = tuple(NodeId(node) for pool in POOLS.values() for node in pool)
 Timed = tuple[float, PermitEvent]
 
 
@@ -81,7 +83,19 @@ _event: st.SearchStrategy[PermitEvent] = st.one_of(
         narrowed=st.booleans(),
         recall=st.none() | st.sampled_from(Recall),
     ),
-    st.builds(Leave, job=_job, epoch=_epoch, failed=st.sampled_from(("", "", "broke"))),
+    st.builds(
+        Leave,
+        job=_job,
+        epoch=_epoch,
+        failed=st.sampled_from(("", "", "broke")),
+        stays_loaded=st.booleans(),
+    ),
+    st.builds(
+        Unloaded,
+        job=_job,
+        holder=st.sampled_from(("first", "second")),
+        nodes=st.lists(st.sampled_from(NODES), unique=True).map(tuple),
+    ),
     st.just(TimeElapsed()),
     st.just(ControlResumed()),
 )
@@ -121,7 +135,21 @@ def _run(policy: PermitPolicy, steps: list[Timed]) -> tuple[float, list[tuple[An
     for delay_s, event in steps:
         now += delay_s
         heard.append(policy.observe(event, now=now))
+        _check_loaded(policy)
     return now, heard
+
+
+def _check_loaded(policy: PermitPolicy) -> None:
+    """A state left loaded has its node for itself, and a process that may be asked for it."""
+    found: list[NodeId] = []
+    for job in policy.jobs:
+        permit = policy.permit(job)
+        assert permit is not None
+        found += permit.loaded
+        assert permit.loaded_by or not permit.loaded
+        assert {*permit.unload} <= {*permit.loaded}
+    assert len(found) == len(set(found))
+    assert not [node for node in found if policy.on(node) is not None]
 
 
 @given(_everybody())
@@ -131,8 +159,7 @@ def test_no_permit_is_held_twice_and_no_epoch_is_given_twice(steps: list[Timed])
     for effects in _run(policy, steps)[1]:
         nodes.hear(effects)
     assert nodes.epochs == sorted(set(nodes.epochs))
-    every = [NodeId(node) for pool in POOLS.values() for node in pool]
-    assert {node: job for node in every if (job := policy.on(node))} == nodes.on
+    assert {node: job for node in NODES if (job := policy.on(node))} == nodes.on
 
 
 @given(_everybody(), st.integers(0, 60))
@@ -170,7 +197,10 @@ def test_from_any_state_every_waiting_job_is_served_when_holders_end(
             assert permit is not None
             if permit.holding:
                 served.add(job)
-                policy.observe(Leave(job=job, epoch=permit.epoch), now=now)
+                policy.observe(Leave(job=job, epoch=permit.epoch, stays_loaded=True), now=now)
+            if permit.unload:
+                report = Unloaded(job=job, holder=permit.loaded_by, nodes=permit.unload)
+                policy.observe(report, now=now)
     assert served == present
 
 
