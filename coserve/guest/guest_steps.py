@@ -140,7 +140,7 @@ class GuestSteps:
         self, *, production: ProductionMoment | None, now_ns: int, preempted: bool = False
     ) -> None:
         """Record the end of the oldest launched step. `preempted`: production interrupts steps, so
-        that one lasts as long as production is busy; its own time is told by the model."""
+        that one lasts as long as production is busy; its own time comes from the model."""
         self.rest_s = self.quiet_s = 0.0
         if not self._launched:
             return

@@ -58,6 +58,7 @@ LABEL_VALUES = {
     "bound": ("low", "mean", "high"),
     "decision": ("open", "closed"),
     "engine": ("0",),
+    "guard": ("error_budget", "proof"),
     "kind": ("dedicated", "guest"),
     "level": ("node",),
     "mode": ("off", "observe", "harvest"),

@@ -75,7 +75,9 @@ def report(scale: int = 1, **changes: Any) -> GatewayReport:
         "held_turns": 2,
         "engines": {"dedicated-0" * scale: engine, "slot0-guest": {**engine, "kind": "guest"}},
         "jobs": {job: {**named, "may_lease": True, "paused": True, "may_use_dedicated": True}},
-        "leases": [{"lease": f"{slots[0]}.7", "agent": node, "job": job, "left_s": 4.2}],
+        "leases": [
+            {"lease": f"{slots[0]}.7", "slot": slots[0], "agent": node, "job": job, "left_s": 4.2}
+        ],
         "slots": {slot: {"agent": node, "state": "leased", "idle_ratio": 0.5} for slot in slots},
         "stops": [],
         "silent_agents": {},

@@ -112,7 +112,7 @@ class Counted(StoreSource):
     """A source that counts the bytes read."""
 
     inner: StoreSource
-    read_bytes: int = 0
+    read_total: int = 0
 
     @property
     def streams(self) -> int:
@@ -135,7 +135,7 @@ class Counted(StoreSource):
         return self.inner.size_bytes(path)
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
-        self.read_bytes += len(into)
+        self.read_total += len(into)
         self.inner.read_range(path, start, into)
 
     def doubt(self, path: str) -> None:
@@ -201,12 +201,12 @@ def test_it_reads_its_share_and_little_else(published: Path, share: str) -> None
     # At each end of a run a chunk may belong mostly to other ranks; one more chunk is the header.
     most = needed_bytes(SHARES[share]) + (2 * len(held) + 2) * MIN_CHUNK_BYTES
     full = receiver.sync(None, ONE, TensorTarget(held))
-    assert needed_bytes(SHARES[share]) <= full.bytes_read <= source.read_bytes < min(most, SIZE)
-    source.read_bytes = 0
+    assert needed_bytes(SHARES[share]) <= full.bytes_read <= source.read_total < min(most, SIZE)
+    source.read_total = 0
     delta = receiver.sync(ONE, TWO, TensorTarget(held))
     size = (published / "weight_v000002" / SHARD).stat().st_size
     whole = sum(STATES[0][name].nbytes for name in held)
-    assert delta.bytes_read == source.read_bytes <= size * whole / SIZE + 6 * MIN_CHUNK_BYTES
+    assert delta.bytes_read == source.read_total <= size * whole / SIZE + 6 * MIN_CHUNK_BYTES
     assert same(held, part(STATES[1], SHARES[share]))
 
 
@@ -243,7 +243,7 @@ def test_any_source_that_gives_ranges_will_do(remote: StoreSource, share: str) -
     source, held = Counted(remote), blank(SHARES[share])
     receiver = Receiver(source, selection=SHARES[share])
     receiver.sync(None, ONE, TensorTarget(held))
-    assert source.read_bytes < 0.9 * SIZE
+    assert source.read_total < 0.9 * SIZE
     receiver.sync(ONE, THREE, TensorTarget(held))
     assert same(held, part(STATES[2], SHARES[share]))
 
@@ -263,7 +263,7 @@ def test_a_version_in_slices_is_pulled_in_slices(tmp_path: Path) -> None:
         source, held = Counted(DirectorySource(tmp_path / "job-a")), blank(share)
         receiver = Receiver(source, selection=share)
         receiver.sync(None, ONE, TensorTarget(held))
-        assert source.read_bytes < 0.75 * SIZE
+        assert source.read_total < 0.75 * SIZE
         receiver.sync(ONE, TWO, TensorTarget(held))
         assert same(held, part(STATES[1], share))
 
@@ -295,7 +295,7 @@ def test_a_store_that_vouches_for_no_parts_is_read_whole(
     receiver = Receiver(source, selection=SHARES[share])
     with caplog.at_level(logging.INFO, logger="weightsync"):
         receiver.sync(None, ONE, TensorTarget(held))
-    assert source.read_bytes >= SIZE
+    assert source.read_total >= SIZE
     assert "weight_v000001 is read whole" in caplog.text
     assert same(held, part(STATES[0], SHARES[share]))
     if age is _without_chunks:

@@ -457,7 +457,7 @@ def test_a_torn_pointer_stops_no_publisher_with_a_quota(
     assert same(_received(store, 3, states[0]), states[2])
 
 
-def test_what_cannot_be_deleted_now_stays_and_the_version_is_published(
+def test_a_version_is_published_though_old_ones_cannot_be_deleted_now(
     tmp_path: Path, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def busy(*_: object) -> None:

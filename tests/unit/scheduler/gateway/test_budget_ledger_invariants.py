@@ -6,7 +6,7 @@ that the charge is the truth.
 """
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import settings
@@ -48,7 +48,11 @@ class Node:
 
     def restart(self, now: float) -> None:
         live = self.leases.live(SLOT)
-        kept = None if live is None else replace(live, ends_s=now + 10.0, allotment=None)
+        kept = (
+            None
+            if live is None
+            else msgspec.structs.replace(live, ends_s=now + 10.0, allotment=None)
+        )
         self._serve(self.leases.view(SLOT).epoch, kept)
         state = copy.deepcopy(self.budget.state)
         state.limit = None

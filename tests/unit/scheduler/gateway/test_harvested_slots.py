@@ -2,7 +2,7 @@
 
 import asyncio
 import sqlite3
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +104,11 @@ class Agent:
         leases = LeaseTable(node=NodeId(self.name), ttl_s=10.0)
         for slot in reversed(self.slots):
             live = self.leases.live(slot)
-            kept = None if live is None else replace(live, ends_s=self.clock.at_s + 10.0)
+            kept = (
+                None
+                if live is None
+                else msgspec.structs.replace(live, ends_s=self.clock.at_s + 10.0)
+            )
             leases.add_slot(slot, epoch=self.leases.view(slot).epoch, recorded=kept)
             leases.offer(slot, SlotState.OFFERED)
         self.leases = leases
