@@ -9,6 +9,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
