@@ -85,10 +85,13 @@ def test_threads_that_end_or_begin_meanwhile_keep_no_other_one_where_it_is(
 ) -> None:
     ended = 1 << 22
     os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
-    for act, becomes in ((lambda: guest.lift(named), False), (guest.settle, True)):
+    for becomes in (False, True):
         lists = iter([[ended], [ended, child.pid]])
         monkeypatch.setattr(guest_processes, "_threads", lambda _, left=lists: next(left, [ended]))
-        act()
+        if becomes:
+            guest.settle()
+        else:
+            guest.lift(named)
         assert not fault_of(guest)
         assert idle(child) is becomes
 
