@@ -98,9 +98,10 @@ class SlotExposition:
             outcome = "failed" if done.fault else "done"
             self._count("guest_actions", 1, done.action.value, outcome)
         self._note_guest(sample.guest.record, policy)
-        for name, now, before in zip(_ACCOUNTED, policy.accounted, self._counted, strict=True):
+        # Before it is counted: what cannot be is not tried again in each beat.
+        counted, self._counted = self._counted, policy.accounted
+        for name, now, before in zip(_ACCOUNTED, self._counted, counted, strict=True):
             self._count(name, now - before)
-        self._counted = policy.accounted
         for outcome in _RECLAIM_OUTCOMES:
             count = getattr(policy.reclaim.state, outcome)
             self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)

@@ -123,11 +123,12 @@ class NodeAgent:
     def _beat_slot(
         self, slot: Slot, switch: KillSwitch, stops: tuple[Stop, ...], now: float
     ) -> None:
-        """If it raises, the slot's grant is not written and expires; other slots go on."""
+        """If it raises, the slot's grant is over at once; other slots go on."""
         try:
             slot.beat(switch, stops, now=now)
         except Exception as error:
             fault = f"agent fault: {type(error).__name__}"
+            slot.shut(fault)
             if self._faults.get(slot.name) != fault:
                 _log.exception("slot %s: no grant while this lasts", slot.name)
                 slot.audit.fail(fault, now=now)

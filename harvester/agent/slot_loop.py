@@ -81,6 +81,8 @@ class Slot:
         """Whether anything was lent, as last logged."""
         self._unfit = ""
         self._stop: Stop | None = None
+        self._failed = ""
+        """Why the last beat raised: the next one opens nothing, as it may raise again."""
         self.guest_description = GuestDescription(lambda: self.config.engine_url)
         self._leases = leases
         self.exposition = exposition
@@ -135,7 +137,7 @@ class Slot:
         effects = self.policy.observe(sample, now=now)
         self._forecaster.observe(self.policy.busy_s, now=now, wall_s=wall_seconds())
         self._report(sample.guest.record)
-        unrecorded = self._record.decided(now=now, sample=sample, effects=effects)
+        unrecorded = self._record.decided(now=now, sample=sample, effects=effects) or self._failed
         if unrecorded:
             effects = tuple(effect.without_record(unrecorded) for effect in effects)
         for effect in effects:
@@ -152,6 +154,14 @@ class Slot:
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
         self.exposition.recorded(self.fault, self._record.missing_total)
+        self._failed = ""
+
+    def shut(self, reason: str) -> None:
+        """Leave a grant page that is closed and already expired."""
+        self._failed = reason
+        epoch = self._leases.view(self.name).epoch
+        grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason=reason)
+        self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
 
     def _report(self, guest: Guest | None) -> None:
         """Log each change between lending and not lending, with the reason."""
@@ -265,9 +275,7 @@ class Slot:
         if lease is not None:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
         self.lease_file.follow(self._leases.live(self.name))
-        epoch = self._leases.view(self.name).epoch
-        grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason="agent stopped")
-        self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)
+        self.shut("agent stopped")
         self._grant_page.close()
         self._guest.close()
         if self._mps is not None:

@@ -124,7 +124,7 @@ class ProductionWatch:
             reason=reason,
             model=self._model(pulses),
             ttft=_latencies(went_on, "ttft_s_recent", "samples_total") + missed,
-            unanswered=waits.total - missed.total,
+            unanswered=max(0.0, waits.total - missed.total),
             itl=_latencies(went_on, "itl_s_recent", "itl_samples_total"),
             itl_late=self._late_tokens(went_on),
             own_models=self._own_models(pulses),

@@ -142,3 +142,13 @@ def test_counts_requests_that_ended_early_without_a_first_token(scene: Any, valu
     scene.set_pulse(unanswered_s_recent=(0.1, 0.9), unanswered_total=2)
     assert value("unanswered_requests_total") == 1, "the other one is a miss"
     assert value("requests_total") == 1
+
+
+def test_a_count_that_fell_fails_once_and_not_for_ever(
+    scene: Any, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert value("requests_total") == 0
+    monkeypatch.setattr(type(scene.policy), "accounted", (5.0, -1e-9, 0.0))
+    with pytest.raises(ValueError, match="non-negative"):
+        value("requests_total")
+    assert value("requests_total") == 5

@@ -505,7 +505,7 @@ def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
     others = PageDirectory(tmp_path / "pages" / second.name).grant_reader()
     stage.beats(2)
     assert grants.read().record is not None
-    before, other = grants.sequence(), others.read().stamp_ns
+    other = others.read().stamp_ns
 
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("a mistake of ours")
@@ -513,7 +513,7 @@ def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
     with monkeypatch.context() as patch:
         patch.setattr(first.policy, "observe", broken)
         stage.beats(3)
-        assert grants.sequence() == before, "a grant that nobody decided expires"
+        assert grants.read().fault is PageFault.EXPIRED, "nothing was decided"
         assert others.read().stamp_ns > other
         assert stage.node.silent_slots() == [(first.name, "agent fault: ZeroDivisionError")]
         assert stage.node.leases.entry(first.name)[1] == "agent fault: ZeroDivisionError"
@@ -522,8 +522,31 @@ def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
     assert len(said) == 1
     stage.beats()
     assert stage.node.silent_slots() == []
-    assert grants.sequence() != before
+    assert grants.read().record is not None
     stage.node.close()
+
+
+def test_a_beat_that_raises_behind_its_grant_leaves_none_open(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.harvest()
+    (slot,), written = stage.node.slots, []
+
+    def broken(*_: object, **__: object) -> None:
+        written.append(stage.grant().mode)
+        raise ValueError("a mistake of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slot.exposition, "observe", broken)
+        for _ in range(3):
+            stage.beats()
+            assert stage.pages.grant_reader().read().fault is PageFault.EXPIRED
+            left = stage.pages.grant_reader().read_left().record
+            assert left is not None
+            assert (left.mode, left.reason) == ("closed", "agent fault: ValueError")
+    assert written == ["open", "closed", "closed"]
+    stage.beats(2)
+    assert stage.grant().mode == "open"
 
 
 @pytest.mark.parametrize("epoch", [-1, 10**15 + 1, 2**63, 2**64 - 1])

@@ -68,3 +68,22 @@ def test_an_engine_has_learned_as_soon_as_one_of_its_processes_has() -> None:
     found = view(pulse__a__0=pulse(), pulse__a__1=pulse(model_samples=0, model=ProductionModel()))
     assert found.condition is None
     assert found.model.decode_base_s == pytest.approx(FAST.decode_base_s)
+
+
+def test_requests_without_a_first_token_are_never_fewer_than_none() -> None:
+    """58 / 35 * 35 is more than 58."""
+    watch = ProductionWatch(SlotSettings())
+    found = None
+    for one, other in ((0, 0), (55, 3)):
+        pulses = (
+            pulse(unanswered_total=one, unanswered_s_recent=(9.0,) * min(32, one)),
+            pulse(unanswered_total=other, unanswered_s_recent=(9.0,) * other),
+        )
+        readings = tuple(
+            PulseReading(name=f"pulse.a.{place}", record=record)
+            for place, record in enumerate(pulses)
+        )
+        found = watch.observe(readings, now=100.0 + one)
+    assert found is not None
+    assert found.unanswered == 0.0
+    assert found.ttft.total == pytest.approx(58)
