@@ -229,10 +229,8 @@ class SlotPolicy:
         self._memory.condition, self._memory.reason = condition, reason
         self._prove(production, now)
         ending = self._end_lease(sample, now)
-        grant = self._grant(sample, production, now)
-        write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
-        budget = grant.kv_budget_tokens or None if self.settings.mode is Mode.HARVEST else None
+        budget = self._kv_budget_tokens() or None if self.settings.mode is Mode.HARVEST else None
         due = self.reclaim.observe(
             sample.guest,
             budget_tokens=budget,
@@ -240,6 +238,11 @@ class SlotPolicy:
             shared=sample.guest_kv,
             outcomes=sample.outcomes,
         )
+        grant = self._grant(sample, production, now)
+        if grant.mode.admits and (due or self.reclaim.state.since_s is not None):
+            # Lifted, it has no isolation; what gives memory back needs no grant.
+            grant = msgspec.structs.replace(grant, mode=GrantMode.CLOSED, reason="memory is due")
+        write = WriteGrant(grant=grant, ttl_s=self.settings.grant_ttl_s, reason=grant.reason)
         return (write, *ending, *due, *self._quarantine_unreached(sample.guest, now))
 
     def _release(self) -> None:

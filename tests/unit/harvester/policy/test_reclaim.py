@@ -48,6 +48,26 @@ def test_a_full_control_group_halves_the_budget_and_lifts_the_guest_in_the_same_
     assert [effect.processes for effect in of(LiftGuest, effects)] == [PROCESSES]
 
 
+def test_a_lifted_guest_has_no_grant_and_keeps_its_lease(
+    scene: Any, grant_in: Any, ended_in: Any
+) -> None:
+    """Outside its isolation its steps would run beside production's as equals."""
+    assert grant_in(scene.beat()).mode == "open"
+    scene.set_pulse(kv_usage_ratio=0.95)
+    lifting = scene.beat()
+    assert of(LiftGuest, lifting)
+    scene.set_pulse(kv_usage_ratio=0.1)
+    for effects in (lifting, *(scene.beat() for _ in range(10))):
+        assert (grant_in(effects).mode, grant_in(effects).reason) == ("closed", "memory is due")
+        assert ended_in(effects) == []
+        assert scene.policy.slot_state() is SlotState.OFFERED
+    withhold(scene, KV_TOKENS // 2)
+    effects = scene.beat()
+    assert of(SettleGuest, effects)
+    assert grant_in(effects).mode == "closed"
+    assert grant_in(scene.beat()).mode == "open"
+
+
 def test_memory_that_cannot_be_read_is_full(scene: Any, grant_in: Any) -> None:
     scene.memory = MemoryReading()
     assert grant_in(scene.beat()).kv_budget_tokens == KV_TOKENS // 2
