@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from harvester.agent import exposition
@@ -152,3 +153,12 @@ def test_a_count_that_fell_fails_once_and_not_for_ever(
     with pytest.raises(ValueError, match="non-negative"):
         value("requests_total")
     assert value("requests_total") == 5
+
+
+def test_a_guest_s_page_with_a_thousand_counts_costs_no_more_than_one_with_five(
+    scene: Any, value: Any
+) -> None:
+    scene.guest = msgspec.structs.replace(GUEST, steps_met=(0,) * 1000)
+    value("requests_total")
+    scene.guest = msgspec.structs.replace(GUEST, steps_met=(1,) * 1000)
+    assert value("guest_steps_met_count") == 5
