@@ -352,7 +352,7 @@ class SlotPolicy:
         if sample.stop is not None and sample.stop.order is StopOrder.DRAIN:
             # Also where the kill file's weaker word keeps the lease.
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
-        if self._held_and_empty(sample, now):
+        if self.settings.mode is not Mode.HARVEST or self._held_and_empty(sample, now):
             return (EndLease(lease=lease, reason=EndReason.DRAIN),)
         fate = _LEASE_FATE.get(memory.condition)
         if fate is None or memory.since_s is None:

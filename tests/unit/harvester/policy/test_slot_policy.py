@@ -419,6 +419,13 @@ def test_observe_mode_decides_but_grants_and_offers_nothing(make_scene: Any, gra
     assert scene.policy.slot_state() is SlotState.OFF
 
 
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.OBSERVE])
+def test_a_slot_that_no_longer_harvests_ends_its_lease(
+    make_scene: Any, ended_in: Any, mode: Mode
+) -> None:
+    assert ended_in(make_scene(mode=mode).beat()) == ["drain"]
+
+
 def test_stops_when_the_error_budget_is_overspent(
     make_scene: Any, grant_in: Any, ended_in: Any
 ) -> None:
