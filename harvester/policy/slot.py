@@ -223,7 +223,7 @@ class SlotPolicy:
         condition, reason = self._condition(sample, production, overspent, now)
         if condition is not before or self._memory.since_s is None:
             self._memory.since_s = now
-        if condition in DANGERS:
+        if condition in DANGERS or sample.kill_switch is not KillSwitch.NONE:
             self._memory.danger_at_s = now
         self._memory.state = TRANSITIONS[self._memory.state, condition]
         self._memory.condition, self._memory.reason = condition, reason

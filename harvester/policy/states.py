@@ -48,7 +48,7 @@ class Condition(StrEnum):
     HARMFUL = "harmful"
     """The proof slices say stop."""
     COOLING = "cooling"
-    """The last breach is less than the quiet time ago."""
+    """The last breach, or the kill switch, is less than the quiet time ago."""
     STARVED = "starved"
     """The guest lives below production, which has left it no time to say so."""
     STOPPED = "stopped"
@@ -69,7 +69,7 @@ DANGERS = frozenset(
         Condition.HARMFUL,
     }
 )
-"""Conditions after which quiet time must pass."""
+"""Conditions after which quiet time must pass, as after the kill switch."""
 
 _TARGET: dict[Condition, State] = {
     Condition.KILLED: State.OFF,

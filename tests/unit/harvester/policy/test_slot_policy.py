@@ -141,6 +141,17 @@ def test_closes_on_the_kill_switch_and_offers_nothing(
     assert open_scene.policy.slot_state() is SlotState.OFF
 
 
+def test_a_slot_opens_again_only_after_quiet_time_without_the_kill_switch(
+    open_scene: Any, grant_in: Any
+) -> None:
+    open_scene.kill_switch = KillSwitch.HOLD
+    open_scene.beats_for(60)
+    open_scene.kill_switch = KillSwitch.NONE
+    assert grant_in(open_scene.beats_for(1.8)).mode == "closed"
+    assert open_scene.policy.state is State.COOLDOWN
+    assert grant_in(open_scene.beats_for(0.4)).mode == "open"
+
+
 def test_hold_keeps_the_lease_and_drain_ends_it(open_scene: Any, ended_in: Any) -> None:
     open_scene.kill_switch = KillSwitch.HOLD
     assert ended_in(open_scene.beats_for(20)) == []
