@@ -63,6 +63,7 @@ class SlotExposition:
         self._sampled_ns: dict[str, int] = {}
         """Time of the newest latency of each SLO."""
         self._guest: Guest | None = None
+        self._unseen: set[str] = set()
         self._missing_lines = 0
         self._was_open = False
         self._closing_at_ns: int | None = None
@@ -154,9 +155,12 @@ class SlotExposition:
             stopped = source == PageName.GUEST and policy.guest.state.stopped
             age_s = math.nan if stopped else max(0, now_ns - stamp_ns) / 1e9
             self._set("signal_age_seconds", age_s, source)
-        for reading in readings:
-            if reading.name not in seen_ns:
-                self._set("signal_age_seconds", math.inf, reading.name)
+        unseen = {reading.name for reading in readings} - seen_ns.keys()
+        for source in self._unseen - unseen - seen_ns.keys():
+            self._metrics.forget("signal_age_seconds", self._slot, source)
+        for source in unseen:
+            self._set("signal_age_seconds", math.inf, source)
+        self._unseen = unseen
         self._set("idle_ratio", _known(policy.idle_ratio))
         self._set_forecasts(forecasts)
         self._set("slo_objective_ratio", settings.budget.slo_target_ratio)

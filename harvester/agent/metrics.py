@@ -165,6 +165,11 @@ class AgentMetrics:
             texts = (stop.slot, stop.tenant, stop.order, stop.source, stop.by, stop.reason, stop.at)
             info.labels(*texts).set(1)
 
+    def forget(self, name: str, *labels: str) -> None:
+        """Remove a gauge's series."""
+        self._gauges[name].remove(*labels)
+        self.gauge.cache_clear()
+
     def _gauge(self, name: str, *labels: str) -> Gauge:
         found = self._gauges[name]
         return found.labels(*labels) if labels else found

@@ -8,6 +8,7 @@ from pathlib import Path
 from harvester.agent.mps_watch import MpsWatch
 from harvester.agent.shared_memory import SharedKv, SharedMemory
 from harvester.contracts.clock import monotonic_ns
+from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.page import (
     Guest,
     PageDirectory,
@@ -69,6 +70,7 @@ class SlotSensor:
         self._guest, self._leaving = directory.guest_reader(), directory.leaving_reader()
         self._guest_processes: tuple[ProcessId, ...] = ()
         self._strangers: set[Path] = set()
+        self._strangers_logged = EventLimit()
         self.seen_ns: dict[str, int] = {}
         """Stamp of the newest whole reading of each source."""
 
@@ -76,6 +78,10 @@ class SlotSensor:
         now_ns = monotonic_ns()
         guest = self._guest_page(now_ns)
         names = tuple(sorted(self._expected.union(self._names())))
+        for name in self._pulses.keys() - set(names):
+            reader = self._pulses.pop(name)
+            reader.close()
+            self._strangers.discard(reader.path)
         pulses = expected(self._pulses_of(names, now_ns), self._expected)
         return SlotSample(
             pulses=pulses,
@@ -93,6 +99,8 @@ class SlotSensor:
             self._strangers.discard(path)
         elif path not in self._strangers:
             self._strangers.add(path)
+            if not self._strangers_logged.admits(now=monotonic_ns() * 1e-9):
+                return
             with suppress(OSError):
                 user = user_name(path.lstat().st_uid)
                 _log.warning(

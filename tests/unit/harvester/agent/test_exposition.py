@@ -9,9 +9,9 @@ import pytest
 from harvester.agent import exposition
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.metrics import AgentMetrics
-from harvester.contracts.page import Guest, GuestMemory
+from harvester.contracts.page import Guest, GuestMemory, PageFault
 from harvester.contracts.process import ProcessId
-from harvester.policy.sample import KvReading, MemoryReading, MpsReading
+from harvester.policy.sample import KvReading, MemoryReading, MpsReading, PulseReading
 
 GUEST = Guest(processes=(ProcessId(pid=41, start_ticks=1),), isolation="mps")
 
@@ -162,3 +162,24 @@ def test_a_guest_s_page_with_a_thousand_counts_costs_no_more_than_one_with_five(
     value("requests_total")
     scene.guest = msgspec.structs.replace(GUEST, steps_met=(1,) * 1000)
     assert value("guest_steps_met_count") == 5
+
+
+def test_a_source_that_is_neither_present_nor_was_ever_seen_is_no_series(
+    scene: Any,
+) -> None:
+    metrics = AgentMetrics(version="1")
+    exposition = SlotExposition("slot0", metrics, tenants=())
+    sample = scene.sample()
+
+    def ages(*names: str, seen: tuple[str, ...] = ()) -> set[str]:
+        pulses = tuple(PulseReading(name=name, fault=PageFault.FOREIGN) for name in names)
+        found = msgspec.structs.replace(sample, pulses=pulses)
+        exposition.observe(found, scene.beat(), scene.policy, None)
+        exposition.refresh(scene.policy, dict.fromkeys(seen, 1))
+        name = "harvester_signal_age_seconds"
+        (family,) = [one for one in metrics.registry.collect() if one.name == name]
+        return {one.labels["source"] for one in family.samples}
+
+    assert ages("pulse.a.0", "pulse.b.0") == {"pulse.a.0", "pulse.b.0"}
+    assert ages("pulse.c.0", seen=("pulse.a.0",)) == {"pulse.a.0", "pulse.c.0"}
+    assert ages("pulse.b.0", seen=("pulse.a.0",)) == {"pulse.a.0", "pulse.b.0"}

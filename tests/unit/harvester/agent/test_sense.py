@@ -75,3 +75,26 @@ def test_the_owner_of_a_page_that_is_not_believed_is_named_once(
     (said,) = [one.getMessage() for one in caplog.records]
     assert "pulse.production.0 belongs to user" in said
     sensor.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_names_that_strangers_make_up_leave_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = PageDirectory.create(tmp_path)
+    sensor = SlotSensor(pages, pulses=("pulse.production.0",))
+    for beat in range(10):
+        made = [tmp_path / f"pulse.e{beat}x{number}.0" for number in range(20)]
+        for path in made:
+            path.touch()
+            os.chown(path, os.geteuid() + 2, -1)
+        os.utime(tmp_path, ns=(beat, beat))
+        assert PageFault.FOREIGN in {reading.fault for reading in _pulses(sensor)}
+        for path in made:
+            path.unlink()
+    os.utime(tmp_path, ns=(10, 10))
+    _pulses(sensor)
+    assert set(sensor._pulses) == {"pulse.production.0"}
+    assert sensor._strangers == set()
+    assert len(caplog.records) == 60, "a burst, of two hundred"
+    sensor.close()
