@@ -15,7 +15,8 @@ import select
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -34,6 +35,7 @@ from harvester.policy.sample import ActionOutcome, GuestAction
 _log = logging.getLogger(__name__)
 
 _MAX_FAULT = 300
+_SETTLE_AGAIN_NS = 5_000_000_000
 _DYING_NS = 10_000_000_000
 """Bound on the wait for killed processes: the kernel needs time to give back much memory."""
 
@@ -87,6 +89,7 @@ class GuestProcesses:
         self._page = page
         self._memo = memo
         self._lifted = _remembered(memo)
+        self._settle_again_ns = 0
         self._production: frozenset[ProcessId] = frozenset()
         self._named: tuple[ProcessId, ...] = ()
         self._seen: frozenset[ProcessId] = frozenset()
@@ -118,6 +121,8 @@ class GuestProcesses:
             kill = self._kill
             if kill is not None and (self._has_ended(kill) or monotonic_ns() > kill.until_ns):
                 self._conclude(kill)
+        if self._settle_again_ns and monotonic_ns() >= self._settle_again_ns:
+            self.settle()
         if self.memo_fault:
             self._remember()
         return tuple(self._outcomes.popleft() for _ in range(len(self._outcomes)))
@@ -126,6 +131,7 @@ class GuestProcesses:
         """Move processes out of the idle group or the idle class."""
         found = self._find(processes)
         faults, lifted = list(found.faults), []
+        self._settle_again_ns = 0
         for process in found.own:
             try:
                 self._lift(process)
@@ -136,7 +142,7 @@ class GuestProcesses:
         self._note(GuestAction.LIFT, lifted, faults)
 
     def settle(self) -> None:
-        """Move lifted processes and their new threads back; failed moves wait for the next call."""
+        """Move lifted processes and their new threads back; failed moves are tried again."""
         faults, settled, left = [], [], set()
         for lifted in self._lifted:
             process = lifted.process
@@ -149,6 +155,7 @@ class GuestProcesses:
                 faults.append(f"process {process.pid}: {error}")
                 left.add(lifted)
         self._lifted = left
+        self._settle_again_ns = monotonic_ns() + _SETTLE_AGAIN_NS if left else 0
         self._remember()
         self._note(GuestAction.SETTLE, settled, faults)
 
@@ -228,17 +235,14 @@ class GuestProcesses:
         group = scheduling_group(process.pid)
         if is_under_idle(group):
             raise Unsupported(f"its control group {group} is idle and belongs to its operator")
-        for thread in _threads(process.pid):
-            if os.sched_getscheduler(thread) == os.SCHED_IDLE:
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-                self._lifted.add(_Lifted(process=process, out_of=_Place.CLASS))
+        for _ in _moved(process.pid, idle=False):
+            self._lifted.add(_Lifted(process=process, out_of=_Place.CLASS))
 
     def _put_back(self, lifted: "_Lifted") -> None:
         if lifted.out_of is _Place.GROUP:
             self._groups.settle(lifted.process.pid)
             return
-        for thread in _threads(lifted.process.pid):
-            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        deque(_moved(lifted.process.pid, idle=True), maxlen=0)
 
     def _find(self, processes: Iterable[ProcessId]) -> _Found:
         owner = _owner_of(self._page)
@@ -329,6 +333,19 @@ def _ended(descriptors: Iterable[int]) -> list[int]:
     for descriptor in descriptors:
         watch.register(descriptor, select.POLLIN)
     return [descriptor for descriptor, _ in watch.poll(0)]
+
+
+def _moved(pid: int, *, idle: bool) -> Iterator[int]:
+    """Move threads into the idle class or out of it, also those that begin meanwhile."""
+    done: set[int] = set()
+    while new := set(_threads(pid)) - done:
+        done |= new
+        for thread in new:
+            with suppress(ProcessLookupError):  # It has just ended.
+                if (os.sched_getscheduler(thread) == os.SCHED_IDLE) is not idle:
+                    policy = os.SCHED_IDLE if idle else os.SCHED_OTHER
+                    os.sched_setscheduler(thread, policy, os.sched_param(0))
+                    yield thread
 
 
 def _threads(pid: int) -> list[int]:

@@ -76,6 +76,54 @@ def test_lifts_an_idle_guest_and_puts_it_back(
     assert idle(child)
 
 
+@privileged
+def test_threads_that_end_or_begin_meanwhile_keep_no_other_one_where_it_is(
+    child: "subprocess.Popen[bytes]",
+    named: tuple[ProcessId, ...],
+    guest: GuestProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = 1 << 22
+    os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
+    for becomes in (False, True):
+        lists = iter([[ended], [ended, child.pid]])
+        monkeypatch.setattr(guest_processes, "_threads", lambda _, left=lists: next(left, [ended]))
+        if becomes:
+            guest.settle()
+        else:
+            guest.lift(named)
+        assert not fault_of(guest)
+        assert idle(child) is becomes
+
+
+@privileged
+def test_a_guest_that_could_not_be_settled_is_settled_later_unless_memory_is_due_again(
+    child: "subprocess.Popen[bytes]",
+    named: tuple[ProcessId, ...],
+    guest: GuestProcesses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_ns = [10**12]
+    monkeypatch.setattr(guest_processes, "monotonic_ns", lambda: now_ns[0])
+
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
+    for lifts_again in (True, False):
+        guest.lift(named)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "sched_setscheduler", refused)
+            guest.settle()
+        assert [bool(outcome.fault) for outcome in guest.outcomes()] == [False, True]
+        if lifts_again:
+            guest.lift(named)
+            assert not fault_of(guest)
+        now_ns[0] += 6 * 10**9
+        assert len(guest.outcomes()) == (not lifts_again)
+        assert idle(child) is not lifts_again
+
+
 @pytest.mark.skipif(not _idle_group(), reason="no idle control group can be made here")
 def test_lifts_a_guest_out_of_the_idle_group_and_an_agent_that_comes_after_puts_it_back(
     child: "subprocess.Popen[bytes]",
