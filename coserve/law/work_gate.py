@@ -7,9 +7,8 @@ one piece goes without slack. None goes in a slice that is withheld to measure p
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from time import thread_time
 
@@ -80,7 +79,7 @@ class WorkPace:
 class WorkGate:
     """Asks a slot's pages before each piece; one in each working process, workers included.
 
-    Thread-safe; pieces of several threads wait one after the other.
+    Thread-safe; pieces of several threads wait in turn, and fit into the slack together.
     """
 
     def __init__(
@@ -94,29 +93,39 @@ class WorkGate:
         self._clock = clock or MonotonicClock()
         self._cost_s: Callable[[], float] = thread_time if on_host else self._clock.now
         self._paces: dict[str, WorkPace] = {}
-        self._turn = threading.Lock()
+        self._turn, self._ended = threading.Lock(), threading.Event()
+        self._running_s: list[float] = []
+        """Predicted durations of the pieces under way."""
         self._hurried = 0
 
     @contextmanager
     def piece(self, kind: str = "weights") -> Iterator[None]:
         """Waits until a piece of work may run, and learns how long those of its kind take."""
-        with self._turn:
-            while not (self._hurried or self.admits(kind)):
-                time.sleep(_LOOK_S)
-        with self.measured(kind):
+        with ExitStack() as running:
+            with self._turn:
+                while not (self._hurried or self.admits(kind)):
+                    self._ended.wait(_LOOK_S)
+                    self._ended.clear()
+                running.enter_context(self.measured(kind))
             yield
 
     def admits(self, kind: str) -> bool:
         """Whether a piece may run now, for callers that can return later."""
-        return self._pace(kind).admits(self._budget_s(), now=self._clock.now())
+        budget_s = self._budget_s()
+        if budget_s is not None:
+            budget_s -= sum(tuple(self._running_s))
+        return self._pace(kind).admits(budget_s, now=self._clock.now())
 
     @contextmanager
     def measured(self, kind: str) -> Iterator[None]:
-        began_s = self._cost_s()
+        began_s, predicted_s = self._cost_s(), self._pace(kind).piece_s
+        self._running_s.append(predicted_s)
         try:
             yield
         finally:
             self._pace(kind).observe(self._cost_s() - began_s)
+            self._running_s.remove(predicted_s)
+            self._ended.set()
 
     def expect(self, kind: str, piece_s: float) -> None:
         """Before the first piece of a kind was measured."""

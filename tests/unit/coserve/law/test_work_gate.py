@@ -96,6 +96,34 @@ def test_a_guest_that_owes_memory_works_without_a_limit(
     assert gate.budget_s() < 0.0
 
 
+@pytest.mark.parametrize(("piece_s", "most"), [(0.04, 1), (0.02, 2), (0.005, 8)])
+def test_pieces_that_run_at_once_fit_together_into_the_slack(
+    slot: Slot, piece_s: float, most: int
+) -> None:
+    slot.grant(ttft_slo_s=0.0700001)  # 50 ms of it are slack.
+    gate = WorkGate(slot.directory, clock=VirtualClock())
+    gate.expect("weights", piece_s)
+    running, counted, end = threading.Semaphore(0), [0], threading.Event()
+
+    def work() -> None:
+        with gate.piece():
+            counted[0] += 1
+            running.release()
+            end.wait(WITHIN_S)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(most):
+        assert running.acquire(timeout=WITHIN_S)
+    assert not running.acquire(timeout=0.1)
+    assert counted == [most]
+    end.set()
+    for thread in threads:
+        thread.join(WITHIN_S)
+    assert counted == [8]
+
+
 def test_pieces_do_not_pause_while_a_caller_waits_for_all_of_them(slot: Slot) -> None:
     gate = WorkGate(slot.directory, clock=VirtualClock())
     slot.production_arrives()
