@@ -27,6 +27,7 @@ from pydantic import (
 
 from harvester.contracts.errors import ConfigError, NotYet
 from harvester.contracts.ids import NAME_PATTERN
+from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.contracts.page.owners import PageOwners, uids
 from harvester.contracts.wire.stops import StopOrder
 from harvester.interlock_config import InterlocksConfig, StopWord
@@ -323,6 +324,9 @@ class AgentConfig(_Model):
             raise ValueError("slots: every name may appear once")
         if len({self.pages_of(slot) for slot in self.slots}) != len(names):
             raise ValueError("slots: every slot needs pages of its own")
+        own = {self.kill_switch, self.stop_path, self.page_root / LAUNCH_DIRECTORY}
+        if taken := [slot.name for slot in self.slots if self.pages_of(slot) in own]:
+            raise ValueError(f"slots: {taken[0]}: its pages are the agent's own: rename the slot")
         return self
 
     @property

@@ -121,6 +121,10 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
             GOOD + "  - {name: slot1, pages: /dev/shm/rosemux/slot0}\n",
             "every slot needs pages of its own",
         ),
+        (GOOD.replace("slot0", "kill"), "slots: kill: its pages are the agent's own: rename"),
+        (GOOD.replace("slot0", "stop"), "slots: stop: its pages are the agent's own: rename"),
+        (GOOD.replace("slot0", "launch"), "slots: launch: its pages are the agent's own: rename"),
+        (GOOD + "stop_file: /dev/shm/rosemux/slot0\n", "slots: slot0: its pages are the agent's"),
         (
             GOOD.replace("ttft_slo_s: 0.2", "grant_ttl_s: 0.1"),
             "grant_ttl_s must be at least two beats",
