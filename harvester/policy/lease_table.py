@@ -84,6 +84,7 @@ class LeaseTable:
         else:
             # The page may be younger than the record, or lost with the machine's memory.
             entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
+            self._news.append((recorded, EndReason.EXPIRED))
 
     def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
         """Set whether the slot may be leased; a live lease stays."""

@@ -213,6 +213,7 @@ def test_a_record_of_another_epoch_than_the_pages_is_a_lease_that_is_over(
     )
     heir.add_slot(SLOT, epoch=Epoch(page), recorded=over)
     assert (heir.view(SLOT).lease, heir.view(SLOT).epoch) == (None, then)
+    assert heir.news() == ((over, EndReason.EXPIRED),), "the audit has its end too"
     answer = heir.renew(LeaseId("l"), LeaseRenewal(epoch=Epoch(7), duration_s=10), now=1.0)
     assert answer == LeaseEnded(lease=LeaseId("l"), reason=EndReason.UNKNOWN)
 
