@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -76,8 +75,8 @@ def read_levels(text: str) -> VllmLevels | None:
             field = _SERIES.get(name)
             if field is None:
                 continue
-            # Each by itself: the maximum of NaN and 0 is 0.
-            if not 0 <= value < math.inf:
+            # Each by itself: the maximum of NaN and 0 is 0. A pulse's integers have 64 bits.
+            if not 0 <= value < 1e15:
                 return None
             before = found.get(field, 0.0)
             found[field] = max(before, value) if field == "kv_usage_ratio" else before + value
@@ -210,5 +209,8 @@ async def _repeat(
 ) -> None:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=period_s)) as session:
         while True:
-            await ask(session)
+            try:
+                await ask(session)
+            except Exception:
+                _log.exception("an engine's answer is not understood")
             await asyncio.sleep(period_s)

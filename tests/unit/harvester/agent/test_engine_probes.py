@@ -1,6 +1,9 @@
+import asyncio
+
+import aiohttp
 import pytest
 
-from harvester.agent.engine_probes import read_levels
+from harvester.agent.engine_probes import GuestDescription, read_levels
 
 PAGE = """\
 # TYPE vllm:num_requests_running gauge
@@ -33,7 +36,7 @@ def test_a_missing_series_is_unknown_and_not_idle(series: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["} 2.0", "} 0.25", "} 0.5", "} 100.0"])
-@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1"])
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1", "1e30"])
 def test_an_invalid_level_is_unknown(level: str, value: str) -> None:
     """Also of one engine beside a good one: the maximum of NaN and a number is the number."""
     assert read_levels(PAGE.replace(level, f"}} {value}")) is None
@@ -42,3 +45,21 @@ def test_an_invalid_level_is_unknown(level: str, value: str) -> None:
 @pytest.mark.parametrize("page", ["", "<html>", PAGE[: len(PAGE) // 2]])
 def test_an_invalid_metrics_page_is_unknown(page: str) -> None:
     assert read_levels(page) is None
+
+
+async def test_an_error_that_was_not_foreseen_ends_no_probe(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 0
+
+    async def ask(_: aiohttp.ClientSession) -> None:
+        nonlocal asked
+        asked += 1
+        raise OverflowError if asked < 3 else asyncio.CancelledError
+
+    monkeypatch.setattr("harvester.agent.engine_probes._DESCRIPTION_S", 0.001)
+    probe = GuestDescription(lambda: "")
+    monkeypatch.setattr(probe, "ask", ask)
+    with pytest.raises(asyncio.CancelledError):
+        await probe.run()
+    assert len([one for one in caplog.records if one.exc_info]) == 2
