@@ -8,6 +8,7 @@ import os
 import stat
 from pathlib import Path
 
+from harvester.contracts.clock import wall_seconds
 from harvester.contracts.page.owners import user_name
 from harvester.policy.sample import KillSwitch
 
@@ -18,19 +19,26 @@ _SWITCH_BYTES = 64
 
 
 def read_kill_switch(path: Path) -> KillSwitch:
-    """The node's kill switch; a file that is empty, unreadable, unknown or no file drains."""
+    """The node's kill switch; a file that stays empty, is unreadable, unknown or no file drains."""
     try:
         # A pipe without a writer must not hold the beat up.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             text = os.read(file, _SWITCH_BYTES).strip()
+            holds = text == b"hold" or (not text and awaits_word(file))
         finally:
             os.close(file)
     except FileNotFoundError:
         return KillSwitch.NONE
     except OSError:
         return KillSwitch.DRAIN
-    return KillSwitch.HOLD if text == b"hold" else KillSwitch.DRAIN
+    return KillSwitch.HOLD if holds else KillSwitch.DRAIN
+
+
+def awaits_word(file: int) -> bool:
+    """Whether an empty file is as new as one that `echo hold >` has opened and not yet written."""
+    status = os.fstat(file)
+    return stat.S_ISREG(status.st_mode) and 0.0 <= wall_seconds() - status.st_mtime < 0.1
 
 
 def kill_switch_setter(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from harvester.agent.operator_files import awaits_word
 from harvester.config import AgentConfig
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
@@ -38,27 +39,23 @@ _RETRY_S = 1.0
 def read_stop_file(path: Path) -> Stop | None:
     """The order in the node's stop file: its word, and a reason behind it.
 
-    A file that is empty, unreadable, no file, or of an unknown word drains.
+    A file that stays empty, is unreadable, no file, or of an unknown word drains.
     """
-    by, at, text = "", "", ""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(file)
+            by, at = user_name(status.st_uid), _time_of(status)
+            if not stat.S_ISREG(status.st_mode):
+                return _of_file(StopOrder.DRAIN, f"{path.name} is no file", by=by, at=at)
+            text = os.read(file, _FILE_BYTES_MAX).decode(errors="replace").strip()
+            word, *reason = text.split(maxsplit=1) or ["hold" if awaits_word(file) else ""]
+        finally:
+            os.close(file)
     except FileNotFoundError:
         return None
     except OSError as error:
         return _of_file(StopOrder.DRAIN, f"{path.name} cannot be read: {error.strerror}")
-    try:
-        status = os.fstat(file)
-        by = user_name(status.st_uid)
-        at = _time_of(status)
-        if not stat.S_ISREG(status.st_mode):
-            return _of_file(StopOrder.DRAIN, f"{path.name} is no file", by=by, at=at)
-        text = os.read(file, _FILE_BYTES_MAX).decode(errors="replace").strip()
-    except OSError as error:
-        return _of_file(StopOrder.DRAIN, f"{path.name} cannot be read: {error.strerror}")
-    finally:
-        os.close(file)
-    word, *reason = text.split(maxsplit=1) or [""]
     order = order_of(word)
     if order is None:
         return _of_file(StopOrder.DRAIN, f"{path.name} has no known order", by=by, at=at)

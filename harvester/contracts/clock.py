@@ -51,7 +51,7 @@ def wall_time_utc() -> str:
 
 
 def wall_seconds() -> float:
-    """Seconds since the epoch, for the time of day in a forecast; nothing else is decided by it."""
+    """Seconds since the epoch, for a forecast's time of day and a file's age, and nothing else."""
     return datetime.now(UTC).timestamp()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harvester.agent import operator_files
 from harvester.agent.operator_files import read_kill_switch
 from harvester.policy.sample import KillSwitch
 
@@ -28,7 +29,23 @@ def kill(tmp_path: Path) -> Path:
 )
 def test_anything_but_hold_drains(kill: Path, text: str, switch: KillSwitch) -> None:
     kill.write_text(text)
+    os.utime(kill, (0, 0))
     assert read_kill_switch(kill) is switch
+
+
+def test_a_file_that_was_opened_and_not_yet_written_drains_only_where_it_stays_empty(
+    kill: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    age_s = 0.05
+    monkeypatch.setattr(operator_files, "wall_seconds", lambda: kill.stat().st_mtime + age_s)
+    for _ in range(2):
+        with kill.open("w") as file:
+            assert read_kill_switch(kill) is KillSwitch.HOLD, "as `echo hold >` leaves it at first"
+            file.write("hold")
+        assert read_kill_switch(kill) is KillSwitch.HOLD
+    kill.write_text("")
+    age_s = 0.15
+    assert read_kill_switch(kill) is KillSwitch.DRAIN
 
 
 def test_no_file_is_no_switch(kill: Path) -> None:

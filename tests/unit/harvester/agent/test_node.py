@@ -144,6 +144,7 @@ def test_a_grant_is_as_old_as_its_sample_however_long_the_agent_was_stopped_sinc
 def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> None:
     stage.harvest()
     stage.switch.write_text(text)
+    os.utime(stage.switch, (0, 0))
     stage.beats()
     assert stage.grant().mode == "closed"
     assert stage.metric("harvester_kill_switch_engaged", level="node") == 1.0

@@ -1,5 +1,6 @@
 """The agent under orders to stop: file, call and configuration, over restarts."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from harvester.agent import operator_files
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig, load_agent_config
 from harvester.contracts.audit import AuditEvent, read_audit
@@ -192,6 +194,7 @@ def test_the_stop_file_is_obeyed_within_a_beat(
     node: Node, text: str, order: str, reason: str
 ) -> None:
     node.file.write_text(text)
+    os.utime(node.file, (0, 0))
     node.beats(1)
     (stop,) = node.agent.stops.stops
     assert (stop.order, stop.source) == (order, "file")
@@ -205,6 +208,22 @@ def test_the_stop_file_is_obeyed_within_a_beat(
     assert node.metric("harvester_slot_stopped", slot="slot0", order=order) == 0.0
 
 
+def test_a_stop_file_that_is_not_yet_written_holds_and_drains_where_it_stays_empty(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    age_s = 0.05
+    monkeypatch.setattr(operator_files, "wall_seconds", lambda: node.file.stat().st_mtime + age_s)
+    node.take()
+    node.file.write_text("")
+    node.beats(1)
+    assert [stop.order for stop in node.agent.stops.stops] == ["hold"]
+    assert node.leased()
+    age_s = 0.15
+    node.beats(1)
+    assert [stop.order for stop in node.agent.stops.stops] == ["drain"]
+    assert not node.leased()
+
+
 def test_a_stop_file_that_lifts_is_no_order(node: Node) -> None:
     node.order(StopOrder.HOLD)
     node.file.write_text("none")
@@ -214,8 +233,6 @@ def test_a_stop_file_that_lifts_is_no_order(node: Node) -> None:
 
 @pytest.mark.parametrize("kind", ["directory", "link", "fifo"])
 def test_a_path_that_is_no_file_drains_and_never_hangs_the_beat(node: Node, kind: str) -> None:
-    import os
-
     if kind == "directory":
         node.file.mkdir()
     elif kind == "link":
@@ -233,8 +250,6 @@ def test_a_stop_file_of_any_time_is_obeyed(
     node: Node, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
     # The file system of the tests may know no such time.
-    import os
-
     node.file.write_text("hold new driver")
     found = os.fstat
     monkeypatch.setattr(os, "fstat", lambda file: timed(found(file), seconds))
