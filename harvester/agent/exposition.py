@@ -293,8 +293,7 @@ class SlotExposition:
             for outcome, field in _PREFIX_OUTCOMES.items():
                 tokens = getattr(guest, field) - getattr(before, field)
                 self._count("guest_prefix_tokens", max(0, tokens), outcome)
-            # A page has room for a thousand.
-            met_counts = guest.steps_met[:5], before.steps_met
+            met_counts = guest.steps_met[:5], before.steps_met  # A page has room for a thousand.
             for met, (count, seen) in enumerate(zip(*met_counts, strict=False)):
                 for _ in range(min(_MOST_REQUESTS, count - seen)):
                     self._metrics.steps_met.labels(self._slot).observe(met)

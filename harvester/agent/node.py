@@ -101,6 +101,12 @@ class NodeAgent:
     def beat(self) -> None:
         now = self.clock.now()
         switch = read_kill_switch(self._config.kill_switch)
+        self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
+        self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
+        stops = self.stops.look(now=now)
+        self._stop_audit.observe(stops, caller="", now=now)
+        for slot in self.slots:
+            self._beat_slot(slot, switch, stops, now)
         if switch is not self._switched:
             self.audit.note(
                 AuditKind.KILL_SWITCH,
@@ -109,12 +115,6 @@ class NodeAgent:
                 to_state=switch,
             )
             self._switched = switch
-        self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
-        self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
-        stops = self.stops.look(now=now)
-        self._stop_audit.observe(stops, caller="", now=now)
-        for slot in self.slots:
-            self._beat_slot(slot, switch, stops, now)
         self._count_ended()
         self.audit.look(now=now)
         self._export_audit()

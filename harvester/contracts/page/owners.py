@@ -8,6 +8,7 @@ import os
 import pwd
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from harvester.contracts.errors import ConfigError, NotYet
 
@@ -65,6 +66,7 @@ def uids(users: Iterable[str | int], *, what: str) -> frozenset[int]:
     return frozenset(_uid(user, what) for user in users)
 
 
+@cache
 def user_name(uid: int) -> str:
     """Name of a user; the number if it has no name here, as in a container."""
     try:

@@ -28,6 +28,7 @@ from harvester.contracts.page import (
     PageFault,
     Pulse,
 )
+from harvester.contracts.page.owners import user_name
 from harvester.contracts.process import process_ids
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRenewal, LeaseRequest
 from harvester.policy.effects import Effect, KillGuest
@@ -149,6 +150,27 @@ def test_the_kill_switch_closes_whatever_it_says(stage: Stage, text: str) -> Non
     assert stage.grant().mode == "closed"
     assert stage.metric("harvester_kill_switch_engaged", level="node") == 1.0
     assert (stage.node.leases.live(SLOT) is not None) == (text == "hold\n")
+
+
+def test_a_slow_directory_of_users_holds_no_order_up(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage.harvest()
+    asked: list[tuple[int, str]] = []
+
+    def slow(uid: int) -> Any:
+        asked.append((uid, stage.grant().mode))
+        raise KeyError(uid)
+
+    user_name.cache_clear()
+    monkeypatch.setattr("pwd.getpwuid", slow)
+    stage.switch.write_text("hold")
+    stage.beats()
+    assert asked == [(os.geteuid(), "closed")], "only once the grants are closed"
+    (stage.switch.parent / "stop").write_text("hold")
+    stage.beats(5)
+    assert len(asked) == 1, "nor again in each beat"
+    user_name.cache_clear()
 
 
 def test_a_pulse_that_is_a_link_to_elsewhere_is_not_believed(stage: Stage) -> None:
