@@ -9,8 +9,8 @@ import pytest
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
 from weightsync.serve.shelf import LatestWatch, SourceShelf
+from weightsync.transport.directory import DirectorySource
 from weightsync.transport.location import StoreRoot
-from weightsync.transport.source import StoreSource
 
 
 class Upstream:
@@ -65,10 +65,11 @@ async def test_a_failing_upstream_fails_its_callers() -> None:
         await LatestWatch(upstream.ask, MonotonicClock()).after(b"1", 5.0)
 
 
-class HeldSource(StoreSource):
+class HeldSource(DirectorySource):
     """A store whose next LATEST never comes."""
 
-    def __init__(self, ended: Event) -> None:
+    def __init__(self, root: Path, ended: Event) -> None:
+        super().__init__(root)
         self._ended = ended
 
     def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
@@ -84,7 +85,7 @@ async def test_readers_that_wait_at_many_stores_delay_no_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended, root = Event(), StoreRoot(tmp_path)
-    monkeypatch.setattr(root, "store", lambda _: HeldSource(ended))
+    monkeypatch.setattr(root, "store", lambda _: HeldSource(tmp_path, ended))
     shelf = SourceShelf(root)
     waiting = [
         asyncio.create_task(shelf.latest(f"job-{number}", b"weight_v000001", wait_s=20.0))
