@@ -25,6 +25,8 @@ Ask = Callable[[bytes | None, float], Awaitable[bytes | None]]
 """`known`, seconds to wait; see `StoreSource.latest`."""
 T = TypeVar("T")
 _THREADS = 16
+_WAITS = 64
+"""Stores whose next LATEST is waited for at a time; more take turns. No read waits for them."""
 _MAX_STORES = 1024
 """Bound on open stores, since their names come from clients."""
 
@@ -98,6 +100,7 @@ class SourceShelf:
         self._root = root
         self._clock = MonotonicClock()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weight-shelf")
+        self._waits = ThreadPoolExecutor(_WAITS, thread_name_prefix="weight-wait")
         self._open: dict[str, OpenStore] = {}
 
     async def names(self) -> tuple[str, ...]:
@@ -122,6 +125,7 @@ class SourceShelf:
         for store in self._open.values():
             store.source.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._waits.shutdown(wait=False, cancel_futures=True)
 
     def store(self, name: str) -> OpenStore:
         """An open store; raises FileNotFoundError if there is none of that name."""
@@ -135,7 +139,10 @@ class SourceShelf:
                 raise FileNotFoundError(f"no store {name}") from error
 
             async def ask(known: bytes | None, wait_s: float) -> bytes | None:
-                return await self.threaded(lambda: source.latest(known, wait_s=wait_s))
+                pool = self._waits if wait_s else self._threads
+                return await asyncio.get_running_loop().run_in_executor(
+                    pool, lambda: source.latest(known, wait_s=wait_s)
+                )
 
             self._open[name] = OpenStore(source, LatestWatch(ask, self._clock))
         return self._open[name]

@@ -1,12 +1,16 @@
 """However many wait for a store's next version, one question is asked."""
 
 import asyncio
+from pathlib import Path
+from threading import Event
 
 import pytest
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Exhausted
-from weightsync.serve.shelf import LatestWatch
+from weightsync.serve.shelf import LatestWatch, SourceShelf
+from weightsync.transport.directory import DirectorySource
+from weightsync.transport.location import StoreRoot
 
 
 class Upstream:
@@ -59,3 +63,40 @@ async def test_a_failing_upstream_fails_its_callers() -> None:
     upstream.failing = True
     with pytest.raises(Exhausted):
         await LatestWatch(upstream.ask, MonotonicClock()).after(b"1", 5.0)
+
+
+class HeldSource(DirectorySource):
+    """A store whose next LATEST never comes."""
+
+    def __init__(self, root: Path, ended: Event) -> None:
+        super().__init__(root)
+        self._ended = ended
+
+    def latest(self, known: bytes | None = None, *, wait_s: float = 0.0) -> bytes | None:
+        if wait_s:
+            self._ended.wait(20)
+        return b"weight_v000001"
+
+    def directories(self) -> frozenset[str]:
+        return frozenset({"weight_v000001"})
+
+
+async def test_readers_that_wait_at_many_stores_delay_no_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, root = Event(), StoreRoot(tmp_path)
+    monkeypatch.setattr(root, "store", lambda _: HeldSource(tmp_path, ended))
+    shelf = SourceShelf(root)
+    waiting = [
+        asyncio.create_task(shelf.latest(f"job-{number}", b"weight_v000001", wait_s=20.0))
+        for number in range(40)
+    ]
+    try:
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(5):
+            assert await shelf.directories("job-0") == ("weight_v000001",)
+    finally:
+        ended.set()
+        for task in waiting:
+            task.cancel()
+        await shelf.close()
