@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 
 from harvester.contracts.errors import Corrupt
 from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
@@ -140,21 +141,26 @@ class RelayedFile:
     async def _prove(self) -> None:
         handle, size = self._held.handle, self._held.size_bytes
         assert handle is not None
-        found = self._xxh3_128 and await asyncio.get_running_loop().run_in_executor(
-            self._disk, digest_on_disk, handle, size
-        )
-        if found != self._xxh3_128:
-            self._fail(Corrupt(f"{self._held.path.name}: upstream gave {found}; pulled again"))
-        elif not self._held.is_whole:
-            self._cache.settle(self._held)
-        else:
-            self._held.proved = True
+        try:
+            found = self._xxh3_128 and await asyncio.get_running_loop().run_in_executor(
+                self._disk, digest_on_disk, handle, size
+            )
+            if found != self._xxh3_128:
+                self._fail(Corrupt(f"{self._held.path.name}: upstream gave {found}; pulled again"))
+            elif not self._held.is_whole:
+                self._cache.settle(self._held)
+            else:
+                self._held.proved = True
+        except Exception as error:
+            self._fail(Corrupt(f"{self._held.path.name}: the copy cannot be verified: {error}"))
 
     def _fail(self, error: Exception) -> None:
         """Withdraw this copy from readers and the cache."""
         if self._failure is None:
             self._failure = error
-            self._cache.drop(self._held, reason="broken")
+            # What a failing disk keeps is never served again.
+            with suppress(OSError):
+                self._cache.drop(self._held, reason="broken")
 
     async def _news(self) -> None:
         """Wait for the next arrival; raises if a pull failed."""

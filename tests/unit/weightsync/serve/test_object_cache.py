@@ -1,12 +1,19 @@
 """A relay's directory: bounded, of one process, and nothing half in it is believed."""
 
+import asyncio
+import errno
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.contracts.errors import ConfigError, Corrupt, Exhausted
 from weightsync.serve.object_cache import CachedObject, ObjectCache, digest_on_disk
+from weightsync.serve.relayed_file import RelayedFile
+from weightsync.transport.ranges import ByteSpan
 
 
 def _key(raw: bytes) -> str:
@@ -138,3 +145,55 @@ def test_equal_files_of_two_stores_are_two_objects(tmp_path: Path) -> None:
     assert held.path != first.path
     cache.leave(held)
     cache.close()
+
+
+@contextmanager
+def _relayed(cache: ObjectCache, raw: bytes) -> Iterator[RelayedFile]:
+    held = cache.take("job-a", _key(raw), len(raw))
+
+    async def pull(span: ByteSpan) -> None:
+        with held.part.open("r+b") as file:
+            file.seek(span.start)
+            file.write(raw[span.start : span.stop])
+
+    with ThreadPoolExecutor(1) as disk:
+        yield RelayedFile(
+            held,
+            cache,
+            xxh3_128=xxhash.xxh3_128_hexdigest(raw),
+            pull=pull,
+            streams=1,
+            disk=disk,
+            on_idle=lambda _: None,
+        )
+    cache.leave(held)
+
+
+def _failing(*_: object) -> str:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_a_copy_that_the_disk_does_not_give_back_is_served_to_no_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightsync.serve.relayed_file.digest_on_disk", _failing)
+    with closing(ObjectCache(tmp_path, 1000)) as cache, _relayed(cache, b"weights") as file:
+        for _ in range(2):
+            with pytest.raises(Corrupt, match="cannot be verified"):
+                await asyncio.wait_for(file.read(ByteSpan(0, 7)), 5.0)
+        assert file.is_broken
+    assert list((tmp_path / "job-a").iterdir()) == []
+
+
+async def test_a_whole_copy_that_the_disk_does_not_give_back_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(ObjectCache(tmp_path, 1000)) as cache:
+        _put(cache, b"weights")
+    with closing(ObjectCache(tmp_path, 1000)) as cache:
+        with _relayed(cache, b"weights") as file, monkeypatch.context() as patched:
+            patched.setattr("weightsync.serve.relayed_file.digest_on_disk", _failing)
+            assert not await file.is_sound(again=False)
+        with _relayed(cache, b"weights") as file:
+            assert await file.is_sound(again=False)
+            assert await file.read(ByteSpan(0, 7)) == b"weights"
