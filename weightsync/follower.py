@@ -177,9 +177,12 @@ class Follower(AbstractContextManager["Follower"]):
             if behind:
                 layout = checkpoint.layout()
                 plan = self._receiver.plan(record.base_version, record.version, held=layout)
-                if plan.current is None:
+                published = plan.manifest.state_hash or record.state_hash
+                if plan.current is None or published != record.state_hash:
                     return 0, 0
                 staged = self._receiver.stage(plan, layout)
+                if not staged.deltas.keys() >= set(behind):
+                    return 0, 0
                 size_bytes = staged.bytes_read
                 self._receiver.apply(_only(staged, behind), checkpoint)
             checkpoint.finish(record.after)

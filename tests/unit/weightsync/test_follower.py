@@ -159,6 +159,18 @@ class _MortalTorn(_Mortal):
         super().commit(name, bits)
 
 
+def _killed_within(mortal: type[_Mortal], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A follower of `store` that holds version 1 in `held` and dies on its way to version 2."""
+    with following(tmp_path / "store", tmp_path / "held") as follows:
+        follows.pull(WeightVersion(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(kept_directory, "Checkpoint", mortal)
+        mortal.commits = 0
+        alone = Receiver(tmp_path / "store", threads=1)
+        with Follower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
+            follows.pull()
+
+
 @pytest.mark.parametrize("encoding", [Encoding.ROSEMUX, Encoding.XOR])
 @pytest.mark.parametrize("mortal", [_Mortal, _MortalTorn])
 def test_a_kill_within_an_apply_is_repaired(
@@ -172,14 +184,7 @@ def test_a_kill_within_an_apply_is_repaired(
     with Publisher(tmp_path / "store", encoding=encoding) as publisher:
         publisher.publish(states[0])
         publisher.publish(states[1])
-    with following(tmp_path / "store", tmp_path / "held") as follows:
-        follows.pull(WeightVersion(1))
-    with monkeypatch.context() as patched:
-        patched.setattr(kept_directory, "Checkpoint", mortal)
-        mortal.commits = 0
-        alone = Receiver(tmp_path / "store", threads=1)
-        with Follower(alone, tmp_path / "held") as follows, pytest.raises(Killed):
-            follows.pull()
+    _killed_within(mortal, tmp_path, monkeypatch)
     record = read_record(tmp_path / "held")
     assert isinstance(record, Applying)
     with following(tmp_path / "store", tmp_path / "held") as follows:
@@ -190,6 +195,35 @@ def test_a_kill_within_an_apply_is_repaired(
     assert pulled.bytes_read > 0
     assert pulled.from_full == (mortal is _MortalTorn)
     assert same(loaded(tmp_path / "held"), states[1])
+
+
+@pytest.mark.parametrize("changed", [("embed.weight",), ("embed.weight", "steps"), None])
+def test_a_kill_within_an_apply_is_repaired_from_a_store_that_was_made_anew(
+    tmp_path: Path,
+    states: tuple[State, ...],
+    same: Same,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: tuple[str, ...] | None,
+) -> None:
+    """Its version 2 changes a part of the tensors that were to change, or all in another way."""
+    with Publisher(tmp_path / "store") as publisher:
+        publisher.publish(states[0])
+        publisher.publish(states[1])
+    _killed_within(_Mortal, tmp_path, monkeypatch)
+    shutil.rmtree(tmp_path / "store")
+    names = states[0] if changed is None else changed
+    other = states[0] | {name: states[2][name] for name in names}
+    with Publisher(tmp_path / "store") as publisher:
+        publisher.publish(states[0])
+        step = publisher.publish(other)
+    with following(tmp_path / "store", tmp_path / "held") as follows:
+        pulled = follows.pull()
+        assert pulled.mended
+        assert pulled.state_hash == step.state_hash
+    assert same(loaded(tmp_path / "held"), other)
+    with following(tmp_path / "store", tmp_path / "held") as follows:
+        assert follows.held is not None
+        assert follows.held.state_hash == step.state_hash
 
 
 def test_a_file_that_changed_by_itself_is_no_version_until_it_is_repaired(
