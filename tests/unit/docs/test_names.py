@@ -25,8 +25,9 @@ UNITS = ("seconds", "bytes", "tokens", "ratio", "total", "max", "hour")
 
 ALLOWED = frozenset({"_cell"})
 """A cell of an HTML table."""
-OTHER_PLACES = {"MemoryPlace", "RenderPlace", "TailPlace"}
-"""Classes that are to be renamed: memory, a renderer's process and a tail's state are no place."""
+OTHER_PLACES = {"MemoryPlace", "PlaceWait", "RenderPlace", "TailPlace"}
+"""Classes that are to be renamed: memory, a renderer's process and a tail's state are no place, and
+an engine place has two words."""
 _PLAIN = """
 abort absent accepted access account action activated active actor adapted add address admission any
 admit age agent agreement alone alternative announcer answer api applied apply arrived asleep assign
