@@ -127,8 +127,9 @@ def test_no_walk_enters_a_file_again_more_than_five_times(walks: dict[str, Walk]
 @asynccontextmanager
 async def gateway_beside(engine: FakeEngine) -> AsyncIterator[GatewayInProcess]:
     """A gateway whose engine serves already, and whose probes are rare."""
-    async with gateway_on(engine, timeouts={"health_s": 5.0}) as gateway:
-        await gateway.generate("warm", 1)
+    async with gateway_on(engine, timeouts={"health_s": 60.0}) as gateway:
+        while (await gateway.status())["engines"]["e0"]["state"] != "serving":  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0.01)
         yield gateway
 
 
