@@ -1,4 +1,4 @@
-"""What a relay and a list of versions read of an index; manifest.py has the whole.
+"""The part of an index that a relay and `rosemux weights ls` read; manifest.py has the whole index.
 
 Unknown fields are skipped, so that a relay passes on what only newer receivers read, and so are all
 fields of tensors, of which there may be many. Imports nothing heavy.
