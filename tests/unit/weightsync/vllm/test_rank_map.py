@@ -128,7 +128,7 @@ def test_a_slice_that_is_not_what_was_written_is_found(states: tuple[State, ...]
 
     layout = {name: spec_of(tensor) for name, tensor in states[0].items()}
     target = traced_rank(rank, layout, disturb)
-    with pytest.raises(Corrupt, match=r"layer\.weight: what this rank holds"):
+    with pytest.raises(Corrupt, match=r"layer\.weight: the held part does not match"):
         target.finish(layout)
 
 
