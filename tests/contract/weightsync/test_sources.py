@@ -215,7 +215,7 @@ def test_a_shard_that_is_mended_is_read_again(place: Place) -> None:
     def copied() -> bytes:
         copy = store.shard(ref, manifest, SHARD_FILE, spool, lent_bytes=1 << 20)
         copy.fetch()
-        return copy.place.read(ByteSpan(0, len(raw))).tobytes()
+        return copy.staged.read(ByteSpan(0, len(raw))).tobytes()
 
     with pytest.raises(Corrupt, match=r"digest|was published"):
         copied()
