@@ -181,12 +181,12 @@ class Store:
     def _shard_layout(self, ref: VersionRef, manifest: Manifest, shard: str) -> Layout:
         path, size = f"{ref.directory}/{shard}", self._checked_bytes(ref, manifest, shard)
         try:
-            head = self._source.read_bytes(path, 0, min(size, _HEAD_BYTES))
+            head = self._source.bytes_at(path, 0, min(size, _HEAD_BYTES))
             needed = 8 + header_length(head[:8])
             if needed > size:
                 raise Corrupt(f"{self}/{path}: a header of {needed} bytes in {size}")
             if needed > len(head):
-                head = self._source.read_bytes(path, 0, needed)
+                head = self._source.bytes_at(path, 0, needed)
             return parsed_header(head[8:needed], file_bytes=size).layout
         except FileNotFoundError as error:
             raise self._missing(ref, shard) from error

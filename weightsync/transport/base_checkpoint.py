@@ -75,10 +75,10 @@ class BaseCheckpoint:
     def _names_in(self, shard: str) -> list[str]:
         try:
             size = self.source.size_bytes(shard)
-            length = int.from_bytes(self.source.read_bytes(shard, 0, 8), "little")
+            length = int.from_bytes(self.source.bytes_at(shard, 0, 8), "little")
             if length > min(size - 8, MAX_INDEX_BYTES):
                 raise Corrupt(f"a header of {length} bytes in a file of {size}")
-            raw = self.source.read_bytes(shard, 8, length)
+            raw = self.source.bytes_at(shard, 8, length)
             header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         except (FileNotFoundError, Corrupt, *UNDECODABLE) as error:
             raise ConfigError(f"base checkpoint {self}/{shard}: {error}") from error

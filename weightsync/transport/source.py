@@ -60,7 +60,7 @@ class StoreSource(Protocol):
             return False
         return True
 
-    def read_bytes(self, path: str, start: int, size_bytes: int) -> bytes:
+    def bytes_at(self, path: str, start: int, size_bytes: int) -> bytes:
         """A copy of the file's bytes from `start` on."""
         into = bytearray(size_bytes)
         self.read_range(path, start, memoryview(into))
