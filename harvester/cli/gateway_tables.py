@@ -39,21 +39,21 @@ class GatewayReport(GatewayStatus, frozen=True):
             add_row(engines, name, each.kind, state, each.version, turns, each.url)
         jobs = _table("job", "state", "version", "store", "may use")
         counts = _table("job", *_COUNTS, "tokens", "of guests")
-        for job_name, job in self.jobs.items():
-            state = "active" if job_name == self.active_job else "not active"
-            uses = {"dedicated": job.may_use_dedicated, "leases": job.may_lease}
+        for job, facts in self.jobs.items():
+            state = "active" if job == self.active_job else "not active"
+            uses = {"dedicated": facts.may_use_dedicated, "leases": facts.may_lease}
             may_use = ", ".join(what for what, may in uses.items() if may)
-            state += ", paused" if job.paused else ""
-            add_row(jobs, job_name, state, job.version, job.store, may_use)
-            ends = (job.turns.get(what, 0) for what in _COUNTS)
-            add_row(counts, job_name, *ends, sum(job.tokens.values()), job.tokens.get("guest", 0))
+            state += ", paused" if facts.paused else ""
+            add_row(jobs, job, state, facts.version, facts.store, may_use)
+            ends = (facts.turns.get(what, 0) for what in _COUNTS)
+            add_row(counts, job, *ends, sum(facts.tokens.values()), facts.tokens.get("guest", 0))
         leases = _table("lease", "agent", "job", "ends in")
         for lease in self.leases:
             add_row(leases, lease.lease, lease.agent, lease.job, f"{lease.left_s:.0f} s")
         slots = _table("slot", "agent", "state", "idle")
-        for slot_name, slot in self.slots.items():
-            idle = "unknown" if slot.idle_ratio is None else f"{slot.idle_ratio:.0%}"
-            add_row(slots, slot_name, slot.agent, slot.state, idle)
+        for slot, offer in self.slots.items():
+            idle = "unknown" if offer.idle_ratio is None else f"{offer.idle_ratio:.0%}"
+            add_row(slots, slot, offer.agent, offer.state, idle)
         yield from (each for each in (engines, jobs, counts, leases, slots) if each.rows)
 
     def faults(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import EngineId, JobId, WeightVersion
-from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayJob, GatewayStatus
+from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet, GatewayJob
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
 from scheduler.model import EngineKind
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _STATUS_BYTES = 16 << 20
 _LEARN_S = 5.0
 """The gateway's engines change rarely, and only a gateway that answers can name them."""
-_DECODER = msgspec.json.Decoder(GatewayStatus)
+_DECODER = msgspec.json.Decoder(GatewayFleet)
 
 
 class GatewaySilence:
@@ -183,7 +183,7 @@ class GatewayWatch:
             _log.warning(line, self._gateway().url, self.unanswered_s)
         self._warned = True
 
-    def _learn(self, status: GatewayStatus) -> None:
+    def _learn(self, status: GatewayFleet) -> None:
         self.learned, self.fault = True, ""
         job = status.jobs.get(self._job, GatewayJob())
         mine = job.may_use_dedicated and status.active_job in (None, self._job)

@@ -1,6 +1,7 @@
 """A gateway's status: `GET /v1/status -> GatewayStatus`.
 
 docs/protocol.md explains the fields. A gateway of another version may lack those with a default.
+A job's client and its phases read the part in GatewayFleet.
 """
 
 import msgspec
@@ -40,7 +41,7 @@ class GatewayJob(msgspec.Struct, frozen=True, kw_only=True):
 
 class GatewayLease(msgspec.Struct, frozen=True, kw_only=True):
     lease: str
-    slot: SlotId
+    slot: SlotId = SlotId("")
     agent: str
     job: JobId
     epoch: Epoch = Epoch(0)
@@ -54,22 +55,25 @@ class GatewaySlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GatewayBudget(msgspec.Struct, frozen=True, kw_only=True):
-    budget_misses: float
-    spent_misses: float
-    outstanding_misses: float
-    known_s: float
+    budget_misses: float = 0.0
+    spent_misses: float = 0.0
+    outstanding_misses: float = 0.0
+    known_s: float = 0.0
 
 
-class GatewayStatus(msgspec.Struct, frozen=True, kw_only=True):
+class GatewayFleet(msgspec.Struct, frozen=True, kw_only=True):
     active_job: JobId | None = None
+    engines: dict[EngineId, GatewayEngine]
+    jobs: dict[JobId, GatewayJob]
+
+
+class GatewayStatus(GatewayFleet, frozen=True, kw_only=True):
     target_version: WeightVersion | None = None
     settled: bool = False
     queued_turns: int = 0
     held_turns: int = 0
     placed_turns: int = 0
     dispatched: dict[str, int] = {}
-    engines: dict[EngineId, GatewayEngine]
-    jobs: dict[JobId, GatewayJob]
     leases: tuple[GatewayLease, ...] = ()
     slots: dict[SlotId, GatewaySlot] = {}
     services: dict[str, GatewayBudget] = {}

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId
-from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayStatus
+from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
 from scheduler.rollmux.control.socket_control import answered
@@ -54,7 +54,7 @@ class Harvesting:
             raise ConfigError(f"gateway {self.gateway}: {error}") from error
 
 
-class GatewayView(GatewayStatus, frozen=True):
+class GatewayView(GatewayFleet, frozen=True):
     """A gateway's status, with what a job's phases read in it."""
 
     def guest_serves(self, job: JobId) -> bool:
