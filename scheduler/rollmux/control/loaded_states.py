@@ -109,7 +109,7 @@ class LoadedStates:
 
     def _asks(self) -> None:
         while True:
-            threading.Event().wait(min(self._lease_s / _ASKS_PER_LEASE, _ASK_MAX_S))
+            threading.Event().wait(self._period_s)
             with self._lock:
                 if not self._states:
                     self._asking = None
@@ -118,12 +118,25 @@ class LoadedStates:
             asked_s = self._clock.now()
             reply = self._say(())
             if isinstance(reply, Accepted) and reply.unload:
-                self.release(reply.unload)
+                self._release_on_request(reply.unload)
             elif isinstance(reply, Ended):
                 self.release()
             else:
                 # The next call may take as long as this one before it fails.
                 self._release_silent(2 * self._clock.now() - asked_s)
+
+    @property
+    def _period_s(self) -> float:
+        return min(self._lease_s / _ASKS_PER_LEASE, _ASK_MAX_S)
+
+    def _release_on_request(self, nodes: tuple[NodeId, ...]) -> None:
+        """Goes on calling meanwhile: a release may take longer than a lease, and a silent process
+        counts as gone."""
+        work = threading.Thread(target=self.release, args=(nodes,), daemon=True)
+        work.start()
+        while work.is_alive():
+            work.join(self._period_s)
+            self._say(())
 
     def _release_silent(self, until_s: float) -> None:
         if until_s - self._answered_s > self._lease_s * (1 - _MARGIN_RATIO):
