@@ -213,7 +213,7 @@ class PhaseControl:
         ended_s = self._clock.now()
         # A tail has its nodes in part, and leaves that part to the job that has the rest.
         whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING)
-        whole = whole and not failed and not permit.lost
+        whole = whole and not failed and not permit.in_doubt
         stays_loaded = resident is not None and resident.stays_loaded and whole
         try:
             if resident is not None and not stays_loaded:

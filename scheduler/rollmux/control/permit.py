@@ -104,11 +104,17 @@ class Permit:
     @property
     def lost(self) -> str:
         """Why the permit has ended; empty while it is held."""
-        # A call that is not answered may fail only after the lease.
-        silent_s = self._clock.now() - self._answered_s
-        if not (self._lost or self._ended) and silent_s > self.lease_s * (1 - _MARGIN_RATIO):
+        if self.in_doubt and not (self._lost or self._ended):
             self._lost = f"the phase control is silent: {self._fault or 'no answer'}"
         return self._lost
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether another job may hold its nodes by now; a control that stood still too may yet
+        take the phase's end."""
+        # A call that is not answered may fail only after the lease.
+        silent_s = self._clock.now() - self._answered_s
+        return bool(self._lost) or silent_s > self.lease_s * (1 - _MARGIN_RATIO)
 
     def check(self) -> None:
         """Raises Stale when the permit has ended: stop, and go back to the last checkpoint."""
