@@ -21,7 +21,8 @@ from agentlightning.verl.agl_rollout_manager import AglRolloutManager, Completed
 
 from tests.clients.client_facts import JOB, URL, Facts
 
-MAX_TOKENS = 16
+MAX_TOKENS = 96
+"""Long enough that turns of processes that start apart overlap: two fit the dedicated engine."""
 TURNS = 2
 ROLLOUTS = 2
 """Rollouts of each question."""
