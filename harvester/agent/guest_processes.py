@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_FAULT = 300
 _SETTLE_AGAIN_NS = 5_000_000_000
+_LISTINGS = 8
 _DYING_NS = 10_000_000_000
 """Bound on the wait for killed processes: the kernel needs time to give back much memory."""
 
@@ -336,9 +337,11 @@ def _ended(descriptors: Iterable[int]) -> list[int]:
 
 
 def _moved(pid: int, *, idle: bool) -> Iterator[int]:
-    """Move threads into the idle class or out of it, also those that begin meanwhile."""
+    """Move threads into the idle class or out of it, also those that begin meanwhile; a guest that
+    begins them without end holds nothing up."""
     done: set[int] = set()
-    while new := set(_threads(pid)) - done:
+    for _ in range(_LISTINGS):
+        new = set(_threads(pid)) - done
         done |= new
         for thread in new:
             with suppress(ProcessLookupError):  # It has just ended.

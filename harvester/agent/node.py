@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -128,7 +129,8 @@ class NodeAgent:
             slot.beat(switch, stops, now=now)
         except Exception as error:
             fault = f"agent fault: {type(error).__name__}"
-            slot.shut(fault)
+            with suppress(Exception):  # Its page may be at fault; the grant expires then.
+                slot.shut(fault)
             if self._faults.get(slot.name) != fault:
                 _log.exception("slot %s: no grant while this lasts", slot.name)
                 slot.audit.fail(fault, now=now)

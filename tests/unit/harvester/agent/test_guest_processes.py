@@ -97,6 +97,16 @@ def test_threads_that_end_or_begin_meanwhile_keep_no_other_one_where_it_is(
 
 
 @privileged
+def test_a_guest_that_starts_threads_without_end_does_not_hold_up_its_agent(
+    named: tuple[ProcessId, ...], guest: GuestProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = iter(range(1 << 22, (1 << 22) + 1000))
+    monkeypatch.setattr(guest_processes, "_threads", lambda _: [next(begun)])
+    guest.lift(named)
+    assert next(begun) < (1 << 22) + 100
+
+
+@privileged
 def test_a_guest_that_could_not_be_settled_is_settled_later_unless_memory_is_due_again(
     child: "subprocess.Popen[bytes]",
     named: tuple[ProcessId, ...],

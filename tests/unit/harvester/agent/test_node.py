@@ -549,6 +549,26 @@ def test_one_slot_s_error_ends_neither_the_agent_nor_the_other_slots(
     stage.node.close()
 
 
+def test_a_slot_whose_page_is_at_fault_too_keeps_no_other_slot_from_its_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, _ = many_slots(tmp_path)
+    first, second, _ = stage.node.slots
+    others = PageDirectory(tmp_path / "pages" / second.name).grant_reader()
+    stage.beats(2)
+    other = others.read().stamp_ns
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(first._grant_page, "write", broken)
+    stage.beats(3)
+    assert others.read().stamp_ns > other
+    assert stage.node.silent_slots() == [(first.name, "agent fault: ZeroDivisionError")]
+    monkeypatch.undo()
+    stage.node.close()
+
+
 def test_a_beat_that_raises_behind_its_grant_leaves_none_open(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
