@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import Event
 
@@ -284,20 +284,26 @@ def test_a_follower_that_restarts_on_a_store_of_ours_finds_its_version_again(
             assert follower.newer(wait_s=0.0) is None
 
 
-def test_a_receiver_follows_our_publisher_into_a_cleared_directory_from_its_first_version(
-    tmp_path: Path,
-) -> None:
-    store = tmp_path / "store"
+@contextmanager
+def holding_the_second_run(store: Path) -> Iterator[tuple[Receiver, State]]:
+    """A receiver of another trainer's store, and its tensors at version 3."""
     last = second_run(store)
     with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
         current = held(0)
         receiver.sync(None, THREE, TensorTarget(current))
         assert same(current, last)
+        yield receiver, current
+
+
+def test_a_receiver_follows_our_publisher_into_a_cleared_directory_from_its_first_version(
+    tmp_path: Path,
+) -> None:
+    with holding_the_second_run(tmp_path / "store") as (receiver, current):
         with pytest.raises(ConfigError, match="not published yet"):
             # A fault makes the receiver forget what it has read.
             receiver.sync(THREE, WeightVersion(4), TensorTarget(current))
-        shutil.rmtree(store)
-        with Publisher(store) as publisher:
+        shutil.rmtree(tmp_path / "store")
+        with Publisher(tmp_path / "store") as publisher:
             publisher.publish(held(1))
             assert receiver.sync(THREE, ONE, TensorTarget(current)).from_full
             assert same(current, held(1))
@@ -311,15 +317,10 @@ def test_a_receiver_follows_our_publisher_into_a_cleared_directory_from_its_firs
 def test_our_version_of_the_held_number_is_taken_in_place_of_another_trainer_s(
     tmp_path: Path,
 ) -> None:
-    store = tmp_path / "store"
-    last = second_run(store)
-    with closing(Receiver(store, base_checkpoint=BASE)) as receiver:
-        current = held(0)
-        receiver.sync(None, THREE, TensorTarget(current))
-        assert same(current, last)
+    with holding_the_second_run(tmp_path / "store") as (receiver, current):
         assert receiver.newer(THREE, wait_s=0.0) is None
-        shutil.rmtree(store)
-        with Publisher(store) as publisher:
+        shutil.rmtree(tmp_path / "store")
+        with Publisher(tmp_path / "store") as publisher:
             for version in (1, 2, 1):
                 publisher.publish(held(version))
         assert receiver.newer(THREE, wait_s=0.0) == THREE

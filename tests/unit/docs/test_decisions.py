@@ -6,16 +6,8 @@ from pathlib import Path
 
 import pytest
 
-CODE = (
-    "harvester",
-    "coserve",
-    "weightsync",
-    "scheduler",
-    "benchmarks",
-    "deploy",
-    "examples",
-    "tests",
-)
+from tests.unit.docs.folders import CODE
+
 _OF_VLLM = {"CPUUnquantizedExperts.apply", "SpinCondition.wait", "cpu_moe.py"}
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r"[\w/-]+\.py")

@@ -9,17 +9,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = (
-    "harvester",
-    "coserve",
-    "weightsync",
-    "scheduler",
-    "benchmarks",
-    "deploy",
-    "examples",
-    "tests",
-)
-PRODUCT = PACKAGES[:4]
+from tests.unit.docs.folders import CODE
+
+PRODUCT = CODE[:4]
 _RIDDLE = re.compile(r"(?:\A\s*|[.:;?!]['\")]*\s+|\n\s*\n\s*)((?:Of|By|Who|Whose|What)\b[^\n]*)")
 """A capital letter after a colon or a semicolon begins a sentence too."""
 _PERSON = re.compile(r"\b(nobody|anybody|whoever|whom)\b", re.IGNORECASE)
@@ -87,7 +79,7 @@ def riddles(text: str) -> list[str]:
     return [match[1] for match in _RIDDLE.finditer(text)]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", CODE)
 def test_no_sentence_begins_with_a_preposition_or_pronoun(package: str, repository: Path) -> None:
     found = [
         f"{path.relative_to(repository)}:{line}: {sentence}"

@@ -1,6 +1,7 @@
 """The phase service: restarts, pauses of its own, and a journal that replays."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,18 +269,24 @@ def test_a_state_has_one_control_at_a_time(tmp_path: Path) -> None:
     ControlState(path, lock_s=0.0).close()
 
 
-def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
-    tmp_path: Path, monkeypatch
-) -> None:
-    clock, path = VirtualClock(), tmp_path / "state.sqlite"
-    service = _service(clock, path)
-    service.register(Register(terms=terms("a")))
+def _fill_disk(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No decision can be kept from now on; returns what keeps them again."""
     keep, full = ControlState.keep, Exhausted("disk full")
 
     def refuse(*_: object) -> None:
         raise full
 
     monkeypatch.setattr(ControlState, "keep", refuse)
+    return keep
+
+
+def test_a_decision_refused_by_a_full_disk_gets_no_reply_until_it_is_written(
+    tmp_path: Path, monkeypatch
+) -> None:
+    clock, path = VirtualClock(), tmp_path / "state.sqlite"
+    service = _service(clock, path)
+    service.register(Register(terms=terms("a")))
+    keep = _fill_disk(monkeypatch)
     for _ in range(2):
         with pytest.raises(Exhausted):
             _enter(service, "a")
@@ -302,12 +309,7 @@ def test_a_full_disk_ends_no_phase_of_a_job_whose_own_decisions_are_written(
     _enter(service, "c", TRAINING)
     service.leave(Leave(job=c, epoch=Epoch(1), stays_loaded=True))
     granted = _enter(service, "a")
-    keep, full = ControlState.keep, Exhausted("disk full")
-
-    def refuse(*_: object) -> None:
-        raise full
-
-    monkeypatch.setattr(ControlState, "keep", refuse)
+    keep = _fill_disk(monkeypatch)
     for _ in range(4):
         with pytest.raises(Exhausted):
             _enter(service, "b")
