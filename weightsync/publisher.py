@@ -36,6 +36,7 @@ from weightsync.publish.intake import Intake, State
 from weightsync.publish.last_published import LastPublished, MappedFile
 from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
 from weightsync.publish.share import Share
+from weightsync.publish.skip_deltas import SkipDeltas
 from weightsync.publish.store_writer import Draft, FileWriter, WritableStore, writable_store
 from weightsync.publish.version_writer import VersionWriter
 
@@ -74,12 +75,14 @@ class Publisher(AbstractContextManager["Publisher"]):
     versions that stay reachable. `max_bytes`: bound on the store; older chains go first.
     `encoding`: ROSEMUX takes the smallest encoding per tensor; XOR and OVERWRITE suit readers of
     the shared layout. `copy_dir`: a local directory for a copy that outlives the process.
-    `adapter`: the store holds LoRA adapters of that base. `rank_timeout_s`: bound on rank 0's wait
-    for the slowest rank. `ranks_dir`: a directory that every rank reaches, for their agreement; by
-    default the store's own, which an object store lacks. `write`: writer for files of a directory.
-    `announce`: the job's URL at each gateway (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells
-    it of every version, in the background, with the bearer token of `announce_token_file`.
-    `check_finite`: refuse a state with NaN or infinite elements, by the tensor's name.
+    `adapter`: the store holds LoRA adapters of that base. `skip_deltas`: also write deltas over
+    several versions, for receivers that have fallen behind. `rank_timeout_s`: bound on rank 0's
+    wait for the slowest rank. `ranks_dir`: a directory that every rank reaches, for their
+    agreement; by default the store's own, which an object store lacks. `write`: writer for files of
+    a directory. `announce`: the job's URL at each gateway
+    (`http://127.0.0.1:8300/v1/jobs/job-a`); rank 0 tells it of every version, in the background,
+    with the bearer token of `announce_token_file`. `check_finite`: refuse a state with NaN or
+    infinite elements, by the tensor's name.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         threads: int = 2,
         copy_dir: Path | str | None = None,
         adapter: Adapter | None = None,
+        skip_deltas: bool = True,
         rank: int = 0,
         ranks: int = 1,
         rank_timeout_s: float = 600.0,
@@ -143,6 +147,11 @@ class Publisher(AbstractContextManager["Publisher"]):
                 )
             self._copy = self._opened_copy(copies, rank)
             self._warm_up()
+            self._skips = (
+                SkipDeltas(self._store, self._lead, shard_bytes=shard_bytes, spool_dir=copies)
+                if self._lead and skip_deltas and encoding is Encoding.ROSEMUX
+                else None
+            )
             undo.pop_all()
         # Only now, since rank 0 clears an earlier trainer's messages.
         self._ranks = _agreeing(words, rank, ranks, rank_timeout_s, self._clock)
@@ -165,6 +174,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         if self._announcer is not None:
             self._announcer.close(ANNOUNCE_S)
         self._await_compiled()
+        if self._skips is not None:
+            self._skips.close()
         self._pool.shutdown()
         self._copy.close()
         self._ranks.close()
@@ -205,6 +216,8 @@ class Publisher(AbstractContextManager["Publisher"]):
             raise
         if published.is_full:
             self._warm_up()
+        if self._skips is not None:
+            self._skips.published(published.version)
         if self._lead is not None:
             # The version is published: what cannot be deleted now is pruned next time.
             try:

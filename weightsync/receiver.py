@@ -25,7 +25,7 @@ from weightsync.reading.memory_room import MIN_STAGING_BYTES, STAGING_BYTES, Mem
 from weightsync.reading.spool import Spool
 from weightsync.reading.store import Store
 from weightsync.receive.held_parts import HeldParts, Selection, everything, held_parts
-from weightsync.receive.plan import PullPlan, Step, plans
+from weightsync.receive.plan import PullPlan, Step, likely_refs, plans
 from weightsync.receive.staged import Applied, Staged, write_state
 from weightsync.receive.staging import Staging
 from weightsync.receive.target import ApplyTarget
@@ -187,6 +187,7 @@ class Receiver:
             target=target,
             latest=latest,
             layout_is_known=layout_is_known,
+            skips=[ref for ref in self._present if ref.kind is Kind.SKIP],
         ):
             check_base(plan.manifest, self.base)
             yield plan
@@ -223,8 +224,8 @@ class Receiver:
             try:
                 manifest = self._store.manifest(ref)
             except Stale:
-                # An object store lists an anchor that is still being written.
-                if ref.kind is Kind.ANCHOR:
+                # An object store lists what is still being written.
+                if ref.kind is not Kind.WEIGHT:
                     return None
                 raise
             self._steps[ref] = Step(ref, manifest, self._store.size_bytes(ref, manifest))
@@ -235,7 +236,7 @@ class Receiver:
         anchors = [ref.version for ref in self._present if ref.kind is Kind.ANCHOR]
         anchors += [self._copy.step.ref.version] if self._copy else []
         start = current or max((v for v in anchors if v <= target), default=WeightVersion(0))
-        chain = [ref for ref in self._present if start < ref.version <= target]
+        chain = likely_refs(self._present, since=start, target=target)
         if self._store.is_remote and 1 < len(chain) < MAX_REMEMBERED_STEPS:
             list(self._pool.map(self._look_at, chain))
 

@@ -3,7 +3,7 @@
 `dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
 index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
 changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
-takes the smallest; payloads are read back in delta.py.
+takes the smaller of `rosemux` and `dense`, which can be composed; delta.py reads payloads back.
 
 rosemux payload: bytes format, layout, width; varint elements; then by layout
   sparse  varints small, far, gap bytes, far gap bytes; streams gaps, signs, far gaps, width planes
@@ -21,7 +21,14 @@ import numpy as np
 
 from harvester.contracts.errors import Unsupported
 from weightsync.elements import kernels, state_hash
-from weightsync.elements.bits import UNSIGNED_NUMPY, Bits, Bytes, TensorSpec, bytes_of
+from weightsync.elements.bits import (
+    UNSIGNED_NUMPY,
+    Bits,
+    Bytes,
+    TensorSpec,
+    bits_from_bytes,
+    bytes_of,
+)
 from weightsync.elements.compiled import forget_cache, is_cached
 from weightsync.encoding.delta import (
     Delta,
@@ -34,9 +41,7 @@ from weightsync.encoding.delta import (
 )
 from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
 from weightsync.encoding.plain import (
-    OVERWRITE_BELOW_CHANGES,
     PLAIN_BYTES,
-    PlainPayload,
     plain_deltas,
     plain_payload,
 )
@@ -84,17 +89,8 @@ def encode(old: Bits, new: Bits) -> Encoded | None:
         if plain.changed == 0:
             return None
         if plain.payload and plain.changed <= PLANES_ABOVE_RATIO * old.size:
-            return _smaller_plain(plain)
+            return Encoded(Encoding.ROSEMUX, plain.payload, plain.changed, plain.digest)
     return encode_streams(old, new)
-
-
-def _smaller_plain(plain: PlainPayload) -> Encoded:
-    encoding = Encoding.ROSEMUX
-    payload: bytes | memoryview = plain.payload
-    if plain.overwrite.size:
-        overwrite = pack_frame(plain.overwrite)
-        encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
-    return Encoded(encoding, payload, plain.changed, plain.digest)
 
 
 def encode_streams(old: Bits, new: Bits) -> Encoded | None:
@@ -111,17 +107,39 @@ def encode_streams(old: Bits, new: Bits) -> Encoded | None:
     if changed > PLANES_ABOVE_RATIO * old.size:
         del streams
         payload = min(payload, _encode_planes(old, new), key=len)
-        encoding, payload = _smaller(encoding, payload, Encoding.DENSE, encode_dense(new))
-    if changed < OVERWRITE_BELOW_CHANGES and bytes_of(old).size < 1 << 32:
-        overwrite = encode_overwrite(old, new)
-        encoding, payload = _smaller(encoding, payload, Encoding.OVERWRITE, overwrite)
+        dense = encode_dense(new)
+        if len(dense) < len(payload):
+            encoding, payload = Encoding.DENSE, dense
     return Encoded(encoding, payload, changed, digest)
 
 
-def _smaller(
-    first: Encoding, payload: bytes | memoryview, other: Encoding, others: bytes
-) -> tuple[Encoding, bytes | memoryview]:
-    return (other, others) if len(others) < len(payload) else (first, payload)
+def composed(
+    changes: Iterable[tuple[Encoding, memoryview]], spec: TensorSpec, digest: str
+) -> Encoded | None:
+    """Consecutive changes of one tensor as a single one, None if they cancel out; `digest` is of
+    the bits that they lead to.
+
+    Needs no old bits: `rosemux` adds differences modulo the element width, so that differences add
+    up in a tensor of zeros, and `dense` replaces whatever was there. Raises Corrupt, and
+    Unsupported for other encodings.
+    """
+    total = bits_from_bytes(np.zeros(spec.size_bytes, dtype=np.uint8), spec)
+    is_dense = False
+    for encoding, payload in changes:
+        if encoding not in {Encoding.DENSE, Encoding.ROSEMUX}:
+            raise Unsupported(f"changes by {encoding} do not add up")
+        is_dense |= encoding is Encoding.DENSE
+        apply_own(encoding, payload, spec, total)
+    if is_dense:
+        return Encoded(Encoding.DENSE, encode_dense(total), total.size, digest)
+    nothing = np.zeros_like(total)
+    sum_of_all = encode(nothing, total)
+    if sum_of_all is None:
+        return None
+    payload = sum_of_all.payload
+    if sum_of_all.encoding is Encoding.DENSE:
+        payload = _encode_planes(nothing, total)
+    return Encoded(Encoding.ROSEMUX, payload, sum_of_all.changed, digest)
 
 
 def _mostly_changed(old: Bits, new: Bits) -> bool:

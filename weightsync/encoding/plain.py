@@ -32,9 +32,6 @@ _FAR_GAPS, _FAR_GAP_BYTES, _PLANES, _FAR, _PLANE_STEP = range(5, 10)
 _COLUMNS = 10
 PLAIN_BYTES = 8 << 10
 """Largest tensor to try; a larger one seldom changes in so few places."""
-OVERWRITE_BELOW_CHANGES = 16
-"""`overwrite` spends 4 bytes on a position, but its header is shorter than that of `rosemux`."""
-_OVERWRITE_BYTES = 4 + 5 * 8 * OVERWRITE_BELOW_CHANGES
 _PAYLOAD_BYTES = 3 + 5 * 9 + 11 * (1 + RAW_BELOW_BYTES)
 
 
@@ -181,14 +178,11 @@ class PlainPayload(NamedTuple):
     """xxh3-128 of the new bits."""
     payload: bytes
     """Empty if a stream may be worth compressing."""
-    overwrite: Bytes
-    """Content of an `overwrite` frame; empty if too many elements changed for it."""
 
 
 class _Made(NamedTuple):
     changed: int
     payload_bytes: int
-    overwrite_bytes: int
     high: np.uint64
     low: np.uint64
 
@@ -197,45 +191,30 @@ def plain_payload(old: Bits, new: Bits) -> PlainPayload:
     """The payload for a tensor of at most PLAIN_BYTES."""
     data = bytes_of(new)
     payload = np.empty(_PAYLOAD_BYTES, dtype=np.uint8)
-    overwrite = np.empty(_OVERWRITE_BYTES, dtype=np.uint8)
     room = scratch.reserve(Scan(), new.size, new.size)
-    made = _Made(*_make(old, new, bytes_of(old), data, room, xxh3.started(), payload, overwrite))
+    made = _Made(*_make(old, new, data, room, xxh3.started(), payload))
     digest = (
         digest_of(new)
         if data.size < xxh3.MIN_BYTES
         else f"{int(made.high):016x}{int(made.low):016x}"
     )
-    return PlainPayload(
-        made.changed,
-        digest,
-        payload[: made.payload_bytes].tobytes(),
-        overwrite[: made.overwrite_bytes],
-    )
+    return PlainPayload(made.changed, digest, payload[: made.payload_bytes].tobytes())
 
 
 @compiled
 def _make(
-    old: Bits,
-    new: Bits,
-    old_data: Bytes,
-    data: Bytes,
-    room: Room,
-    sums: Accumulators,
-    payload: Bytes,
-    overwrite: Bytes,
-) -> tuple[int, int, int, np.uint64, np.uint64]:
+    old: Bits, new: Bits, data: Bytes, room: Room, sums: Accumulators, payload: Bytes
+) -> tuple[int, int, np.uint64, np.uint64]:
     scan = scan_elements(old, new, data, 0, new.size, Scan(0, 0, 0, 0, 0, 0), room, sums)
     changed = scan.small + scan.far
-    payload_bytes = overwrite_bytes = 0
+    payload_bytes = 0
     most = max(scan.gap_bytes, scan.far_gap_bytes, scan.far)
     if changed and most < RAW_BELOW_BYTES:
         payload_bytes = _write_payload(new.size, new.itemsize, scan, room, payload)
-        if changed < OVERWRITE_BELOW_CHANGES:
-            overwrite_bytes = _write_overwrite(old_data, data, overwrite)
     high = low = np.uint64(0)
     if data.size >= xxh3.MIN_BYTES:
         high, low = xxh3.finished(sums, data)
-    return changed, payload_bytes, overwrite_bytes, high, low
+    return changed, payload_bytes, high, low
 
 
 @compiled
@@ -257,29 +236,6 @@ def _write_payload(elements: int, width: int, scan: Scan, room: Room, payload: B
             payload[at + i] = room.far_planes[plane, i]
         at += scan.far
     return at
-
-
-@compiled
-def _write_overwrite(old: Bytes, new: Bytes, overwrite: Bytes) -> int:
-    """Write count, byte positions (u4 each) and bytes; returns the length."""
-    count = 0
-    for i in range(new.size):
-        count += old[i] != new[i]
-    _write_word(overwrite, 0, count)
-    found = 0
-    for i in range(new.size):
-        if old[i] != new[i]:
-            _write_word(overwrite, 4 + 4 * found, i)
-            overwrite[4 + 4 * count + found] = new[i]
-            found += 1
-    return 4 + 5 * count
-
-
-@compiled
-def _write_word(into: Bytes, at: int, value: int) -> None:
-    """Write four bytes, least significant first."""
-    for byte in range(4):
-        into[at + byte] = (value >> (8 * byte)) & 0xFF
 
 
 @compiled

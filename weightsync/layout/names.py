@@ -16,12 +16,14 @@ CONFIG_FILE = "adapter_config.json"
 """Beside the index in a store of LoRA adapters."""
 MAX_LATEST_BYTES = 64
 MAX_INDEX_BYTES = 32 << 20
-_DIRECTORY = re.compile(r"(weight|anchor)_v(\d{6,15})\Z", re.ASCII)
+_DIRECTORY = re.compile(r"(?:(weight|anchor)|skip_v(\d{6,15}))_v(\d{6,15})\Z", re.ASCII)
 
 
 class Kind(StrEnum):
     WEIGHT = "weight"
     ANCHOR = "anchor"
+    SKIP = "skip"
+    """A delta over several versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,22 @@ class VersionRef:
 
     kind: Kind
     version: WeightVersion
+    base: WeightVersion | None = None
+    """The version that a skip delta builds on; others have theirs in the index alone."""
 
     @property
     def directory(self) -> str:
-        return f"{self.kind}_v{self.version:06d}"
+        begin = f"{self.kind}_v" if self.base is None else f"{self.kind}_v{self.base:06d}_v"
+        return f"{begin}{self.version:06d}"
 
 
 def named_ref(directory: str) -> VersionRef | None:
     """The version of a directory name; None if the name is not a version's."""
     match = _DIRECTORY.match(directory)
-    return VersionRef(Kind(match[1]), WeightVersion(int(match[2]))) if match else None
+    if match is None:
+        return None
+    version = WeightVersion(int(match[3]))
+    if match[1]:
+        return VersionRef(Kind(match[1]), version)
+    base = WeightVersion(int(match[2]))
+    return VersionRef(Kind.SKIP, version, base) if base < version else None

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
 from harvester.contracts.ids import WeightVersion
+from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM, combined
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.adapter import FULL_SHARD_FILE, Adapter
@@ -101,9 +102,11 @@ class VersionWriter:
         changed = {entry: digest for part in written for entry, digest in part.digests.items()}
         self._next = replace(self._next, digests=self._next.digests | changed)
         state_hash = combined(self._next.digests, self._next.layout)
-        names, small = self._complete(order.directory, version, order.base, written, state_hash)
+        names, small = self._complete(
+            order.directory, version, order.base, written, state_hash, self._bytes_dense()
+        )
         size = _size_bytes(written, small)
-        since_full = version - max(self._full_versions, default=0)
+        since_full = version - self.newest_full
         anchor_due = bool(order.base) and since_full >= self._anchor_every
         self._make_room(size, anchor_due=anchor_due)
         # From here on an object may have this number, whatever fails.
@@ -129,13 +132,40 @@ class VersionWriter:
         try:
             if any(part.failed for part in written):
                 raise Exhausted("a rank could not write its part of the anchor")
-            _, small = self._complete(begun, version, 0, written, outcome.state_hash)
+            _, small = self._complete(
+                begun, version, 0, written, outcome.state_hash, outcome.bytes_dense
+            )
             self._writer.finish(begun, VersionRef(Kind.ANCHOR, version), small)
         except RoseMuxError:
             self._writer.sweep()
             return Anchored(0)
         self._full_versions.add(version)
         return Anchored(_size_bytes(written, small))
+
+    @property
+    def newest_full(self) -> WeightVersion:
+        """The newest version with a full checkpoint; 0 without one."""
+        return max(self._full_versions, default=WeightVersion(0))
+
+    @property
+    def layout(self) -> Layout:
+        """All ranks' entries in the newest version."""
+        return self._next.layout
+
+    def begin_skip(self, ref: VersionRef, *, size_bytes: int) -> str:
+        """Begin a skip delta in the store; raises Exhausted if the quota has no room for it."""
+        if self._max_bytes is not None:
+            used_bytes = sum(self._writer.sizes().values())
+            if used_bytes + size_bytes > self._max_bytes:
+                raise Exhausted(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
+        return self._writer.begin(ref)
+
+    def commit_skip(self, begun: str, ref: VersionRef, block: Block, written: WrittenShare) -> None:
+        """Make a skip delta visible; `block` is of the version that it leads to."""
+        _, small = self._complete(
+            begun, ref.version, ref.base or 0, [written], block.state_hash, block.bytes_dense
+        )
+        self._writer.finish(begun, ref, small)
 
     def sweep(self) -> None:
         """Delete unfinished versions."""
@@ -158,11 +188,12 @@ class VersionWriter:
         base: int,
         written: Sequence[WrittenShare],
         state_hash: str,
+        bytes_dense: int,
     ) -> tuple[dict[str, str], dict[str, bytes]]:
         """The final name of each written file, and the small files still to be written."""
         alone = FULL_SHARD_FILE if self._adapter and not base else ""
         names = self._writer.place(begun, written, alone=alone)
-        manifest = self._manifest(version, base, written, names, state_hash)
+        manifest = self._manifest(version, base, written, names, state_hash, bytes_dense)
         index = encoded_manifest(manifest)
         if len(index) > MAX_INDEX_BYTES:
             # Without chunk digests, readers of a part must read the whole shard.
@@ -182,6 +213,7 @@ class VersionWriter:
         written: Sequence[WrittenShare],
         names: dict[str, str],
         state_hash: str,
+        bytes_dense: int,
     ) -> Manifest:
         shards = [shard for part in written for shard in part.shards]
         encodings = {
@@ -199,7 +231,7 @@ class VersionWriter:
             block=Block(
                 format=BLOCK_FORMAT,
                 state_hash=state_hash,
-                bytes_dense=self._bytes_dense(),
+                bytes_dense=bytes_dense,
                 files={names[shard.file]: shard.record for shard in shards},
                 encodings=encodings,
                 slices={} if base else self._next.slices,
@@ -278,14 +310,17 @@ def making_room(
 ) -> tuple[VersionRef, ...] | None:
     """The fewest directories to delete, oldest first, so that `needed_bytes` more fit.
 
-    `latest` stays reachable whatever the next version becomes. None where that leaves too little.
+    `latest` stays reachable whatever the next version becomes: skip deltas go first. None where
+    that leaves too little.
     """
+    skips = tuple(ref for ref in sizes if ref.kind is Kind.SKIP)
     beginnings = sorted({0, *(version for version in full_versions if version <= latest)})
     for beginning in beginnings:
-        doomed = _before(sizes, beginning)
-        kept_bytes = sum(sizes.values()) - sum(sizes[ref] for ref in doomed)
-        if kept_bytes + needed_bytes <= max_bytes:
-            return doomed
+        chains = _before(sizes, beginning)
+        for doomed in (chains, (*chains, *(ref for ref in skips if ref not in chains))):
+            kept_bytes = sum(sizes.values()) - sum(sizes[ref] for ref in doomed)
+            if kept_bytes + needed_bytes <= max_bytes:
+                return doomed
     return None
 
 

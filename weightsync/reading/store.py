@@ -116,7 +116,7 @@ class Store:
             except RoseMuxError:
                 return False
 
-        listed = list(refs)
+        listed = [ref for ref in refs if ref.kind is not Kind.SKIP]
         with ThreadPoolExecutor(_AT_ONCE if self.is_remote else 1) as pool:
             return frozenset(
                 ref.version

@@ -4,10 +4,13 @@ Reads manifests only. The first way is the cheaper by bytes of the delta chain f
 version and a full checkpoint with the chain after it; the others lead further back, for a store
 that is broken in part. Another trainer's store is walked to its base only if the chain from the
 current version is broken: it has no other full checkpoint, and no slices that one would tell.
+
+Ways over skip deltas come first. A skip delta is what the deltas between its versions add up to, so
+that it is smaller than they are, and the delta of every version is still there if one is broken.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from harvester.contracts.errors import ConfigError, Corrupt, RoseMuxError, Stale, Unsupported
@@ -58,6 +61,53 @@ class _Link:
     delta: Step | None
 
 
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """The way back from the target, by the longest of `skips` that do not pass over `since`."""
+
+    step_of: StepOf
+    target: WeightVersion
+    since: WeightVersion
+    skips: Mapping[WeightVersion, Sequence[VersionRef]]
+    faults: list[RoseMuxError]
+    last: WeightVersion = field(init=False)
+    """The oldest version that was reached."""
+    has_skipped: bool = False
+
+    def __iter__(self) -> Iterator[_Link]:
+        self.last = self.target
+        for _ in range(MAX_CHAIN):
+            link = self._link(self.last)
+            yield link
+            base = None if link.delta is None else link.delta.manifest.base_version
+            if base is None:
+                return
+            self.last = base
+        limit = f"over {MAX_CHAIN} deltas away from a full checkpoint"
+        self.faults.append(Stale(f"version {self.target} is {limit}"))
+
+    def _link(self, at: WeightVersion) -> _Link:
+        anchor = self._look(VersionRef(Kind.ANCHOR, at))
+        for ref in self.skips.get(at, ()):
+            if ref.base is None or ref.base < self.since < at:
+                continue
+            skip = self._look(ref)
+            if skip is not None and skip.manifest.base_version == ref.base:
+                self.has_skipped = True
+                return _Link(at, () if anchor is None else (anchor,), skip)
+        weight = self._look(VersionRef(Kind.WEIGHT, at))
+        delta = weight if weight is not None and not weight.manifest.is_full else None
+        fulls = (anchor, weight if delta is None else None)
+        return _Link(at, tuple(full for full in fulls if full is not None), delta)
+
+    def _look(self, ref: VersionRef) -> Step | None:
+        try:
+            return self.step_of(ref)
+        except (Corrupt, Unsupported, Stale) as fault:
+            self.faults.append(fault)
+            return None
+
+
 def plans(
     step_of: StepOf,
     *,
@@ -65,59 +115,101 @@ def plans(
     target: WeightVersion,
     latest: WeightVersion | None,
     layout_is_known: bool = False,
+    skips: Collection[VersionRef] = (),
 ) -> Iterator[PullPlan]:
     """Yield ways to the target, the cheapest first (a chain wins a tie); each is read on demand.
 
-    A directory with a broken index is part of no way. With `layout_is_known`, a chain that builds
-    on the current version may do without a full checkpoint. Raises ConfigError for a version that
-    is not published, Stale for one that is older than the current version; without any way, the
-    first fault found, else Stale.
+    `skips` are the skip deltas that exist; ways without them follow those over them. A directory
+    with a broken index is part of no way. With `layout_is_known`, a chain that builds on the
+    current version may do without a full checkpoint. Raises ConfigError for a version that is not
+    published, Stale for one that is older than the current version; without any way, the first
+    fault found, else Stale.
     """
     if latest is None or target > latest:
         raise ConfigError(f"version {target} is not published yet; the newest is {latest}")
     if current is not None and target < current:
         raise Stale(f"version {target} is older than version {current}, which is loaded already")
     faults: list[RoseMuxError] = []
+    since, by_end = current or WeightVersion(0), _longest_first(skips)
+    found = False
+    for chosen in (by_end, {}) if by_end else ({},):
+        walk = _Walk(step_of=step_of, target=target, since=since, skips=chosen, faults=faults)
+        for plan in _plans_along(walk, current, layout_is_known=layout_is_known):
+            found = True
+            yield plan
+        if not walk.has_skipped:
+            break
+    if not found:
+        raise _no_way(target, walk.last, latest, faults)
+
+
+def likely_refs(
+    present: Collection[VersionRef], *, since: WeightVersion, target: WeightVersion
+) -> set[VersionRef]:
+    """The directories whose indexes `plans` probably reads, told by their names alone."""
+    skips = _longest_first([ref for ref in present if ref.base is not None and ref.base >= since])
+    refs = {VersionRef(Kind.WEIGHT, target)}
+    at = target
+    while at > since:
+        step = next(iter(skips.get(at, ())), VersionRef(Kind.WEIGHT, at))
+        refs |= {step, VersionRef(Kind.ANCHOR, at)}
+        at = WeightVersion(at - 1) if step.base is None else step.base
+    return refs & set(present)
+
+
+def _longest_first(skips: Collection[VersionRef]) -> dict[WeightVersion, list[VersionRef]]:
+    """Skip deltas by the version that they lead to."""
+    by_end: dict[WeightVersion, list[VersionRef]] = {}
+    for ref in sorted(skips, key=lambda ref: ref.base or 0):
+        by_end.setdefault(ref.version, []).append(ref)
+    return by_end
+
+
+def _plans_along(
+    walk: _Walk, current: WeightVersion | None, *, layout_is_known: bool
+) -> Iterator[PullPlan]:
+    target = walk.target
     goal: Manifest | None = None
     chain: tuple[Step, ...] = ()
     held: tuple[Step, ...] | None = None
     fulls: list[tuple[Step, ...]] = []
-    found = False
-    last = target
-    for link in _walk(step_of, target, faults):
-        last = link.version
+    for link in walk:
         if link.version == target:
             goal = next((step.manifest for step in (link.delta, *link.fulls) if step), None)
         if link.version == current:
             held = chain
             theirs = all(step.manifest.block is None for step in chain)
             if goal and goal.block is None and theirs and layout_is_known and not fulls:
-                found = True
                 yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
         fulls += [(full, *chain) for full in link.fulls]
         if goal is not None and fulls and (current is None or link.version <= current):
-            found = True
             yield from _ways(goal, fulls, current, held)
             fulls.clear()
         if link.delta is not None:
             chain = (link.delta, *chain)
     if goal is not None and fulls:
-        found = True
         yield from _ways(goal, fulls, current, held)
     if goal is not None and held is not None and layout_is_known:
-        found = True
         yield PullPlan(current=current, target=target, steps=held, root=None, manifest=goal)
-    if not found and faults:
-        raise faults[0]
-    if not found and last == 0:
-        raise ConfigError(
+
+
+def _no_way(
+    target: WeightVersion,
+    last: WeightVersion,
+    latest: WeightVersion,
+    faults: Sequence[RoseMuxError],
+) -> RoseMuxError:
+    """The error for a target to which no way leads; the walk ended at version `last`."""
+    if faults:
+        return faults[0]
+    if last == 0:
+        return ConfigError(
             f"version {target} builds on version 0, the checkpoint that its trainer started from: "
             "name its directory (--base-checkpoint, ROSEMUX_BASE_CHECKPOINT or base_checkpoint=)"
         )
-    if not found and last != target:
-        raise Stale(f"version {target} builds on version {last}, which is not in the store")
-    if not found:
-        raise Stale(f"version {target} was pruned or leads to no full checkpoint; take {latest}")
+    if last != target:
+        return Stale(f"version {target} builds on version {last}, which is not in the store")
+    return Stale(f"version {target} was pruned or leads to no full checkpoint; take {latest}")
 
 
 def _ways(
@@ -137,24 +229,3 @@ def _ways(
     if held is not None:
         ways.append(PullPlan(current=current, target=target, steps=held, root=root, manifest=goal))
     return sorted(ways, key=lambda way: (way.size_bytes, way.current is None))
-
-
-def _walk(step_of: StepOf, target: WeightVersion, faults: list[RoseMuxError]) -> Iterator[_Link]:
-    def look(kind: Kind, version: WeightVersion) -> Step | None:
-        try:
-            return step_of(VersionRef(kind, version))
-        except (Corrupt, Unsupported, Stale) as fault:
-            faults.append(fault)
-            return None
-
-    at = target
-    for _ in range(MAX_CHAIN):
-        weight, anchor = look(Kind.WEIGHT, at), look(Kind.ANCHOR, at)
-        delta = weight if weight is not None and not weight.manifest.is_full else None
-        fulls = (anchor, weight if delta is None else None)
-        yield _Link(at, tuple(full for full in fulls if full is not None), delta)
-        base = None if delta is None else delta.manifest.base_version
-        if base is None:
-            return
-        at = base
-    faults.append(Stale(f"version {target} is over {MAX_CHAIN} deltas away from a full checkpoint"))

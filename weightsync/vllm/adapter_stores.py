@@ -141,7 +141,7 @@ class AdapterStores:
     def _ref(self, store: str, version: WeightVersion) -> VersionRef:
         """An anchor may outlive the delta to the same version."""
         refs = self._store(store).refs()
-        named = (VersionRef(kind, version) for kind in Kind)
+        named = (VersionRef(kind, version) for kind in (Kind.WEIGHT, Kind.ANCHOR))
         found = next((ref for ref in named if ref in refs), None)
         if found is None:
             raise Stale(f"version {version} of {store} is not there (any more)")

@@ -1,7 +1,7 @@
 """Plans: the cheaper of chain and checkpoint, or a clear refusal."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -10,7 +10,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.layout.manifest import Block, Manifest
 from weightsync.layout.names import Kind, VersionRef
-from weightsync.receive.plan import MAX_CHAIN, PullPlan, Step, plans
+from weightsync.receive.plan import MAX_CHAIN, PullPlan, Step, likely_refs, plans
 
 
 @dataclass
@@ -34,6 +34,11 @@ class FakeStore:
             block=Block(1, "", 0, {}) if is_ours else None,
         )
         self.steps[ref] = Step(ref, manifest, size_bytes)
+
+    def add_skip(self, base: int, version: int, size_bytes: int) -> None:
+        ref = VersionRef(Kind.SKIP, WeightVersion(version), WeightVersion(base))
+        weight = self.steps[VersionRef(Kind.WEIGHT, ref.version)].manifest
+        self.steps[ref] = Step(ref, replace(weight, base_version=ref.base), size_bytes)
 
     def step(self, ref: VersionRef) -> Step | None:
         self.asked.append(ref)
@@ -69,6 +74,7 @@ def _plans(
         target=WeightVersion(target),
         latest=WeightVersion(latest),
         layout_is_known=known,
+        skips=[ref for ref in store.steps if ref.kind is Kind.SKIP],
     )
 
 
@@ -226,3 +232,61 @@ def test_a_reader_too_far_from_a_full_checkpoint_is_refused(theirs: FakeStore) -
     newest = MAX_CHAIN + 76
     with pytest.raises(Stale, match=f"version {newest} is over {MAX_CHAIN} deltas away"):
         _plan(theirs, None, newest, newest)
+
+
+@pytest.fixture
+def skipping(store: FakeStore) -> FakeStore:
+    """The store with skip deltas from 1 to 5, 5 to 7 and 3 to 7."""
+    for base, version, size_bytes in ((1, 5, 25), (5, 7, 15), (3, 7, 28)):
+        store.add_skip(base, version, size_bytes)
+    return store
+
+
+def test_a_follower_takes_the_longest_skip_delta_that_it_can_use(skipping: FakeStore) -> None:
+    assert _directories(_plan(skipping, 3, 8)) == ["skip_v000003_v000007", "weight_v000008"]
+    assert _directories(_plan(skipping, 4, 8)) == [
+        "weight_v000005",
+        "skip_v000005_v000007",
+        "weight_v000008",
+    ]
+    assert _directories(_plan(skipping, 6, 8)) == ["weight_v000007", "weight_v000008"]
+
+
+def test_a_skip_delta_saves_the_indexes_of_what_it_replaces(skipping: FakeStore) -> None:
+    _plan(skipping, 3, 8)
+    asked = {ref.directory for ref in skipping.asked}
+    assert not asked & {"weight_v000007", "weight_v000006", "weight_v000005"}
+
+
+def test_the_ways_without_a_skip_delta_follow_those_with_one(skipping: FakeStore) -> None:
+    ways = [_directories(plan) for plan in _plans(skipping, 5, 7)]
+    assert ways[0] == ["skip_v000005_v000007"]
+    assert ["weight_v000006", "weight_v000007"] in ways
+    assert ["anchor_v000005", "skip_v000005_v000007"] in ways
+
+
+def test_the_index_of_a_broken_skip_delta_costs_no_way(skipping: FakeStore) -> None:
+    skipping.broken.add(VersionRef(Kind.SKIP, WeightVersion(7), WeightVersion(3)))
+    assert _directories(_plan(skipping, 3, 7)) == [
+        "weight_v000004",
+        "weight_v000005",
+        "skip_v000005_v000007",
+    ]
+
+
+def test_a_skip_delta_with_another_base_than_its_name_is_not_taken(store: FakeStore) -> None:
+    store.add_skip(5, 7, 15)
+    ref = VersionRef(Kind.SKIP, WeightVersion(7), WeightVersion(5))
+    wrong = replace(store.steps[ref].manifest, base_version=WeightVersion(4))
+    store.steps[ref] = Step(ref, wrong, 15)
+    assert _directories(_plan(store, 5, 7)) == ["weight_v000006", "weight_v000007"]
+
+
+@pytest.mark.parametrize(("current", "target"), [(3, 8), (4, 8), (6, 8), (1, 5), (7, 7), (0, 8)])
+def test_the_indexes_that_a_plan_reads_are_those_that_names_announce(
+    skipping: FakeStore, current: int, target: int
+) -> None:
+    refs = likely_refs(skipping.steps, since=WeightVersion(current), target=WeightVersion(target))
+    plan = _plan(skipping, current or None, target)
+    assert {step.ref for step in plan.steps if step.manifest.base_version} <= refs
+    assert len(refs) <= len(plan.steps) + 3
