@@ -125,11 +125,11 @@ def composed(
     """
     total = bits_from_bytes(np.zeros(spec.size_bytes, dtype=np.uint8), spec)
     is_dense = False
-    for encoding, payload in changes:
+    for encoding, change in changes:
         if encoding not in {Encoding.DENSE, Encoding.ROSEMUX}:
             raise Unsupported(f"changes by {encoding} do not add up")
         is_dense |= encoding is Encoding.DENSE
-        apply_own(encoding, payload, spec, total)
+        apply_own(encoding, change, spec, total)
     if is_dense:
         return Encoded(Encoding.DENSE, encode_dense(total), total.size, digest)
     nothing = np.zeros_like(total)

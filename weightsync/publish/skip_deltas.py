@@ -29,24 +29,29 @@ from weightsync.reading.store import Store
 from weightsync.transport.ranges import ByteSpan
 
 _LOG = logging.getLogger(__name__)
-_VERSIONS = 4
-_SINCE_FULL = 8
-_MAX_READ_BYTES = 1 << 30
-"""Size of the deltas that one skip delta is made of: its payloads wait in memory."""
-_MAX_PAYLOADS = 1 << 16
+_SPANS = (4, 8)
+"""Versions that a skip delta covers; at every version that the longest divides another goes back to
+the full checkpoint."""
+_MOST_OF_DENSE = 0.5
+"""Size of the deltas that one skip delta is made of, over the model's: it waits in memory."""
+_SMALL_BYTES = 64 << 20
+_MAX_PAYLOADS = 1 << 19
 """Each takes some 50 us of the interpreter, which the trainer shares."""
 _ROOM_BYTES = 64 << 20
-_WAITING = 2
+_WAITING = 3
 
 
 def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVersion, ...]:
-    """The bases of the skip deltas to make once `version` is published: four versions earlier at
-    every fourth version since the full checkpoint, and that checkpoint at every eighth."""
+    """The bases of the skip deltas to make once `version` is published, the newest first.
+
+    Counted from the full checkpoint: four versions back at every fourth, eight back and back to
+    that checkpoint at every eighth.
+    """
     since = version - full
-    bases = [WeightVersion(version - _VERSIONS)] if since > 0 and since % _VERSIONS == 0 else []
-    if since > 0 and since % _SINCE_FULL == 0:
-        bases.append(full)
-    return tuple(bases)
+    spans = {span for span in _SPANS if since > 0 and since % span == 0}
+    if max(_SPANS) in spans:
+        spans.add(since)
+    return tuple(WeightVersion(version - span) for span in sorted(spans))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +109,8 @@ class SkipDeltas:
                 written = WrittenShare(files.finish(), {})
             self._lead.commit_skip(begun, skip.ref, skip.block, written)
         except (RoseMuxError, MemoryError) as error:
-            _LOG.warning("a skip delta is left out: %s", error)
+            level = logging.INFO if isinstance(error, Exhausted) else logging.WARNING
+            _LOG.log(level, "a skip delta is left out: %s", error)
             self._lead.sweep()
 
 
@@ -116,11 +122,15 @@ def made(
     Raises Exhausted if they are too large, Stale if they do not lead from the one to the other, and
     Corrupt.
     """
-    chain = _chain(store, base, version)
-    size_bytes = sum(store.size_bytes(ref, manifest) for ref, manifest in chain)
-    payloads = sum(len(manifest.weight_map) for _, manifest in chain)
     ref = VersionRef(Kind.SKIP, version, base)
-    if size_bytes > _MAX_READ_BYTES or payloads > _MAX_PAYLOADS:
+    chain = _chain(store, base, version)
+    block = chain[-1][1].block
+    if block is None:
+        raise Corrupt(f"{ref.directory}: version {version} is of another system")
+    size_bytes = sum(store.size_bytes(each, manifest) for each, manifest in chain)
+    payloads = sum(len(manifest.weight_map) for _, manifest in chain)
+    limit_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * block.bytes_dense)
+    if size_bytes > limit_bytes or payloads > _MAX_PAYLOADS:
         raise Exhausted(f"{ref.directory}: {payloads} payloads of {size_bytes} bytes are too many")
     changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
     digests: dict[str, str] = {}
@@ -143,9 +153,6 @@ def made(
         )
         if found is not None:
             entries[entry] = found
-    block = chain[-1][1].block
-    if block is None:
-        raise Corrupt(f"{ref.directory}: version {version} is of another system")
     return SkipDelta(ref=ref, block=block, entries=entries)
 
 

@@ -1,6 +1,7 @@
 """Damaged payloads: plain ones, and forged ones with the damaged file's digest in the index."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -8,10 +9,16 @@ from random import Random
 import numpy as np
 import xxhash
 
-from benchmarks.weightsync.faults.fault import Fault, damaging
-from benchmarks.weightsync.faults.world import HELD_VERSION, NEWEST, SHARD_FILE, FaultWorld
+from benchmarks.weightsync.faults.fault import Fault, Mend, damaging
+from benchmarks.weightsync.faults.world import (
+    HELD_VERSION,
+    NEWEST,
+    SHARD_FILE,
+    SKIPPING,
+    FaultWorld,
+)
 from weightsync.encoding.codec import Encoding
-from weightsync.layout.names import INDEX_FILE, Kind
+from weightsync.layout.names import INDEX_FILE, READY_FILE, Kind
 
 Bend = Callable[[bytes, Random], bytes]
 
@@ -171,6 +178,28 @@ def _replace_payloads(world: FaultWorld, payload: bytes) -> None:
     forge(world.index(world.newest))
 
 
+def _skip_delta(world: FaultWorld) -> Mend:
+    """The skip delta on a joiner's way is bent, forged, of another run or another one's."""
+    world.rng.choice([world.hold_directory, world.hold_memory])(fresh=True)
+    directory = world.store / SKIPPING.directory
+    shard, index = directory / SHARD_FILE, directory / INDEX_FILE
+    choice = world.rng.randrange(4)
+    if choice == 0:
+        shard.write_bytes(world.rng.choice(list(BENDS.values()))(shard.read_bytes(), world.rng))
+        if world.rng.random() < 0.5:
+            forge(index)
+    elif choice == 1:
+        for file in (shard, index):
+            other = world.template.other / directory.name / file.name
+            file.write_bytes(other.read_bytes())
+    elif choice == 2:
+        shutil.rmtree(directory)
+        shutil.copytree(world.store / "skip_v000001_v000003", directory)
+    else:
+        world.rng.choice([shard, index, directory / READY_FILE]).unlink()
+    return world.mend()
+
+
 PAYLOADS: tuple[Fault, ...] = (
     *(damaging(f"payload {name}", _bent(bend, forged=False)) for name, bend in BENDS.items()),
     *(
@@ -182,6 +211,9 @@ PAYLOADS: tuple[Fault, ...] = (
     damaging("wrong base: another version's payload", _other_shard, newest=NEWEST - 1),
     damaging("wrong base: another run's delta", _other_run),
     damaging("wrong base: the index names another", _other_base),
+    Fault(
+        "skip delta", _skip_delta, encoding=Encoding.ROSEMUX, in_store=True, newest=SKIPPING.version
+    ),
     damaging("zstd bomb", _bomb),
     damaging("frames of nonsense", _random_frames),
 )

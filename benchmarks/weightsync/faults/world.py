@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from socket import create_connection
+from unittest.mock import patch
 
 from safetensors import SafetensorError
 
@@ -32,6 +33,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout.names import INDEX_FILE, LATEST_FILE, READY_FILE, Kind, VersionRef
+from weightsync.publish import skip_deltas
 from weightsync.publisher import Publisher
 from weightsync.receiver import Receiver
 
@@ -40,6 +42,9 @@ HELD_VERSION = 5
 NEWEST = 7
 ANCHOR_EVERY = 3
 """Anchors beside versions 4 and 7."""
+SKIP_SPANS = (2,)
+"""Skip deltas from 1 to 3 and from 4 to 6, as a store of that size has none by default."""
+SKIPPING = VersionRef(Kind.SKIP, WeightVersion(6), WeightVersion(4))
 _LISTENS_WITHIN_S = 1.0
 _ATTEMPTS = 3
 """A `--watch` tries for ever; three must do."""
@@ -71,7 +76,10 @@ class Template:
         return self.root / "other"
 
     def _publish(self, store: Path, seed: int, encoding: Encoding) -> None:
-        with Publisher(store, anchor_every=ANCHOR_EVERY, encoding=encoding) as publisher:
+        with (
+            patch.object(skip_deltas, "_SPANS", SKIP_SPANS),
+            Publisher(store, anchor_every=ANCHOR_EVERY, encoding=encoding) as publisher,
+        ):
             for state in states(seed)[:NEWEST]:
                 publisher.publish(tensors(state))
 
@@ -153,8 +161,8 @@ class FaultWorld:
         self.latest_file.write_text(name + "\n")
 
     def remove(self, version: int) -> None:
-        for kind in Kind:
-            shutil.rmtree(self.version_dir(version, kind), ignore_errors=True)
+        for directory in self.store.glob(f"*_v{version:06d}"):
+            shutil.rmtree(directory)
 
     def copy_held(self, target: Path) -> None:
         shutil.copytree(self.template.held, target)
@@ -162,8 +170,8 @@ class FaultWorld:
     def make_foreign(self) -> None:
         """Makes the store like slime's and others': no block of ours, no READY, no anchors."""
         for root in (self.store, self.pristine):
-            for anchor in root.glob("anchor_*"):
-                shutil.rmtree(anchor)
+            for extra in (*root.glob("anchor_*"), *root.glob("skip_*")):
+                shutil.rmtree(extra)
             for ready in root.glob(f"*/{READY_FILE}"):
                 ready.unlink()
             for index in root.glob(f"*/{INDEX_FILE}"):
@@ -235,7 +243,7 @@ class FaultWorld:
 
     def expect_published(self, count: int) -> tuple[int, ...]:
         """The next states get the numbers that a publisher would give them; returns the states."""
-        numbers = [int(path.name.partition("_v")[2]) for path in self.store.glob("*_v*")]
+        numbers = [int(path.name.rpartition("_v")[2]) for path in self.store.glob("*_v*")]
         first = max(numbers, default=0) + 1
         indices = tuple((self._next_state + i) % COUNT for i in range(count))
         self.truth |= dict(zip(range(first, first + count), indices, strict=True))

@@ -41,13 +41,15 @@ def store(tmp_path: Path, states: tuple[State, ...]) -> Path:
     return tmp_path / "store"
 
 
-def test_every_fourth_version_has_one_and_every_eighth_another_from_the_full_one() -> None:
-    bases = {v: due_bases(WeightVersion(v), full=WeightVersion(3)) for v in range(1, 20)}
+def test_every_fourth_version_has_one_and_every_eighth_two_more() -> None:
+    bases = {v: due_bases(WeightVersion(v), full=WeightVersion(3)) for v in range(1, 28)}
     assert {v: found for v, found in bases.items() if found} == {
         7: (3,),
         11: (7, 3),
         15: (11,),
-        19: (15, 3),
+        19: (15, 11, 3),
+        23: (19,),
+        27: (23, 19, 3),
     }
 
 
@@ -144,7 +146,7 @@ def test_a_chain_that_is_too_large_has_none_and_publishing_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(skip_deltas, "_MAX_READ_BYTES", 1000)
+    monkeypatch.setattr(skip_deltas, "_SMALL_BYTES", 1000)
     with caplog.at_level(logging.INFO):
         _published(tmp_path / "store", states)
     assert _skips(tmp_path / "store") == []
