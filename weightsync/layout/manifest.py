@@ -23,8 +23,10 @@ from weightsync.layout.index_summary import (
     IndexSummary,
 )
 from weightsync.layout.slices import SliceRecord, Slicing
+from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table, plain_table
 
 BLOCK_FORMAT = 1
+_PACKED_FROM_BYTES = 64 << 10
 
 
 class FileRecord(FileSummary, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -127,7 +129,8 @@ def without_chunks(manifest: Manifest) -> Manifest:
 
 
 def encoded_manifest(manifest: Manifest) -> bytes:
-    """Serialise the index of a version for publishing."""
+    """Serialise the index of a version for publishing: compressed if it is large and no other
+    system could read what it lists. Raises Unsupported for a larger one than readers take."""
     delta = not manifest.is_full
     base = manifest.base_version
     metadata = IndexMetadata(
@@ -138,14 +141,19 @@ def encoded_manifest(manifest: Manifest) -> bytes:
         checksum_format=manifest.checksum_format,
         total_size=manifest.block.bytes_dense if manifest.block and not delta else None,
     )
-    index = _Index(metadata, dict(manifest.weight_map), manifest.block)
-    return msgspec.json.format(msgspec.json.encode(index), indent=1)
+    index = msgspec.json.encode(_Index(metadata, dict(manifest.weight_map), manifest.block))
+    is_ours_alone = manifest.delta_encoding is Encoding.ROSEMUX or bool(manifest.slicing.records)
+    if is_ours_alone and len(index) > _PACKED_FROM_BYTES:
+        if len(index) > MAX_TABLE_BYTES:
+            raise Unsupported(f"an index of {len(index)} bytes; the limit is {MAX_TABLE_BYTES}")
+        return packed_table(index)
+    return msgspec.json.format(index, indent=1)
 
 
 def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
     """Decode an index that was read from a store; raises Corrupt or Unsupported."""
     try:
-        index = msgspec.json.decode(raw, type=_Index)
+        index = msgspec.json.decode(plain_table(raw), type=_Index)
         version = _version(index.metadata.version)
         base = index.metadata.base_version
         manifest = Manifest(

@@ -1,24 +1,30 @@
 """Writes and reads one safetensors file without a framework.
 
 numpy has no bfloat16, and a delta shard must be checked before use, so the format's header is
-handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then the data. Never
-opens a file: it takes and returns bytes.
+handled here: 8 bytes of length, a JSON object of dtype, shape and offsets, then the data. A large
+header of a delta is packed: the file then has a single tensor, which consists of 8 bytes of length,
+a compressed table of names, sizes and checksums, and the payloads. Never opens a file: it takes and
+returns bytes.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, Corrupt
-from weightsync.elements.bits import Bytes, Layout, TensorSpec, checked_spec
+from weightsync.elements.bits import Bytes, Layout, TensorSpec, checked_spec, shared_spec
+from weightsync.layout.tables import packed_table, plain_table
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_NAME_CHARS = 512
 _LENGTH_BYTES = 8
+_PACKED = "rosemux.packed"
+_PACKED_ABOVE = 256
+"""Payloads up to which a header stays as any reader of safetensors knows it."""
 _METADATA = "__metadata__"
 _JOINED_BYTES = 64 << 10
 
@@ -27,6 +33,14 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A packed header: of each payload in order."""
+
+    names: list[str]
+    sizes: list[Annotated[int, msgspec.Meta(ge=0)]]
+    checksums: list[str]
 
 
 _entry = msgspec.json.Decoder(_Entry)
@@ -60,11 +74,29 @@ def shard_layouts(layout: Layout, limit_bytes: int) -> Iterator[dict[str, Tensor
 
 
 def shard_chunks(
-    layout: Layout, read: Callable[[str], Any], metadata: Mapping[str, str]
+    layout: Layout,
+    read: Callable[[str], Any],
+    metadata: Mapping[str, str],
+    *,
+    may_pack: bool = False,
 ) -> Iterator[Any]:
-    """The file's bytes, as buffers to write in order; each tensor's are `read` in its turn."""
-    yield _head(layout, metadata)
+    """The file's bytes, as buffers to write in order; each tensor's are `read` in its turn.
+
+    With `may_pack`, the header of many payloads is packed, which only this module reads; `metadata`
+    then has the checksum of each.
+    """
+    packs = may_pack and len(layout) > _PACKED_ABOVE
+    yield _packed_head(layout, metadata) if packs else _head(layout, metadata)
     yield from _joined(map(read, layout))
+
+
+def _packed_head(layout: Layout, checksums: Mapping[str, str]) -> bytes:
+    sizes = [spec.size_bytes for spec in layout.values()]
+    table = _Table([*layout], sizes, [checksums[name] for name in layout])
+    packed = packed_table(msgspec.json.encode(table))
+    size_bytes = _LENGTH_BYTES + len(packed) + sum(sizes)
+    head = _head({_PACKED: shared_spec("U8", (size_bytes,))}, {})
+    return head + len(packed).to_bytes(_LENGTH_BYTES, "little") + packed
 
 
 def _joined(buffers: Iterable[Any]) -> Iterator[Any]:
@@ -116,8 +148,7 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
     layout: dict[str, TensorSpec] = {}
     offsets: dict[str, tuple[int, int]] = {}
     for name, entry in entries.items():
-        if not 0 < len(name) <= MAX_NAME_CHARS:
-            raise Corrupt(f"tensor name of {len(name)} characters")
+        _check_name(name)
         spec = checked_spec(entry.dtype, tuple(entry.shape), what=f"tensor {name!r}")
         begin, end = (start + offset for offset in entry.data_offsets)
         if not start <= begin <= end <= file_bytes or end - begin != spec.size_bytes:
@@ -126,6 +157,31 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
         offsets[name] = (begin, end)
     _check_filled(raw, offsets, file_bytes)
     return ShardHeader(layout, offsets, metadata)
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARS:
+        raise Corrupt(f"tensor name of {len(name)} characters")
+
+
+def _unpacked_header(raw: bytes, *, start: int, file_bytes: int) -> ShardHeader:
+    try:
+        table = msgspec.json.decode(plain_table(raw), type=_Table)
+    except UNDECODABLE as error:
+        raise Corrupt(f"packed header: {error}") from error
+    if not len(table.names) == len(table.sizes) == len(table.checksums) == len({*table.names}):
+        raise Corrupt("packed header: names, sizes and checksums do not match")
+    layout: dict[str, TensorSpec] = {}
+    offsets: dict[str, tuple[int, int]] = {}
+    at = start
+    for name, size in zip(table.names, table.sizes, strict=True):
+        _check_name(name)
+        layout[name] = shared_spec("U8", (size,))
+        offsets[name] = (at, at + size)
+        at += size
+    if at != file_bytes:
+        raise Corrupt(f"packed header: payloads end at byte {at} of a file of {file_bytes}")
+    return ShardHeader(layout, offsets, dict(zip(table.names, table.checksums, strict=True)))
 
 
 def _check_filled(raw: bytes, offsets: Mapping[str, tuple[int, int]], file_bytes: int) -> None:
@@ -144,13 +200,29 @@ def _check_filled(raw: bytes, offsets: Mapping[str, tuple[int, int]], file_bytes
     raise Corrupt(f"safetensors header: tensors leave a gap or overlap at byte {at}{twice}")
 
 
+def read_header(at: Callable[[int], bytes], *, file_bytes: int) -> ShardHeader:
+    """The header of a file, or the packed one in it. `at` gives the bytes behind the length that
+    lies at an offset; raises Corrupt."""
+    header = parsed_header(at(0), file_bytes=file_bytes)
+    if header.layout.keys() != {_PACKED}:
+        return header
+    start = header.offsets[_PACKED][0]
+    table = at(start)
+    start += _LENGTH_BYTES + len(table)
+    return _unpacked_header(table, start=start, file_bytes=file_bytes)
+
+
 def shard_header(data: Bytes) -> ShardHeader:
     """The header of a whole file in memory."""
-    length = header_length(data[:_LENGTH_BYTES].tobytes())
-    raw = data[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
-    if len(raw) != length:
-        raise Corrupt(f"safetensors header of {length} bytes in a file of {data.size}")
-    return parsed_header(raw, file_bytes=data.size)
+
+    def at(start: int) -> bytes:
+        length = header_length(data[start : start + _LENGTH_BYTES].tobytes())
+        raw = data[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length].tobytes()
+        if len(raw) != length:
+            raise Corrupt(f"safetensors header of {length} bytes in a file of {data.size}")
+        return raw
+
+    return read_header(at, file_bytes=data.size)
 
 
 def shard_data(data: Bytes, header: ShardHeader, name: str) -> Bytes:

@@ -17,12 +17,19 @@ from weightsync.layout.shard import shard_chunks, shard_layouts
 from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import Draft
 
+_MAX_ENTRIES = 1 << 16
+"""Entries of one file of a delta: its header stays within what readers take."""
+
 
 class ShardFiles:
-    """Names files after the rank, so that ranks share a directory; rank 0 gives the final names."""
+    """Names files after the rank, so that ranks share a directory; rank 0 gives the final names.
 
-    def __init__(self, draft: Draft, *, rank: int, limit_bytes: int) -> None:
+    With `may_pack`, large headers of deltas are packed, which other systems do not read.
+    """
+
+    def __init__(self, draft: Draft, *, rank: int, limit_bytes: int, may_pack: bool) -> None:
         self._draft = draft
+        self._may_pack = may_pack
         self._rank = rank
         self._limit_bytes = limit_bytes
         self._open: dict[str, Encoded] = {}
@@ -33,7 +40,7 @@ class ShardFiles:
         """One entry of a delta."""
         self._open[entry] = encoded
         self._open_bytes += len(encoded.payload)
-        if self._open_bytes >= self._limit_bytes:
+        if self._open_bytes >= self._limit_bytes or len(self._open) >= _MAX_ENTRIES:
             self._flush()
 
     def finish(self) -> list[Shard]:
@@ -65,7 +72,9 @@ class ShardFiles:
         self._open = {}
         self._open_bytes = 0
         name = self._name(len(self._done) + 1)
-        content = _Content(layout, lambda entry: entries[entry].payload, checksums)
+        content = _Content(
+            layout, lambda entry: entries[entry].payload, checksums, may_pack=self._may_pack
+        )
         self._draft.write(name, content)
         self._done.append(Shard(name, content.record, encodings))
 
@@ -77,9 +86,15 @@ class _Content:
     """A file's bytes, the same in each iteration; `record` is theirs after the first."""
 
     def __init__(
-        self, layout: Layout, read: Callable[[str], Any], checksums: Mapping[str, str]
+        self,
+        layout: Layout,
+        read: Callable[[str], Any],
+        checksums: Mapping[str, str],
+        *,
+        may_pack: bool = False,
     ) -> None:
         self.layout = layout
+        self._may_pack = may_pack
         self._read = read
         self.record = FileRecord(0, "")
         self._checksums = checksums
@@ -88,7 +103,9 @@ class _Content:
         whole, size = new_digest(), 0
         chunk_bytes = chunk_bytes_for(sum(spec.size_bytes for spec in self.layout.values()))
         chunks = ChunkDigests(chunk_bytes)
-        for buffer in shard_chunks(self.layout, self._read, self._checksums):
+        for buffer in shard_chunks(
+            self.layout, self._read, self._checksums, may_pack=self._may_pack
+        ):
             whole.update(buffer)
             chunks.update(buffer)
             size += memoryview(buffer).nbytes

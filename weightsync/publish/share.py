@@ -187,7 +187,12 @@ class Share:
         self._is_reported = True
 
     def _files(self, draft: Draft) -> ShardFiles:
-        return ShardFiles(draft, rank=self._rank, limit_bytes=self._shard_bytes)
+        return ShardFiles(
+            draft,
+            rank=self._rank,
+            limit_bytes=self._shard_bytes,
+            may_pack=self._encoding is Encoding.ROSEMUX,
+        )
 
     def _compared(self, intake: Intake, expected: set[str]) -> Iterator[Compared]:
         """Compare in the order of the intake; removes each entry from `expected`."""

@@ -103,7 +103,7 @@ class SkipDeltas:
             size_bytes = sum(len(encoded.payload) for encoded in skip.entries.values())
             begun = self._lead.begin_skip(skip.ref, size_bytes=size_bytes)
             with closing(self._store.draft(begun)) as draft:
-                files = ShardFiles(draft, rank=0, limit_bytes=self._shard_bytes)
+                files = ShardFiles(draft, rank=0, limit_bytes=self._shard_bytes, may_pack=True)
                 for entry, encoded in skip.entries.items():
                     files.add(entry, encoded)
                 written = WrittenShare(files.finish(), {})

@@ -11,13 +11,13 @@ from harvester.contracts.errors import Corrupt, RoseMuxError
 from weightsync.elements.bits import Bytes
 from weightsync.layout.chunk_digests import chunk_count, chunk_digest, digest_at
 from weightsync.layout.manifest import FileRecord
-from weightsync.layout.shard import ShardHeader, header_length, parsed_header
+from weightsync.layout.shard import ShardHeader, header_length, read_header
 from weightsync.reading.spool import StagedFile
 from weightsync.transport.ranges import ByteSpan
 from weightsync.transport.source import StoreSource, each_span
 
 _READS = 2
-_LENGTH = ByteSpan(0, 8)
+_LENGTH_BYTES = 8
 
 
 class ShardCopy:
@@ -67,14 +67,18 @@ class ShardCopy:
 
     def header(self) -> ShardHeader:
         """The shard's tensors and their offsets; raises Corrupt."""
+        return read_header(self._header_at, file_bytes=self._size_bytes)
+
+    def _header_at(self, start: int) -> bytes:
         size = self._size_bytes
-        self.fetch_parts([ByteSpan(0, min(size, _LENGTH.stop))])
-        length = header_length(self.staged.read(ByteSpan(0, min(size, _LENGTH.stop))).tobytes())
-        raw = ByteSpan(_LENGTH.stop, _LENGTH.stop + length)
+        prefix = ByteSpan(start, min(size, start + _LENGTH_BYTES))
+        self.fetch_parts([prefix])
+        length = header_length(self.staged.read(prefix).tobytes())
+        raw = ByteSpan(prefix.stop, prefix.stop + length)
         if raw.stop > size:
             raise Corrupt(f"{self._source}/{self._path}: a header of {length} bytes in {size}")
         self.fetch_parts([raw])
-        return parsed_header(self.staged.read(raw).tobytes(), file_bytes=size)
+        return self.staged.read(raw).tobytes()
 
     def fetch_parts(self, spans: Iterable[ByteSpan]) -> None:
         """Fetch and check the chunks that contain these spans; raises Corrupt. No-op after `fetch`,

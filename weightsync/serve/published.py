@@ -9,6 +9,7 @@ import xxhash
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt
 from weightsync.layout.index_summary import FileSummary, IndexSummary
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES, READY_FILE, VersionRef, named_ref
+from weightsync.layout.tables import plain_table
 from weightsync.transport.access import Access
 from weightsync.transport.location import StoreRoot, source_at
 from weightsync.transport.source import StoreSource
@@ -48,7 +49,7 @@ def summary_line(index: bytes) -> str:
 
 def _decoded(index: bytes) -> IndexSummary:
     try:
-        return msgspec.json.decode(index, type=IndexSummary)
+        return msgspec.json.decode(plain_table(index), type=IndexSummary)
     except UNDECODABLE as error:
         raise Corrupt(f"an index that cannot be read: {error}") from error
 

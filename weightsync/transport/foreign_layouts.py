@@ -18,6 +18,7 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, Unsupported
 from weightsync.layout.names import INDEX_FILE, LATEST_FILE, named_ref
+from weightsync.layout.tables import plain_table
 
 UPDATES = "updates"
 POINTER = "latest"
@@ -145,8 +146,8 @@ def layout_of(
 def _is_foreign(directory: str, raw: bytes, *, store: str) -> bool:
     path = f"{store}/{directory}/{INDEX_FILE}"
     try:
-        index = msgspec.json.decode(raw, type=dict[str, Any])
-    except UNDECODABLE as error:
+        index = msgspec.json.decode(plain_table(raw), type=dict[str, Any])
+    except (*UNDECODABLE, Corrupt) as error:
         raise Corrupt(f"{path}: not the index of a version: {error}") from error
     metadata = index.get("metadata")
     if "rosemux" in index:

@@ -5,11 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import zstandard
+
 from benchmarks.weightsync.faults.fault import Fault, damaging
 from benchmarks.weightsync.faults.manifests import DEEP
 from benchmarks.weightsync.faults.payloads import forge
 from benchmarks.weightsync.faults.world import NEWEST, FaultWorld
+from weightsync.encoding.codec import Encoding
 from weightsync.layout.names import INDEX_FILE, Kind
+from weightsync.layout.shard import shard_data, shard_header
 
 
 def _tensor_names(world: FaultWorld) -> None:
@@ -96,7 +101,39 @@ def _duplicate_header_keys(world: FaultWorld) -> None:
     _write_header(shard, doubled.encode(), raw[8 + length :])
 
 
+def _packed_header(world: FaultWorld) -> None:
+    """The header of many payloads is compressed; here it is of few, and wrong."""
+    shard = world.shard(world.newest)
+    data = np.frombuffer(shard.read_bytes(), dtype=np.uint8)
+    header = shard_header(data)
+    names = [*header.layout]
+    payloads = [shard_data(data, header, name).tobytes() for name in names]
+    table: dict[str, Any] = {
+        "names": names,
+        "sizes": [len(payload) for payload in payloads],
+        "checksums": [header.metadata[name] for name in names],
+    }
+    field = world.rng.choice([*table])
+    table[field] = world.rng.choice(
+        [table[field][1:], table[field] * 2, [table[field][0]] * len(names), [-1] * len(names), 7]
+    )
+    raw = world.rng.choice(
+        [
+            json.dumps(table).encode(),
+            zstandard.ZstdCompressor().compress(json.dumps(table).encode()),
+            zstandard.ZstdCompressor().compress(bytes(1 << 30)),
+            zstandard.ZstdCompressor().compress(b"[" * DEEP)[:-3],
+            b"",
+        ]
+    )
+    length = world.rng.choice([len(raw), len(raw), len(raw) + 1, 1 << 62])
+    rest = length.to_bytes(8, "little") + raw + b"".join(payloads)
+    entry = {"dtype": "U8", "shape": [len(rest)], "data_offsets": [0, len(rest)]}
+    _write_header(shard, json.dumps({"rosemux.packed": entry}).encode(), rest)
+
+
 HEADERS: tuple[Fault, ...] = (
+    damaging("packed header that does not add up", _packed_header, encoding=Encoding.ROSEMUX),
     damaging("hostile tensor names", _tensor_names),
     damaging("no shard header: empty, deep, huge, not JSON", _not_a_header),
     damaging("shard header with duplicate keys", _duplicate_header_keys),

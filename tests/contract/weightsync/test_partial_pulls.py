@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import fsspec
 import pytest
@@ -17,6 +18,7 @@ from harvester.contracts.ids import WeightVersion
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.elements.bits import TensorSpec
 from weightsync.follower import Follower
+from weightsync.layout import shard
 from weightsync.layout.chunk_digests import MIN_CHUNK_BYTES
 from weightsync.layout.names import INDEX_FILE
 from weightsync.publish.intake import ShardSlice
@@ -145,10 +147,11 @@ class Counted(StoreSource):
         self.inner.close()
 
 
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[shard._PACKED_ABOVE, 1], ids=["headers", "packed"])
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store whose deltas have headers as any reader knows them, or packed ones."""
     root = tmp_path_factory.mktemp("parts") / "job-a"
-    with Publisher(root) as publisher:
+    with patch.object(shard, "_PACKED_ABOVE", request.param), Publisher(root) as publisher:
         for state in STATES:
             publisher.publish(state)
     return root

@@ -19,6 +19,8 @@ from weightsync.layout.manifest import (
     encoded_manifest,
 )
 from weightsync.layout.slices import SliceRecord
+from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table
+from weightsync.serve.published import published_files
 
 SEVEN = WeightVersion(7)
 
@@ -57,6 +59,48 @@ def test_written_bytes_are_read_back() -> None:
     assert read == manifest
     assert read.encoding_of("v") is Encoding.DENSE
     assert read.encoding_of("w") is Encoding.ROSEMUX
+
+
+def _of_many(*, delta: bool, slices: bool) -> Manifest:
+    """A version of 3,000 tensors, cut or whole."""
+    records = {
+        f"model.layers.{number}.weight[0:8, :]": SliceRecord(
+            f"model.layers.{number}.weight", (16, 8), (0, 0), (8, 8)
+        )
+        for number in range(3000)
+    }
+    return Manifest(
+        version=SEVEN,
+        base_version=WeightVersion(6) if delta else None,
+        delta_encoding=Encoding.ROSEMUX if delta else None,
+        checksum_format="xxh3-128",
+        weight_map=dict.fromkeys(records, "a.safetensors"),
+        block=Block(1, "ab", 12, {"a.safetensors": FileRecord(10, "cd" * 16)})
+        if not slices
+        else Block(1, "ab", 12, {"a.safetensors": FileRecord(10, "cd" * 16)}, {}, records),
+    )
+
+
+@pytest.mark.parametrize(("delta", "slices"), [(True, False), (False, True)])
+def test_a_large_index_that_only_we_read_is_compressed(delta: bool, slices: bool) -> None:
+    manifest = _of_many(delta=delta, slices=slices)
+    raw = encoded_manifest(manifest)
+    assert len(raw) < 40_000
+    assert decoded_manifest(raw, expected=SEVEN) == manifest
+    assert published_files(raw)["a.safetensors"].size_bytes == 10
+
+
+def test_a_checkpoint_s_index_stays_as_other_systems_read_it() -> None:
+    raw = encoded_manifest(_of_many(delta=False, slices=False))
+    assert len(json.loads(raw)["weight_map"]) == 3000
+
+
+def test_an_index_that_unpacks_to_more_than_the_limit_is_corrupt() -> None:
+    for raw in (packed_table(bytes(MAX_TABLE_BYTES + 1)), packed_table(b"{}")[:-1]):
+        with pytest.raises(Corrupt):
+            decoded_manifest(raw, expected=SEVEN)
+        with pytest.raises(Corrupt):
+            published_files(raw)
 
 
 def test_an_index_says_nothing_of_slices_and_adapters_that_are_not_there() -> None:

@@ -17,6 +17,7 @@ from weightsync.layout.shard import (
     shard_data,
     shard_header,
 )
+from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table
 
 
 def _file(header: object, data: bytes = b"") -> Bytes:
@@ -103,3 +104,82 @@ def test_a_huge_header_is_refused_by_its_length_alone() -> None:
 def test_random_bytes_raise_nothing_unexpected(data: bytes) -> None:
     with pytest.raises(RoseMuxError):
         shard_header(np.frombuffer(b"\x05" + data, dtype=np.uint8))
+
+
+def _packed(table: object, payloads: bytes = b"\1\2\3") -> Bytes:
+    raw = table if isinstance(table, bytes) else packed_table(json.dumps(table).encode())
+    inner = len(raw).to_bytes(8, "little") + raw + payloads
+    entry = {"dtype": "U8", "shape": [len(inner)], "data_offsets": [0, len(inner)]}
+    return _file({"rosemux.packed": entry}, inner)
+
+
+_TABLE = {"names": ["a", "b"], "sizes": [1, 2], "checksums": ["0a", "0b"]}
+
+
+def test_the_header_of_many_payloads_is_small_and_comes_back() -> None:
+    sizes = {f"model.layers.{number}.mlp.experts.weight": 1 + number % 5 for number in range(5000)}
+    layout = {name: TensorSpec("U8", (size,)) for name, size in sizes.items()}
+    checksums = {name: f"{hash(name) & (1 << 64) - 1:032x}" for name in layout}
+    files = [
+        b"".join(
+            bytes(chunk)
+            for chunk in shard_chunks(
+                layout, lambda name: bytes([sizes[name]]) * sizes[name], checksums, may_pack=packs
+            )
+        )
+        for packs in (False, True)
+    ]
+    assert len(files[1]) < len(files[0]) / 5
+    headers = [shard_header(np.frombuffer(file, dtype=np.uint8)) for file in files]
+    assert headers[0].layout == headers[1].layout
+    assert headers[0].metadata == headers[1].metadata
+    data = np.frombuffer(files[1], dtype=np.uint8)
+    for name, size in sizes.items():
+        assert shard_data(data, headers[1], name).tobytes() == bytes([size]) * size
+    assert safetensors.deserialize(files[1])[0][0] == "rosemux.packed"
+
+
+def test_the_header_of_few_payloads_stays_as_any_reader_knows_it() -> None:
+    layout = {"a": TensorSpec("U8", (3,))}
+    file = b"".join(shard_chunks(layout, lambda _: b"abc", {"a": "0f"}, may_pack=True))
+    assert [name for name, _ in safetensors.deserialize(file)] == ["a"]
+
+
+def test_a_packed_header_is_read() -> None:
+    data = _packed(_TABLE)
+    header = shard_header(data)
+    assert header.metadata == {"a": "0a", "b": "0b"}
+    assert shard_data(data, header, "b").tobytes() == b"\2\3"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        _TABLE | {"names": ["a", "a"]},
+        _TABLE | {"names": ["a", ""]},
+        _TABLE | {"names": ["a", "x" * 513]},
+        _TABLE | {"sizes": [1]},
+        _TABLE | {"sizes": [1, 1]},
+        _TABLE | {"sizes": [1, 3]},
+        _TABLE | {"sizes": [-1, 4]},
+        _TABLE | {"sizes": [1.5, 1.5]},
+        _TABLE | {"checksums": ["0a"]},
+        _TABLE | {"more": 1},
+        [],
+        b"",
+        packed_table(b"{}")[:-1],
+        packed_table(bytes(MAX_TABLE_BYTES + 1)),
+    ],
+)
+def test_a_packed_header_that_does_not_add_up_is_corrupt(table: object) -> None:
+    with pytest.raises(Corrupt):
+        shard_header(_packed(table))
+
+
+@pytest.mark.parametrize("length", [1 << 62, MAX_HEADER_BYTES, 1000])
+def test_the_length_of_a_packed_header_is_within_the_file(length: int) -> None:
+    data = _packed(_TABLE).copy()
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    data[begin : begin + 8] = np.frombuffer(length.to_bytes(8, "little"), dtype=np.uint8)
+    with pytest.raises(Corrupt):
+        shard_header(data)

@@ -1,0 +1,33 @@
+"""Tables of a version, its index and the headers of its deltas, compressed where they are large.
+
+A table has hundreds of bytes for each tensor, or for each slice of a sharded trainer: most are
+names that repeat. Imports nothing heavy.
+"""
+
+import zstandard
+
+from harvester.contracts.errors import Corrupt
+
+MAX_TABLE_BYTES = 512 << 20
+"""Bound on an uncompressed table: some 1.8 million slices, of a mixture of 18,867 tensors from 96
+ranks."""
+_MAGIC = zstandard.FRAME_HEADER
+_LEVEL = 3
+
+
+def packed_table(table: bytes) -> bytes:
+    """A zstd frame."""
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(table)
+
+
+def plain_table(raw: bytes) -> bytes:
+    """A table as it was before `packed_table`, or that never was packed; raises Corrupt."""
+    if not raw.startswith(_MAGIC):
+        return raw
+    try:
+        announced = zstandard.get_frame_parameters(raw).content_size
+        if announced > MAX_TABLE_BYTES:
+            raise Corrupt(f"a table of {announced} bytes; the limit is {MAX_TABLE_BYTES}")
+        return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"a compressed table: {error}") from error
