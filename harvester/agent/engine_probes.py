@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from harvester.platform.http_kit import body_of
 from harvester.policy.sample import SCRAPED_PULSE
 
 ACCEPT = "text/plain;version=0.0.4"
-"""Plain text: newer client libraries write vLLM's `vllm:` as `vllm_` in OpenMetrics."""
+"""Plain text: newer client libraries write an engine's `vllm:` as `vllm_` in OpenMetrics."""
 MAX_SCRAPE_BYTES = 1 << 20
 """The whole page of vLLM 0.32 has 60 KiB, and 46 KiB more for each further engine core
 (data-parallel rank): 22 fit. The narrow one has five series of each."""
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VllmLevels:
+class EngineLevels:
     running: float
     waiting: float
     kv_usage_ratio: float
@@ -45,54 +45,55 @@ class VllmLevels:
 
 
 _SERIES = {
-    "num_requests_running": "running",
-    "num_requests_waiting": "waiting",
-    "kv_cache_usage_perc": "kv_usage_ratio",
-    "prompt_tokens_total": "prompt_tokens_total",
-    "generation_tokens_total": "generation_tokens_total",
+    "vllm": {
+        "num_requests_running": "running",
+        "num_requests_waiting": "waiting",
+        "kv_cache_usage_perc": "kv_usage_ratio",
+        "prompt_tokens_total": "prompt_tokens_total",
+        "generation_tokens_total": "generation_tokens_total",
+    },
+    "sglang": {
+        "num_running_reqs": "running",
+        "num_queue_reqs": "waiting",
+        "token_usage": "kv_usage_ratio",
+        "prompt_tokens_total": "prompt_tokens_total",
+        "generation_tokens_total": "generation_tokens_total",
+    },
 }
-_PREFIX = "vllm:"
-_WANTED = re.compile(rf"^vllm[:_](?:{'|'.join(_SERIES)})[ {{].*$", re.MULTILINE)
+"""Names by engine, behind its own and a colon; SGLang has them with --enable-metrics."""
+_NAMES = [(engine, name) for engine, names in _SERIES.items() for name in names]
+_WANTED = re.compile(
+    rf"^(?:{'|'.join(f'{engine}[:_]{name}' for engine, name in _NAMES)})[ {{].*$", re.MULTILINE
+)
 
 
 def narrowed(url: str) -> str:
     """URL that selects only the series that `read_levels` needs."""
     page = urlsplit(url)
     query = parse_qsl(page.query, keep_blank_values=True)
-    query += [("name[]", _PREFIX + name) for name in _SERIES]
+    query += [("name[]", f"{engine}:{name}") for engine, name in _NAMES]
     return urlunsplit(page._replace(path=f"{page.path.rstrip('/')}/", query=urlencode(query)))
 
 
-def read_levels(text: str) -> VllmLevels | None:
-    """Sums over engines and models, and the largest KV use; None unless all are numbers, or if
-    there are too many."""
+def read_levels(text: str) -> EngineLevels | None:
+    """Sums over engines of one kind, and the largest KV use; None if one is missing or bad."""
     lines = "\n".join(_WANTED.findall(text))
     if len(lines) > _MAX_READ_BYTES:
         return None
     found: dict[str, float] = {}
+    engine = "sglang" if lines.startswith("sglang") else "vllm"
     try:
-        for name, value in _samples(lines + "\n"):
-            field = _SERIES.get(name)
-            if field is None:
-                continue
+        families = text_string_to_metric_families(lines + "\n")
+        for name, _, value, *_ in (sample for family in families for sample in family.samples):
+            field = _SERIES[engine].get(name.removeprefix(engine)[1:])
             # Each by itself: the maximum of NaN and 0 is 0. A pulse's integers have 64 bits.
-            if not 0 <= value < 1e15:
+            if field is None or not 0 <= value < 1e15:
                 return None
             before = found.get(field, 0.0)
             found[field] = max(before, value) if field == "kv_usage_ratio" else before + value
     except ValueError:
         return None
-    if len(found) < len(_SERIES):
-        return None
-    return VllmLevels(**found)
-
-
-def _samples(text: str) -> Iterator[tuple[str, float]]:
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            name = sample.name
-            if name.startswith((_PREFIX, "vllm_")):
-                yield name[len(_PREFIX) :], sample.value
+    return EngineLevels(**found) if len(found) == len(_SERIES[engine]) else None
 
 
 class MetricsProbe:
@@ -102,8 +103,7 @@ class MetricsProbe:
     estimated, never opened. A series that is missing or not a number makes the scrape unknown: no
     pulse is written and the last one expires. Rendering the whole page takes vLLM as long as some
     of its steps, in the process that answers requests. The probe therefore asks for the few series
-    that it needs, which vLLM's metrics server understands below `/metrics/`; where a proxy in
-    between does not, it reads the whole page.
+    that it needs, which vLLM understands below `/metrics/`; elsewhere it reads the whole page.
     """
 
     def __init__(self, url: str, *, pages: Path) -> None:
@@ -125,7 +125,7 @@ class MetricsProbe:
         if levels is not None:
             self._write(levels)
 
-    async def scrape(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+    async def scrape(self, session: aiohttp.ClientSession) -> EngineLevels | None:
         """Read the levels; None if a series is missing or bad. Changes of that are logged."""
         try:
             levels = await self._read(session)
@@ -137,7 +137,7 @@ class MetricsProbe:
             _log.warning("scrape of %s: %s", self._url, problem or "works again")
         return levels
 
-    async def _read(self, session: aiohttp.ClientSession) -> VllmLevels | None:
+    async def _read(self, session: aiohttp.ClientSession) -> EngineLevels | None:
         """Raises ClientError or TimeoutError."""
         if self._narrow is not None:
             with suppress(aiohttp.ClientResponseError):
@@ -150,7 +150,7 @@ class MetricsProbe:
             self._narrow = None
         return levels
 
-    def _write(self, levels: VllmLevels) -> None:
+    def _write(self, levels: EngineLevels) -> None:
         in_flight = int(levels.running + levels.waiting)
         self._busy_s += _SCRAPE_S if in_flight else 0.0
         pulse = Pulse(
@@ -168,7 +168,7 @@ class MetricsProbe:
         self._page.write(pulse, now_ns=monotonic_ns(), ttl_ns=_TTL_NS)
 
 
-async def _levels(session: aiohttp.ClientSession, url: str) -> VllmLevels | None:
+async def _levels(session: aiohttp.ClientSession, url: str) -> EngineLevels | None:
     async with session.get(url, headers={"Accept": ACCEPT}) as reply:
         reply.raise_for_status()
         body = await body_of(reply, most_bytes=MAX_SCRAPE_BYTES + 1)

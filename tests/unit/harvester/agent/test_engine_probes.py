@@ -29,6 +29,33 @@ def test_reads_both_spellings(page: str) -> None:
     assert (levels.prompt_tokens_total, levels.generation_tokens_total) == (100.0, 40.0)
 
 
+SGLANG_PAGE = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 4.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 2.0
+sglang:token_usage{engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"} 0.5
+# TYPE sglang:prompt_tokens_total counter
+sglang:prompt_tokens_total{model_name="m"} 100.0
+sglang:generation_tokens_total{model_name="m"} 40.0
+sglang:cache_hit_rate{model_name="m"} 0.1
+"""
+
+
+def test_sglang_s_levels_are_the_same_by_other_names() -> None:
+    assert read_levels(SGLANG_PAGE) == read_levels(PAGE)
+
+
+def test_a_page_of_two_kinds_of_engine_is_unknown() -> None:
+    assert read_levels(PAGE + SGLANG_PAGE) is None
+    assert read_levels(SGLANG_PAGE + PAGE) is None
+
+
+@pytest.mark.parametrize("series", ["num_running_reqs", "num_queue_reqs", "token_usage"])
+def test_a_missing_series_of_sglang_is_unknown_and_not_idle(series: str) -> None:
+    page = "\n".join(line for line in SGLANG_PAGE.splitlines() if series not in line)
+    assert read_levels(page) is None
+
+
 @pytest.mark.parametrize("series", ["num_requests_running", "kv_cache_usage_perc"])
 def test_a_missing_series_is_unknown_and_not_idle(series: str) -> None:
     page = "\n".join(line for line in PAGE.splitlines() if series not in line)
