@@ -29,6 +29,7 @@ from harvester.contracts.page import Grant, Guest, PageDirectory, PageFault, Pul
 from harvester.contracts.wire.leases import SlotOffers
 from scheduler.gateway.agent_client import AgentClient
 from tests.certificates import Authority, token_file
+from tests.integration.conftest import Served
 
 ROSEMUX = str(Path(sys.executable).parent / "rosemux")
 GRANT_TTL_S = 0.5
@@ -41,7 +42,7 @@ state_dir: {root}/state
 http: {{port: {port}}}
 slots:
   - name: slot0
-    engine_url: http://127.0.0.1:8001
+    engine_url: {engine_url}
     policy:
       cooldown_s: 0.3
       proof: {{share_ratio: 0}}
@@ -83,12 +84,14 @@ class Beats(PageBeats):
 
 
 class Agent:
-    def __init__(self, root: Path, **environment: str) -> None:
+    def __init__(
+        self, root: Path, *, engine_url: str = "http://127.0.0.1:8001", **environment: str
+    ) -> None:
         self.root = root
         self.pages = PageDirectory.create(root / "pages" / "slot0")
         self.switch = root / "pages" / "kill"
         self.config = root / "agent.yaml"
-        self.config.write_text(CONFIG.format(root=root, port=0))
+        self.config.write_text(CONFIG.format(root=root, port=0, engine_url=engine_url))
         self._reader = self.pages.grant_reader()
         self._environment = {**os.environ, **environment}
         self.start()
@@ -332,7 +335,7 @@ def test_the_agent_offers_a_proxied_guest_by_tls(tmp_path: Path) -> None:
     tls = f"tls: {{cert_file: {made.cert_file}, key_file: {made.key_file}}}"
     config = tmp_path / "agent.yaml"
     config.write_text(
-        CONFIG.format(root=tmp_path, port=0)
+        CONFIG.format(root=tmp_path, port=0, engine_url="http://127.0.0.1:8001")
         .replace("{port", f"{{token_file: {token}, {tls}, port")
         .replace("    policy:", "    offered_url: https://192.0.2.21:8443\n    policy:")
     )
@@ -353,6 +356,59 @@ def test_the_agent_offers_a_proxied_guest_by_tls(tmp_path: Path) -> None:
         finally:
             process.terminate()
     assert offer.engine_url == "https://192.0.2.21:8443"
+
+
+async def test_a_gateway_leases_slots_of_one_name_from_two_agents(
+    tmp_path: Path, gateway: Callable[..., Served], fake_engine: Callable[..., Served]
+) -> None:
+    """Each serves its share; the slot of an agent that is killed is lost, the other's goes on."""
+    agents, beats = {}, []
+    try:
+        for name in ("east", "west"):
+            (tmp_path / name).mkdir()
+            guest = fake_engine(epoch=1, step_s=0.02)
+            agents[name] = Agent(tmp_path / name, engine_url=guest.url)
+            beats.append(Beats(agents[name].pages))
+        service = gateway(
+            engines=[], agents=[{"id": name, "url": each.url} for name, each in agents.items()]
+        )
+        await service.until("/v1/status", lambda found: _offered(found) == {"east", "west"})
+        turns = [_turn(service, f"t{number}") for number in range(12)]
+        both = {"guest.east.slot0", "guest.west.slot0"}
+        assert set().union(*await asyncio.gather(*turns)) == both
+        agents["east"].kill()
+        await service.until(
+            "/v1/status", lambda found: _up(found) == {"guest.west.slot0"}, within_s=30
+        )
+        assert await _turn(service, "after") == {"guest.west.slot0"}
+    finally:
+        for each in beats:
+            each.stop()
+        for agent in agents.values():
+            agent.end()
+
+
+def _offered(status: Any) -> set[str]:
+    """Agents whose slot is on offer, by the slots' names at the gateway."""
+    return {
+        name.removesuffix(".slot0")
+        for name, slot in status["slots"].items()
+        if slot["state"] == "offered"
+    }
+
+
+def _up(status: Any) -> set[str]:
+    return {name for name, engine in status["engines"].items() if engine["up"]}
+
+
+async def _turn(service: Served, name: str) -> set[str]:
+    """The engines of a turn's tokens."""
+    body = {"request_id": name, "token_ids": [4, 5, 6], "sampling_params": {"max_tokens": 30}}
+    status, reply = await service.post("/inference/v1/generate", body)
+    assert status == 200, reply
+    choice = reply["choices"][0]
+    assert len(choice["token_ids"]) == 30
+    return {span["engine"] for span in choice["spans"]}
 
 
 def test_harm_of_real_pulses_is_counted_by_requests(agent: Agent) -> None:
