@@ -1,17 +1,18 @@
 """Skip deltas: several versions as one delta, for receivers that have fallen behind.
 
 Made of the deltas that the store has, in a thread beside the training step, and written by the next
-publish; what is not finished by the end is waited for there. A store without them is as complete,
-so that a failure costs only their absence. Rank 0 makes them for all ranks.
+publish or by `close`, which waits a while. A store without them is as complete, so that a failure
+costs only their absence. Rank 0 makes them for all ranks.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
@@ -39,6 +40,7 @@ _MAX_PAYLOADS = 1 << 19
 """Each takes some 50 us of the interpreter, which the trainer shares."""
 _ROOM_BYTES = 64 << 20
 _WAITING = 3
+CLOSE_S = 10.0
 
 
 def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVersion, ...]:
@@ -75,6 +77,7 @@ class SkipDeltas:
         self._shard_bytes = shard_bytes
         self._spool_dir = spool_dir
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-skip")
+        self._is_closed = Event()
         self._waiting: deque[Future[SkipDelta]] = deque()
 
     def published(self, version: WeightVersion) -> None:
@@ -87,7 +90,9 @@ class SkipDeltas:
                 self._waiting.append(self._pool.submit(self._made, base, version, layout))
 
     def close(self) -> None:
-        """Write the remaining ones."""
+        """Write the remaining ones that are finished within CLOSE_S."""
+        wait(self._waiting, CLOSE_S)
+        self._is_closed.set()
         while self._waiting:
             self._write(self._waiting.popleft().result)
         self._pool.shutdown()
@@ -95,7 +100,7 @@ class SkipDeltas:
 
     def _made(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> SkipDelta:
         spool = Spool(MemoryRoom(_ROOM_BYTES), self._spool_dir)
-        return made(self._reader, base, version, layout, spool)
+        return made(self._reader, base, version, layout, spool, until=self._is_closed)
 
     def _write(self, finished: Callable[[], SkipDelta]) -> None:
         try:
@@ -115,12 +120,18 @@ class SkipDeltas:
 
 
 def made(
-    store: Store, base: WeightVersion, version: WeightVersion, layout: Layout, spool: Spool
+    store: Store,
+    base: WeightVersion,
+    version: WeightVersion,
+    layout: Layout,
+    spool: Spool,
+    *,
+    until: Event,
 ) -> SkipDelta:
     """Compose the deltas from `base` to `version`; `layout` is of the versions' entries.
 
-    Raises Exhausted if they are too large, Stale if they do not lead from the one to the other, and
-    Corrupt.
+    Raises Exhausted if they are too large or the event is set, Stale if they do not lead from the
+    one to the other, and Corrupt.
     """
     ref = VersionRef(Kind.SKIP, version, base)
     chain = _chain(store, base, version)
@@ -132,20 +143,10 @@ def made(
     limit_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * block.bytes_dense)
     if size_bytes > limit_bytes or payloads > _MAX_PAYLOADS:
         raise Exhausted(f"{ref.directory}: {payloads} payloads of {size_bytes} bytes are too many")
-    changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
-    digests: dict[str, str] = {}
-    for each, manifest in chain:
-        for shard in manifest.shards:
-            copy = store.shard(each, manifest, shard, spool, lent_bytes=_ROOM_BYTES)
-            copy.fetch()
-            header = copy.header()
-            digests |= header.metadata
-            for entry in header.layout:
-                span = ByteSpan(*header.offsets[entry])
-                change = (manifest.encoding_of(entry), copy.staged, span)
-                changes.setdefault(entry, []).append(change)
+    changes, digests = _payloads(store, chain, spool, until)
     entries = {}
     for entry, steps in changes.items():
+        _check_open(until)
         found = composed(
             ((encoding, file.read(span).data) for encoding, file, span in steps),
             layout[entry],
@@ -154,6 +155,31 @@ def made(
         if found is not None:
             entries[entry] = found
     return SkipDelta(ref=ref, block=block, entries=entries)
+
+
+def _payloads(
+    store: Store, chain: list[tuple[VersionRef, Manifest]], spool: Spool, until: Event
+) -> tuple[dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]], dict[str, str]]:
+    """Per entry: where its payloads are, in the chain's order, and the last digest."""
+    changes: dict[str, list[tuple[Encoding, StagedFile, ByteSpan]]] = {}
+    digests: dict[str, str] = {}
+    for ref, manifest in chain:
+        for shard in manifest.shards:
+            _check_open(until)
+            copy = store.shard(ref, manifest, shard, spool, lent_bytes=_ROOM_BYTES)
+            copy.fetch()
+            header = copy.header()
+            digests |= header.metadata
+            for entry in header.layout:
+                span = ByteSpan(*header.offsets[entry])
+                change = (manifest.encoding_of(entry), copy.staged, span)
+                changes.setdefault(entry, []).append(change)
+    return changes, digests
+
+
+def _check_open(until: Event) -> None:
+    if until.is_set():
+        raise Exhausted("the publisher was closed before it was finished")
 
 
 def _chain(

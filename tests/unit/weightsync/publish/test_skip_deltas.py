@@ -1,8 +1,11 @@
 """Skip deltas: exact to the bit, smaller than what they replace, and never in a publisher's way."""
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +155,27 @@ def test_a_chain_that_is_too_large_has_none_and_publishing_goes_on(
     assert _skips(tmp_path / "store") == []
     assert Receiver(tmp_path / "store").latest() == 12
     assert "left out" in caplog.text
+
+
+def test_a_publisher_that_is_closed_waits_for_none_that_takes_long(
+    tmp_path: Path, states: tuple[State, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+
+    def slow(*given: Any) -> None:
+        begun.set()
+        threading.Event().wait(1.0)
+
+    monkeypatch.setattr(skip_deltas, "composed", slow)
+    monkeypatch.setattr(skip_deltas, "CLOSE_S", 0.01)
+    with Publisher(tmp_path / "store") as publisher:
+        for state in states[:9]:
+            publisher.publish(state)
+        assert begun.wait(5)
+        started = time.perf_counter()
+    assert time.perf_counter() - started < 5
+    assert _skips(tmp_path / "store") == []
+    assert list((tmp_path / "store").glob(".tmp-*")) == []
 
 
 def test_a_version_fits_into_the_quota_by_their_deletion(
