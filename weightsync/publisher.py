@@ -174,13 +174,15 @@ class Publisher(AbstractContextManager["Publisher"]):
         if self._announcer is not None:
             self._announcer.close(ANNOUNCE_S)
         self._await_compiled()
-        if self._skips is not None:
-            self._skips.close()
-        self._pool.shutdown()
-        self._copy.close()
-        self._ranks.close()
-        if self._lead is not None:
-            self._lead.close()
+        try:
+            if self._skips is not None:
+                self._skips.close()
+        finally:
+            self._pool.shutdown()
+            self._copy.close()
+            self._ranks.close()
+            if self._lead is not None:
+                self._lead.close()
 
     def announced(self, timeout_s: float) -> AnnounceState:
         """State of the newest version once all gateways have it or refuse it, or after this time.
@@ -216,16 +218,16 @@ class Publisher(AbstractContextManager["Publisher"]):
             raise
         if published.is_full:
             self._warm_up()
-        if self._skips is not None:
-            self._skips.published(published.version)
+        if self._announcer is not None:
+            self._announcer.announce(published.version)
         if self._lead is not None:
             # The version is published: what cannot be deleted now is pruned next time.
             try:
                 self._lead.prune()
             except RoseMuxError as error:
                 _LOG.warning("old versions stay for now: %s", error)
-        if self._announcer is not None:
-            self._announcer.announce(published.version)
+        if self._skips is not None:
+            self._skips.published(published.version)
         return published
 
     def _warm_up(self) -> None:

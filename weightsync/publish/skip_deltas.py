@@ -6,13 +6,13 @@ costs only their absence. Rank 0 makes them for all ranks.
 """
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+import math
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 
 from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Stale
 from harvester.contracts.ids import WeightVersion
@@ -76,47 +76,67 @@ class SkipDeltas:
         self._lead = lead
         self._shard_bytes = shard_bytes
         self._spool_dir = spool_dir
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-skip")
+        self._due: SimpleQueue[tuple[WeightVersion, WeightVersion, Layout] | None] = SimpleQueue()
+        self._made: SimpleQueue[SkipDelta] = SimpleQueue()
         self._is_closed = Event()
-        self._waiting: deque[Future[SkipDelta]] = deque()
+        # A daemon, so that no trainer's exit waits for it.
+        self._maker = Thread(target=self._make, name="weight-skip", daemon=True)
 
     def published(self, version: WeightVersion) -> None:
-        """Write those that are finished, and begin those that `version` makes due."""
-        while self._waiting and self._waiting[0].done():
-            self._write(self._waiting.popleft().result)
-        full, layout = self._lead.newest_full, self._lead.layout
-        for base in due_bases(version, full=full):
-            if len(self._waiting) < _WAITING:
-                self._waiting.append(self._pool.submit(self._made, base, version, layout))
+        """Write those that are finished, and queue those that `version` makes due."""
+        self._write_all()
+        for base in due_bases(version, full=self._lead.newest_full):
+            if self._due.qsize() < _WAITING:
+                self._due.put((base, version, self._lead.layout))
+        if not (self._due.empty() or self._maker.is_alive()):
+            self._maker.start()
 
     def close(self) -> None:
-        """Write the remaining ones that are finished within CLOSE_S."""
-        wait(self._waiting, CLOSE_S)
-        self._is_closed.set()
-        while self._waiting:
-            self._write(self._waiting.popleft().result)
-        self._pool.shutdown()
+        """Write the remaining ones that are made within CLOSE_S."""
+        try:
+            if self._maker.is_alive():
+                self._due.put(None)
+                self._maker.join(CLOSE_S)
+        finally:
+            self._is_closed.set()
+        self._write_all()
         self._reader.close()
 
-    def _made(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> SkipDelta:
-        spool = Spool(MemoryRoom(_ROOM_BYTES), self._spool_dir)
-        return made(self._reader, base, version, layout, spool, until=self._is_closed)
+    def _make(self) -> None:
+        while (due := self._due.get()) is not None:
+            base, version, layout = due
+            try:
+                spool = Spool(MemoryRoom(_ROOM_BYTES), self._spool_dir)
+                skip = made(self._reader, base, version, layout, spool, until=self._is_closed)
+                self._made.put(skip)
+            except Exception as error:
+                _log_left_out(error)
 
-    def _write(self, finished: Callable[[], SkipDelta]) -> None:
+    def _write_all(self) -> None:
+        """Write the finished ones; after a failure the others are left out too, for each may wait
+        for a store that does not answer."""
         try:
-            skip = finished()
-            size_bytes = sum(len(encoded.payload) for encoded in skip.entries.values())
-            begun = self._lead.begin_skip(skip.ref, size_bytes=size_bytes)
-            with closing(self._store.draft(begun)) as draft:
-                files = ShardFiles(draft, rank=0, limit_bytes=self._shard_bytes, may_pack=True)
-                for entry, encoded in skip.entries.items():
-                    files.add(entry, encoded)
-                written = WrittenShare(files.finish(), {})
-            self._lead.commit_skip(begun, skip.ref, skip.block, written)
-        except (RoseMuxError, MemoryError) as error:
-            level = logging.INFO if isinstance(error, Exhausted) else logging.WARNING
-            _LOG.log(level, "a skip delta is left out: %s", error)
-            self._lead.sweep()
+            while not self._made.empty():
+                self._write(self._made.get())
+        except Exception as error:
+            _log_left_out(error)
+            self._made = SimpleQueue()
+            with suppress(RoseMuxError, OSError):
+                self._lead.sweep()
+
+    def _write(self, skip: SkipDelta) -> None:
+        begun = self._lead.begin_skip(skip.ref)
+        with closing(self._store.draft(begun)) as draft:
+            files = ShardFiles(draft, rank=0, limit_bytes=self._shard_bytes, may_pack=True)
+            for entry, encoded in skip.entries.items():
+                files.add(entry, encoded)
+            written = WrittenShare(files.finish(), {})
+        self._lead.commit_skip(begun, skip.ref, skip.block, written)
+
+
+def _log_left_out(error: Exception) -> None:
+    level = logging.INFO if isinstance(error, Exhausted) else logging.WARNING
+    _LOG.log(level, "a skip delta is left out: %s", error)
 
 
 def made(
@@ -138,11 +158,6 @@ def made(
     block = chain[-1][1].block
     if block is None:
         raise Corrupt(f"{ref.directory}: version {version} is of another system")
-    size_bytes = sum(store.size_bytes(each, manifest) for each, manifest in chain)
-    payloads = sum(len(manifest.weight_map) for _, manifest in chain)
-    limit_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * block.bytes_dense)
-    if size_bytes > limit_bytes or payloads > _MAX_PAYLOADS:
-        raise Exhausted(f"{ref.directory}: {payloads} payloads of {size_bytes} bytes are too many")
     changes, digests = _payloads(store, chain, spool, until)
     entries = {}
     for entry, steps in changes.items():
@@ -187,10 +202,17 @@ def _chain(
 ) -> list[tuple[VersionRef, Manifest]]:
     chain: list[tuple[VersionRef, Manifest]] = []
     at: WeightVersion | None = version
+    left_bytes, left_payloads = math.inf, _MAX_PAYLOADS
     while at is not None and at > base:
         ref = VersionRef(Kind.WEIGHT, at)
         manifest = store.manifest(ref)
+        if not chain and manifest.block is not None:
+            left_bytes = max(_SMALL_BYTES, _MOST_OF_DENSE * manifest.block.bytes_dense)
         chain.append((ref, manifest))
+        left_bytes -= store.size_bytes(ref, manifest)
+        left_payloads -= len(manifest.weight_map)
+        if left_bytes < 0 or left_payloads < 0:
+            raise Exhausted(f"the deltas from version {at} to {version} are too large")
         at = manifest.base_version
     if at != base:
         raise Stale(f"the deltas of version {version} do not lead back to version {base}")

@@ -152,19 +152,20 @@ class VersionWriter:
         """All ranks' entries in the newest version."""
         return self._next.layout
 
-    def begin_skip(self, ref: VersionRef, *, size_bytes: int) -> str:
-        """Begin a skip delta in the store; raises Exhausted if the quota has no room for it."""
-        if self._max_bytes is not None:
-            used_bytes = sum(self._writer.sizes().values())
-            if used_bytes + size_bytes > self._max_bytes:
-                raise Exhausted(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
+    def begin_skip(self, ref: VersionRef) -> str:
+        """Begin a skip delta in the store."""
         return self._writer.begin(ref)
 
     def commit_skip(self, begun: str, ref: VersionRef, block: Block, written: WrittenShare) -> None:
-        """Make a skip delta visible; `block` is of the version that it leads to."""
+        """Make a skip delta visible; `block` is of the version that it leads to. Raises Exhausted
+        if the quota has no room for it."""
         _, small = self._complete(
             begun, ref.version, ref.base or 0, [written], block.state_hash, block.bytes_dense
         )
+        if self._max_bytes is not None:
+            used_bytes = sum(self._writer.sizes().values())
+            if used_bytes + _size_bytes([written], small) > self._max_bytes:
+                raise Exhausted(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
         self._writer.finish(begun, ref, small)
 
     def sweep(self) -> None:
@@ -264,7 +265,8 @@ class VersionWriter:
     def _remove(self, doomed: Sequence[VersionRef]) -> None:
         for ref in doomed:
             self._writer.remove(ref)
-            self._full_versions.discard(ref.version)
+            if ref.kind is not Kind.SKIP:
+                self._full_versions.discard(ref.version)
 
     def _anchor_place(self, version: WeightVersion) -> str:
         try:

@@ -10,6 +10,7 @@ that it is smaller than they are, and the delta of every version is still there 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -91,10 +92,11 @@ class _Walk:
         for ref in self.skips.get(at, ()):
             if ref.base is None or ref.base < self.since < at:
                 continue
-            skip = self._look(ref)
-            if skip is not None and skip.manifest.base_version == ref.base:
-                self.has_skipped = True
-                return _Link(at, () if anchor is None else (anchor,), skip)
+            with suppress(Corrupt, Unsupported, Stale):
+                skip = self.step_of(ref)
+                if skip is not None and skip.manifest.base_version == ref.base:
+                    self.has_skipped = True
+                    return _Link(at, () if anchor is None else (anchor,), skip)
         weight = self._look(VersionRef(Kind.WEIGHT, at))
         delta = weight if weight is not None and not weight.manifest.is_full else None
         fulls = (anchor, weight if delta is None else None)
@@ -130,17 +132,26 @@ def plans(
     if current is not None and target < current:
         raise Stale(f"version {target} is older than version {current}, which is loaded already")
     faults: list[RoseMuxError] = []
-    since, by_end = current or WeightVersion(0), _longest_first(skips)
+    since = current or WeightVersion(0)
+    skipping, single = (
+        _Walk(step_of=step_of, target=target, since=since, skips=chosen, faults=faults)
+        for chosen in (_longest_first(skips), {})
+    )
+    over_skips = _plans_along(skipping, current, layout_is_known=layout_is_known)
+    first = next(over_skips, None)
+    if first is None and not skipping.has_skipped:
+        raise _no_way(target, skipping.last, latest, faults)
+    if first is not None:
+        yield first
+    # A skip delta that is broken would be read again behind each full checkpoint.
     found = False
-    for chosen in (by_end, {}) if by_end else ({},):
-        walk = _Walk(step_of=step_of, target=target, since=since, skips=chosen, faults=faults)
-        for plan in _plans_along(walk, current, layout_is_known=layout_is_known):
+    if skipping.has_skipped:
+        for plan in _plans_along(single, current, layout_is_known=layout_is_known):
             found = True
             yield plan
-        if not walk.has_skipped:
-            break
-    if not found:
-        raise _no_way(target, walk.last, latest, faults)
+    yield from over_skips
+    if first is None and not found:
+        raise _no_way(target, single.last, latest, faults)
 
 
 def likely_refs(
@@ -149,11 +160,12 @@ def likely_refs(
     """The directories whose indexes `plans` probably reads, told by their names alone."""
     skips = _longest_first([ref for ref in present if ref.base is not None and ref.base >= since])
     refs = {VersionRef(Kind.WEIGHT, target)}
-    at = target
-    while at > since:
-        step = next(iter(skips.get(at, ())), VersionRef(Kind.WEIGHT, at))
-        refs |= {step, VersionRef(Kind.ANCHOR, at)}
-        at = WeightVersion(at - 1) if step.base is None else step.base
+    reached = target
+    for at in sorted({ref.version for ref in present if since < ref.version <= target})[::-1]:
+        if at <= reached:
+            step = next(iter(skips.get(at, ())), VersionRef(Kind.WEIGHT, at))
+            refs |= {step, VersionRef(Kind.ANCHOR, at)}
+            reached = at if step.base is None else step.base
     return refs & set(present)
 
 

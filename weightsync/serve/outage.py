@@ -120,11 +120,11 @@ class CachedReplies:
             self._latest[store] = raw
             self._write(store, LATEST_FILE, raw)
 
-    def keep_index(self, store: str, version: str, raw: bytes) -> None:
-        """Raises Corrupt for an index that cannot be read."""
-        if self.index(store, version) == raw:
-            return
-        self._files[store, version] = (raw, published_files(raw))
+    def keep_index(
+        self, store: str, version: str, raw: bytes, files: Mapping[str, PublishedFile]
+    ) -> None:
+        """`files` are those of the index."""
+        self._files[store, version] = (raw, files)
         self._write(store, version, raw)
         here = sorted((v for of, v in self._files if of == store), key=_age)
         for old in here[:-MAX_VERSIONS]:

@@ -21,6 +21,7 @@ from weightsync.layout.names import (
     MAX_INDEX_BYTES,
     READY_FILE,
     Kind,
+    VersionRef,
     named_ref,
 )
 from weightsync.serve.metrics import TransferMetrics
@@ -96,16 +97,12 @@ class RelayShelf:
         )
 
     def _newest_here(self, store: str) -> bytes | None:
-        """The newest version that can be served, among those that upstream named in LATEST."""
+        """The newest version that can be served, among those that upstream named in LATEST: its
+        readers may have come to it by an anchor or a skip delta alone."""
         latest = self._replies.latest(store)
         refs = (named_ref(name) for name in self._whole_versions(store))
-        here = [
-            ref
-            for ref in refs
-            if ref and latest and ref.kind is Kind.WEIGHT and ref.version <= latest.version
-        ]
-        newest = max(here, key=lambda ref: ref.version, default=None)
-        return None if newest is None else f"{newest.directory}\n".encode()
+        here = [ref.version for ref in refs if ref and latest and ref.version <= latest.version]
+        return f"{VersionRef(Kind.WEIGHT, max(here)).directory}\n".encode() if here else None
 
     def _whole_versions(self, store: str) -> tuple[str, ...]:
         """Versions that can be served without upstream."""
@@ -171,9 +168,12 @@ class RelayShelf:
             lambda: self._replies.index(store, directory),
             lambda: self._shelf.latest(store, None, wait_s=0.0),
         )
-        self._replies.keep_index(store, directory, raw)
-        self._indexes.pop((store, directory), None)
-        self._indexes[store, directory] = published_files(raw)
+        files = self._indexes.pop((store, directory), None)
+        if files is None or self._replies.index(store, directory) != raw:
+            # A large index takes seconds, in which all transfers would stand still.
+            files = await asyncio.to_thread(published_files, raw)
+            self._replies.keep_index(store, directory, raw, files)
+        self._indexes[store, directory] = files
         if len(self._indexes) > _INDEXES:
             del self._indexes[next(iter(self._indexes))]
         return raw

@@ -1,6 +1,7 @@
 """Skip deltas: exact to the bit, smaller than what they replace, and never in a publisher's way."""
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -176,6 +177,38 @@ def test_a_publisher_that_is_closed_waits_for_none_that_takes_long(
     assert time.perf_counter() - started < 5
     assert _skips(tmp_path / "store") == []
     assert list((tmp_path / "store").glob(".tmp-*")) == []
+
+
+def test_nothing_that_goes_wrong_with_one_reaches_the_trainer(
+    tmp_path: Path,
+    states: tuple[State, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def failing(*given: Any) -> None:
+        raise MemoryError("no pages")
+
+    monkeypatch.setattr(skip_deltas, "composed", failing)
+    _published(tmp_path / "store", states)
+    assert Receiver(tmp_path / "store").latest() == 12
+    assert "left out: no pages" in caplog.text
+
+
+def test_a_store_that_is_gone_at_the_end_masks_no_error_of_the_trainer(
+    tmp_path: Path, states: tuple[State, ...]
+) -> None:
+
+    def train() -> None:
+        with Publisher(tmp_path / "store", copy_dir=tmp_path / "copy") as publisher:
+            for state in states[:5]:
+                publisher.publish(state)
+            shutil.rmtree(tmp_path / "store")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    with Publisher(tmp_path / "store", copy_dir=tmp_path / "copy") as publisher:
+        assert publisher.publish(states[0]).version == 1, "no lock was kept"
 
 
 def test_a_version_fits_into_the_quota_by_their_deletion(

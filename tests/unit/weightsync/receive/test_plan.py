@@ -290,3 +290,29 @@ def test_the_indexes_that_a_plan_reads_are_those_that_names_announce(
     plan = _plan(skipping, current or None, target)
     assert {step.ref for step in plan.steps if step.manifest.base_version} <= refs
     assert len(refs) <= len(plan.steps) + 3
+
+
+def test_the_number_of_a_version_costs_nothing_to_look_ahead(skipping: FakeStore) -> None:
+    """LATEST may name any: `weight_v999999999999999`."""
+    huge = WeightVersion(999_999_999_999_999)
+    skipping.add(Kind.WEIGHT, huge, 10, full=False)
+    refs = likely_refs(skipping.steps, since=WeightVersion(0), target=huge)
+    assert VersionRef(Kind.WEIGHT, huge) in refs
+    assert len(refs) <= len(skipping.steps)
+
+
+def test_a_broken_skip_delta_is_not_read_again_behind_a_full_checkpoint(
+    skipping: FakeStore,
+) -> None:
+    ways = [_directories(plan) for plan in _plans(skipping, 5, 7)]
+    singles = ways.index(["weight_v000006", "weight_v000007"])
+    assert all("skip_v000005_v000007" not in way for way in ways[1 : singles + 1])
+
+
+def test_the_first_fault_is_of_a_version_and_not_of_a_skip_delta(skipping: FakeStore) -> None:
+    skipping.broken.add(VersionRef(Kind.SKIP, WeightVersion(7), WeightVersion(5)))
+    for version in range(1, 8):
+        skipping.strike(Kind.WEIGHT, version)
+    skipping.strike(Kind.ANCHOR, 5)
+    with pytest.raises(Corrupt, match=r"anchor|weight"):
+        _plan(skipping, None, 7)
