@@ -27,7 +27,7 @@ from weightsync.receiver import Receiver
 
 State = dict[str, torch.Tensor]
 LEARNING_RATES = (1e-6, 3e-6)
-"""Of fine-tuning by reinforcement: at 1e-6 about one element in a hundred changes in a step."""
+"""As in fine-tuning by reinforcement: at 1e-6 one element in a hundred changes in a step."""
 VERSIONS = 25
 """From a full checkpoint to the last version before the next."""
 ABSENCES = (4, 8, 16, 24)
@@ -125,7 +125,7 @@ class Training:
         self._optimizer.zero_grad()
 
     def state(self) -> State:
-        """What a trainer publishes; tied tensors under each of their names."""
+        """The tensors that a trainer publishes, tied ones under each of their names."""
         shared: dict[int, torch.Tensor] = {}
         return {
             name: shared.setdefault(tensor.data_ptr(), tensor.detach().bfloat16())
@@ -192,8 +192,8 @@ def _after_absence(
 
 
 def _read(store: Path, held: int | None, target: int, states: list[State]) -> int:
-    """Bytes read of a store by a receiver at a version, as a running one: it has read the indexes
-    back to the full checkpoint before."""
+    """Bytes that a receiver at a version reads. It has read the indexes back to the full checkpoint
+    before, as a running one has."""
     source = CountedDirectory(store)
     receiver = Receiver(source)
     begin = states[0] if held is None else states[held - 1]

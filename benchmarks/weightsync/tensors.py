@@ -35,7 +35,7 @@ TENSORS = 20_000
 ELEMENTS = 512
 STEPS = 5
 MIXTURE_TENSORS = 18_867
-"""Of Qwen3 30B A3B: 48 layers, 128 experts."""
+"""Qwen3 30B A3B has as many: 48 layers, 128 experts."""
 SLICE_ELEMENTS = 64
 CHANGED_RATIOS = (0.01, 0.05)
 """Share of the elements that move by one unit in the last place."""

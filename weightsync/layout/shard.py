@@ -166,7 +166,8 @@ def _check_name(name: str) -> None:
 
 def _unpacked_header(raw: bytes, *, start: int, file_bytes: int) -> ShardHeader:
     try:
-        table = msgspec.json.decode(plain_table(raw), type=_Table)
+        plain = plain_table(raw, limit_bytes=MAX_HEADER_BYTES)
+        table = msgspec.json.decode(plain, type=_Table)
     except UNDECODABLE as error:
         raise Corrupt(f"packed header: {error}") from error
     if not len(table.names) == len(table.sizes) == len(table.checksums) == len({*table.names}):

@@ -20,14 +20,14 @@ def packed_table(table: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=_LEVEL).compress(table)
 
 
-def plain_table(raw: bytes) -> bytes:
+def plain_table(raw: bytes, *, limit_bytes: int = MAX_TABLE_BYTES) -> bytes:
     """A table as it was before `packed_table`, or that never was packed; raises Corrupt."""
     if not raw.startswith(_MAGIC):
         return raw
     try:
         announced = zstandard.get_frame_parameters(raw).content_size
-        if announced > MAX_TABLE_BYTES:
-            raise Corrupt(f"a table of {announced} bytes; the limit is {MAX_TABLE_BYTES}")
+        if announced > limit_bytes:
+            raise Corrupt(f"a table of {announced} bytes; the limit is {limit_bytes}")
         return zstandard.ZstdDecompressor().decompress(raw, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise Corrupt(f"a compressed table: {error}") from error

@@ -17,7 +17,7 @@ from weightsync.layout.shard import shard_chunks, shard_layouts
 from weightsync.publish.agreement import Shard
 from weightsync.publish.store_writer import Draft
 
-_MAX_ENTRIES = 1 << 16
+_MAX_ENTRIES = 1 << 15
 """Entries of one file of a delta: its header stays within what readers take."""
 
 

@@ -60,7 +60,7 @@ def due_bases(version: WeightVersion, *, full: WeightVersion) -> tuple[WeightVer
 class SkipDelta:
     ref: VersionRef
     block: Block
-    """Of the version that it leads to."""
+    """The block of the version that it leads to."""
     entries: Mapping[str, Encoded]
 
 

@@ -157,7 +157,7 @@ def plans(
 def likely_refs(
     present: Collection[VersionRef], *, since: WeightVersion, target: WeightVersion
 ) -> set[VersionRef]:
-    """The directories whose indexes `plans` probably reads, told by their names alone."""
+    """The directories whose indexes `plans` probably reads, as far as names show it."""
     skips = _longest_first([ref for ref in present if ref.base is not None and ref.base >= since])
     refs = {VersionRef(Kind.WEIGHT, target)}
     reached = target
