@@ -8,6 +8,7 @@ their checksums alone. Never touches a file.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from sys import intern
 
 import msgspec
 
@@ -161,7 +162,8 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
             base_version=None if base is None else _version(base),
             delta_encoding=_encoding(index.metadata.delta_encoding),
             checksum_format=index.metadata.checksum_format or ALGORITHM,
-            weight_map=index.weight_map,
+            # A receiver remembers the indexes of a chain, which repeat the same names.
+            weight_map={intern(entry): intern(shard) for entry, shard in index.weight_map.items()},
             block=index.rosemux,
             checksums=index.checksums,
             stamp=index.stamp,
