@@ -34,7 +34,7 @@ _SPANS = (4, 8)
 """Versions that a skip delta covers; at every version that the longest divides another goes back to
 the full checkpoint."""
 _MOST_OF_DENSE = 0.5
-"""Size of the deltas that one skip delta is made of, over the model's: it waits in memory."""
+"""Size of the deltas that one skip delta is made of, over the model's: they wait in a file."""
 _SMALL_BYTES = 64 << 20
 _MAX_PAYLOADS = 1 << 19
 """Each takes some 50 us of the interpreter, which the trainer shares."""

@@ -138,20 +138,29 @@ def plans(
         for chosen in (_longest_first(skips), {})
     )
     over_skips = _plans_along(skipping, current, layout_is_known=layout_is_known)
+    by_singles = _plans_along(single, current, layout_is_known=layout_is_known)
+    found = False
+    for plan in _alternating(skipping, over_skips, by_singles):
+        found = True
+        yield plan
+    if not found:
+        last = single.last if skipping.has_skipped else skipping.last
+        raise _no_way(target, last, latest, faults)
+
+
+def _alternating(
+    skipping: _Walk, over_skips: Iterator[PullPlan], by_singles: Iterator[PullPlan]
+) -> Iterator[PullPlan]:
+    """The best way over skip deltas, those without any, the others: a broken skip delta would be
+    read again behind each full checkpoint."""
     first = next(over_skips, None)
-    if first is None and not skipping.has_skipped:
-        raise _no_way(target, skipping.last, latest, faults)
     if first is not None:
         yield first
-    # A skip delta that is broken would be read again behind each full checkpoint.
-    found = False
     if skipping.has_skipped:
-        for plan in _plans_along(single, current, layout_is_known=layout_is_known):
-            found = True
-            yield plan
+        yield from by_singles
     yield from over_skips
-    if first is None and not found:
-        raise _no_way(target, single.last, latest, faults)
+    if skipping.has_skipped:
+        yield from by_singles
 
 
 def likely_refs(

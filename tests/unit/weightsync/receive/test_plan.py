@@ -316,3 +316,9 @@ def test_the_first_fault_is_of_a_version_and_not_of_a_skip_delta(skipping: FakeS
     skipping.strike(Kind.ANCHOR, 5)
     with pytest.raises(Corrupt, match=r"anchor|weight"):
         _plan(skipping, None, 7)
+
+
+def test_a_skip_delta_behind_the_held_version_costs_no_way_either(skipping: FakeStore) -> None:
+    ways = [_directories(plan) for plan in _plans(skipping, 7, 8)]
+    assert ways[0] == ["weight_v000008"]
+    assert ["anchor_v000005", "weight_v000006", "weight_v000007", "weight_v000008"] in ways
