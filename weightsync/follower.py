@@ -176,11 +176,10 @@ class Follower(AbstractContextManager["Follower"]):
         try:
             if behind:
                 layout = checkpoint.layout()
-                plan = self._receiver.plan(record.base_version, record.version, held=layout)
-                published = plan.manifest.state_hash or record.state_hash
-                if plan.current is None or published != record.state_hash:
+                staged = self._receiver.prepare(record.base_version, record.version, held=layout)
+                published = staged.plan.manifest.state_hash or record.state_hash
+                if staged.full is not None or published != record.state_hash:
                     return 0, 0
-                staged = self._receiver.stage(plan, layout)
                 if not staged.deltas.keys() >= set(behind):
                     return 0, 0
                 size_bytes = staged.bytes_read

@@ -220,14 +220,14 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._warm_up()
         if self._announcer is not None:
             self._announcer.announce(published.version)
+        if self._skips is not None:
+            self._skips.published(published.version)
         if self._lead is not None:
             # The version is published: what cannot be deleted now is pruned next time.
             try:
                 self._lead.prune()
             except RoseMuxError as error:
                 _LOG.warning("old versions stay for now: %s", error)
-        if self._skips is not None:
-            self._skips.published(published.version)
         return published
 
     def _warm_up(self) -> None:

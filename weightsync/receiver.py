@@ -199,7 +199,9 @@ class Receiver:
         number. Versions of ours have a hash of the whole state; nothing else would tell the runs of
         another trainer apart. Only another trainer's have a stamp."""
         with suppress(*_BROKEN):
-            ref = VersionRef(Kind.WEIGHT, target)
+            # A relay may have only the anchor, or a skip delta, of the target in an outage.
+            here = (ref for ref in self._present if ref.version == target)
+            ref = max(here, key=lambda ref: ref.kind, default=VersionRef(Kind.WEIGHT, target))
             step = self.step(ref)
             if (step.manifest if step else self._store.manifest(ref)).block is not None:
                 return bool(known)

@@ -163,7 +163,7 @@ def decoded_manifest(raw: bytes, *, expected: WeightVersion) -> Manifest:
             delta_encoding=_encoding(index.metadata.delta_encoding),
             checksum_format=index.metadata.checksum_format or ALGORITHM,
             # A receiver remembers the indexes of a chain, which repeat the same names.
-            weight_map={intern(entry): intern(shard) for entry, shard in index.weight_map.items()},
+            weight_map={intern(entry): shard for entry, shard in index.weight_map.items()},
             block=index.rosemux,
             checksums=index.checksums,
             stamp=index.stamp,

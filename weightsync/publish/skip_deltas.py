@@ -72,66 +72,79 @@ class SkipDeltas:
         self, store: WritableStore, lead: VersionWriter, *, shard_bytes: int, spool_dir: Path | None
     ) -> None:
         self._store = store
-        self._reader = store.reader()
         self._lead = lead
         self._shard_bytes = shard_bytes
-        self._spool_dir = spool_dir
-        self._due: SimpleQueue[tuple[WeightVersion, WeightVersion, Layout] | None] = SimpleQueue()
-        self._made: SimpleQueue[SkipDelta] = SimpleQueue()
-        self._is_closed = Event()
-        # A daemon, so that no trainer's exit waits for it.
-        self._maker = Thread(target=self._make, name="weight-skip", daemon=True)
+        self._maker = _Maker(store.reader(), spool_dir)
+        # A daemon, so that no trainer's exit waits for it. It holds nothing that keeps the store.
+        self._thread = Thread(target=self._maker.run, name="weight-skip", daemon=True)
 
     def published(self, version: WeightVersion) -> None:
         """Write those that are finished, and queue those that `version` makes due."""
         self._write_all()
         for base in due_bases(version, full=self._lead.newest_full):
-            if self._due.qsize() < _WAITING:
-                self._due.put((base, version, self._lead.layout))
-        if not (self._due.empty() or self._maker.is_alive()):
-            self._maker.start()
+            if self._maker.due.qsize() < _WAITING:
+                self._maker.due.put((base, version, self._lead.layout))
+        if not (self._maker.due.empty() or self._thread.is_alive()):
+            with suppress(RuntimeError):
+                self._thread.start()
 
     def close(self) -> None:
         """Write the remaining ones that are made within CLOSE_S."""
         try:
-            if self._maker.is_alive():
-                self._due.put(None)
-                self._maker.join(CLOSE_S)
+            if self._thread.is_alive():
+                self._maker.due.put(None)
+                self._thread.join(CLOSE_S)
         finally:
-            self._is_closed.set()
+            self._maker.is_closed.set()
         self._write_all()
-        self._reader.close()
-
-    def _make(self) -> None:
-        while (due := self._due.get()) is not None:
-            base, version, layout = due
-            try:
-                spool = Spool(MemoryRoom(_ROOM_BYTES), self._spool_dir)
-                skip = made(self._reader, base, version, layout, spool, until=self._is_closed)
-                self._made.put(skip)
-            except Exception as error:
-                _log_left_out(error)
+        self._maker.reader.close()
 
     def _write_all(self) -> None:
-        """Write the finished ones; after a failure the others are left out too, for each may wait
-        for a store that does not answer."""
-        try:
-            while not self._made.empty():
-                self._write(self._made.get())
-        except Exception as error:
-            _log_left_out(error)
-            self._made = SimpleQueue()
-            with suppress(RoseMuxError, OSError):
-                self._lead.sweep()
+        """Write the finished ones; if the store fails, the others are left out too, for each would
+        wait for it."""
+        is_answering = True
+        while not self._maker.made.empty():
+            skip = self._maker.made.get()
+            try:
+                if is_answering:
+                    self._write(skip)
+            except Exception as error:
+                is_answering = isinstance(error, Exhausted | Stale)
+                _log_left_out(error)
+                with suppress(RoseMuxError, OSError):
+                    self._lead.sweep()
 
     def _write(self, skip: SkipDelta) -> None:
-        begun = self._lead.begin_skip(skip.ref)
+        payload_bytes = sum(len(encoded.payload) for encoded in skip.entries.values())
+        begun = self._lead.begin_skip(skip.ref, payload_bytes=payload_bytes)
         with closing(self._store.draft(begun)) as draft:
             files = ShardFiles(draft, rank=0, limit_bytes=self._shard_bytes, may_pack=True)
             for entry, encoded in skip.entries.items():
                 files.add(entry, encoded)
             written = WrittenShare(files.finish(), {})
         self._lead.commit_skip(begun, skip.ref, skip.block, written)
+
+
+class _Maker:
+    """Composes in a thread of its own what is put into `due`, until None is."""
+
+    def __init__(self, reader: Store, spool_dir: Path | None) -> None:
+        self.reader = reader
+        self.due: SimpleQueue[tuple[WeightVersion, WeightVersion, Layout] | None] = SimpleQueue()
+        self.made: SimpleQueue[SkipDelta] = SimpleQueue()
+        self.is_closed = Event()
+        self._spool_dir = spool_dir
+
+    def run(self) -> None:
+        while (due := self.due.get()) is not None:
+            self._make(*due)
+
+    def _make(self, base: WeightVersion, version: WeightVersion, layout: Layout) -> None:
+        spool = Spool(MemoryRoom(_ROOM_BYTES), self._spool_dir)
+        try:
+            self.made.put(made(self.reader, base, version, layout, spool, until=self.is_closed))
+        except Exception as error:
+            _log_left_out(error)
 
 
 def _log_left_out(error: Exception) -> None:

@@ -7,7 +7,7 @@ the ranks' reports; never reads a shard.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Unsupported
+from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Stale, Unsupported
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM, combined
@@ -152,21 +152,27 @@ class VersionWriter:
         """All ranks' entries in the newest version."""
         return self._next.layout
 
-    def begin_skip(self, ref: VersionRef) -> str:
-        """Begin a skip delta in the store."""
+    def begin_skip(self, ref: VersionRef, *, payload_bytes: int) -> str:
+        """Begin a skip delta in the store. Raises Exhausted if the quota has no room for it, and
+        Stale if its version was pruned meanwhile."""
+        self._check_quota(payload_bytes)
+        if VersionRef(Kind.WEIGHT, ref.version) not in self._writer.refs():
+            raise Stale(f"version {ref.version} was pruned")
         return self._writer.begin(ref)
 
     def commit_skip(self, begun: str, ref: VersionRef, block: Block, written: WrittenShare) -> None:
-        """Make a skip delta visible; `block` is of the version that it leads to. Raises Exhausted
-        if the quota has no room for it."""
+        """Make a skip delta visible; `block` is of the version that it leads to."""
         _, small = self._complete(
             begun, ref.version, ref.base or 0, [written], block.state_hash, block.bytes_dense
         )
+        self._check_quota(_size_bytes([written], small))
+        self._writer.finish(begun, ref, small)
+
+    def _check_quota(self, size_bytes: int) -> None:
         if self._max_bytes is not None:
             used_bytes = sum(self._writer.sizes().values())
-            if used_bytes + _size_bytes([written], small) > self._max_bytes:
+            if used_bytes + size_bytes > self._max_bytes:
                 raise Exhausted(f"{self._writer.store}: {used_bytes} of {self._max_bytes} are used")
-        self._writer.finish(begun, ref, small)
 
     def sweep(self) -> None:
         """Delete unfinished versions."""

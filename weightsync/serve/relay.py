@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import Corrupt
+from harvester.contracts.ids import WeightVersion
 from weightsync.layout.names import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -57,6 +58,7 @@ class RelayShelf:
         self._disk = ThreadPoolExecutor(4, thread_name_prefix="weight-disk")
         self._indexes: dict[tuple[str, str], Mapping[str, PublishedFile]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[bytes]] = {}
+        self._parsing = asyncio.Lock()
         self._files: dict[str, RelayedFile] = {}
         self._replies = CachedReplies(cache.root)
         self._outage = UpstreamOutage()
@@ -98,10 +100,13 @@ class RelayShelf:
 
     def _newest_here(self, store: str) -> bytes | None:
         """The newest version that can be served, among those that upstream named in LATEST: its
-        readers may have come to it by an anchor or a skip delta alone."""
+        readers may have come to it by an anchor, or a skip delta on such a version, alone."""
         latest = self._replies.latest(store)
-        refs = (named_ref(name) for name in self._whole_versions(store))
-        here = [ref.version for ref in refs if ref and latest and ref.version <= latest.version]
+        refs = [ref for name in self._whole_versions(store) if (ref := named_ref(name))]
+        here: set[WeightVersion] = set()
+        for ref in sorted(refs, key=lambda ref: ref.version):
+            if latest and ref.version <= latest.version and (ref.base is None or ref.base in here):
+                here.add(ref.version)
         return f"{VersionRef(Kind.WEIGHT, max(here)).directory}\n".encode() if here else None
 
     def _whole_versions(self, store: str) -> tuple[str, ...]:
@@ -168,11 +173,13 @@ class RelayShelf:
             lambda: self._replies.index(store, directory),
             lambda: self._shelf.latest(store, None, wait_s=0.0),
         )
-        files = self._indexes.pop((store, directory), None)
-        if files is None or self._replies.index(store, directory) != raw:
-            # A large index takes seconds, in which all transfers would stand still.
-            files = await asyncio.to_thread(published_files, raw)
-            self._replies.keep_index(store, directory, raw, files)
+        # One at a time and beside the loop: a large one takes seconds.
+        async with self._parsing:
+            files = self._indexes.get((store, directory))
+            if files is None or self._replies.index(store, directory) != raw:
+                files = await asyncio.to_thread(published_files, raw)
+                self._replies.keep_index(store, directory, raw, files)
+        self._indexes.pop((store, directory), None)
         self._indexes[store, directory] = files
         if len(self._indexes) > _INDEXES:
             del self._indexes[next(iter(self._indexes))]

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,10 +97,13 @@ def test_a_checkpoint_s_index_stays_as_other_systems_read_it() -> None:
 
 
 def test_an_index_that_unpacks_to_more_than_the_limit_is_corrupt() -> None:
-    for raw in (packed_table(bytes(MAX_TABLE_BYTES + 1)), packed_table(b"{}")[:-1]):
-        with pytest.raises(Corrupt):
+    packing = zstandard.ZstdCompressor().compressobj(size=MAX_TABLE_BYTES + 1)
+    announcing = packing.compress(b" ") + packing.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    cut = packed_table(b"{}")[:-1]
+    for raw, words in ((announcing, "the limit is"), (cut, "a compressed table")):
+        with pytest.raises(Corrupt, match=words):
             decoded_manifest(raw, expected=SEVEN)
-        with pytest.raises(Corrupt):
+        with pytest.raises(Corrupt, match=words):
             published_files(raw)
 
 

@@ -17,7 +17,7 @@ from weightsync.layout.shard import (
     shard_data,
     shard_header,
 )
-from weightsync.layout.tables import MAX_TABLE_BYTES, packed_table
+from weightsync.layout.tables import packed_table
 
 
 def _file(header: object, data: bytes = b"") -> Bytes:
@@ -168,12 +168,18 @@ def test_a_packed_header_is_read() -> None:
         [],
         b"",
         packed_table(b"{}")[:-1],
-        packed_table(bytes(MAX_TABLE_BYTES + 1)),
     ],
 )
 def test_a_packed_header_that_does_not_add_up_is_corrupt(table: object) -> None:
     with pytest.raises(Corrupt):
         shard_header(_packed(table))
+
+
+def test_a_packed_header_of_more_than_the_limit_is_refused_unread() -> None:
+    table = json.dumps(_TABLE).encode()
+    shard_header(_packed(packed_table(table + b" " * (MAX_HEADER_BYTES - len(table)))))
+    with pytest.raises(Corrupt, match="the limit is"):
+        shard_header(_packed(packed_table(table + b" " * MAX_HEADER_BYTES)))
 
 
 @pytest.mark.parametrize("length", [1 << 62, MAX_HEADER_BYTES, 1000])

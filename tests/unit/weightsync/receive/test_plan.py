@@ -310,7 +310,8 @@ def test_a_broken_skip_delta_is_not_read_again_behind_a_full_checkpoint(
 
 
 def test_the_first_fault_is_of_a_version_and_not_of_a_skip_delta(skipping: FakeStore) -> None:
-    skipping.broken.add(VersionRef(Kind.SKIP, WeightVersion(7), WeightVersion(5)))
+    for base in (3, 5):
+        skipping.broken.add(VersionRef(Kind.SKIP, WeightVersion(7), WeightVersion(base)))
     for version in range(1, 8):
         skipping.strike(Kind.WEIGHT, version)
     skipping.strike(Kind.ANCHOR, 5)
