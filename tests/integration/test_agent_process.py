@@ -299,7 +299,7 @@ def test_status_shows_pages_and_offers(agent: Agent, harvesting: Any) -> None:
 def test_a_taken_port_is_one_clear_line(agent: Agent) -> None:
     port = agent.url.rsplit(":", 1)[1]
     second = agent.root / "second.yaml"
-    text = CONFIG.format(root=agent.root / "other", port=port, engine_url="")
+    text = CONFIG.format(root=agent.root / "other", port=port, engine_url="http://127.0.0.1:8001")
     second.write_text(text)
     done = subprocess.run(
         [ROSEMUX, "agent", "--config", str(second)],
