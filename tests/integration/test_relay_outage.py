@@ -87,6 +87,26 @@ def test_a_cached_version_is_served_and_the_next_one_follows(tmp_path: Path) -> 
         assert _same(_taken(near, 3), 2)
 
 
+def test_a_version_that_readers_reached_by_a_skip_delta_is_served(tmp_path: Path) -> None:
+    """To holders of its base and to joiners; no single delta of it is in the cache."""
+    root = tmp_path / "stores"
+    with Publisher(root / "job-a") as publisher:
+        for step in range(5):
+            publisher.publish(_state(step))
+    with ExitStack() as stack:
+        up = ExitStack()
+        url = up.enter_context(served(root))
+        near = stack.enter_context(relayed(url, tmp_path / "cache"))
+        assert _same(_taken(near, 5, start=1), 4)
+        up.close()
+        with _receiving(near) as receiver:
+            assert receiver.latest() == 5
+            plan = receiver.plan(WeightVersion(1), WeightVersion(5))
+            assert [step.ref.directory for step in plan.steps] == ["skip_v000001_v000005"]
+        assert _same(_taken(near, 5, start=1), 4)
+        assert _same(_taken(near, 5), 4)
+
+
 def test_a_relay_that_starts_without_its_upstream_serves_what_it_kept(tmp_path: Path) -> None:
     root = tmp_path / "stores"
     with Publisher(root / "job-a") as publisher:
