@@ -1,22 +1,13 @@
-"""The agent's configuration: flags over environment over file over defaults.
-
-A file is YAML. A variable is `ROSEMUX_AGENT_` and the field's path in capitals with `__` for a dot,
-such as `ROSEMUX_AGENT_HTTP__PORT`. Every mistake is a ConfigError that names the field and, if the
-value came from the file, its line. Valid but odd values (a variable over the file, an experiment,
-an SLO that dashboards cannot count) are notes, to be logged.
-"""
+"""The agent's settings, and what follows from them on this machine. `config_file` reads them."""
 
 import grp
 import os
 import re
-from collections.abc import Iterator, Mapping
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import (
     Field,
     field_validator,
@@ -33,30 +24,16 @@ from harvester.platform.bearer import is_loopback, read_tokens
 from harvester.platform.mps import DEFAULT_CONTROL, MpsControl
 from harvester.platform.nvml import Nvml
 from harvester.platform.tls import ServerTls, open_to_network
-from harvester.platform.yaml_file import (
-    FrozenSettings,
-    Where,
-    named,
-    parse_fields,
-    parse_value,
-    read_text,
-    validated,
-)
-from harvester.policy.bounds import Range, beyond, slo_warnings
+from harvester.platform.yaml_file import FrozenSettings
 from harvester.policy.settings import Mode, SlotSettings, more_careful
 
-ENVIRONMENT_PREFIX = "ROSEMUX_AGENT_"
 _Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Account = (
     Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
     | Annotated[str, Field(min_length=1, max_length=64)]
 )
 """A user or a group, by number or name."""
-_LEASE_TTL_S = Range(1.0, 300.0, "s", "a holder that falls silent keeps the slot for as long")
-_SERVICE_LINK = re.compile(
-    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
-)
-_LINKED = re.compile(r"(tcp|udp|sctp)://")
+MAX_SLOTS = 256
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -312,10 +289,15 @@ class AgentConfig(FrozenSettings):
     all, a longer grant. For measurements on machines without production traffic."""
     http: HttpConfig = HttpConfig()
     interlocks: InterlocksConfig = InterlocksConfig()
-    slots: tuple[SlotConfig, ...] = Field(min_length=1)
+    slots: tuple[SlotConfig, ...] = Field(default=(), max_length=MAX_SLOTS)
+    slots_file: Path | None = None
+    """File with more `slots`, read again when it changes: `rosemux discover` writes one. Root or
+    the agent's user owns it, and nobody else may write it."""
 
     @model_validator(mode="after")
     def _distinct_slots(self) -> "AgentConfig":
+        if not self.slots and self.slots_file is None:
+            raise ValueError("slots: give one, or a slots_file")
         names = [slot.name for slot in self.slots]
         if len(set(names)) != len(names):
             raise ValueError("slots: every name may appear once")
@@ -349,6 +331,8 @@ class AgentConfig(FrozenSettings):
     def slot_named(self, name: str | None) -> SlotConfig:
         """The slot of a command's `--slot`; None: the only one. Raises ConfigError."""
         names = [slot.name for slot in self.slots]
+        if not names:
+            raise ConfigError(f"{self.slots_file} has no slot yet")
         if name is None and len(names) > 1:
             raise ConfigError(f"--slot: choose one of {', '.join(names)}")
         if name is not None and name not in names:
@@ -407,130 +391,3 @@ class AgentConfig(FrozenSettings):
 
     def settings_of(self, slot: SlotConfig) -> SlotSettings:
         return replace(slot.policy, mode=more_careful(self.mode, slot.policy.mode))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedConfig:
-    config: AgentConfig
-    notes: tuple[str, ...] = ()
-    """Warnings about a configuration that is valid."""
-
-
-def load_agent_config(
-    path: Path | None,
-    *,
-    flags: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> AgentConfig:
-    """`read_agent_config` without its notes."""
-    return read_agent_config(path, flags=flags, environment=environment).config
-
-
-def read_agent_config(
-    path: Path | None,
-    *,
-    flags: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> LoadedConfig:
-    """`flags` maps dotted field paths to values. Raises ConfigError."""
-    text = "" if path is None else read_text(path)
-    in_file = parse_fields(text, path)
-    values = dict(in_file)
-    notes = []
-    for name, value in sorted((os.environ if environment is None else environment).items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and not _is_service_link(name, value):
-            where = name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")
-            given, was = _parse_variable(name, value), _in(in_file, where)
-            _put(values, where, given, origin=name)
-            if was not in (_ABSENT, given):
-                notes.append(f"variable {name} gives {given} over {was} in {path}")
-    for dotted, value in (flags or {}).items():
-        _put(values, dotted.split("."), value, origin=f"flag {dotted}")
-    config = validated(AgentConfig, values, text, path)
-
-    def say(found: Iterator[tuple[Where, str]]) -> list[str]:
-        return [named(where, note, text, path) for where, note in found]
-
-    mistakes, unsafe = say(_booleans(values, config, ())), say(_unsafe(config))
-    if unsafe and not config.unsafe_experiments:
-        mistakes += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
-    if mistakes:
-        raise ConfigError("; ".join(mistakes))
-    if config.unsafe_experiments:
-        notes += [f"unsafe_experiments: {note}" for note in unsafe or ["nothing needs it"]]
-    return LoadedConfig(config=config, notes=(*notes, *say(_odd_slos(config))))
-
-
-def _is_service_link(name: str, value: str) -> bool:
-    """Whether Kubernetes put it there, for a Service that is named `rosemux-agent` or begins so."""
-    return "__" not in name and bool(
-        _SERVICE_LINK.search(name) or (name.endswith("_PORT") and _LINKED.match(value))
-    )
-
-
-def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:
-    """Path and fault of each setting that only an experiment may have."""
-    if fault := _LEASE_TTL_S.fault(config.lease_ttl_s):
-        yield ("lease_ttl_s",), fault
-    for number, slot in enumerate(config.slots):
-        for path, fault in beyond(slot.policy):
-            yield ("slots", number, "policy", *path), fault
-
-
-def _odd_slos(config: AgentConfig) -> Iterator[tuple[Where, str]]:
-    for number, slot in enumerate(config.slots):
-        policy = slot.policy
-        for name, note in slo_warnings(ttft_slo_s=policy.ttft_slo_s, itl_slo_s=policy.itl_slo_s):
-            yield ("slots", number, "policy", name), note
-
-
-def _booleans(given: Any, taken: Any, where: Where) -> Iterator[tuple[Where, str]]:
-    """Paths at which `true` or `false` was given and taken for the number 1 or 0."""
-    if isinstance(given, dict):
-        for name, value in given.items():
-            yield from _booleans(value, getattr(taken, name, None), (*where, name))
-    elif isinstance(given, list) and isinstance(taken, tuple):
-        for number, (value, kept) in enumerate(zip(given, taken, strict=False)):
-            yield from _booleans(value, kept, (*where, number))
-    elif isinstance(given, bool) and not isinstance(taken, bool) and taken is not None:
-        yield where, f"{str(given).lower()} is no number"
-
-
-_ABSENT = object()
-
-
-def _in(values: Any, where: list[str]) -> Any:
-    """Value at a field's path, or _ABSENT."""
-    for step in where:
-        if isinstance(values, list) and step.isdigit() and int(step) < len(values):
-            values = values[int(step)]
-        elif isinstance(values, dict) and step in values:
-            values = values[step]
-        else:
-            return _ABSENT
-    return values
-
-
-def _parse_variable(name: str, value: str) -> Any:
-    try:
-        return parse_value(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: not a YAML value") from error
-
-
-def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -> None:
-    node: Any = values
-    for position, step in enumerate(where):
-        last = position == len(where) - 1
-        key: Any = int(step) if isinstance(node, list) and step.isdigit() else step
-        if isinstance(node, list) and not (isinstance(key, int) and key < len(node)):
-            raise ConfigError(f"{origin}: {step!r} is not an item of the list")
-        if not isinstance(node, dict | list):
-            raise ConfigError(f"{origin}: {'.'.join(where[:position])} has no fields")
-        if last:
-            node[key] = value
-        else:
-            # A copy: YAML's aliases make one mapping stand in several places.
-            child = node.get(key, {}) if isinstance(node, dict) else node[key]
-            node[key] = copy(child)
-            node = node[key]

@@ -6,12 +6,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from harvester.agent.engine_probes import MetricsProbe
 from harvester.agent.http import application
-from harvester.agent.node import NodeAgent
-from harvester.config import LoadedConfig
+from harvester.agent.node import RELOADER, NodeAgent
+from harvester.agent.slot_loop import Slot
+from harvester.agent.slots_watch import SlotsWatch
+from harvester.config_file import LoadedConfig, with_slots_file
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
@@ -45,15 +47,18 @@ class AgentProcess:
     def __init__(
         self, loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str
     ) -> None:
-        self._loaded = loaded
+        self._written = loaded
+        """The configuration of its own file, without the slots of its `slots_file`."""
         self._config = loaded.config
         self._reload = reload
+        self._slots_file = SlotsWatch(loaded.config.slots_file)
+        self._probes: dict[Slot, list[asyncio.Task[None]]] = {}
         self._version = version
         self._clock = MonotonicClock()
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT. Raises ConfigError where the agent cannot start."""
-        _log_notes(self._loaded)
+        _log_notes(self._written)
         path, operators = self._config.http.token_file, self._config.http.operator_token_file
         tokens = None if path is None else TokenFile(path)
         if tokens is None:
@@ -62,6 +67,7 @@ class AgentProcess:
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
         async with serving(application(node, tokens=tokens, operators=operating)) as runner:
             try:
+                self._look_for_slots(node)
                 node.beat()
                 http = self._config.http
                 remedy = "choose another with --port"
@@ -70,12 +76,11 @@ class AgentProcess:
                 stop = stop_event()
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
-                probes = [asyncio.create_task(probe.run()) for probe in self._probes()]
-                probes += [asyncio.create_task(probe) for probe in node.interlocks.probes()]
-                probes += [asyncio.create_task(slot.guest_description.run()) for slot in node.slots]
+                probes = [asyncio.create_task(probe) for probe in node.interlocks.probes()]
                 notify("READY=1")
                 await self._beats(node, stop)
                 notify("STOPPING=1")
+                self._probe(())
                 for probe in probes:
                     probe.cancel()
             finally:
@@ -87,6 +92,8 @@ class AgentProcess:
         watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
         stopped = asyncio.create_task(stop.wait())
         while not stop.is_set():
+            self._look_for_slots(node)
+            self._probe(node.slots)
             node.beat()
             now = self._clock.now()
             if now - notified_s >= watchdog_s / _WATCHDOG_SHARE:
@@ -101,28 +108,55 @@ class AgentProcess:
         # Set in any case; a configuration in force sets it again.
         node.metrics.gauge("config_last_reload_successful").set(0)
         try:
-            loaded = self._reload()
-            loaded.config.check_here()
-            done = node.reconfigure(loaded.config)
+            written = self._reload()
+            self._apply(node, with_slots_file(written, self._slots_file.path), who=RELOADER)
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
             node.refuse_configuration(str(error))
         else:
-            _log_notes(loaded)
-            _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
-            if done.guest_start_needed:
-                _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))
-            if done.restart_needed:
-                _log.error("needs a restart: %s", _joined(done.restart_needed))
+            self._written = written
         finally:
             notify("READY=1")
 
-    def _probes(self) -> list[MetricsProbe]:
-        return [
-            MetricsProbe(slot.metrics_url, pages=self._config.pages_of(slot))
-            for slot in self._config.slots
-            if slot.metrics_url is not None
-        ]
+    def _look_for_slots(self, node: NodeAgent) -> None:
+        """Take over a slots file that has changed, or one of which a slot could not be opened."""
+        path = self._slots_file.path
+        if path is None or not self._slots_file.due(now=self._clock.now()):
+            return
+        try:
+            self._apply(node, with_slots_file(self._written, path), who=f"slots file {path}")
+        except ConfigError as error:
+            if self._slots_file.failed(str(error)):
+                _log.error("the slots that were in force stay: %s", error)
+                node.refuse_configuration(str(error), who=f"slots file {path}")
+        else:
+            self._slots_file.taken(complete=not node.unopened)
+        node.metrics.gauge("slots_file_in_force").set(self._slots_file.in_force)
+
+    def _apply(self, node: NodeAgent, loaded: LoadedConfig, *, who: str) -> None:
+        """Raises ConfigError; the configuration in force stays then."""
+        loaded.config.check_here()
+        done = node.reconfigure(loaded.config, who=who)
+        _log_notes(loaded)
+        if done.in_force or who == RELOADER:
+            _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
+        if done.guest_start_needed:
+            _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))
+        if done.restart_needed:
+            _log.error("needs a restart: %s", _joined(done.restart_needed))
+
+    def _probe(self, slots: Sequence[Slot]) -> None:
+        """Run the probes of these slots, and no others."""
+        for slot in self._probes.keys() - {*slots}:
+            for task in self._probes.pop(slot):
+                task.cancel()
+        for slot in slots:
+            if slot not in self._probes:
+                runs = [slot.guest_description.run()]
+                if slot.config.metrics_url is not None:
+                    pages = self._config.pages_of(slot.config)
+                    runs.append(MetricsProbe(slot.config.metrics_url, pages=pages).run())
+                self._probes[slot] = [asyncio.create_task(run) for run in runs]
 
 
 def _log_notes(loaded: LoadedConfig) -> None:

@@ -61,9 +61,15 @@ class InterlockWatch:
                 stale_s=_MISSED_READINGS * (alerts.period_s + alerts.timeout_s),
                 quiet_s=alerts.quiet_s,
             )
-        given = self._accelerators
+        self._locks: dict[str, tuple[Interlock, tuple[str, ...]]] = {}
+        self.configure(config)
+
+    def configure(self, config: AgentConfig) -> None:
+        """Take over the slots; those that stay keep their locks and accelerators."""
+        given, before = self._accelerators, self._locks
         self._locks = {
-            slot.name: (
+            slot.name: before.get(slot.name)
+            or (
                 Interlock(
                     "accelerators",
                     order=given.order,

@@ -93,6 +93,8 @@ impact_ratio{slot slo bound}: Latency with grants over without, minus 1 (bound: 
 impact_limit_ratio{slot}: Rise of latency that counts as harm: RoseMuxHarvestImpact fires once the
     low bound of impact_ratio is above it.
 config_last_reload_successful{}: 0 after a reload that was refused, or that a restart must complete.
+slots_file_in_force{}: 0 while the slots file cannot be used, or a slot of it cannot be opened: what
+    was in force before stays.
 config_restart_needed{}: Fields of the configuration file that are in force only after a restart.
 unsafe_experiments{}: 1 where settings may go beyond the ranges that protect production.
 """)
@@ -148,6 +150,13 @@ class AgentMetrics:
             )
             for name, (labels, text) in HISTOGRAMS.items()
         }
+        of_slots = [
+            name
+            for name, (labels, _) in (GAUGES | COUNTERS | HISTOGRAMS).items()
+            if "slot" in labels
+        ]
+        every = {**self._gauges, **self._counters, **histograms}
+        self._of_slots = [every[name] for name in of_slots]
         self.lease_info = self._gauges["lease_info"]
         self.reclaim_duration = histograms["reclaim_duration_seconds"]
         self.steps_met = histograms["guest_steps_met"]
@@ -167,6 +176,13 @@ class AgentMetrics:
         """Remove a gauge's series."""
         self._gauges[name].remove(*labels)
         self.gauge.cache_clear()
+
+    def forget_slot(self, slot: str) -> None:
+        """Remove every series of a slot."""
+        for metric in self._of_slots:
+            metric.remove_by_labels({"slot": slot})
+        self.gauge.cache_clear()
+        self.counter.cache_clear()
 
     def _gauge(self, name: str, *labels: str) -> Gauge:
         found = self._gauges[name]

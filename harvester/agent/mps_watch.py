@@ -23,7 +23,7 @@ _UNSEEN = MpsReading(fault="the MPS daemon has not been queried yet")
 
 
 class MpsWatch:
-    """`start`, then `read` at every beat; `close` waits for the look under way."""
+    """`start`, then `read` at every beat; `close` may wait for the look under way."""
 
     def __init__(self, control: MpsControl, *, look_s: float) -> None:
         self._control = control
@@ -36,9 +36,9 @@ class MpsWatch:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         self._stopped.set()
-        if self._thread.is_alive():
+        if wait and self._thread.is_alive():
             self._thread.join(timeout=4 * self._control.timeout_s)
 
     def read(self) -> MpsReading:

@@ -37,13 +37,14 @@ from harvester.contracts.wire.leases import (
 from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest, StopSource
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
+from harvester.policy.settings import SlotSettings
 from harvester.policy.states import Condition
 from harvester.policy.stop_table import binding
 
 _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
-_RELOADER = "operator, by SIGHUP"
+RELOADER = "operator, by SIGHUP"
 _CALLED = frozenset({StopSource.OPERATOR, StopSource.CLUSTER})
 """Sources of orders that are calls: their audit events name the caller."""
 _LATE_BEATS = 20
@@ -71,6 +72,8 @@ class NodeAgent:
         self._stop_audit = StopAudit(self.audit, self.stops.stops)
         self.interlocks = InterlockWatch(config, clock=clock)
         self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
+        self.unopened: dict[str, str] = {}
+        """Why a slot of the configuration could not be opened while the agent ran, by name."""
         self._faults: dict[SlotId, str] = {}
         """Fault text of each slot whose last beat raised."""
         self._beat_at_s = started
@@ -97,7 +100,8 @@ class NodeAgent:
 
     @property
     def beat_s(self) -> float:
-        return min(slot.policy.settings.beat_s for slot in self.slots)
+        beats = [slot.policy.settings.beat_s for slot in self.slots]
+        return min(beats, default=SlotSettings().beat_s)
 
     def beat(self) -> None:
         now = self.clock.now()
@@ -216,37 +220,72 @@ class NodeAgent:
         self.beat()
         return reply
 
-    def reconfigure(self, config: AgentConfig) -> Reload:
-        """Apply the fields that a running agent can change; `restart_needed` lists the others."""
+    def reconfigure(self, config: AgentConfig, *, who: str = RELOADER) -> Reload:
+        """Apply the fields that a running agent can change; `restart_needed` lists the others.
+        Slots that are gone are closed, and new ones opened: `unopened` has those that cannot be."""
         done = reload(self._config, config)
-        slots = tuple(zip(self.slots, done.config.slots, strict=True))
-        policies = [slot.policy_with(done.config.settings_of(new)) for slot, new in slots]
-        modes = [
-            (slot.policy.settings.mode, policy.settings.mode)
-            for (slot, _), policy in zip(slots, policies, strict=True)
-        ]
+        found = {slot.name: slot for slot in done.config.slots}
+        kept = [slot for slot in self.slots if slot.name in found]
+        policies = [slot.policy_with(done.config.settings_of(found[slot.name])) for slot in kept]
+        modes = [slot.policy.settings.mode for slot in kept]
         # Nothing below raises: all slots are reconfigured, or none.
-        self._config, self.restart_needed = done.config, done.restart_needed
-        self.stops.configure(done.config)
-        for (slot, new), policy in zip(slots, policies, strict=True):
+        self._remove([slot for slot in self.slots if slot.name not in found])
+        running: dict[str, Slot] = {slot.name: slot for slot in (*kept, *self._opened(done.config))}
+        self.slots = tuple(running[name] for name in found if name in running)
+        in_force = tuple(slot for slot in done.config.slots if slot.name in running)
+        self._config = done.config.model_copy(update={"slots": in_force})
+        self.restart_needed = done.restart_needed
+        self.stops.configure(self._config)
+        self.interlocks.configure(self._config)
+        for slot, policy in zip(kept, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
-            slot.reconfigure(new, policy, restart_needed=done.restart_needed)
+            slot.reconfigure(found[slot.name], policy, restart_needed=done.restart_needed)
         self._export_configuration()
-        self.audit.note(AuditKind.CONFIG_RELOADED, who=_RELOADER, changes=done.changes)
-        for (slot, _), (old, mode) in zip(slots, modes, strict=True):
+        done = done.without(self.unopened)
+        if done.changes or who == RELOADER:
+            self.audit.note(AuditKind.CONFIG_RELOADED, who=who, changes=done.changes)
+        for slot, old in zip(kept, modes, strict=True):
+            mode = slot.policy.settings.mode
             if mode is not old:
                 self.audit.note(
-                    AuditKind.MODE_CHANGED,
-                    slot=slot.name,
-                    who=_RELOADER,
-                    from_state=old,
-                    to_state=mode,
+                    AuditKind.MODE_CHANGED, slot=slot.name, who=who, from_state=old, to_state=mode
                 )
         return done
 
-    def refuse_configuration(self, reason: str) -> None:
+    def _opened(self, config: AgentConfig) -> list[Slot]:
+        """Opens the slots that do not run yet. One that cannot be opened harms no other."""
+        running, opened = {slot.name for slot in self.slots}, []
+        before, self.unopened = self.unopened, {}
+        for slot in config.slots:
+            if slot.name in running:
+                continue
+            try:
+                _make_root(config)
+                opened.append(self._slot(config, slot, self.clock.now()))
+            except Exception as error:
+                self.unopened[slot.name] = str(error)
+                if str(error) != before.get(slot.name):
+                    _log.error("slot %s is not opened, and is tried again: %s", slot.name, error)
+                self.leases.remove_slot(SlotId(slot.name))
+                self.metrics.forget_slot(slot.name)
+        return opened
+
+    def _remove(self, gone: Sequence[Slot]) -> None:
+        """Ends leases and grants of slots that are configured no more, and forgets the slots."""
+        for slot in gone:
+            try:
+                slot.close(now=self.clock.now(), wait=False)
+            except Exception:  # Its page may be at fault; the grant expires then.
+                _log.exception("slot %s: not closed in good order", slot.name)
+        self._count_ended(detail="slot removed")
+        for slot in gone:
+            self.leases.remove_slot(slot.name)
+            self.metrics.forget_slot(slot.name)
+            self._faults.pop(slot.name, None)
+
+    def refuse_configuration(self, reason: str, *, who: str = RELOADER) -> None:
         """Note that a reload was refused; the old configuration stays in force."""
-        self.audit.note(AuditKind.CONFIG_REFUSED, who=_RELOADER, reason=reason)
+        self.audit.note(AuditKind.CONFIG_REFUSED, who=who, reason=reason)
 
     def _export_configuration(self) -> None:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
@@ -289,16 +328,18 @@ class NodeAgent:
         """`detail` says why, where it is not the policy's reason."""
         slots = {slot.name: slot for slot in self.slots}
         for lease, reason in self.leases.news():
-            slot = slots[lease.slot]
-            slot.exposition.ended(reason.value)
-            why = slot.policy.reason if detail is None else detail
+            slot = slots.get(lease.slot)
+            why = detail or ""
+            if slot is not None:
+                slot.exposition.ended(reason.value)
+                why = slot.policy.reason if detail is None else detail
             self._lease_audit.ended(lease, reason, who=who, detail=why)
 
 
 def _make_root(config: AgentConfig) -> None:
     """Make the directory of kill switch and slots. Raises ConfigError if another user owns it."""
     root = config.page_root
-    if all(slot.pages is not None for slot in config.slots) and not root.exists():
+    if config.slots_file is None and all(slot.pages for slot in config.slots) and not root.exists():
         return
     own = frozenset((os.geteuid(),))
     try:

@@ -1,11 +1,12 @@
 """Decides which configuration changes a running agent takes over.
 
-It compares every field. Only the fields listed here take effect at once. Any other field, a new one
-too, needs a restart: until then the agent runs on the old value and reports it.
+It compares every field. Only the fields listed here take effect at once, and slots that came or
+went. Any other field, a new one too, needs a restart: until then the agent runs on the old value
+and reports it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harvester.config import AgentConfig, SlotConfig
@@ -28,29 +29,57 @@ class Reload:
     """Each change for people, with both values; a guest's only by name: its arguments may hold
     secrets."""
 
+    def without(self, slots: Iterable[str]) -> "Reload":
+        """The same without these new slots, which could not be opened."""
+        left_out = {_added(slot) for slot in slots}
+        return replace(
+            self,
+            in_force=tuple(name for name in self.in_force if name not in left_out),
+            changes=tuple(change for change in self.changes if change not in left_out),
+        )
+
 
 def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     """Merge the fields that may change into `old`, the configuration in force; `new` is the file's.
     Slots are matched by name."""
-    named = {slot.name: slot for slot in new.slots}
+    named = {slot.name: slot for slot in old.slots}
     judged = old.interlocks.accelerators.source != "none"
-    slots = tuple(_taken_over(slot, named.get(slot.name, slot), judged) for slot in old.slots)
+    slots = tuple(_taken_over(named.get(slot.name, slot), slot, judged) for slot in new.slots)
     taken = {name: getattr(new, name) for name in NODE_FIELDS}
     config = old.model_copy(update={**taken, "slots": slots})
     waiting = _differences(config, new)
-    changed = [name for name in _differences(old, config) if name not in waiting]
+    both = named.keys() & {slot.name for slot in new.slots}
+    changed = _differences(_only(both, old), _only(both, config))
+    changed = [name for name in changed if name not in waiting]
     before, after = dict(_values(old)), dict(_values(new))
+    came = tuple(_added(slot.name) for slot in new.slots if slot.name not in both)
+    gone = tuple(f"slots.{slot.name}: removed" for slot in old.slots if slot.name not in both)
     return Reload(
         config=config,
-        in_force=tuple(name for name in changed if not _is_guests(name)),
+        in_force=(*came, *gone, *(name for name in changed if not _is_guests(name))),
         restart_needed=tuple(waiting),
         guest_start_needed=tuple(name for name in changed if _is_guests(name)),
-        changes=tuple(
-            name if _is_guests(name) else f"{name}: {_shown(before, name)} -> {_shown(after, name)}"
-            for name in changed
-        )
-        + tuple(f"{name}: needs a restart" for name in waiting),
+        changes=(
+            *came,
+            *gone,
+            *(
+                name
+                if _is_guests(name)
+                else f"{name}: {_shown(before, name)} -> {_shown(after, name)}"
+                for name in changed
+            ),
+            *(f"{name}: needs a restart" for name in waiting),
+        ),
     )
+
+
+def _added(slot: str) -> str:
+    return f"slots.{slot}: added"
+
+
+def _only(names: Container[str], config: AgentConfig) -> AgentConfig:
+    slots = tuple(slot for slot in config.slots if slot.name in names)
+    return config.model_copy(update={"slots": slots})
 
 
 def _taken_over(old: SlotConfig, new: SlotConfig, judged: bool) -> SlotConfig:

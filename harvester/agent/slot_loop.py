@@ -91,6 +91,20 @@ class Slot:
         )
         self._grant_page = directory.grant_page()
         _reserve(self._grant_page)
+        try:
+            self._take_over(config, directory, audit, now)
+        except BaseException:
+            # Its lock is free for another try.
+            self._grant_page.close()
+            raise
+        if self._mps is not None:
+            self._mps.start()
+
+    def _take_over(
+        self, config: AgentConfig, directory: PageDirectory, audit: AuditLog, now: float
+    ) -> None:
+        """Go on from an earlier agent: its lease, processes that it lifted, its policy's state."""
+        slot, leases = self.config, self._leases
         self.lease_file = LeaseFile(config.file_of(slot, "lease"))
         # The holder counts from an earlier moment, so the lease ends for the holder first.
         recorded = self.lease_file.read(ends_s=now + leases.ttl_s)
@@ -269,8 +283,9 @@ class Slot:
             forecasts=self.forecasts(),
         )
 
-    def close(self, *, now: float) -> None:
-        """End the lease and leave a page that is closed and already expired."""
+    def close(self, *, now: float, wait: bool = True) -> None:
+        """End the lease and leave a page that is closed and already expired. `wait`: for a look at
+        the MPS daemon, which may take seconds."""
         lease = self._leases.live(self.name)
         if lease is not None:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
@@ -279,7 +294,7 @@ class Slot:
         self._grant_page.close()
         self._guest.close()
         if self._mps is not None:
-            self._mps.close()
+            self._mps.close(wait=wait)
         self.sensor.close()
         self._record.save(self.policy, self._forecaster, now=now, last=True)
         self._record.close()
@@ -338,11 +353,10 @@ def _shared(slot: SlotConfig, owners: PageOwners) -> SharedMemory | SharedKv | N
 
 
 def _watch(mps: MpsConfig | None) -> MpsWatch | None:
-    """Start watching the MPS daemon if the operator has consented to MPS, else None."""
+    """A watch of the MPS daemon if the operator has consented to MPS, else None."""
     if mps is None:
         return None
     watch = MpsWatch(mps.daemon, look_s=mps.look_s)
-    watch.start()
     _log.warning("mps by consent: a fault of the guest ends production as well")
     return watch
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from yaml import YAMLError
 
-from harvester.config import LoadedConfig, read_agent_config
+from harvester.config_file import LoadedConfig, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.distribution import rosemux_version
 from harvester.platform.logs import begin_log

@@ -23,7 +23,8 @@ from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_lock import GuestLock
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
-from harvester.config import GuestConfig, SlotConfig, load_agent_config
+from harvester.config import GuestConfig, SlotConfig
+from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups

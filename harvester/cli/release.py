@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from harvester.agent.operator_files import RELEASE_BYTES_MAX
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.platform import whole_file

@@ -15,7 +15,8 @@ from rich.text import Text
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.row_table import add_row, row_table
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
-from harvester.config import AgentConfig, load_agent_config
+from harvester.config import AgentConfig
+from harvester.config_file import load_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.wire.leases import GuardReading, IdleForecast, SlotOffer, SlotOffers

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from harvester.agent.host_removal import undo as take_back
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.contracts.errors import Exhausted
 
 

@@ -36,11 +36,12 @@ class Renewed(Generic[T]):
         return self._value
 
     def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_state_of, self._files))
+        return tuple(map(state_of, self._files))
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
-    """Links are followed: a mounted secret is changed by moving one."""
+def state_of(path: Path) -> tuple[int, int, int] | None:
+    """Inode, time of change and size, None without the file. Links are followed: a mounted file is
+    changed by moving one."""
     try:
         found = path.stat()
     except OSError:

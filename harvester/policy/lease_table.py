@@ -93,6 +93,10 @@ class LeaseTable:
             entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
             self._news.append((recorded, EndReason.EXPIRED))
 
+    def remove_slot(self, slot: SlotId) -> None:
+        """Forget a slot, if there is one, whose lease has ended."""
+        self._slots.pop(slot, None)
+
     def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
         """Set whether the slot may be leased; a live lease stays."""
         entry = self._slots[slot]

@@ -46,7 +46,7 @@ def _repeat(journal: Path) -> None:
 
 
 def _compare(journal: Path, config: Path, slot: str | None) -> None:
-    from harvester.config import load_agent_config
+    from harvester.config_file import load_agent_config
     from harvester.contracts.errors import Corrupt
     from harvester.contracts.journal import read_journal
     from scheduler.sim.what_if import what_if

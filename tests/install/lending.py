@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from tests.integration.engine_slot import answers
 from tests.integration.test_shipped_path import Shipped, learn
 

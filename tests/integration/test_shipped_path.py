@@ -28,7 +28,8 @@ from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
 from deploy.check_expressions import DEPLOY
 from examples.grpo.model import write_checkpoint
-from harvester.config import AgentConfig, load_agent_config
+from harvester.config import AgentConfig
+from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Record
 from harvester.contracts.process import family

@@ -19,7 +19,8 @@ from harvester.agent.interlock_probes import (
     NvmlProbe,
 )
 from harvester.agent.node import NodeAgent
-from harvester.config import AgentConfig, load_agent_config
+from harvester.config import AgentConfig
+from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId

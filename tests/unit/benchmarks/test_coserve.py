@@ -31,7 +31,8 @@ from benchmarks.testbed.serving_figures import idle_s
 from benchmarks.testbed.slo import ServiceLevel
 from benchmarks.testbed.slot import ServingSlot, SlotPorts
 from coserve.guest.isolation import NO_ISOLATION
-from harvester.config import SlotConfig, load_agent_config
+from harvester.config import SlotConfig
+from harvester.config_file import load_agent_config
 from harvester.contracts.page import Guest
 from harvester.policy.settings import SlotSettings
 

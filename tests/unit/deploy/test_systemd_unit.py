@@ -11,7 +11,7 @@ import yaml
 
 from deploy.check_expressions import DEPLOY
 from harvester.cli.root import COMMANDS, load
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.policy.settings import AUTO, Mode
 
 UNIT = DEPLOY / "systemd" / "rosemux-agent.service"

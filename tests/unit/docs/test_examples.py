@@ -19,7 +19,7 @@ from coserve.guest.isolation import IDLE_CLASS
 from coserve.vllm import launch
 from coserve.vllm.capabilities import SUPPORTED
 from coserve.vllm.launch import EngineSpec
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.platform.tls import Credentials
 from harvester.policy.settings import AUTO, Mode

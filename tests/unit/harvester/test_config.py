@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from harvester.config import load_agent_config, read_agent_config
+from harvester.config_file import load_agent_config, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageOwners
 from harvester.platform.bearer import is_loopback
@@ -77,7 +77,7 @@ def test_the_more_careful_mode_of_node_and_slot_holds(write: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("slots: []\n", "line 1: slots: "),
+        ("slots: []\n", "slots: give one, or a slots_file"),
         (GOOD + "modus: off\n", "line 6: modus: no such field; did you mean 'mode'?"),
         (GOOD.replace("0.2", "fast"), "line 5: slots.0.policy.ttft_slo_s: "),
         (

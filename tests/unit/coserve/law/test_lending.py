@@ -11,7 +11,7 @@ from coserve.law.gate import GuestLoad, decide
 from coserve.law.lending import lending
 from coserve.law.phantom import quantiles_of
 from coserve.law.step_time import StepTimeModel
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.contracts.page import Grant, Law, Lending, ProductionModel, Pulse, Reading
 from harvester.policy.settings import SlotSettings
 

@@ -15,7 +15,8 @@ import pytest
 from harvester.agent import agent_process
 from harvester.agent.audit_file import AuditFile
 from harvester.agent.node import NodeAgent
-from harvester.config import AgentConfig, LoadedConfig
+from harvester.config import AgentConfig
+from harvester.config_file import LoadedConfig
 from harvester.contracts.audit import AuditEvent, AuditKind, read_audit
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 
 from harvester.agent.guest_processes import GuestProcesses
 from harvester.agent.mps_watch import MpsWatch
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
 from harvester.contracts.process import ProcessId, process_ids

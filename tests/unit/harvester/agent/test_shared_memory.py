@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from harvester.agent.shared_memory import SharedKv
-from harvester.config import load_agent_config
+from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import Guest
 from harvester.contracts.process import ProcessId

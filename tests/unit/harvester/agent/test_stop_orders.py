@@ -10,7 +10,8 @@ import pytest
 
 from harvester.agent import operator_files
 from harvester.agent.node import NodeAgent
-from harvester.config import AgentConfig, load_agent_config
+from harvester.config import AgentConfig
+from harvester.config_file import load_agent_config
 from harvester.contracts.audit import AuditEvent, read_audit
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError

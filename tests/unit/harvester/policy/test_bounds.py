@@ -18,9 +18,8 @@ from harvester.config import (
     MpsConfig,
     OwnersConfig,
     SlotConfig,
-    load_agent_config,
-    read_agent_config,
 )
+from harvester.config_file import load_agent_config, read_agent_config
 from harvester.contracts.errors import ConfigError
 from harvester.interlock_config import (
     AcceleratorsConfig,

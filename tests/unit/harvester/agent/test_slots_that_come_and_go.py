@@ -1,0 +1,384 @@
+"""Slots that come and go while the agent runs: by SIGHUP or by the slots file."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harvester.agent import agent_process
+from harvester.agent.agent_process import AgentProcess
+from harvester.agent.node import NodeAgent
+from harvester.agent.slots_watch import SlotsWatch
+from harvester.config import AgentConfig, SlotConfig
+from harvester.config_file import load_agent_config, read_agent_config
+from harvester.contracts.clock import MonotonicClock, monotonic_ns
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import JobId, SlotId, TenantId
+from harvester.contracts.page import GrantMode, PageDirectory, PageFault
+from harvester.contracts.wire.leases import (
+    EndReason,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRenewal,
+    LeaseRequest,
+    SlotState,
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> AgentConfig:
+    return AgentConfig(
+        page_root=tmp_path / "pages",
+        state_dir=tmp_path / "state",
+        slots=(SlotConfig(name="slot0"), SlotConfig(name="slot1")),
+    )
+
+
+@pytest.fixture
+def node(config: AgentConfig) -> Iterator[NodeAgent]:
+    node = NodeAgent(config, clock=MonotonicClock(), version="1")
+    node.beat()
+    yield node
+    node.close()
+
+
+def with_slots(config: AgentConfig, *names: str, **fields: Any) -> AgentConfig:
+    slots = tuple(SlotConfig(name=name, **fields) for name in names)
+    return config.model_copy(update={"slots": slots})
+
+
+def names(node: NodeAgent) -> list[str]:
+    return [slot.name for slot in node.slots]
+
+
+def series_of(node: NodeAgent, slot: str) -> set[str]:
+    return {
+        sample.name
+        for family in node.metrics.registry.collect()
+        for sample in family.samples
+        if sample.labels.get("slot") == slot
+    }
+
+
+def lease(node: NodeAgent, slot: str) -> LeaseGranted:
+    node.leases.offer(SlotId(slot), SlotState.OFFERED)
+    request = LeaseRequest(
+        request_id=f"r-{slot}",
+        slot=SlotId(slot),
+        tenant=TenantId("t"),
+        job=JobId("j"),
+        duration_s=5.0,
+    )
+    granted = node.leases.take(request, secret="s", now=node.clock.now())
+    assert isinstance(granted, LeaseGranted)
+    return granted
+
+
+def test_a_new_slot_is_opened_and_decides_beside_the_others(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    done = node.reconfigure(with_slots(config, "slot0", "slot1", "slot2", model="m"))
+    assert "slots.slot2: added" in done.in_force
+    assert done.restart_needed == ()
+    assert names(node) == ["slot0", "slot1", "slot2"]
+    node.beat()
+    assert PageDirectory(config.page_root / "slot2").grant_reader().read_left().record is not None
+    assert [slot.offer().model for slot in node.slots] == ["m"] * 3
+    assert series_of(node, "slot2") == series_of(node, "slot0")
+
+
+def test_a_slot_that_is_gone_ends_its_lease_and_its_grant_and_leaves_no_series(
+    node: NodeAgent, config: AgentConfig, tmp_path: Path
+) -> None:
+    granted = lease(node, "slot1")
+    done = node.reconfigure(with_slots(config, "slot0"))
+    assert "slots.slot1: removed" in done.in_force
+    assert names(node) == ["slot0"]
+    page = PageDirectory(config.page_root / "slot1").grant_reader()
+    left = page.read_left().record
+    assert left is not None
+    assert left.mode is GrantMode.CLOSED
+    assert left.epoch > granted.epoch
+    assert page.read(now_ns=monotonic_ns()).fault is PageFault.EXPIRED
+    ended = node.renew(granted.lease, LeaseRenewal(epoch=granted.epoch, duration_s=5.0))
+    assert isinstance(ended, LeaseEnded)
+    assert ended.reason is EndReason.DRAIN
+    refused = node.take(
+        LeaseRequest(
+            request_id="r2",
+            slot=SlotId("slot1"),
+            tenant=TenantId("t"),
+            job=JobId("j"),
+            duration_s=1.0,
+        )
+    )
+    assert isinstance(refused, LeaseRefused)
+    assert refused.reason == "no such slot on this node"
+    node.beat()
+    node.refresh_metrics()
+    assert series_of(node, "slot1") == set()
+    audit = (tmp_path / "state" / "audit.jsonl").read_text()
+    assert '"lease_ended"' in audit
+    assert "slots.slot1: removed" in audit
+
+
+def test_a_slot_comes_back_with_an_epoch_above_its_last_one(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    granted = lease(node, "slot1")
+    node.reconfigure(with_slots(config, "slot0"))
+    node.reconfigure(config)
+    assert names(node) == ["slot0", "slot1"]
+    assert node.leases.entry(SlotId("slot1"))[2] > granted.epoch
+    node.beat()
+    node.refresh_metrics()
+    assert series_of(node, "slot1") == series_of(node, "slot0")
+
+
+def test_a_renamed_slot_has_the_pages_of_the_one_that_is_gone(
+    node: NodeAgent, config: AgentConfig, tmp_path: Path
+) -> None:
+    node.reconfigure(with_slots(config, "slot2", pages=tmp_path / "pages" / "slot1"))
+    assert names(node) == ["slot2"]
+    assert node.unopened == {}
+
+
+def test_a_slot_that_cannot_be_opened_harms_no_other_and_is_opened_later(
+    node: NodeAgent, config: AgentConfig, tmp_path: Path
+) -> None:
+    another = NodeAgent(
+        with_slots(config, "slot2").model_copy(update={"state_dir": tmp_path / "another"}),
+        clock=MonotonicClock(),
+        version="1",
+    )
+    wanted = with_slots(config, "slot0", "slot2", "slot3")
+    done = node.reconfigure(wanted)
+    assert names(node) == ["slot0", "slot3"]
+    assert "another agent runs on pages" in node.unopened["slot2"]
+    assert "slots.slot2: added" not in done.in_force
+    assert series_of(node, "slot2") == set()
+    node.beat()
+    another.close()
+    done = node.reconfigure(wanted)
+    assert done.in_force == ("slots.slot2: added",)
+    assert names(node) == ["slot0", "slot2", "slot3"]
+    assert node.unopened == {}
+
+
+def test_a_slot_that_fails_half_way_leaves_nothing_that_hinders_the_next_try(
+    node: NodeAgent, config: AgentConfig, tmp_path: Path
+) -> None:
+    journal = tmp_path / "state" / "slot2.journal"
+    journal.mkdir()
+    wanted = with_slots(config, "slot0", "slot1", "slot2")
+    node.reconfigure(wanted)
+    assert "slot2" in node.unopened
+    node.beat()
+    journal.rmdir()
+    node.reconfigure(wanted)
+    assert node.unopened == {}
+    assert names(node) == ["slot0", "slot1", "slot2"]
+
+
+def test_an_agent_without_a_slot_waits_for_one(config: AgentConfig, tmp_path: Path) -> None:
+    empty = with_slots(config).model_copy(update={"slots_file": tmp_path / "slots.yaml"})
+    node = NodeAgent(empty, clock=MonotonicClock(), version="1")
+    node.beat()
+    assert node.beat_s > 0
+    assert node.silent_slots() == []
+    node.reconfigure(with_slots(empty, "slot0"))
+    node.beat()
+    assert names(node) == ["slot0"]
+    node.close()
+
+
+# The slots file
+
+
+def write(path: Path, *names: str, **fields: Any) -> None:
+    new = path.with_name("new")
+    new.write_text(yaml.safe_dump({"slots": [{"name": name, **fields} for name in names]}))
+    new.chmod(0o644)
+    new.replace(path)
+
+
+@pytest.fixture
+def agent_file(tmp_path: Path) -> Path:
+    path = tmp_path / "agent.yaml"
+    own = {
+        "page_root": str(tmp_path / "pages"),
+        "state_dir": str(tmp_path / "state"),
+        "slots_file": str(tmp_path / "slots.yaml"),
+        "slots": [{"name": "own"}],
+    }
+    path.write_text(yaml.safe_dump(own))
+    return path
+
+
+def test_every_command_sees_the_slots_of_the_slots_file(agent_file: Path, tmp_path: Path) -> None:
+    assert [slot.name for slot in load_agent_config(agent_file, environment={}).slots] == ["own"]
+    write(tmp_path / "slots.yaml", "more", model="m")
+    found = load_agent_config(agent_file, environment={}).slots
+    assert [(slot.name, slot.model) for slot in found] == [("own", ""), ("more", "m")]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("slots: [{name: own}]", "slots.yaml: Value error, slots: every name may appear once"),
+        ("slots: [{name: more, models: m}]", "slots.yaml line 1: slots.0.models"),
+        ("slots: [{name: ../more}]", "slots.yaml line 1: slots.0.name"),
+        ("slots: [{name: kill}]", "its pages are the agent's own"),
+        ("mode: harvest", "slots.yaml line 1: mode"),
+        ("- name: more", "expected `field: value` lines"),
+        ("slots: [", "not YAML"),
+        ("slots: [{name: more, policy: {grant_ttl_s: 60}}]", "slots.yaml line 1: slots.0.policy"),
+    ],
+)
+def test_a_mistake_in_a_slots_file_is_named(
+    agent_file: Path, tmp_path: Path, text: str, says: str
+) -> None:
+    (tmp_path / "slots.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"slots\.yaml") as caught:
+        load_agent_config(agent_file, environment={})
+    assert says in str(caught.value)
+
+
+def test_a_slots_file_that_others_may_write_is_not_believed(
+    agent_file: Path, tmp_path: Path
+) -> None:
+    write(tmp_path / "slots.yaml", "more")
+    (tmp_path / "slots.yaml").chmod(0o664)
+    with pytest.raises(ConfigError, match="others than its owner may write it"):
+        load_agent_config(agent_file, environment={})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_a_slots_file_of_another_user_is_not_believed(agent_file: Path, tmp_path: Path) -> None:
+    write(tmp_path / "slots.yaml", "more")
+    os.chown(tmp_path / "slots.yaml", 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345"):
+        load_agent_config(agent_file, environment={})
+    with agent_file.open("a") as file:
+        file.write("owners: {agent: [12345]}\npage_group: 0\n")
+    assert len(load_agent_config(agent_file, environment={}).slots) == 2
+
+
+class Running:
+    """An agent's process without its loop: what it does before each beat."""
+
+    def __init__(self, agent_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        written = read_agent_config(agent_file, environment={})
+        monkeypatch.setattr(agent_process, "notify", lambda _: None)
+        self.process = AgentProcess(
+            written, reload=lambda: read_agent_config(agent_file, environment={}), version="1"
+        )
+        self.node = NodeAgent(written.config, clock=MonotonicClock(), version="1")
+
+    def beat(self) -> list[str]:
+        watch = self.process._slots_file
+        watch._look_at_s = watch._retry_at_s = 0.0
+        self.process._look_for_slots(self.node)
+        self.node.beat()
+        return names(self.node)
+
+    @property
+    def in_force(self) -> float | None:
+        return self.node.metrics.registry.get_sample_value("harvester_slots_file_in_force")
+
+
+@pytest.fixture
+def running(agent_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    running = Running(agent_file, monkeypatch)
+    yield running
+    running.node.close()
+
+
+def test_the_slots_file_is_followed(running: Running, tmp_path: Path) -> None:
+    path = tmp_path / "slots.yaml"
+    assert running.beat() == ["own"]
+    write(path, "a", "b")
+    assert running.beat() == ["own", "a", "b"]
+    write(path, "b")
+    assert running.beat() == ["own", "b"]
+    assert running.in_force == 1
+    path.unlink()
+    assert running.beat() == ["own"]
+
+
+def test_a_slots_file_that_cannot_be_used_leaves_the_slots_as_they_were(
+    running: Running, tmp_path: Path
+) -> None:
+    path = tmp_path / "slots.yaml"
+    write(path, "a")
+    running.beat()
+    path.write_text("slots: [{name: a}, {nam")
+    assert running.beat() == ["own", "a"]
+    assert running.beat() == ["own", "a"]
+    assert running.in_force == 0
+    audit = (tmp_path / "state" / "audit.jsonl").read_text()
+    assert audit.count("config_refused") == 1
+    write(path, "a", "c")
+    assert running.beat() == ["own", "a", "c"]
+    assert running.in_force == 1
+
+
+def test_an_edited_agent_file_is_not_in_force_because_the_slots_file_changed(
+    running: Running, agent_file: Path, tmp_path: Path
+) -> None:
+    with agent_file.open("a") as file:
+        file.write("mode: harvest\n")
+    write(tmp_path / "slots.yaml", "a")
+    assert running.beat() == ["own", "a"]
+    assert {slot.policy.settings.mode for slot in running.node.slots} == {"observe"}
+    running.process._reconfigure(running.node)
+    assert names(running.node) == ["own", "a"]
+    assert {slot.policy.settings.mode for slot in running.node.slots} == {"harvest"}
+
+
+def test_probes_run_for_the_slots_that_are_there(running: Running, tmp_path: Path) -> None:
+    async def probed() -> None:
+        write(tmp_path / "slots.yaml", "a", metrics_url="http://127.0.0.1:9/metrics")
+        running.beat()
+        process, (own, more) = running.process, running.node.slots
+        process._probe(running.node.slots)
+        assert {slot: len(tasks) for slot, tasks in process._probes.items()} == {own: 1, more: 2}
+        gone = process._probes[more]
+        write(tmp_path / "slots.yaml", "b")
+        running.beat()
+        process._probe(running.node.slots)
+        await asyncio.sleep(0)
+        assert [task.cancelled() for task in gone] == [True, True]
+        assert {slot.name for slot in process._probes} == {"own", "b"}
+        process._probe(())
+        await asyncio.sleep(0)
+
+    asyncio.run(probed())
+
+
+def test_a_slots_file_is_read_on_a_change_and_again_while_it_is_not_in_force(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "slots.yaml"
+    watch = SlotsWatch(path)
+    assert not watch.due(now=0.0)
+    path.write_text("slots: []")
+    assert not watch.due(now=0.5)
+    assert watch.due(now=1.5)
+    watch.taken(complete=True)
+    assert not watch.due(now=100.0)
+    path.write_text("slots: [a]")
+    assert watch.due(now=102.0)
+    assert watch.failed("no")
+    assert not watch.due(now=104.0)
+    assert watch.due(now=112.0)
+    assert not watch.failed("no")
+    assert not watch.in_force
+    assert watch.due(now=125.0)
+    watch.taken(complete=True)
+    assert not watch.due(now=150.0)
