@@ -48,6 +48,10 @@ COMMANDS: dict[str, LazyCommand] = {
         target="harvester.cli.agent:agent",
         summary="Run the node agent: watch production, grant its idle part, take it back.",
     ),
+    "discover": LazyCommand(
+        target="harvester.cli.discover:discover",
+        summary="Write the slots of a node's production engines: systemd units or Kubernetes pods.",
+    ),
     "guest": LazyCommand(
         target="harvester.cli.guest:guest",
         summary="Start a slot's guest as this machine, this vLLM and your consent allow; say why.",

@@ -43,6 +43,7 @@ def call(
     *,
     option: str,
     body: msgspec.Struct | None = None,
+    most_bytes: int = _MAX_REPLY_BYTES,
 ) -> T:
     """POST of a body, else GET. `option` is the flag that named the URL. Raises ConfigError for a
     URL that cannot be called, and Exhausted for a server that refuses or gives no answer."""
@@ -56,7 +57,7 @@ def call(
     tls = credentials.tls() if url.startswith("https://") else None
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=tls) as reply:
-            return msgspec.json.decode(reply.read(_MAX_REPLY_BYTES), type=answer)
+            return msgspec.json.decode(reply.read(most_bytes), type=answer)
     except urllib.error.HTTPError as error:
         with error:
             shown = error.read(_SHOWN_BYTES).decode(errors="replace")

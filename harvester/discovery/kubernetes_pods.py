@@ -1,0 +1,84 @@
+"""Production engines that are pods of one node, by a label, as the Kubernetes API lists them."""
+
+import re
+from urllib.parse import urlencode
+
+import msgspec
+
+from harvester.contracts.errors import ConfigError
+from harvester.discovery.slot_template import FoundEngine
+
+LABEL = "rosemux.dev/slot"
+_OWN = "rosemux.dev/"
+"""Prefix of annotations that fill placeholders: rosemux.dev/gpu is $gpu."""
+MAX_REPLY_BYTES = 16 << 20
+"""Pods are some 10 KB each, and a node has some hundred."""
+_MOST_PODS = 500
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]{0,250}[A-Za-z0-9])?")
+
+
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    namespace: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    deletion: str = msgspec.field(name="deletionTimestamp", default="")
+
+
+class _Port(msgspec.Struct):
+    number: int = msgspec.field(name="containerPort", default=0)
+
+
+class _Container(msgspec.Struct):
+    ports: list[_Port] = []
+
+
+class _Spec(msgspec.Struct):
+    containers: list[_Container] = []
+
+
+class _Status(msgspec.Struct):
+    phase: str = ""
+    ip: str = msgspec.field(name="podIP", default="")
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+    status: _Status = msgspec.field(default_factory=_Status)
+
+
+class PodList(msgspec.Struct):
+    items: list[_Pod] | None
+
+
+def pods_path(*, node: str, label: str, namespace: str = "") -> str:
+    """Path and query of the running pods of a node that have the label. Raises ConfigError."""
+    for option, given in (("--node", node), ("--label", label), ("--namespace", namespace)):
+        if not _NAME.fullmatch(given or "any"):
+            raise ConfigError(f"{option} {given}: is no name of Kubernetes")
+    fields = f"spec.nodeName={node},status.phase=Running"
+    query = {"fieldSelector": fields, "labelSelector": label, "limit": _MOST_PODS}
+    where = f"namespaces/{namespace}/" if namespace else ""
+    return f"/api/v1/{where}pods?{urlencode(query)}"
+
+
+def found_pods(pods: PodList, *, label: str) -> list[FoundEngine]:
+    """Engines of the pods; the label's value names the slot. A pod that ends has none, so that its
+    successor may have its slot."""
+    living = [pod for pod in pods.items or () if not pod.metadata.deletion]
+    living.sort(key=lambda pod: (pod.metadata.namespace, pod.metadata.name))
+    return [_engine(pod, label) for pod in living if pod.status.phase == "Running"]
+
+
+def _engine(pod: _Pod, label: str) -> FoundEngine:
+    annotations = pod.metadata.annotations.items()
+    own = {key.removeprefix(_OWN): value for key, value in annotations if key.startswith(_OWN)}
+    ports = [str(port.number) for container in pod.spec.containers for port in container.ports]
+    return FoundEngine(
+        slot=pod.metadata.labels.get(label, ""),
+        origin=f"pod {pod.metadata.namespace}/{pod.metadata.name}",
+        host=f"[{pod.status.ip}]" if ":" in pod.status.ip else pod.status.ip,
+        port=own.get("port") or next(iter(ports), ""),
+        values=own,
+    )

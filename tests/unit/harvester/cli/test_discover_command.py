@@ -1,0 +1,206 @@
+"""`rosemux discover`: prints slots once, or keeps a slots file that an agent can read."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from harvester.cli.discover import Look, _written
+from harvester.cli.root import main
+from harvester.config_file import load_agent_config
+from harvester.contracts.errors import ConfigError, Exhausted
+from harvester.discovery.slot_template import FoundEngine, KeptSlots, SlotTemplate
+
+TEMPLATE = {"metrics_url": "http://$host:$port/metrics", "model": "m"}
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    path = tmp_path / "slot.yaml"
+    path.write_text(yaml.safe_dump(TEMPLATE))
+    return path
+
+
+def called(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([*map(str, arguments)])
+    return int(left.value.code or 0)
+
+
+class Kubernetes(BaseHTTPRequestHandler):
+    """The API's answer for one node, and what it was asked."""
+
+    status, pods, asked = 200, list[dict[str, Any]](), list[tuple[str, str]]()
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, self.headers.get("Authorization", "")))
+        body = msgspec.json.encode({"kind": "PodList", "items": self.pods})
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def api() -> Iterator[str]:
+    Kubernetes.status, Kubernetes.pods, Kubernetes.asked = 200, [], []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Kubernetes)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_pods_are_printed_as_slots(
+    api: str, template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("t" * 32)
+    token.chmod(0o600)
+    ports = [{"containerPort": 8000}]
+    Kubernetes.pods = [
+        {
+            "metadata": {"name": name, "namespace": "s", "labels": {"rosemux.dev/slot": slot}},
+            "spec": {"containers": [{"ports": ports}]},
+            "status": {"phase": "Running", "podIP": "10.0.0.1"},
+        }
+        for name, slot in (("a", "chat"), ("b", "no slot"))
+    ]
+    options = ["--template", template, "--node", "n", "--server", api, "--token-file", token]
+    assert called("discover", "kubernetes", *options) == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out) == {
+        "slots": [{"name": "chat", "metrics_url": "http://10.0.0.1:8000/metrics", "model": "m"}]
+    }
+    assert said.err == "pod s/b: 'no slot' is no name of a slot\n"
+    (asked,) = Kubernetes.asked
+    assert asked[0].startswith("/api/v1/pods?fieldSelector=spec.nodeName%3Dn%2C")
+    assert asked[1] == f"Bearer {'t' * 32}"
+
+
+def test_an_api_that_refuses_is_a_failure(
+    api: str, template: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Kubernetes.status = 403
+    options = ["--template", template, "--node", "n", "--server", api]
+    assert called("discover", "kubernetes", *options) == 1
+    assert "refuses: HTTP 403" in capsys.readouterr().err
+
+
+def test_outside_of_a_cluster_the_api_must_be_named(
+    template: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert called("discover", "kubernetes", "--template", template, "--node", "n") == 2
+    assert "--server" in capsys.readouterr().err
+
+
+class Source:
+    """A source whose engines the test chooses; None: it gives no answer."""
+
+    def __init__(self) -> None:
+        self.slots: tuple[str, ...] | None = ()
+
+    def __call__(self) -> list[FoundEngine]:
+        if self.slots is None:
+            raise Exhausted("no answer")
+        return [FoundEngine(slot=slot, origin=f"unit {slot}", port="8000") for slot in self.slots]
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def look(source: Source, tmp_path: Path) -> Look:
+    return Look(
+        find=source,
+        template=SlotTemplate(TEMPLATE),
+        kept=KeptSlots({}, forget_s=60.0),
+        file=tmp_path / "slots.yaml",
+    )
+
+
+def test_an_agent_reads_what_is_written(look: Look, source: Source, tmp_path: Path) -> None:
+    source.slots = ("b", "a")
+    look.take(now=0.0)
+    assert look.file.stat().st_mode & 0o777 == 0o644
+    agent = tmp_path / "agent.yaml"
+    agent.write_text(f"slots_file: {look.file}\n")
+    assert [slot.name for slot in load_agent_config(agent, environment={}).slots] == ["a", "b"]
+
+
+def test_the_file_is_written_only_where_slots_changed(look: Look, source: Source) -> None:
+    source.slots = ("a",)
+    look.take(now=0.0)
+    first = look.file.stat().st_ino
+    look.take(now=10.0)
+    assert look.file.stat().st_ino == first
+    source.slots = ("a", "b")
+    look.take(now=20.0)
+    assert look.file.stat().st_ino != first
+
+
+def test_while_the_source_gives_no_answer_the_slots_stay(
+    look: Look, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    source.slots = ("a",)
+    look.take(now=0.0)
+    text = look.file.read_text()
+    source.slots = None
+    for now in (10.0, 1000.0):
+        look.take(now=now)
+    assert look.file.read_text() == text
+    assert caplog.text.count("the slots stay as they are: no answer") == 1
+    source.slots = ("a",)
+    look.take(now=1010.0)
+    assert look.file.read_text() == text
+    assert "has a slot again" in caplog.text
+
+
+def test_a_long_outage_is_no_absence_of_engines(look: Look, source: Source) -> None:
+    source.slots = ("a", "b")
+    look.take(now=0.0)
+    source.slots = None
+    look.take(now=500.0)
+    source.slots = ("a",)
+    look.take(now=1000.0)
+    assert "name: b" in look.file.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_said_and_tried_again(
+    look: Look, source: Source, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    look.file = tmp_path / "absent" / "slots.yaml"
+    source.slots = ("a",)
+    look.take(now=0.0)
+    assert "cannot be written" in caplog.text
+    look.file.parent.mkdir()
+    look.take(now=10.0)
+    assert "name: a" in look.file.read_text()
+
+
+def test_a_new_process_goes_on_with_the_slots_of_the_last_one(look: Look, source: Source) -> None:
+    source.slots = ("a",)
+    look.take(now=0.0)
+    assert [*_written(look.file)] == ["a"]
+
+
+def test_a_file_of_someone_else_is_not_overwritten(tmp_path: Path) -> None:
+    assert _written(tmp_path / "absent") == {}
+    own = tmp_path / "agent.yaml"
+    own.write_text("slots: [{name: slot0}]\n")
+    with pytest.raises(ConfigError, match="not a file of `rosemux discover`"):
+        _written(own)

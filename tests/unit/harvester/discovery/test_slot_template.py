@@ -1,0 +1,140 @@
+"""Slots of found engines: what a template gives, what has no slot and why, what is kept."""
+
+from typing import Any
+
+import pytest
+
+from harvester.contracts.errors import ConfigError
+from harvester.discovery.slot_template import FoundEngine, KeptSlots, SlotTemplate
+
+TEMPLATE: dict[str, Any] = {
+    "engine_url": "http://127.0.0.1:1$port",
+    "metrics_url": "http://$host:$port/metrics",
+    "model": "policy of $name for $$1",
+    "concurrency": 8,
+    "guest": {
+        "model": "/srv/models/${name}",
+        "weights": "/srv/weights",
+        "context_tokens": 4096,
+        "kv_cache_bytes": 1,
+        "arguments": ["--seed", "$port"],
+    },
+}
+
+
+def engine(slot: str = "chat", **fields: Any) -> FoundEngine:
+    return FoundEngine(slot=slot, origin=f"unit of {slot}", **{"port": "8001", **fields})
+
+
+def test_the_engine_s_own_values_are_filled_everywhere() -> None:
+    fields = SlotTemplate(TEMPLATE).slot(engine(host="10.0.0.7"))
+    assert fields == {
+        "name": "chat",
+        "engine_url": "http://127.0.0.1:18001",
+        "metrics_url": "http://10.0.0.7:8001/metrics",
+        "model": "policy of chat for $1",
+        "concurrency": 8,
+        "guest": {
+            "model": "/srv/models/chat",
+            "weights": "/srv/weights",
+            "context_tokens": 4096,
+            "kv_cache_bytes": 1,
+            "arguments": ["--seed", "8001"],
+        },
+    }
+
+
+def test_engines_have_more_values_of_their_own() -> None:
+    gpus = {"guest": {**TEMPLATE["guest"], "gpus": ["$gpu"]}}
+    template = SlotTemplate(gpus)
+    assert template.slot(engine(values={"gpu": "GPU-1"}))["guest"]["gpus"] == ["GPU-1"]
+    slots, faults = template.slots([engine("a", values={"gpu": "GPU-1"}), engine("b")])
+    assert [*slots] == ["a"]
+    assert faults == ["unit of b: no value for $gpu, or one that is too long"]
+
+
+def test_an_engine_s_own_values_hide_neither_its_name_nor_its_address() -> None:
+    template = SlotTemplate({"model": "$name $host"})
+    found = engine(values={"name": "other", "host": "10.9.9.9"})
+    assert template.slot(found)["model"] == "chat 127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ({"name": "slot0"}, "leave it out"),
+        ({"models": "m"}, "models: Extra inputs are not permitted"),
+        ({"engine_url": "ftp://$host"}, "engine_url: use http"),
+        ({"model": "50 $"}, "write $$ for a dollar"),
+        ({"policy": {"beat_s": "soon"}}, "policy.beat_s"),
+    ],
+)
+def test_a_template_that_no_engine_could_have_is_refused(
+    template: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SlotTemplate(template)
+    assert says in str(caught.value)
+
+
+def test_an_engine_without_a_slot_leaves_the_others_theirs() -> None:
+    engines = [
+        engine("a"),
+        engine("../b"),
+        engine(""),
+        engine("x" * 65),
+        engine("c", port=""),
+        engine("d", port="no port"),
+        FoundEngine(slot="a", origin="another", port="1"),
+        engine("e"),
+    ]
+    slots, faults = SlotTemplate({"metrics_url": "http://$host:$port/metrics"}).slots(engines)
+    assert [*slots] == ["a", "e"]
+    assert slots["a"]["metrics_url"] == "http://127.0.0.1:8001/metrics"
+    assert [fault.partition(":")[0] for fault in faults] == [
+        "unit of ../b",
+        "unit of ",
+        f"unit of {'x' * 65}",
+        "unit of c",
+        "unit of d",
+        "another",
+    ]
+    assert faults[-1] == "another: its slot a is that of unit of a"
+
+
+def test_two_engines_of_one_bad_slot_name_are_two_faults() -> None:
+    slots, faults = SlotTemplate({}).slots([engine("-"), engine("-")])
+    assert (slots, len(faults)) == ({}, 2)
+
+
+def names(slots: list[dict[str, Any]]) -> list[str]:
+    return [slot["name"] for slot in slots]
+
+
+def test_a_missing_engine_keeps_its_slot_for_a_while() -> None:
+    a, b = {"name": "a"}, {"name": "b"}
+    kept = KeptSlots({"old": {"name": "old"}}, forget_s=60.0)
+    assert names(kept.observe({"b": b, "a": a}, now=10.0)) == ["a", "b", "old"]
+    assert names(kept.observe({"b": b}, now=50.0)) == ["a", "b", "old"]
+    assert names(kept.observe({"b": b}, now=69.0)) == ["a", "b", "old"]
+    assert names(kept.observe({"b": b}, now=70.0)) == ["a", "b"]
+    assert names(kept.observe({"a": a}, now=100.0)) == ["a", "b"]
+    assert names(kept.observe({"a": a}, now=159.0)) == ["a", "b"]
+    assert names(kept.observe({"a": a}, now=160.0)) == ["a"]
+
+
+def test_an_engine_that_comes_back_is_missing_anew_the_next_time() -> None:
+    kept = KeptSlots({}, forget_s=60.0)
+    a = {"a": {"name": "a"}}
+    for now, found in ((0.0, a), (10.0, {}), (60.0, a), (70.0, {})):
+        assert names(kept.observe(found, now=now)) == ["a"]
+    assert names(kept.observe({}, now=129.0)) == ["a"]
+    assert names(kept.observe({}, now=130.0)) == []
+
+
+def test_a_slot_that_is_found_again_has_its_new_fields_at_once() -> None:
+    kept = KeptSlots({}, forget_s=0.0)
+    old, new = {"name": "a", "model": "x"}, {"name": "a", "model": "y"}
+    assert kept.observe({"a": old}, now=1.0) == [old]
+    assert kept.observe({"a": new}, now=2.0) == [new]
+    assert kept.observe({}, now=2.0) == []
