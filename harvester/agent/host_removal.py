@@ -16,6 +16,7 @@ from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import audit_files
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError, Exhausted, Unsupported
+from harvester.contracts.ids import is_name
 from harvester.contracts.page import PageDirectory, PageHeld, PageName, PageReader, Pulse
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY
 from harvester.platform.idle_groups import IdleGroups
@@ -38,6 +39,7 @@ def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None
     """`records`: audit, journals and states too. Raises ConfigError or Exhausted while an agent or
     a guest runs; then nothing is changed."""
     done, groups = RemovalReport(), groups or IdleGroups()
+    config = config.model_copy(update={"slots": (*config.slots, *_earlier_slots(config))})
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
@@ -52,6 +54,15 @@ def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None
     for group in groups.all():
         done.left[group] = "processes are in it; it goes with them"
     return done
+
+
+def _earlier_slots(config: AgentConfig) -> list[SlotConfig]:
+    """Slots that the configuration has no more, as of a slots file, and that left pages or files."""
+    names = {path.parent.name for path in config.page_root.glob(f"*/{PageName.GRANT}")}
+    for kind in ("journal", "state"):
+        names |= {path.name.removesuffix(f".{kind}") for path in config.state_dir.glob(f"*.{kind}")}
+    configured = {slot.name for slot in config.slots}
+    return [SlotConfig(name=name) for name in sorted(names - configured) if is_name(name)]
 
 
 def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> None:

@@ -163,6 +163,7 @@ class AgentMetrics:
         self.gauge, self.counter = cache(self._gauge), cache(self._counter)
         self.gauge("build_info", version).set(1)
         self.gauge("config_last_reload_successful").set(1)
+        self.gauge("slots_file_in_force").set(1)
 
     def stops(self, stops: Iterable[Stop]) -> None:
         """Replace the rows of `stop_info`, whose labels are texts of operators."""

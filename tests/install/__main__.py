@@ -57,6 +57,7 @@ def main() -> None:
         try:
             install_agent(node)
             start_gateway(node)
+            discover(node)
             start_production(node)
             if with_guest:
                 start_guest(node)
@@ -133,6 +134,31 @@ def start_gateway(node: Node) -> None:
         "[[ $now != 0 && $now != $first ]]; do sleep 0.2; done\n" + asks
     )
     say("a gateway is installed, runs, and comes back when it is killed")
+
+
+def discover(node: Node) -> None:
+    """The slots of two units, of which one ends; the agent follows, and goes on with its own."""
+    (node.root / "etc/systemd/system/vllm@.service").write_text(
+        "[Service]\n"
+        "Environment=ROSEMUX_PAGE_DIR=/run/rosemux/%i\n"
+        "ExecStart=/bin/sh -c 'exec sleep 1d' --port 8123\n"
+    )
+    node.run("systemctl start vllm@found vllm@ends")
+    said = node.run(block("Discover production engines"))
+    if said.count("engine_url: http://127.0.0.1:18123") != 2:
+        raise NodeError(f"two slots are not there:\n{said}")
+    node.run(
+        "function slots { rosemux status --pages /run/rosemux --agent http://127.0.0.1:9711; }\n"
+        "until slots | grep found && slots | grep ends && slots | grep slot0; do sleep 0.5; done\n"
+        "systemctl stop vllm@ends\n"
+        "sed -i 's/ --write/ --forget-s 0 --write/' /etc/systemd/system/rosemux-discover.service\n"
+        "systemctl daemon-reload; systemctl restart rosemux-discover\n"
+        "until ! curl --silent --fail http://127.0.0.1:9711/v1/slots | grep ends; do sleep 0.5; done\n"
+        "slots | grep found\n"
+        "systemctl stop vllm@found",
+        quiet=True,
+    )
+    say("slots of units that start are found, and of one that ends forgotten")
 
 
 def offline() -> dict[str, str]:

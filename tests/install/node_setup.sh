@@ -23,7 +23,7 @@ mkdir "$folder/local"
 mount --bind "$folder/local" "$root/usr/local"
 mkdir -p "$root"/usr/local/{bin,sbin,lib}
 rm -rf "$root"/etc/systemd/system/*.wants "$root"/etc/rosemux "$root"/var/lib/rosemux* "$root"/etc/fstab
-for unit in systemd-timesyncd systemd-udevd dbus apt-daily.timer avahi-daemon.socket; do
+for unit in systemd-timesyncd systemd-udevd apt-daily.timer avahi-daemon.socket; do
     [[ "$unit" == *.* ]] || unit="$unit.service"
     ln -sf /dev/null "$root/etc/systemd/system/$unit"
 done

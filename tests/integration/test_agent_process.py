@@ -85,13 +85,18 @@ class Beats(PageBeats):
 
 class Agent:
     def __init__(
-        self, root: Path, *, engine_url: str = "http://127.0.0.1:8001", **environment: str
+        self,
+        root: Path,
+        *,
+        engine_url: str = "http://127.0.0.1:8001",
+        config: str = CONFIG,
+        **environment: str,
     ) -> None:
         self.root = root
         self.pages = PageDirectory.create(root / "pages" / "slot0")
         self.switch = root / "pages" / "kill"
         self.config = root / "agent.yaml"
-        self.config.write_text(CONFIG.format(root=root, port=0, engine_url=engine_url))
+        self.config.write_text(config.format(root=root, port=0, engine_url=engine_url))
         self._reader = self.pages.grant_reader()
         self._environment = {**os.environ, **environment}
         self.start()

@@ -54,7 +54,7 @@ def test_a_misspelt_key_would_be_noticed(tmp_path: Path) -> None:
 
 
 @needs_systemd
-@pytest.mark.parametrize("service", ["agent", "guest@", "engine-proxy@", "gateway"])
+@pytest.mark.parametrize("service", ["agent", "guest@", "engine-proxy@", "gateway", "discover"])
 def test_exposure_stays_below_two_of_ten(service: str) -> None:
     unit = DEPLOY / "systemd" / f"rosemux-{service}.service"
     result = analyze("security", "--offline=true", "--threshold=20", str(unit))

@@ -191,6 +191,19 @@ def test_without_being_asked_journals_and_states_stay_and_nothing_else(
     assert kept == {f"lib/rosemux/{name}" for name in ("audit.jsonl", *records)}
 
 
+def test_slots_that_the_configuration_has_no_more_leave_nothing_either(
+    config: AgentConfig, tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
+) -> None:
+    leave_marks(config, sleepers[1].pid)
+    later = config.model_copy(update={"slots": config.slots[:1], "slots_file": tmp_path / "absent"})
+    with pytest.raises(ConfigError, match=f"process {sleepers[1].pid} of a guest still runs"):
+        undo(later.model_copy(update={"slots": ()}), records=True)
+    sleepers[1].kill()
+    sleepers[1].communicate()
+    assert undo(later, records=True).left == {}
+    assert files_under(tmp_path).keys() == {"run", "lib"}
+
+
 def test_a_guest_that_lives_is_named_and_nothing_changes(
     config: AgentConfig, tmp_path: Path, sleepers: list[subprocess.Popen[bytes]]
 ) -> None:
