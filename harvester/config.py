@@ -292,7 +292,7 @@ class AgentConfig(FrozenSettings):
     slots: tuple[SlotConfig, ...] = Field(default=(), max_length=MAX_SLOTS)
     slots_file: Path | None = None
     """File with more `slots`, read again when it changes: `rosemux discover` writes one. Root or
-    the agent's user owns it, and nobody else may write it."""
+    the agent's user must own it, without rights to write for others."""
 
     @model_validator(mode="after")
     def _distinct_slots(self) -> "AgentConfig":

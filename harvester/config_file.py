@@ -58,9 +58,14 @@ def load_agent_config(
     *,
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
+    slot: str | None = None,
 ) -> AgentConfig:
-    """The whole configuration, with the slots of its `slots_file`. Raises ConfigError."""
+    """The whole configuration, with the slots of its `slots_file`. Where a `slot` of the file
+    itself is wanted, its slots alone: a fault of the other file is none of theirs. Raises
+    ConfigError."""
     written = read_agent_config(path, flags=flags, environment=environment)
+    if slot in {each.name for each in written.config.slots}:
+        return written.config
     return with_slots_file(written, written.config.slots_file).config
 
 

@@ -57,7 +57,7 @@ def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None
 
 
 def _earlier_slots(config: AgentConfig) -> list[SlotConfig]:
-    """Slots that the configuration has no more, as of a slots file, and that left pages or files."""
+    """Slots that left pages or files and are configured no more, such as those of a slots file."""
     names = {path.parent.name for path in config.page_root.glob(f"*/{PageName.GRANT}")}
     for kind in ("journal", "state"):
         names |= {path.name.removesuffix(f".{kind}") for path in config.state_dir.glob(f"*.{kind}")}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harvester.config_file import load_agent_config
+from harvester.config_file import read_agent_config
 from harvester.contracts.audit import AuditEvent, audit_files, read_audit
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import ConfigError
@@ -67,7 +67,7 @@ def _files(source: Path) -> list[Path]:
         if not source.is_file():
             raise ConfigError(f"no file {source}: name the agent's YAML file or its audit.jsonl")
         return [source]
-    path = load_agent_config(source).audit_file
+    path = read_agent_config(source).config.audit_file
     files = audit_files(path)
     if not files:
         raise ConfigError(f"no audit at {path}: has the agent of {source} run here?")

@@ -26,7 +26,7 @@ from harvester.discovery.kubernetes_pods import (
     found_pods,
     pods_path,
 )
-from harvester.discovery.slot_template import Fields, FoundEngine, KeptSlots, SlotTemplate
+from harvester.discovery.slot_template import DiscoveredEngine, Fields, KeptSlots, SlotTemplate
 from harvester.discovery.systemd_units import checked_patterns, found_units
 from harvester.platform import whole_file
 from harvester.platform.logs import begin_log
@@ -105,7 +105,7 @@ def kubernetes(
     credentials = credentials_of(token_file, ca_file, None, None)
     path = pods_path(node=node, label=label, namespace=namespace)
 
-    def find() -> list[FoundEngine]:
+    def find() -> list[DiscoveredEngine]:
         pods = call(
             server, path, PodList, credentials, option="--server", most_bytes=MAX_REPLY_BYTES
         )
@@ -116,7 +116,7 @@ def kubernetes(
 
 def _run(
     template: Path,
-    find: Callable[[], list[FoundEngine]],
+    find: Callable[[], list[DiscoveredEngine]],
     write: Path | None,
     every_s: float,
     forget_s: float,
@@ -131,15 +131,15 @@ def _run(
     begin_log("info")
     clock = MonotonicClock()
     kept = KeptSlots(_written(write), forget_s=forget_s)
-    look = Look(find=find, template=slots, kept=kept, file=write)
+    writer = SlotsWriter(find=find, template=slots, kept=kept, file=write)
     while True:
-        look.take(now=clock.now())
+        writer.take(now=clock.now())
         time.sleep(every_s)
 
 
 @dataclass(slots=True, kw_only=True)
-class Look:
-    find: Callable[[], list[FoundEngine]]
+class SlotsWriter:
+    find: Callable[[], list[DiscoveredEngine]]
     template: SlotTemplate
     kept: KeptSlots
     file: Path

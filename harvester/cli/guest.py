@@ -49,7 +49,7 @@ def guest(
     ] = False,
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
-    agent = load_agent_config(config)
+    agent = load_agent_config(config, slot=slot)
     chosen = agent.slot_named(slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)
     console = Console()

@@ -27,7 +27,7 @@ def release(
 
     An agent that is down obeys when it starts.
     """
-    agent = load_agent_config(config)
+    agent = load_agent_config(config, slot=slot)
     chosen = agent.slot_named(slot)
     text = reason.strip().encode()
     if not text or len(text) > RELEASE_BYTES_MAX:

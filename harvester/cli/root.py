@@ -50,7 +50,7 @@ COMMANDS: dict[str, LazyCommand] = {
     ),
     "discover": LazyCommand(
         target="harvester.cli.discover:discover",
-        summary="Write the slots of a node's production engines: systemd units or Kubernetes pods.",
+        summary="Write the slots of a node's production engines for its agent's slots_file.",
     ),
     "guest": LazyCommand(
         target="harvester.cli.guest:guest",

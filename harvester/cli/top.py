@@ -16,7 +16,7 @@ from harvester.cli.audit_command import printable, row_console
 from harvester.cli.row_table import add_row, row_table
 from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
 from harvester.config import AgentConfig
-from harvester.config_file import load_agent_config
+from harvester.config_file import read_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.wire.leases import GuardReading, IdleForecast, SlotOffer, SlotOffers
@@ -55,7 +55,7 @@ def top(
     """Show the slots of agents live: state, lease, guards, latencies, tokens."""
     urls = list(agents or [])
     if config is not None:
-        loaded = load_agent_config(config)
+        loaded = read_agent_config(config).config
         urls.append(_url_of(loaded))
         token_file = token_file or loaded.http.token_file
     if not urls:

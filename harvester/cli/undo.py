@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from harvester.agent.host_removal import undo as take_back
-from harvester.config_file import load_agent_config
+from harvester.config_file import read_agent_config
 from harvester.contracts.errors import Exhausted
 
 
@@ -20,7 +20,7 @@ def undo(
 
     Stop the agent and the guests first. Says what it removes and what it leaves.
     """
-    done = take_back(load_agent_config(config), records=records)
+    done = take_back(read_agent_config(config).config, records=records)
     for path in done.removed:
         typer.echo(f"removed {path}")
     for path, why in done.left.items():

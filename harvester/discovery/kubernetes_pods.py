@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from harvester.contracts.errors import ConfigError
-from harvester.discovery.slot_template import FoundEngine
+from harvester.discovery.slot_template import DiscoveredEngine
 
 LABEL = "rosemux.dev/slot"
 _OWN = "rosemux.dev/"
@@ -63,7 +63,7 @@ def pods_path(*, node: str, label: str, namespace: str = "") -> str:
     return f"/api/v1/{where}pods?{urlencode(query)}"
 
 
-def found_pods(pods: PodList, *, label: str) -> list[FoundEngine]:
+def found_pods(pods: PodList, *, label: str) -> list[DiscoveredEngine]:
     """Engines of the pods; the label's value names the slot. A pod that ends has none, so that its
     successor may have its slot."""
     living = [pod for pod in pods.items or () if not pod.metadata.deletion]
@@ -71,11 +71,11 @@ def found_pods(pods: PodList, *, label: str) -> list[FoundEngine]:
     return [_engine(pod, label) for pod in living if pod.status.phase == "Running"]
 
 
-def _engine(pod: _Pod, label: str) -> FoundEngine:
+def _engine(pod: _Pod, label: str) -> DiscoveredEngine:
     annotations = pod.metadata.annotations.items()
     own = {key.removeprefix(_OWN): value for key, value in annotations if key.startswith(_OWN)}
     ports = [str(port.number) for container in pod.spec.containers for port in container.ports]
-    return FoundEngine(
+    return DiscoveredEngine(
         slot=pod.metadata.labels.get(label, ""),
         origin=f"pod {pod.metadata.namespace}/{pod.metadata.name}",
         host=f"[{pod.status.ip}]" if ":" in pod.status.ip else pod.status.ip,

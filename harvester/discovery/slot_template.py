@@ -16,7 +16,7 @@ _MAX_VALUE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundEngine:
+class DiscoveredEngine:
     """A production engine on this node, as its source describes it."""
 
     slot: str
@@ -38,7 +38,7 @@ class SlotTemplate:
         if "name" in fields:
             raise ConfigError("name: is the engine's own; leave it out of the template")
         self._fields = dict(fields)
-        example = FoundEngine(slot="example", origin="the template", port="8000")
+        example = DiscoveredEngine(slot="example", origin="the template", port="8000")
         try:
             self.slot(example)
         except _UnfilledError:
@@ -46,7 +46,7 @@ class SlotTemplate:
         except ValueError as error:
             raise ConfigError(f"the template gives no slot: {error}") from error
 
-    def slot(self, engine: FoundEngine) -> Fields:
+    def slot(self, engine: DiscoveredEngine) -> Fields:
         """Its slot's fields. Raises ValueError where they are none."""
         if not is_name(engine.slot):
             raise ValueError(f"{engine.slot[:80]!r} is no name of a slot")
@@ -60,9 +60,9 @@ class SlotTemplate:
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         return fields
 
-    def slots(self, engines: Iterable[FoundEngine]) -> tuple[dict[str, Fields], list[str]]:
-        """Fields of each slot by its name, and why an engine has none. Of two engines with one
-        slot the first counts."""
+    def slots(self, engines: Iterable[DiscoveredEngine]) -> tuple[dict[str, Fields], list[str]]:
+        """Fields of each slot by its name, and why an engine has none. The first counts of two
+        engines with one slot."""
         slots: dict[str, Fields] = {}
         origins: dict[str, str] = {}
         faults = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.discovery.slot_template import FoundEngine
+from harvester.discovery.slot_template import DiscoveredEngine
 
 _PROPERTIES = "Id,ActiveState,Environment,ExecStart"
 _UP = frozenset({"active", "activating", "reloading"})
@@ -28,7 +28,7 @@ def checked_patterns(patterns: Sequence[str]) -> Sequence[str]:
     return patterns
 
 
-def found_units(patterns: Sequence[str]) -> list[FoundEngine]:
+def found_units(patterns: Sequence[str]) -> list[DiscoveredEngine]:
     """Engines of the units that are up. Raises Exhausted where systemd gives no answer."""
     command = ["systemctl", "show", "--no-pager", f"--property={_PROPERTIES}", "--", *patterns]
     try:
@@ -42,7 +42,7 @@ def found_units(patterns: Sequence[str]) -> list[FoundEngine]:
     return [*_engines(done.stdout)]
 
 
-def _engines(shown: str) -> Iterator[FoundEngine]:
+def _engines(shown: str) -> Iterator[DiscoveredEngine]:
     """Engines of the blocks of `systemctl show`, of which each is one unit."""
     for block in shown.split("\n\n"):
         lines = (line.partition("=") for line in block.splitlines())
@@ -53,7 +53,7 @@ def _engines(shown: str) -> Iterator[FoundEngine]:
         argv = _ARGUMENTS.search(unit.get("ExecStart", ""))
         port = _PORT.search(argv[1]) if argv else None
         variables = _variables(unit.get("Environment", ""))
-        yield FoundEngine(
+        yield DiscoveredEngine(
             slot=_slot(name, variables),
             origin=f"unit {name}",
             port=port[1] if port else "",

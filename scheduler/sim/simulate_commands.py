@@ -52,7 +52,7 @@ def _compare(journal: Path, config: Path, slot: str | None) -> None:
     from scheduler.sim.what_if import what_if
     from scheduler.sim.what_if_text import what_if_text
 
-    agent = load_agent_config(config)
+    agent = load_agent_config(config, slot=slot)
     first = next(read_journal(journal), None)
     if first is None:
         raise Corrupt(f"{journal.name}: no line is whole")

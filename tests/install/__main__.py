@@ -153,7 +153,7 @@ def discover(node: Node) -> None:
         "systemctl stop vllm@ends\n"
         "sed -i 's/ --write/ --forget-s 0 --write/' /etc/systemd/system/rosemux-discover.service\n"
         "systemctl daemon-reload; systemctl restart rosemux-discover\n"
-        "until ! curl --silent --fail http://127.0.0.1:9711/v1/slots | grep ends; do sleep 0.5; done\n"
+        "until ! slots | grep ends; do sleep 0.5; done\n"
         "slots | grep found\n"
         "systemctl stop vllm@found",
         quiet=True,

@@ -46,7 +46,7 @@ failed fallback fault field file finish first fleet force foreign forget free fr
 gateway
 generate gloo gpu greedy guard harm harvest hash head health history hold holders horizon host hour
 http id identity idle ids impact in index info init intake isolation joined journal journalled judge
-keeper kept kernels key kill kind kit known kv kvcached label lanes large last latency latest launch
+keeper kept kernels key kill kind kit known kubernetes kv kvcached label lanes large last latency latest launch
 law layers layout lazy least leave ledger left lent lift limit linear list listener load location
 lock log logger logprob longest loop lora lost mailbox make manifest map mapped match max measured
 median member memory message met meta metadata metrics middleware miss mode model moment monotonic
@@ -62,8 +62,8 @@ role rollout room root rose roster route row rules run runner sample scan scenar
 seal searched seconds seen segment selection sender sense sensor serve settings settle sglang shadow
 shape shard share shelf short siblings side signal simulate single sizes skipped slowdown socket
 source sparse spec spent spool sqlite squares stage stale stat state status step stock stopped
-streak stream stretch strict struct submission submit successful sum summary switch sync table take
-target tenant tensor terms test text thread time timeline timeouts tinker tls token total trainer
+streak stream stretch strict struct submission submit successful sum summary switch sync systemd table take
+target template tenant tensor terms test text thread time timeline timeouts tinker tls token total trainer
 transfer transport trigger type unanswered undo undone unload unplaced unreachable unrecorded unsafe
 unseen unshared unsupported up update upstream usage use value varint verdict view virtual vllm wait
 waker walk warn watch watchdog weight whole widen wire withdraw withdrawn word work workload world

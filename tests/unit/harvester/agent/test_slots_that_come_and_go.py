@@ -249,6 +249,16 @@ def test_a_mistake_in_a_slots_file_is_named(
     assert says in str(caught.value)
 
 
+def test_a_broken_slots_file_hinders_no_command_for_another_slot(
+    agent_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slots.yaml").write_text("slots: [")
+    assert load_agent_config(agent_file, environment={}, slot="own").slots[0].name == "own"
+    for slot in ("more", None):
+        with pytest.raises(ConfigError, match="not YAML"):
+            load_agent_config(agent_file, environment={}, slot=slot)
+
+
 def test_a_slots_file_that_others_may_write_is_not_believed(
     agent_file: Path, tmp_path: Path
 ) -> None:

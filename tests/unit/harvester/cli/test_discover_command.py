@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import yaml
 
-from harvester.cli.discover import Look, _written
+from harvester.cli.discover import SlotsWriter, _written
 from harvester.cli.root import main
 from harvester.config_file import load_agent_config
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.discovery.slot_template import FoundEngine, KeptSlots, SlotTemplate
+from harvester.discovery.slot_template import DiscoveredEngine, KeptSlots, SlotTemplate
 
 TEMPLATE = {"metrics_url": "http://$host:$port/metrics", "model": "m"}
 
@@ -111,10 +111,12 @@ class Source:
     def __init__(self) -> None:
         self.slots: tuple[str, ...] | None = ()
 
-    def __call__(self) -> list[FoundEngine]:
+    def __call__(self) -> list[DiscoveredEngine]:
         if self.slots is None:
             raise Exhausted("no answer")
-        return [FoundEngine(slot=slot, origin=f"unit {slot}", port="8000") for slot in self.slots]
+        return [
+            DiscoveredEngine(slot=slot, origin=f"unit {slot}", port="8000") for slot in self.slots
+        ]
 
 
 @pytest.fixture
@@ -123,8 +125,8 @@ def source() -> Source:
 
 
 @pytest.fixture
-def look(source: Source, tmp_path: Path) -> Look:
-    return Look(
+def look(source: Source, tmp_path: Path) -> SlotsWriter:
+    return SlotsWriter(
         find=source,
         template=SlotTemplate(TEMPLATE),
         kept=KeptSlots({}, forget_s=60.0),
@@ -132,7 +134,7 @@ def look(source: Source, tmp_path: Path) -> Look:
     )
 
 
-def test_an_agent_reads_what_is_written(look: Look, source: Source, tmp_path: Path) -> None:
+def test_an_agent_reads_what_is_written(look: SlotsWriter, source: Source, tmp_path: Path) -> None:
     source.slots = ("b", "a")
     look.take(now=0.0)
     assert look.file.stat().st_mode & 0o777 == 0o644
@@ -141,7 +143,7 @@ def test_an_agent_reads_what_is_written(look: Look, source: Source, tmp_path: Pa
     assert [slot.name for slot in load_agent_config(agent, environment={}).slots] == ["a", "b"]
 
 
-def test_the_file_is_written_only_where_slots_changed(look: Look, source: Source) -> None:
+def test_the_file_is_written_only_where_slots_changed(look: SlotsWriter, source: Source) -> None:
     source.slots = ("a",)
     look.take(now=0.0)
     first = look.file.stat().st_ino
@@ -153,7 +155,7 @@ def test_the_file_is_written_only_where_slots_changed(look: Look, source: Source
 
 
 def test_while_the_source_gives_no_answer_the_slots_stay(
-    look: Look, source: Source, caplog: pytest.LogCaptureFixture
+    look: SlotsWriter, source: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     source.slots = ("a",)
@@ -170,7 +172,7 @@ def test_while_the_source_gives_no_answer_the_slots_stay(
     assert "has a slot again" in caplog.text
 
 
-def test_a_long_outage_is_no_absence_of_engines(look: Look, source: Source) -> None:
+def test_a_long_outage_is_no_absence_of_engines(look: SlotsWriter, source: Source) -> None:
     source.slots = ("a", "b")
     look.take(now=0.0)
     source.slots = None
@@ -180,8 +182,8 @@ def test_a_long_outage_is_no_absence_of_engines(look: Look, source: Source) -> N
     assert "name: b" in look.file.read_text()
 
 
-def test_a_file_that_cannot_be_written_is_said_and_tried_again(
-    look: Look, source: Source, caplog: pytest.LogCaptureFixture, tmp_path: Path
+def test_an_unwritable_slots_file_is_logged_and_tried_again(
+    look: SlotsWriter, source: Source, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     look.file = tmp_path / "absent" / "slots.yaml"
     source.slots = ("a",)
@@ -192,7 +194,9 @@ def test_a_file_that_cannot_be_written_is_said_and_tried_again(
     assert "name: a" in look.file.read_text()
 
 
-def test_a_new_process_goes_on_with_the_slots_of_the_last_one(look: Look, source: Source) -> None:
+def test_a_new_process_goes_on_with_the_slots_of_the_last_one(
+    look: SlotsWriter, source: Source
+) -> None:
     source.slots = ("a",)
     look.take(now=0.0)
     assert [*_written(look.file)] == ["a"]

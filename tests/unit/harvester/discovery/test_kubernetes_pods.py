@@ -8,7 +8,7 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.discovery.kubernetes_pods import LABEL, PodList, found_pods, pods_path
-from harvester.discovery.slot_template import FoundEngine
+from harvester.discovery.slot_template import DiscoveredEngine
 
 
 def pod(name: str, *, slot: str = "chat", **changes: Any) -> dict[str, Any]:
@@ -27,14 +27,14 @@ def pod(name: str, *, slot: str = "chat", **changes: Any) -> dict[str, Any]:
     return {"metadata": metadata, "spec": spec, "status": status | changes}
 
 
-def found(*pods: dict[str, Any], label: str = LABEL) -> list[FoundEngine]:
+def found(*pods: dict[str, Any], label: str = LABEL) -> list[DiscoveredEngine]:
     listed = {"kind": "PodList", "apiVersion": "v1", "metadata": {}, "items": [*pods]}
     return found_pods(msgspec.json.decode(msgspec.json.encode(listed), type=PodList), label=label)
 
 
 def test_a_pod_is_an_engine_with_its_own_values() -> None:
     assert found(pod("a")) == [
-        FoundEngine(
+        DiscoveredEngine(
             slot="chat",
             origin="pod serving/a",
             host="10.1.2.3",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from harvester.discovery.slot_template import FoundEngine, KeptSlots, SlotTemplate
+from harvester.discovery.slot_template import DiscoveredEngine, KeptSlots, SlotTemplate
 
 TEMPLATE: dict[str, Any] = {
     "engine_url": "http://127.0.0.1:1$port",
@@ -22,8 +22,8 @@ TEMPLATE: dict[str, Any] = {
 }
 
 
-def engine(slot: str = "chat", **fields: Any) -> FoundEngine:
-    return FoundEngine(slot=slot, origin=f"unit of {slot}", **{"port": "8001", **fields})
+def engine(slot: str = "chat", **fields: Any) -> DiscoveredEngine:
+    return DiscoveredEngine(slot=slot, origin=f"unit of {slot}", **{"port": "8001", **fields})
 
 
 def test_the_engine_s_own_values_are_filled_everywhere() -> None:
@@ -85,7 +85,7 @@ def test_an_engine_without_a_slot_leaves_the_others_theirs() -> None:
         engine("x" * 65),
         engine("c", port=""),
         engine("d", port="no port"),
-        FoundEngine(slot="a", origin="another", port="1"),
+        DiscoveredEngine(slot="a", origin="another", port="1"),
         engine("e"),
     ]
     slots, faults = SlotTemplate({"metrics_url": "http://$host:$port/metrics"}).slots(engines)
