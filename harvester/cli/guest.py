@@ -21,10 +21,12 @@ from coserve.vllm import launch
 from coserve.vllm.guest_plan import Answer, GuestPlan, GuestSettings, answers, plan
 from harvester.agent.guest_engine import GuestEngine
 from harvester.agent.guest_lock import GuestLock
+from harvester.agent.guest_restarts import run_with_restarts
 from harvester.agent.mps_watch import MpsWatch
 from harvester.cli.guest_checks import checks, refuse_bad, supported_vllm
 from harvester.config import GuestConfig, SlotConfig
 from harvester.config_file import load_agent_config
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory, PageOwners
 from harvester.platform.idle_groups import IdleGroups
@@ -46,6 +48,10 @@ def guest(
             "--dry-run",
             help="Check the requirements, print the chosen settings with reasons, and stop.",
         ),
+    ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option("--restart", help="Start a guest that failed again: in 10 s to 10 minutes."),
     ] = False,
 ) -> None:
     """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
@@ -89,17 +95,22 @@ def guest(
     lock.take()
     if segment is not None:
         lock.clear(segment)
-    engine = GuestEngine(
-        command.arguments,
-        command.environment,
-        mps=_watch(settings.mps, planned),
-        segment=segment,
-        inherits=(lock.descriptor,),
-        pages=PageDirectory(pages),
-    )
+    watch = _watch(settings.mps, planned)
+
+    def engine() -> GuestEngine:
+        return GuestEngine(
+            command.arguments,
+            command.environment,
+            mps=watch,
+            segment=segment,
+            inherits=(lock.descriptor,),
+            pages=PageDirectory(pages),
+        )
+
     try:
         isolation.apply_to_process(planned.isolation)
-        raise typer.Exit(asyncio.run(engine.run()))
+        runs = run_with_restarts(engine, clock=MonotonicClock()) if restart else engine().run()
+        raise typer.Exit(asyncio.run(runs))
     finally:
         with suppress(PermissionError):  # a unit without LimitNICE=+0 stays idle to its end
             isolation.lift_from_process()

@@ -1,0 +1,60 @@
+"""A guest engine that is started again when it fails, after waits that double.
+
+A failing guest costs the host its start each time: memory, a core, the store's link. systemd 252
+restarts at one pace only.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from harvester.agent.guest_engine import GuestEngine
+from harvester.contracts.clock import Clock
+from harvester.contracts.doubling import doubled_s
+from harvester.platform.http_kit import stop_event
+
+_log = logging.getLogger(__name__)
+
+_FIRST_WAIT_S, _MOST_WAIT_S = 10.0, 600.0
+_STEADY_S = 600.0
+"""A guest that lived so long begins with the first wait again."""
+
+
+class RestartWaits:
+    """Pure."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+
+    def after(self, life_s: float) -> float:
+        """Seconds until the next start, after a life of `life_s` that ended in failure."""
+        self._failures = 0 if life_s >= _STEADY_S else self._failures
+        self._failures += 1
+        return doubled_s(_FIRST_WAIT_S, self._failures - 1, most_s=_MOST_WAIT_S)
+
+
+async def run_with_restarts(
+    engine: Callable[[], GuestEngine], *, clock: Clock, waits: RestartWaits | None = None
+) -> int:
+    """Run one engine after the other until one ends without failure or a stop is requested: 0.
+    Raises ConfigError for an engine that cannot be started."""
+    waits = waits or RestartWaits()
+    while True:
+        began_s = clock.now()
+        status = await engine().run()
+        if status == 0:
+            return 0
+        stop = stop_event()
+        life_s = clock.now() - began_s
+        wait_s = waits.after(life_s)
+        _log.error(
+            "the guest ended with status %d after %.0f s; the next one starts in %.0f s",
+            status,
+            life_s,
+            wait_s,
+        )
+        try:
+            await asyncio.wait_for(stop.wait(), wait_s)
+        except TimeoutError:
+            continue
+        return 0

@@ -1,0 +1,87 @@
+"""A guest that fails is started again, later each time, until it is asked to stop."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from harvester.agent import guest_restarts
+from harvester.agent.guest_engine import GuestEngine
+from harvester.agent.guest_restarts import RestartWaits, run_with_restarts
+from harvester.contracts.clock import MonotonicClock
+
+# Fails until it has been started a given number of times; each start adds a line.
+FAILING = """
+import sys
+with open(sys.argv[1], "a") as file:
+    file.write("x\\n")
+sys.exit(3 if len(open(sys.argv[1]).readlines()) < int(sys.argv[2]) else 0)
+"""
+
+
+def starts(file: Path) -> int:
+    return len(file.read_text().splitlines())
+
+
+def failing(file: Path, times: int) -> GuestEngine:
+    return GuestEngine([sys.executable, "-c", FAILING, str(file), str(times)], {})
+
+
+def test_waits_double_to_ten_minutes_and_begin_anew_after_a_long_life() -> None:
+    waits = RestartWaits()
+    assert [waits.after(1.0) for _ in range(8)] == [10, 20, 40, 80, 160, 320, 600, 600]
+    assert waits.after(599.0) == 600
+    assert [waits.after(600.0), waits.after(1.0)] == [10, 20]
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_restarts, "_FIRST_WAIT_S", 0.01)
+
+
+def test_a_guest_that_fails_is_started_until_one_ends_well(no_wait: None, tmp_path: Path) -> None:
+    file = tmp_path / "starts"
+    run = run_with_restarts(lambda: failing(file, 3), clock=MonotonicClock())
+    assert asyncio.run(run) == 0
+    assert starts(file) == 3
+
+
+def test_a_stop_while_it_waits_ends_it(tmp_path: Path) -> None:
+    file = tmp_path / "starts"
+
+    async def stopped() -> int:
+        running = asyncio.create_task(
+            run_with_restarts(lambda: failing(file, 99), clock=MonotonicClock())
+        )
+        while not file.exists():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+        # The engine has ended within this, and the wait is ten seconds.
+        await asyncio.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await asyncio.wait_for(running, 5.0)
+
+    assert asyncio.run(stopped()) == 0
+    assert starts(file) == 1
+
+
+def test_a_stop_while_the_engine_runs_starts_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "starts"
+    program = "import sys, time\nopen(sys.argv[1], 'a').write('x\\n')\ntime.sleep(300)"
+
+    async def stopped() -> int:
+        running = asyncio.create_task(
+            run_with_restarts(
+                lambda: GuestEngine([sys.executable, "-c", program, str(file)], {}),
+                clock=MonotonicClock(),
+            )
+        )
+        while not file.exists():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await asyncio.wait_for(running, 20.0)
+
+    assert asyncio.run(stopped()) == 0
+    assert starts(file) == 1
