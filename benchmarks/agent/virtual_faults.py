@@ -68,12 +68,13 @@ def production_hung(node: VirtualNode) -> None:
     if slot.silent or slot.hung_s:
         return
     slot.hung_s = struck_s = node.time.now_s
-    starts = len(node.evidence.starts)
+    before = len(node.evidence.starts), slot.comings
     until_s = node.later(lasts_s, lambda: _production_back(slot))
 
     def judge() -> None:
-        # A restarted agent has not seen its last step.
-        if slot.hung_s == struck_s and len(node.evidence.starts) == starts and not slot.silent:
+        # A restarted agent has not seen its last step, nor has a slot that was opened anew.
+        seen = (len(node.evidence.starts), slot.comings) == before
+        if slot.hung_s == struck_s and seen and not slot.silent:
             node.dark(slot, "hung", since_s=struck_s + _HUNG_S + 2 * BEAT_S, until_s=until_s)
 
     node.later(lasts_s - TICK_S, judge)
@@ -199,7 +200,7 @@ def agent_killed(node: VirtualNode) -> None:
 def agent_stopped(node: VirtualNode) -> None:
     """SIGSTOP between two of its system calls: half of the time between sample and grant."""
     agent = node.agent
-    if agent is None:
+    if agent is None or not agent.slots:
         return
     slot = node.rng.choice(agent.slots)
     observe, leap_s = slot.policy.observe, node.rng.uniform(0.3, 20.0)
@@ -298,13 +299,33 @@ def caps_lowered(node: VirtualNode) -> None:
 
 
 @_fault
+def slot_gone(node: VirtualNode) -> None:
+    """It leaves the configuration of a running agent, and is back later, there or in another."""
+    slot = _drawn(node)
+    if node.agent is None or slot.name in node.gone:
+        return
+    node.gone.add(slot.name)
+    slot.comings += 1
+    node.agent.reconfigure(node.config())
+
+    def back() -> None:
+        node.gone.discard(slot.name)
+        slot.comings += 1
+        if node.agent is not None:
+            node.agent.reconfigure(node.config())
+
+    until_s = node.later(node.rng.uniform(0.1, 4.0), back)
+    node.dark(slot, "gone", since_s=node.time.now_s + TICK_S / 2, until_s=until_s - TICK_S)
+
+
+@_fault
 def hostile_calls(node: VirtualNode) -> None:
     """Other tenants, guessed ids, absurd durations: nothing is granted while the lease is held."""
     agent = node.agent
     if agent is None:
         return
     for slot in node.slots:
-        held = agent.leases.live(SlotId(slot.name))
+        held = None if slot.name in node.gone else agent.leases.live(SlotId(slot.name))
         if slot.lease is None or held is None or held.ends_s <= node.time.now_s:
             continue
         guess = LeaseId(f"{slot.name}.{slot.lease.epoch}.{node.rng.randbytes(16).hex()}")

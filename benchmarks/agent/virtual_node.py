@@ -126,6 +126,8 @@ class VirtualSlot:
     lose: str = ""
     """`request` or `reply`: what the next calls lose."""
     guest_steps: int = 0
+    comings: int = 0
+    """How often it has left the configuration or come back."""
     scraped_ns: int = 0
     """Stamps of the last pulse from a scrape, and of the last grant."""
     granted_s: float = 0.0
@@ -147,6 +149,8 @@ class VirtualNode:
         self.disk_full = False
         self.agent: NodeAgent | None = None
         self.tokens_max = STEP_TOKENS
+        self.gone: set[str] = set()
+        """Slots that the configuration has not at the moment."""
         self.ordered_s: dict[str, float] = {}
         """Until when each kind of order is in force."""
         self._requests = count()
@@ -175,6 +179,7 @@ class VirtualNode:
                 "page_root": self.root / "pages",
                 "state_dir": self.root / "state",
                 "lease_ttl_s": _LEASE_S,
+                "slots_file": self.root / "absent",  # so that there may be no slot at all
                 "slots": [
                     {
                         "name": slot.name,
@@ -182,6 +187,7 @@ class VirtualNode:
                         **({"metrics_url": "http://h/metrics"} if slot.scraped else {}),
                     }
                     for slot in self.slots
+                    if slot.name not in self.gone
                 ],
             }
         )
