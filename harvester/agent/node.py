@@ -241,6 +241,8 @@ class NodeAgent:
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(found[slot.name], policy, restart_needed=done.restart_needed)
         self._export_configuration()
+        if who == RELOADER:  # A slots file hides no reload that was refused.
+            self.metrics.gauge("config_last_reload_successful").set(not done.restart_needed)
         done = done.without(self.unopened)
         if done.changes or who == RELOADER:
             self.audit.note(AuditKind.CONFIG_RELOADED, who=who, changes=done.changes)
@@ -290,7 +292,6 @@ class NodeAgent:
     def _export_configuration(self) -> None:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
         self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
-        self.metrics.gauge("config_last_reload_successful").set(not self.restart_needed)
 
     def _export_audit(self) -> None:
         missing = self.audit.missing_total

@@ -351,6 +351,24 @@ def test_an_edited_agent_file_is_not_in_force_because_the_slots_file_changed(
     assert {slot.policy.settings.mode for slot in running.node.slots} == {"harvest"}
 
 
+def test_a_slots_file_hides_no_reload_that_was_refused(
+    running: Running, agent_file: Path, tmp_path: Path
+) -> None:
+    def successful() -> float | None:
+        registry = running.node.metrics.registry
+        return registry.get_sample_value("harvester_config_last_reload_successful")
+
+    good = agent_file.read_text()
+    agent_file.write_text("mode: sometimes\n")
+    running.process._reconfigure(running.node)
+    write(tmp_path / "slots.yaml", "a")
+    assert running.beat() == ["own", "a"]
+    assert successful() == 0
+    agent_file.write_text(good)
+    running.process._reconfigure(running.node)
+    assert successful() == 1
+
+
 def test_probes_run_for_the_slots_that_are_there(running: Running, tmp_path: Path) -> None:
     async def probed() -> None:
         write(tmp_path / "slots.yaml", "a", metrics_url="http://127.0.0.1:9/metrics")
