@@ -229,17 +229,20 @@ class NodeAgent:
         policies = [slot.policy_with(done.config.settings_of(found[slot.name])) for slot in kept]
         modes = [slot.policy.settings.mode for slot in kept]
         # Nothing below raises: all slots are reconfigured, or none.
-        self._remove([slot for slot in self.slots if slot.name not in found])
-        running: dict[str, Slot] = {slot.name: slot for slot in (*kept, *self._opened(done.config))}
-        self.slots = tuple(running[name] for name in found if name in running)
-        in_force = tuple(slot for slot in done.config.slots if slot.name in running)
-        self._config = done.config.model_copy(update={"slots": in_force})
         self.restart_needed = done.restart_needed
-        self.stops.configure(self._config)
-        self.interlocks.configure(self._config)
+        self.stops.configure(done.config)
+        self.interlocks.configure(done.config)
         for slot, policy in zip(kept, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(found[slot.name], policy, restart_needed=done.restart_needed)
+        for slot in self.slots:
+            if slot.name not in found:
+                self._remove(slot)
+        self._open(done.config)
+        running = {slot.name: slot for slot in self.slots}
+        self.slots = tuple(running[SlotId(name)] for name in found if name in running)
+        in_force = tuple(slot for slot in done.config.slots if slot.name in running)
+        self._config = done.config.model_copy(update={"slots": in_force})
         self._export_configuration()
         if who == RELOADER:  # A slots file hides no reload that was refused.
             self.metrics.gauge("config_last_reload_successful").set(not done.restart_needed)
@@ -254,36 +257,43 @@ class NodeAgent:
                 )
         return done
 
-    def _opened(self, config: AgentConfig) -> list[Slot]:
-        """Opens the slots that do not run yet. One that cannot be opened harms no other."""
-        running, opened = {slot.name for slot in self.slots}, []
+    def _open(self, config: AgentConfig) -> None:
+        """Open the slots that do not run yet. One that cannot be opened harms no other."""
+        running = {slot.name for slot in self.slots}
         before, self.unopened = self.unopened, {}
         for slot in config.slots:
             if slot.name in running:
                 continue
             try:
                 _make_root(config)
-                opened.append(self._slot(config, slot, self.clock.now()))
+                self.slots += (self._slot(config, slot, self.clock.now()),)
             except Exception as error:
                 self.unopened[slot.name] = str(error)
                 if str(error) != before.get(slot.name):
                     _log.error("slot %s is not opened, and is tried again: %s", slot.name, error)
-                self.leases.remove_slot(SlotId(slot.name))
-                self.metrics.forget_slot(slot.name)
-        return opened
+                self._forget(SlotId(slot.name))
+            self._beat_if_due()
 
-    def _remove(self, gone: Sequence[Slot]) -> None:
-        """Ends leases and grants of slots that are configured no more, and forgets the slots."""
-        for slot in gone:
-            try:
-                slot.close(now=self.clock.now(), wait=False)
-            except Exception:  # Its page may be at fault; the grant expires then.
-                _log.exception("slot %s: not closed in good order", slot.name)
+    def _remove(self, slot: Slot) -> None:
+        """End lease and grant of a slot that is configured no more, and forget it."""
+        try:
+            slot.close(now=self.clock.now(), wait=False)
+        except Exception:  # Its page may be at fault; the grant expires then.
+            _log.exception("slot %s: not closed in good order", slot.name)
         self._count_ended(detail="slot removed")
-        for slot in gone:
-            self.leases.remove_slot(slot.name)
-            self.metrics.forget_slot(slot.name)
-            self._faults.pop(slot.name, None)
+        self.slots = tuple(each for each in self.slots if each is not slot)
+        self._forget(slot.name)
+        self._beat_if_due()
+
+    def _forget(self, slot: SlotId) -> None:
+        self.leases.remove_slot(slot)
+        self.metrics.forget_slot(slot)
+        self._faults.pop(slot, None)
+
+    def _beat_if_due(self) -> None:
+        """Many slots may come and go at once, and the grants of the others must not expire."""
+        if self.clock.now() - self._beat_at_s >= self.beat_s:
+            self.beat()
 
     def refuse_configuration(self, reason: str, *, who: str = RELOADER) -> None:
         """Note that a reload was refused; the old configuration stays in force."""

@@ -1,8 +1,9 @@
 """Slots that come and go while the agent runs: by SIGHUP or by the slots file."""
 
 import asyncio
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 from harvester.agent import agent_process
 from harvester.agent.agent_process import AgentProcess
 from harvester.agent.node import NodeAgent
+from harvester.agent.slot_loop import Slot
 from harvester.agent.slots_watch import SlotsWatch
 from harvester.config import AgentConfig, SlotConfig
 from harvester.config_file import load_agent_config, read_agent_config
@@ -28,6 +30,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
+from tests.virtual_clock import VirtualClock
 
 
 @pytest.fixture
@@ -183,6 +186,39 @@ def test_a_slot_that_fails_half_way_leaves_nothing_that_hinders_the_next_try(
     node.reconfigure(wanted)
     assert node.unopened == {}
     assert names(node) == ["slot0", "slot1", "slot2"]
+
+
+def test_grants_of_the_others_do_not_expire_while_many_slots_come_and_go(
+    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each slot takes 0.2 s to open and to close; a grant lasts half a second."""
+
+    clock = VirtualClock(1000.0)
+    node = NodeAgent(config, clock=clock, version="1")
+    beats: list[float] = []
+
+    def slowly(work: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*given: Any, **named: Any) -> Any:
+            clock.now_s += 0.2
+            return work(*given, **named)
+
+        return slow
+
+    def noted(slot: Slot, *given: Any, **named: Any) -> None:
+        if slot.name == "slot0":
+            beats.append(clock.now_s)
+
+    node.beat()
+    monkeypatch.setattr(Slot, "__init__", slowly(Slot.__init__))
+    monkeypatch.setattr(Slot, "close", slowly(Slot.close))
+    monkeypatch.setattr(Slot, "beat", noted)
+    beats.append(clock.now_s)
+    node.reconfigure(with_slots(config, "slot0", *(f"more{number}" for number in range(10))))
+    node.reconfigure(with_slots(config, "slot0"))
+    assert clock.now_s > 1004.0
+    gaps = [later - sooner for sooner, later in itertools.pairwise([*beats, clock.now_s])]
+    assert max(gaps) < 0.45
+    node.close()
 
 
 def test_an_agent_without_a_slot_waits_for_one(config: AgentConfig, tmp_path: Path) -> None:
