@@ -34,6 +34,7 @@ _Account = (
 )
 """A user or a group, by number or name."""
 MAX_SLOTS = 256
+"""Of one file."""
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -226,7 +227,9 @@ class SlotConfig(FrozenSettings):
     def _guest_within_reach(self) -> "SlotConfig":
         for field in ("engine_url", "offered_url"):
             url = urlsplit(getattr(self, field))
-            if getattr(self, field) and not (url.scheme in ("http", "https") and url.hostname):
+            # urlsplit's `port` raises ValueError by itself for one that cannot be.
+            whole = url.scheme in ("http", "https") and url.hostname and url.port != 0
+            if getattr(self, field) and not whole:
                 raise ValueError(f"{field}: use http://HOST:PORT")
         host = urlsplit(self.engine_url).hostname
         if self.guest is not None and host is not None and not is_loopback(host):
@@ -289,7 +292,7 @@ class AgentConfig(FrozenSettings):
     all, a longer grant. For measurements on machines without production traffic."""
     http: HttpConfig = HttpConfig()
     interlocks: InterlocksConfig = InterlocksConfig()
-    slots: tuple[SlotConfig, ...] = Field(default=(), max_length=MAX_SLOTS)
+    slots: tuple[SlotConfig, ...] = Field(default=(), max_length=2 * MAX_SLOTS)
     slots_file: Path | None = None
     """File with more `slots`, read again when it changes: `rosemux discover` writes one. Root or
     the agent's user must own it, without rights to write for others."""
@@ -370,11 +373,15 @@ class AgentConfig(FrozenSettings):
                 ) from None
         return None if group is None else int(group)
 
-    def check_here(self) -> None:
-        """Raises ConfigError if this machine lacks a user, the group or a file of `http`."""
+    def check_users(self) -> None:
+        """Raises ConfigError if this machine lacks a user or the group."""
         _ = self.page_gid
         for slot in self.slots:
             self.owners_of(slot)
+
+    def check_here(self) -> None:
+        """Raises ConfigError if this machine lacks a user, the group or a file of `http`."""
+        self.check_users()
         for path in filter(None, (self.http.token_file, self.http.operator_token_file)):
             read_tokens(path)
         if self.http.tls is not None:

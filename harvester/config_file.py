@@ -8,8 +8,7 @@ an SLO that dashboards cannot count) are notes, to be logged.
 
 import os
 import re
-import stat
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +49,7 @@ class LoadedConfig:
 class SlotsFile(FrozenSettings):
     """More slots of an agent, in a file of their own that may change while the agent runs."""
 
-    slots: tuple[SlotConfig, ...] = Field(default=(), max_length=MAX_SLOTS)
+    slots: tuple[SlotConfig, ...] = Field(max_length=MAX_SLOTS)
 
 
 def load_agent_config(
@@ -66,7 +65,7 @@ def load_agent_config(
     written = read_agent_config(path, flags=flags, environment=environment)
     if slot in {each.name for each in written.config.slots}:
         return written.config
-    return with_slots_file(written, written.config.slots_file).config
+    return with_slots(written, read_slots_file(written, written.config.slots_file)).config
 
 
 def read_agent_config(
@@ -75,7 +74,7 @@ def read_agent_config(
     flags: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """The file alone; `with_slots_file` adds what its `slots_file` has. `flags` maps dotted field
+    """The file alone; `with_slots` adds what its `slots_file` has. `flags` maps dotted field
     paths to values. Raises ConfigError."""
     text = "" if path is None else read_text(path)
     in_file = parse_fields(text, path)
@@ -95,41 +94,50 @@ def read_agent_config(
     return LoadedConfig(config=config, notes=tuple(notes))
 
 
-def with_slots_file(written: LoadedConfig, path: Path | None) -> LoadedConfig:
-    """The configuration with the slots that a slots file has now: none while there is no file.
-    Raises ConfigError."""
-    if path is None or not path.exists():
-        return written
-    if fault := _distrust(
-        path, {0, os.geteuid(), *uids(written.config.owners.agent, what="agent")}
-    ):
-        raise ConfigError(f"{path}: {fault}")
-    text = read_text(path)
-    values = parse_fields(text, path)
-    more = validated(SlotsFile, values, text, path).slots
-    fields = dict(written.config)
-    notes = []
+def read_slots_file(
+    written: LoadedConfig, path: Path | None, *, may_be_absent: bool = True
+) -> LoadedConfig | None:
+    """The agent's configuration with the slots of a slots file in place of its own; None without
+    the file. Raises ConfigError."""
+    if path is None:
+        return None
     try:
-        # First by itself, so that its own mistakes are named by its own lines.
-        own = AgentConfig.model_validate(fields | {"slots": more})
-        notes = _checked(own, values, text, path)
-        whole = AgentConfig.model_validate(fields | {"slots": (*written.config.slots, *more)})
+        path.stat()
+    except FileNotFoundError:
+        if may_be_absent:
+            return None
+        raise ConfigError(f"{path} is gone") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    agents = uids(written.config.owners.agent, what="agent")
+    text = read_text(path, writers={0, os.geteuid(), *agents})
+    values = parse_fields(text, path)
+    slots = validated(SlotsFile, values, text, path).slots
+    found = _with(written.config, slots, path)
+    notes = _checked(found, values, text, path)
+    found.check_users()
+    return LoadedConfig(config=found, notes=tuple(notes))
+
+
+def with_slots(written: LoadedConfig, found: LoadedConfig | None) -> LoadedConfig:
+    """The configuration with the slots of its own file and those of a slots file, of which the
+    former count where both have one. Raises ConfigError."""
+    if found is None:
+        return written
+    own = {slot.name for slot in written.config.slots}
+    more = tuple(slot for slot in found.config.slots if slot.name not in own)
+    twice = sorted(own & {slot.name for slot in found.config.slots})
+    notes = [f"slot {name} of the slots file is the agent's own file's" for name in twice]
+    whole = _with(written.config, (*written.config.slots, *more), written.config.slots_file)
+    return LoadedConfig(config=whole, notes=(*written.notes, *found.notes, *notes))
+
+
+def _with(config: AgentConfig, slots: tuple[SlotConfig, ...], path: Path | None) -> AgentConfig:
+    fields = dict(config) | {"slots": slots, "slots_file": path}
+    try:
+        return AgentConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"{path}: {error.errors()[0]['msg']}") from error
-    return LoadedConfig(config=whole, notes=(*written.notes, *notes))
-
-
-def _distrust(path: Path, trusted: Container[int]) -> str:
-    """Why the file is not believed: a user that is not trusted could have written it."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    if status.st_uid not in trusted:
-        return f"belongs to user {status.st_uid}: root or the agent's user must own it"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others than its owner may write it: chmod go-w"
-    return ""
 
 
 def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> list[str]:
@@ -139,7 +147,7 @@ def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> 
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, note, text, path) for where, note in found]
 
-    mistakes, unsafe = say(_booleans(values, config, ())), say(_unsafe(config))
+    mistakes, unsafe = say(_booleans(values, config, ())), say(unsafe_settings(config))
     if unsafe and not config.unsafe_experiments:
         mistakes += [*unsafe, "only experiments go beyond (unsafe_experiments)"]
     if mistakes:
@@ -158,7 +166,7 @@ def _is_service_link(name: str, value: str) -> bool:
     )
 
 
-def _unsafe(config: AgentConfig) -> Iterator[tuple[Where, str]]:
+def unsafe_settings(config: AgentConfig) -> Iterator[tuple[Where, str]]:
     """Path and fault of each setting that only an experiment may have."""
     if fault := _LEASE_TTL_S.fault(config.lease_ttl_s):
         yield ("lease_ttl_s",), fault

@@ -13,7 +13,7 @@ from harvester.agent.http import application
 from harvester.agent.node import RELOADER, NodeAgent
 from harvester.agent.slot_loop import Slot
 from harvester.agent.slots_watch import SlotsWatch
-from harvester.config_file import LoadedConfig, with_slots_file
+from harvester.config_file import LoadedConfig, read_slots_file, with_slots
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.platform.bearer import TokenFile
@@ -21,6 +21,8 @@ from harvester.platform.http_kit import listen, serving, stop_event
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
+_RETRY_S = 10.0
 _WATCHDOG_SHARE = 4
 """Notifications to systemd per watchdog period."""
 
@@ -52,6 +54,11 @@ class AgentProcess:
         self._config = loaded.config
         self._reload = reload
         self._slots_file = SlotsWatch(loaded.config.slots_file)
+        self._found: LoadedConfig | None = None
+        """The slots file's slots that were usable last."""
+        self._retry_at_s = 0.0
+        self._said: tuple[str, ...] = ()
+        """Notes and waiting fields as last logged."""
         self._probes: dict[Slot, list[asyncio.Task[None]]] = {}
         self._version = version
         self._clock = MonotonicClock()
@@ -67,7 +74,10 @@ class AgentProcess:
         node = NodeAgent(self._config, clock=self._clock, version=self._version)
         async with serving(application(node, tokens=tokens, operators=operating)) as runner:
             try:
-                self._look_for_slots(node)
+                # Before the first renewal may come: a lease of each goes on.
+                await self._look_for_slots(node)
+                while node.waiting:
+                    node.open_more()
                 node.beat()
                 http = self._config.http
                 remedy = "choose another with --port"
@@ -77,6 +87,7 @@ class AgentProcess:
                 loop = asyncio.get_running_loop()
                 loop.add_signal_handler(signal.SIGHUP, self._reconfigure, node)
                 probes = [asyncio.create_task(probe) for probe in node.interlocks.probes()]
+                probes.append(asyncio.create_task(self._follow_slots(node)))
                 notify("READY=1")
                 await self._beats(node, stop)
                 notify("STOPPING=1")
@@ -92,7 +103,6 @@ class AgentProcess:
         watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
         stopped = asyncio.create_task(stop.wait())
         while not stop.is_set():
-            self._look_for_slots(node)
             self._probe(node.slots)
             node.beat()
             now = self._clock.now()
@@ -104,42 +114,77 @@ class AgentProcess:
             await asyncio.wait((stopped,), timeout=due_s - now)
 
     def _reconfigure(self, node: NodeAgent) -> None:
+        """By SIGHUP. A slots file that cannot be used now keeps nothing else from being applied:
+        its last good slots stay."""
         notify(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
         # Set in any case; a configuration in force sets it again.
         node.metrics.gauge("config_last_reload_successful").set(0)
         try:
             written = self._reload()
-            self._apply(node, with_slots_file(written, self._slots_file.path), who=RELOADER)
+            try:
+                found = read_slots_file(written, self._slots_file.path)
+                self._slots_file.taken()
+            except ConfigError as error:
+                self._report_slots_file(node, str(error))
+                found = self._found
+            whole = with_slots(written, found)
+            whole.config.check_here()
+            self._said = ()
+            self._apply(node, whole, who=RELOADER)
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
             node.refuse_configuration(str(error))
         else:
-            self._written = written
+            self._written, self._found = written, found
         finally:
             notify("READY=1")
 
-    def _look_for_slots(self, node: NodeAgent) -> None:
-        """Take over a slots file that has changed, or one of which a slot could not be opened."""
-        path = self._slots_file.path
-        if path is None or not self._slots_file.due(now=self._clock.now()):
-            return
-        try:
-            self._apply(node, with_slots_file(self._written, path), who=f"slots file {path}")
-        except ConfigError as error:
-            if self._slots_file.failed(str(error)):
-                _log.error("the slots that were in force stay: %s", error)
-                node.refuse_configuration(str(error), who=f"slots file {path}")
-        else:
-            self._slots_file.taken(complete=not node.unopened)
-        node.metrics.gauge("slots_file_in_force").set(self._slots_file.in_force)
+    async def _follow_slots(self, node: NodeAgent) -> None:
+        """Each second: a slots file that has changed, and slots that are not open yet."""
+        while True:
+            try:
+                await self._look_for_slots(node)
+            except Exception:
+                _log.exception("the slots that were in force stay")
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look_for_slots(self, node: NodeAgent) -> None:
+        now = self._clock.now()
+        if self._slots_file.due(now=now):
+            # In a thread, as the file may be long or its disk slow; the beats go on.
+            written, path, there = self._written, self._slots_file.path, self._found is not None
+            try:
+                found = await asyncio.to_thread(
+                    read_slots_file, written, path, may_be_absent=not there
+                )
+                if written is self._written:  # Else a reload has read it meanwhile.
+                    self._apply(node, with_slots(written, found), who=f"slots file {path}")
+                    self._found = found
+            except ConfigError as error:
+                self._report_slots_file(node, str(error))
+            else:
+                self._slots_file.taken()
+        elif node.waiting or (node.unopened and now >= self._retry_at_s):
+            self._retry_at_s = now + _RETRY_S
+            node.open_more()
+        complete = self._slots_file.in_force and not node.unopened
+        node.metrics.gauge("slots_file_in_force").set(complete)
+
+    def _report_slots_file(self, node: NodeAgent, fault: str) -> None:
+        if self._slots_file.failed(fault):
+            _log.error("the slots that were in force stay: %s", fault)
+            node.refuse_configuration(fault, who=f"slots file {self._slots_file.path}")
 
     def _apply(self, node: NodeAgent, loaded: LoadedConfig, *, who: str) -> None:
         """Raises ConfigError; the configuration in force stays then."""
-        loaded.config.check_here()
         done = node.reconfigure(loaded.config, who=who)
-        _log_notes(loaded)
         if done.in_force or who == RELOADER:
             _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
+        said = (*loaded.notes, *done.guest_start_needed, *done.restart_needed)
+        if said == self._said:
+            return
+        self._said = said
+        _log_notes(loaded)
         if done.guest_start_needed:
             _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))
         if done.restart_needed:

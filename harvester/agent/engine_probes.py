@@ -116,8 +116,11 @@ class MetricsProbe:
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled."""
-        await _repeat(self.ask, period_s=_SCRAPE_S)
+        """Until cancelled; its pulse goes then, as no scrape follows."""
+        try:
+            await _repeat(self.ask, period_s=_SCRAPE_S)
+        finally:
+            self._page.close(unlink=True)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
         """One scrape, and its pulse if the levels are known."""

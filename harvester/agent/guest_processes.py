@@ -170,11 +170,14 @@ class GuestProcesses:
             self._ending = threading.Thread(target=self._end_under_mps, args=(self._mps, found))
             self._ending.start()
 
-    def close(self) -> None:
-        """Settle the lifted processes, join the kill thread and close all pidfds."""
+    def close(self, *, wait: bool = True) -> None:
+        """Settle the lifted processes, join the kill thread and close all pidfds. Without `wait`
+        a thread that still asks the MPS daemon is left to end by itself."""
         if self._lifted:
             self.settle()
         if self._ending is not None:
+            if not wait and self._ending.is_alive():
+                return
             self._ending.join()
         with self._killing:
             if self._kill is not None:

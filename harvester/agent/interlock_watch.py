@@ -29,6 +29,7 @@ from harvester.policy.interlocks import (
 
 _log = logging.getLogger(__name__)
 
+_MOST_ABSENT = 1024
 _MISSED_READINGS = 3
 """Readings in a row that may be late before the last one counts as none."""
 
@@ -62,25 +63,35 @@ class InterlockWatch:
                 quiet_s=alerts.quiet_s,
             )
         self._locks: dict[str, tuple[Interlock, tuple[str, ...]]] = {}
+        self._absent: dict[str, Interlock] = {}
         self.configure(config)
 
     def configure(self, config: AgentConfig) -> None:
-        """Take over the slots; those that stay keep their locks and accelerators."""
-        given, before = self._accelerators, self._locks
+        """Take over the slots. Those that stay keep their locks and accelerators, and one that
+        comes back has its lock of before: what fired goes on until it was quiet."""
+        before = self._locks
         self._locks = {
             slot.name: before.get(slot.name)
             or (
-                Interlock(
-                    "accelerators",
-                    order=given.order,
-                    stale_s=_MISSED_READINGS * (given.period_s + given.timeout_s),
-                    quiet_s=given.quiet_s,
-                    slot=slot.name,
-                ),
+                self._absent.get(slot.name) or self._lock(slot.name),
                 slot.guest.gpus if slot.guest is not None else (),
             )
             for slot in config.slots
         }
+        gone = before.keys() - self._locks.keys()
+        self._absent |= {name: before[name][0] for name in gone}
+        while len(self._absent) > _MOST_ABSENT:
+            del self._absent[next(iter(self._absent))]
+
+    def _lock(self, slot: str) -> Interlock:
+        given = self._accelerators
+        return Interlock(
+            "accelerators",
+            order=given.order,
+            stale_s=_MISSED_READINGS * (given.period_s + given.timeout_s),
+            quiet_s=given.quiet_s,
+            slot=slot,
+        )
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Loops to be run until they are cancelled."""

@@ -47,6 +47,9 @@ _SECRET_BYTES = 16
 RELOADER = "operator, by SIGHUP"
 _CALLED = frozenset({StopSource.OPERATOR, StopSource.CLUSTER})
 """Sources of orders that are calls: their audit events name the caller."""
+_OPENING_S = 1.0
+"""Time for slots that come and go at once: a tenth of the unit's watchdog."""
+_WAITS = "waits for its turn"
 _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
@@ -73,7 +76,11 @@ class NodeAgent:
         self.interlocks = InterlockWatch(config, clock=clock)
         self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
         self.unopened: dict[str, str] = {}
-        """Why a slot of the configuration could not be opened while the agent ran, by name."""
+        """Why a slot of the configuration is not open yet, or one that is gone not closed."""
+        self._wanted = config
+        self._reopening: frozenset[str] = frozenset()
+        self._noted: tuple[str, ...] = ()
+        """Changes that the audit has noted last."""
         self._faults: dict[SlotId, str] = {}
         """Fault text of each slot whose last beat raised."""
         self._beat_at_s = started
@@ -222,10 +229,14 @@ class NodeAgent:
 
     def reconfigure(self, config: AgentConfig, *, who: str = RELOADER) -> Reload:
         """Apply the fields that a running agent can change; `restart_needed` lists the others.
-        Slots that are gone are closed, and new ones opened: `unopened` has those that cannot be."""
+        Slots that are gone are closed, and new ones opened: `unopened` has those that are not open
+        yet, `open_more` goes on."""
         done = reload(self._config, config)
+        self._wanted = done.config
         found = {slot.name: slot for slot in done.config.slots}
-        kept = [slot for slot in self.slots if slot.name in found]
+        kept = [
+            slot for slot in self.slots if slot.name in found and slot.name not in done.reopened
+        ]
         policies = [slot.policy_with(done.config.settings_of(found[slot.name])) for slot in kept]
         modes = [slot.policy.settings.mode for slot in kept]
         # Nothing below raises: all slots are reconfigured, or none.
@@ -235,20 +246,15 @@ class NodeAgent:
         for slot, policy in zip(kept, policies, strict=True):
             slot.exposition.name_tenants(done.config.tenants)
             slot.reconfigure(found[slot.name], policy, restart_needed=done.restart_needed)
-        for slot in self.slots:
-            if slot.name not in found:
-                self._remove(slot)
-        self._open(done.config)
-        running = {slot.name: slot for slot in self.slots}
-        self.slots = tuple(running[SlotId(name)] for name in found if name in running)
-        in_force = tuple(slot for slot in done.config.slots if slot.name in running)
-        self._config = done.config.model_copy(update={"slots": in_force})
+        self._reopening = done.reopened
+        self.open_more()
+        done = done.without(name for name, why in self.unopened.items() if why != _WAITS)
         self._export_configuration()
         if who == RELOADER:  # A slots file hides no reload that was refused.
             self.metrics.gauge("config_last_reload_successful").set(not done.restart_needed)
-        done = done.without(self.unopened)
-        if done.changes or who == RELOADER:
+        if who == RELOADER or (done.changes and done.changes != self._noted):
             self.audit.note(AuditKind.CONFIG_RELOADED, who=who, changes=done.changes)
+        self._noted = done.changes
         for slot, old in zip(kept, modes, strict=True):
             mode = slot.policy.settings.mode
             if mode is not old:
@@ -257,25 +263,51 @@ class NodeAgent:
                 )
         return done
 
-    def _open(self, config: AgentConfig) -> None:
-        """Open the slots that do not run yet. One that cannot be opened harms no other."""
-        running = {slot.name for slot in self.slots}
+    def open_more(self) -> None:
+        """Close slots that the configuration has no more, and open those that do not run yet, for
+        about a second. One that cannot be opened harms no other."""
+        began_s, wanted = self.clock.now(), self._wanted
         before, self.unopened = self.unopened, {}
-        for slot in config.slots:
-            if slot.name in running:
+        found = {slot.name: slot for slot in wanted.slots}
+        for slot in self.slots:
+            if slot.name not in found or slot.name in self._reopening:
+                if self.clock.now() - began_s > _OPENING_S:
+                    self.unopened[slot.name] = _WAITS
+                else:
+                    self._remove(slot)
+        self._reopening &= {slot.name for slot in self.slots}
+        running = {slot.name for slot in self.slots}
+        for name, each in found.items():
+            if name in running:
+                continue
+            if self.clock.now() - began_s > _OPENING_S:
+                self.unopened[name] = _WAITS
                 continue
             try:
-                _make_root(config)
-                self.slots += (self._slot(config, slot, self.clock.now()),)
+                _make_root(wanted)
+                self.slots += (self._slot(wanted, each, self.clock.now()),)
             except Exception as error:
-                self.unopened[slot.name] = str(error)
-                if str(error) != before.get(slot.name):
-                    _log.error("slot %s is not opened, and is tried again: %s", slot.name, error)
-                self._forget(SlotId(slot.name))
+                self.unopened[name] = str(error)
+                if str(error) != before.get(name):
+                    _log.error("slot %s is not opened, and is tried again: %s", name, error)
+                self._forget(SlotId(name))
             self._beat_if_due()
+        order = {name: number for number, name in enumerate(found)}
+        self.slots = tuple(sorted(self.slots, key=lambda slot: order.get(slot.name, -1)))
+        in_force = tuple(slot.config for slot in self.slots)
+        self._config = wanted.model_copy(update={"slots": in_force})
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a slot waits for `open_more` without a fault."""
+        return _WAITS in self.unopened.values()
 
     def _remove(self, slot: Slot) -> None:
         """End lease and grant of a slot that is configured no more, and forget it."""
+        if not slot.saved(now=self.clock.now()):
+            # It lends nothing meanwhile; coming back it would not know of a quarantine.
+            self.unopened[slot.name] = f"not closed before its state is on disk: {slot.fault}"
+            return
         try:
             slot.close(now=self.clock.now(), wait=False)
         except Exception:  # Its page may be at fault; the grant expires then.

@@ -1,8 +1,8 @@
 """Decides which configuration changes a running agent takes over.
 
-It compares every field. Only the fields listed here take effect at once, and slots that came or
-went. Any other field, a new one too, needs a restart: until then the agent runs on the old value
-and reports it.
+It compares every field. Those listed here take effect in a running slot. A slot of which another
+field changed is opened anew, which ends its lease. Any other field of the node, a new one too,
+needs a restart: until then the agent runs on the old value and reports it.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -23,6 +23,8 @@ class Reload:
     config: AgentConfig
     """Configuration in force: new values where they can be, old ones elsewhere."""
     in_force: tuple[str, ...]
+    reopened: frozenset[str]
+    """Slots that are closed and opened again."""
     restart_needed: tuple[str, ...]
     guest_start_needed: tuple[str, ...]
     changes: tuple[str, ...]
@@ -44,7 +46,15 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     Slots are matched by name."""
     named = {slot.name: slot for slot in old.slots}
     judged = old.interlocks.accelerators.source != "none"
-    slots = tuple(_taken_over(named.get(slot.name, slot), slot, judged) for slot in new.slots)
+    reopened = frozenset(
+        slot.name
+        for slot in new.slots
+        if slot.name in named and _fixed(named[slot.name]) != _fixed(slot)
+    )
+    slots = tuple(
+        slot if slot.name in reopened else _taken_over(named.get(slot.name, slot), slot, judged)
+        for slot in new.slots
+    )
     taken = {name: getattr(new, name) for name in NODE_FIELDS}
     config = old.model_copy(update={**taken, "slots": slots})
     waiting = _differences(config, new)
@@ -54,8 +64,10 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     before, after = dict(_values(old)), dict(_values(new))
     came = tuple(_added(slot.name) for slot in new.slots if slot.name not in both)
     gone = tuple(f"slots.{slot.name}: removed" for slot in old.slots if slot.name not in both)
+    gone += tuple(f"slots.{name}: opened anew" for name in sorted(reopened))
     return Reload(
         config=config,
+        reopened=reopened,
         in_force=(*came, *gone, *(name for name in changed if not _is_guests(name))),
         restart_needed=tuple(waiting),
         guest_start_needed=tuple(name for name in changed if _is_guests(name)),
@@ -80,6 +92,11 @@ def _added(slot: str) -> str:
 def _only(names: Container[str], config: AgentConfig) -> AgentConfig:
     slots = tuple(slot for slot in config.slots if slot.name in names)
     return config.model_copy(update={"slots": slots})
+
+
+def _fixed(slot: SlotConfig) -> dict[str, Any]:
+    """Fields that an open slot cannot change."""
+    return slot.model_dump(exclude={*SLOT_FIELDS, GUEST_FIELD})
 
 
 def _taken_over(old: SlotConfig, new: SlotConfig, judged: bool) -> SlotConfig:

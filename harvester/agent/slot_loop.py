@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+from contextlib import ExitStack
 
 import msgspec
 
@@ -289,15 +290,22 @@ class Slot:
         lease = self._leases.live(self.name)
         if lease is not None:
             self._leases.end(lease.lease, EndReason.DRAIN, now=now)
-        self.lease_file.follow(self._leases.live(self.name))
-        self.shut("agent stopped")
-        self._grant_page.close()
-        self._guest.close()
-        if self._mps is not None:
-            self._mps.close(wait=wait)
-        self.sensor.close()
+        # Each step, whatever becomes of the others; the last one entered comes first.
+        with ExitStack() as steps:
+            steps.callback(self._record.close)
+            steps.callback(self._record.save, self.policy, self._forecaster, now=now, last=True)
+            steps.callback(self.sensor.close)
+            if self._mps is not None:
+                steps.callback(self._mps.close, wait=wait)
+            steps.callback(self._guest.close, wait=wait)
+            steps.callback(self._grant_page.close)
+            steps.callback(self.shut, "agent stopped")
+            steps.callback(self.lease_file.follow, self._leases.live(self.name))
+
+    def saved(self, *, now: float) -> bool:
+        """Whether all that the slot must not forget is on disk."""
         self._record.save(self.policy, self._forecaster, now=now, last=True)
-        self._record.close()
+        return not self.fault
 
     def _apply(self, effect: Effect, now: float, sampled_ns: int) -> None:
         match effect:

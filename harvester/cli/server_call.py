@@ -2,6 +2,7 @@
 
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -62,5 +63,5 @@ def call(
         with error:
             shown = error.read(_SHOWN_BYTES).decode(errors="replace")
         raise Exhausted(f"{url} refuses: HTTP {error.code}: {shown}") from error
-    except (OSError, *UNDECODABLE) as error:
+    except (OSError, HTTPException, *UNDECODABLE) as error:
         raise Exhausted(f"{url} gives no answer: {error}") from error

@@ -33,7 +33,12 @@ def found_units(patterns: Sequence[str]) -> list[DiscoveredEngine]:
     command = ["systemctl", "show", "--no-pager", f"--property={_PROPERTIES}", "--", *patterns]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Exhausted(f"systemctl: {error}") from error

@@ -1,8 +1,11 @@
 """A YAML file of settings, and its mistakes named by field and line. Decides nothing."""
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+import stat
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import is_dataclass
+from functools import lru_cache
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -55,18 +58,23 @@ def parse_value(text: str) -> Any:
     """A value as a settings file would hold it. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except ValueError as error:
-        # What looks like a date or a number need not be one: 2024-13-45, 0x_.
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # What looks like a date or a number need not be one: 2024-13-45, 0x_, !!bool maybe.
         raise yaml.YAMLError(str(error)) from error
     except RecursionError as error:
         raise yaml.YAMLError("nested too deeply") from error
 
 
-def read_text(path: Path) -> str:
-    """Raises ConfigError if the file is unreadable, too large or no text."""
+def read_text(path: Path, *, writers: Container[int] | None = None) -> str:
+    """Raises ConfigError if the file is unreadable, too large or no text, and if others than
+    `writers`, users by number, could have written it."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
+        # A pipe without a writer is no reason to wait.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if writers is not None and (fault := _distrust(status, writers)):
+                raise ConfigError(f"{path}: {fault}")
+            raw = file.read(MAX_FILE_BYTES + 1) or b""
         if len(raw) > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
         return raw.decode()
@@ -74,6 +82,16 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text") from error
+
+
+def _distrust(status: os.stat_result, writers: Container[int]) -> str:
+    if not stat.S_ISREG(status.st_mode):
+        return "is no file"
+    if status.st_uid not in writers:
+        return f"belongs to user {status.st_uid}: root or the agent's user must own it"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "others than its owner may write it: chmod go-w"
+    return ""
 
 
 def parse_fields(text: str, path: Path | None) -> dict[str, Any]:
@@ -138,9 +156,14 @@ def named(where: Where, message: str, text: str, path: Path | None) -> str:
     return f"{place}{field}: {message}"
 
 
+@lru_cache(maxsize=2)
+def _composed(text: str) -> yaml.Node | None:
+    return yaml.compose(text) if text else None
+
+
 def _line_of(text: str, where: Where) -> int | None:
     """The line of the deepest part of `where` that stands in the file; None if none does."""
-    node = yaml.compose(text) if text else None
+    node = _composed(text)
     line: int | None = None
     for step in where:
         child = None

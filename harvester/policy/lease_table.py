@@ -8,6 +8,7 @@ restarted agent goes on with exactly the recorded leases.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -77,25 +78,32 @@ class LeaseTable:
         self._ended: OrderedDict[LeaseId, LeaseEnded] = OrderedDict()
         self._answered: OrderedDict[str, LeaseId] = OrderedDict()
         self._news: list[tuple[SlotLease, EndReason]] = []
+        self._left: OrderedDict[SlotId, tuple[Epoch, int]] = OrderedDict()
+        """Last epoch and allotment number of removed slots."""
 
     def add_slot(self, slot: SlotId, *, epoch: Epoch, recorded: SlotLease | None = None) -> None:
         """`epoch` is the one on the page, 0 when there was none. `recorded` is the lease that an
         earlier agent recorded last: it goes on if the page still has its epoch, else it has ended.
         """
-        entry = self._slots[slot] = SlotEntry(epoch=epoch)
+        left, number = self._left.get(slot, (Epoch(0), 0))
+        entry = self._slots[slot] = SlotEntry(epoch=max(epoch, left), number=number)
         if recorded is None or recorded.slot != slot:
             return
-        if recorded.epoch == epoch:
+        if recorded.epoch == entry.epoch:
             entry.lease = recorded
             self._answered[recorded.request_id] = recorded.lease
         else:
             # The page may be younger than the record, or lost with the machine's memory.
-            entry.epoch = Epoch(max(epoch, recorded.epoch + 1))
+            entry.epoch = Epoch(max(entry.epoch, recorded.epoch + 1))
             self._news.append((recorded, EndReason.EXPIRED))
 
     def remove_slot(self, slot: SlotId) -> None:
-        """Forget a slot, if there is one, whose lease has ended."""
-        self._slots.pop(slot, None)
+        """Forget a slot, if there is one, whose lease has ended, but for its numbers: a slot that
+        comes back goes on from them, whatever became of its pages."""
+        self._news = [(lease, reason) for lease, reason in self._news if lease.slot != slot]
+        if (entry := self._slots.pop(slot, None)) is not None:
+            self._left[slot] = entry.epoch, entry.number
+            _forget(self._left)
 
     def offer(self, slot: SlotId, state: SlotState, reason: str = "") -> None:
         """Set whether the slot may be leased; a live lease stays."""
@@ -275,6 +283,6 @@ def _granted(lease: SlotLease, now: float) -> LeaseGranted:
     )
 
 
-def _forget(table: OrderedDict[str, LeaseId] | OrderedDict[LeaseId, LeaseEnded]) -> None:
+def _forget(table: OrderedDict[Any, Any]) -> None:
     while len(table) > MAX_REMEMBERED:
         table.popitem(last=False)

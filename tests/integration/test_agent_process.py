@@ -274,15 +274,13 @@ def test_a_reload_says_what_waits_for_a_restart_and_takes_over_the_rest(
 ) -> None:
     text = agent.config.read_text()
     text = text.replace("port: 0", "port: 1").replace("cooldown_s: 0.3", "step_tokens_max: 78")
-    agent.config.write_text(
-        text.replace("  - name: slot0", "  - name: slot0\n    memory_group: /nowhere")
-    )
+    agent.config.write_text(text.replace("mode: harvest", "mode: harvest\nlease_ttl_s: 9"))
     agent.process.send_signal(signal.SIGHUP)
     waiting = agent.line("needs a restart: (.*)").group(1)
-    assert waiting.strip() == "http.port, slots.slot0.memory_group"
+    assert waiting.strip() == "http.port, lease_ttl_s"
     wait_for(lambda: (r := agent.reading().record) and r.step_tokens_cap == 78)
     said = agent.call("GET", "/v1/slots")["restart_needed"]
-    assert said == ["http.port", "slots.slot0.memory_group"]
+    assert said == ["http.port", "lease_ttl_s"]
 
 
 def test_status_shows_pages_and_offers(agent: Agent, harvesting: Any) -> None:

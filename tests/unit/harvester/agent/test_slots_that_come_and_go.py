@@ -1,8 +1,11 @@
 """Slots that come and go while the agent runs: by SIGHUP or by the slots file."""
 
 import asyncio
+import errno
 import itertools
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import yaml
 
 from harvester.agent import agent_process
 from harvester.agent.agent_process import AgentProcess
+from harvester.agent.interlock_watch import InterlockWatch
 from harvester.agent.node import NodeAgent
 from harvester.agent.slot_loop import Slot
 from harvester.agent.slots_watch import SlotsWatch
@@ -30,6 +34,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
+from harvester.platform import whole_file
 from tests.virtual_clock import VirtualClock
 
 
@@ -143,6 +148,96 @@ def test_a_slot_comes_back_with_an_epoch_above_its_last_one(
     assert series_of(node, "slot1") == series_of(node, "slot0")
 
 
+def test_a_slot_of_which_a_fixed_field_changed_is_opened_anew(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    granted, other = lease(node, "slot0"), lease(node, "slot1")
+    slots = (config.slots[0].model_copy(update={"service": "chat"}), config.slots[1])
+    done = node.reconfigure(config.model_copy(update={"slots": slots}))
+    assert done.in_force == ("slots.slot0: opened anew", "slots.slot0.service")
+    assert done.restart_needed == ()
+    assert names(node) == ["slot0", "slot1"]
+    assert [slot.config.service for slot in node.slots] == ["chat", ""]
+    ended = node.renew(granted.lease, LeaseRenewal(epoch=granted.epoch, duration_s=5.0))
+    assert isinstance(ended, LeaseEnded)
+    renewed = node.renew(other.lease, LeaseRenewal(epoch=other.epoch, duration_s=5.0))
+    assert isinstance(renewed, LeaseGranted)
+
+
+def test_an_epoch_does_not_fall_where_the_pages_of_an_absent_slot_are_lost(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    granted = lease(node, "slot1")
+    node.reconfigure(with_slots(config, "slot0"))
+    shutil.rmtree(config.page_root / "slot1")
+    node.reconfigure(config)
+    assert node.leases.entry(SlotId("slot1"))[2] > granted.epoch
+
+
+def test_a_slot_is_not_closed_before_its_quarantine_is_on_disk(
+    node: NodeAgent, config: AgentConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = node.slots[1]
+    slot.policy.quarantine("a test")
+    replace = whole_file.replace
+
+    def full(path: Path, *given: Any, **named: Any) -> None:
+        if path.suffix == ".state":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, *given, **named)
+
+    monkeypatch.setattr(whole_file, "replace", full)
+    node.reconfigure(with_slots(config, "slot0"))
+    assert names(node) == ["slot1", "slot0"]
+    assert "not closed before its state is on disk" in node.unopened["slot1"]
+    node.beat()
+    monkeypatch.setattr(whole_file, "replace", replace)
+    node.open_more()
+    assert names(node) == ["slot0"]
+    node.reconfigure(config)
+    assert node.slots[1].policy.slot_state() is SlotState.QUARANTINED
+
+
+def test_removing_a_slot_does_not_wait_for_the_end_of_its_guest(
+    node: NodeAgent, config: AgentConfig
+) -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait, daemon=True)
+    thread.start()
+    node.slots[1]._guest._ending = thread
+    before = MonotonicClock().now()
+    node.reconfigure(with_slots(config, "slot0"))
+    assert MonotonicClock().now() - before < 5.0
+    assert thread.is_alive()
+    ends.set()
+
+
+def test_what_fired_for_a_slot_s_accelerators_goes_on_when_the_slot_comes_back(
+    tmp_path: Path,
+) -> None:
+    config = AgentConfig.model_validate(
+        {
+            "page_root": tmp_path / "pages",
+            "state_dir": tmp_path / "state",
+            "interlocks": {
+                "accelerators": {
+                    "source": "dcgm-exporter",
+                    "url": "http://127.0.0.1:9",
+                    "temperature_celsius_max": 80,
+                    "quiet_s": 300,
+                }
+            },
+            "slots": [{"name": "slot0"}, {"name": "slot1"}],
+        }
+    )
+    watch = InterlockWatch(config, clock=VirtualClock())
+    lock = watch._locks["slot1"][0]
+    watch.configure(with_slots(config, "slot0"))
+    assert [*watch._locks] == ["slot0"]
+    watch.configure(config)
+    assert watch._locks["slot1"][0] is lock
+
+
 def test_a_renamed_slot_has_the_pages_of_the_one_that_is_gone(
     node: NodeAgent, config: AgentConfig, tmp_path: Path
 ) -> None:
@@ -213,8 +308,14 @@ def test_grants_of_the_others_do_not_expire_while_many_slots_come_and_go(
     monkeypatch.setattr(Slot, "close", slowly(Slot.close))
     monkeypatch.setattr(Slot, "beat", noted)
     beats.append(clock.now_s)
-    node.reconfigure(with_slots(config, "slot0", *(f"more{number}" for number in range(10))))
-    node.reconfigure(with_slots(config, "slot0"))
+    for wanted in (["slot0", *(f"more{number}" for number in range(10))], ["slot0"]):
+        node.reconfigure(with_slots(config, *wanted))
+        while node.waiting:
+            assert clock.now_s - beats[-1] < 0.45
+            clock.now_s += 0.05
+            node.open_more()
+            node.beat()
+        assert names(node) == wanted
     assert clock.now_s > 1004.0
     gaps = [later - sooner for sooner, later in itertools.pairwise([*beats, clock.now_s])]
     assert max(gaps) < 0.45
@@ -266,7 +367,11 @@ def test_every_command_sees_the_slots_of_the_slots_file(agent_file: Path, tmp_pa
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("slots: [{name: own}]", "slots.yaml: Value error, slots: every name may appear once"),
+        ("slots: [{name: a}, {name: a}]", "slots: every name may appear once"),
+        ("", "slots: Field required"),
+        ("slots: [{name: more, model: !!bool maybe}]", "not YAML"),
+        ("slots: [{name: more, model: !!int ''}]", "not YAML"),
+        ("slots: [{name: more, model: !!timestamp x}]", "not YAML"),
         ("slots: [{name: more, models: m}]", "slots.yaml line 1: slots.0.models"),
         ("slots: [{name: ../more}]", "slots.yaml line 1: slots.0.name"),
         ("slots: [{name: kill}]", "its pages are the agent's own"),
@@ -327,9 +432,8 @@ class Running:
         self.node = NodeAgent(written.config, clock=MonotonicClock(), version="1")
 
     def beat(self) -> list[str]:
-        watch = self.process._slots_file
-        watch._look_at_s = watch._retry_at_s = 0.0
-        self.process._look_for_slots(self.node)
+        self.process._slots_file._retry_at_s = self.process._retry_at_s = 0.0
+        asyncio.run(self.process._look_for_slots(self.node))
         self.node.beat()
         return names(self.node)
 
@@ -354,7 +458,11 @@ def test_the_slots_file_is_followed(running: Running, tmp_path: Path) -> None:
     assert running.beat() == ["own", "b"]
     assert running.in_force == 1
     path.unlink()
+    assert running.beat() == ["own", "b"]
+    assert running.in_force == 0
+    running.process._reconfigure(running.node)
     assert running.beat() == ["own"]
+    assert running.in_force == 1
 
 
 def test_a_slots_file_that_cannot_be_used_leaves_the_slots_as_they_were(
@@ -371,6 +479,96 @@ def test_a_slots_file_that_cannot_be_used_leaves_the_slots_as_they_were(
     assert audit.count("config_refused") == 1
     write(path, "a", "c")
     assert running.beat() == ["own", "a", "c"]
+    assert running.in_force == 1
+
+
+def test_a_reload_is_in_force_beside_a_broken_slots_file(
+    running: Running, agent_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "slots.yaml"
+    write(path, "a")
+    assert running.beat() == ["own", "a"]
+    path.write_text("slots: [")
+    with agent_file.open("a") as file:
+        file.write('mode: "off"\n')
+    running.process._reconfigure(running.node)
+    assert {slot.policy.settings.mode for slot in running.node.slots} == {"off"}
+    assert names(running.node) == ["own", "a"]
+    assert running.beat() == ["own", "a"]
+    assert running.in_force == 0
+    write(path, "b")
+    assert running.beat() == ["own", "b"]
+    assert {slot.policy.settings.mode for slot in running.node.slots} == {"off"}
+    assert running.in_force == 1
+
+
+def test_the_agent_s_own_file_counts_where_both_have_a_slot(
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "slots.yaml", "own", "a", model="m")
+    assert running.beat() == ["own", "a"]
+    assert [slot.config.model for slot in running.node.slots] == ["", "m"]
+    assert "slot own of the slots file is the agent's own file's" in caplog.text
+
+
+def test_a_slots_file_that_is_no_file_is_not_waited_for(running: Running, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "slots.yaml")
+    assert running.beat() == ["own"]
+    assert running.in_force == 0
+    (tmp_path / "slots.yaml").unlink()
+    (tmp_path / "slots.yaml").mkdir()
+    assert running.beat() == ["own"]
+    assert running.in_force == 0
+
+
+def test_a_slots_file_that_cannot_be_looked_at_is_a_fault(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stat = Path.stat
+
+    def refused(path: Path, **named: Any) -> os.stat_result:
+        if path.name == "slots.yaml":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, **named)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    assert running.beat() == ["own"]
+    assert running.in_force == 0
+
+
+def test_a_slot_that_waits_is_noted_once(running: Running, tmp_path: Path) -> None:
+    another = NodeAgent(
+        with_slots(running.node._config, "a").model_copy(update={"state_dir": tmp_path / "b"}),
+        clock=MonotonicClock(),
+        version="1",
+    )
+    write(tmp_path / "slots.yaml", "a", "b")
+    for _ in range(5):
+        assert running.beat() == ["own", "b"]
+    assert running.in_force == 0
+    audit = (tmp_path / "state" / "audit.jsonl").read_text()
+    assert audit.count("config_reloaded") == 1
+    another.close()
+    assert running.beat() == ["own", "a", "b"]
+    assert running.in_force == 1
+
+
+def test_a_slot_of_a_reload_that_cannot_be_opened_is_tried_again(
+    running: Running, agent_file: Path, tmp_path: Path
+) -> None:
+    another = NodeAgent(
+        with_slots(running.node._config, "late").model_copy(update={"state_dir": tmp_path / "b"}),
+        clock=MonotonicClock(),
+        version="1",
+    )
+    agent_file.write_text(
+        agent_file.read_text().replace("- name: own", "- name: own\n- name: late")
+    )
+    running.process._reconfigure(running.node)
+    assert running.beat() == ["own"]
+    assert running.in_force == 0
+    another.close()
+    assert running.beat() == ["own", "late"]
     assert running.in_force == 1
 
 
@@ -408,15 +606,15 @@ def test_a_slots_file_hides_no_reload_that_was_refused(
 def test_probes_run_for_the_slots_that_are_there(running: Running, tmp_path: Path) -> None:
     async def probed() -> None:
         write(tmp_path / "slots.yaml", "a", metrics_url="http://127.0.0.1:9/metrics")
-        running.beat()
+        await running.process._look_for_slots(running.node)
         process, (own, more) = running.process, running.node.slots
         process._probe(running.node.slots)
         assert {slot: len(tasks) for slot, tasks in process._probes.items()} == {own: 1, more: 2}
         gone = process._probes[more]
         write(tmp_path / "slots.yaml", "b")
-        running.beat()
+        await running.process._look_for_slots(running.node)
         process._probe(running.node.slots)
-        await asyncio.sleep(0)
+        await asyncio.gather(*gone, return_exceptions=True)
         assert [task.cancelled() for task in gone] == [True, True]
         assert {slot.name for slot in process._probes} == {"own", "b"}
         process._probe(())
@@ -425,16 +623,17 @@ def test_probes_run_for_the_slots_that_are_there(running: Running, tmp_path: Pat
     asyncio.run(probed())
 
 
-def test_a_slots_file_is_read_on_a_change_and_again_while_it_is_not_in_force(
+def test_a_slots_file_is_read_on_a_change_and_again_while_it_cannot_be_used(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "slots.yaml"
     watch = SlotsWatch(path)
-    assert not watch.due(now=0.0)
-    path.write_text("slots: []")
+    assert watch.due(now=0.0)  # It may be there and not be readable.
+    watch.taken()
     assert not watch.due(now=0.5)
+    path.write_text("slots: []")
     assert watch.due(now=1.5)
-    watch.taken(complete=True)
+    watch.taken()
     assert not watch.due(now=100.0)
     path.write_text("slots: [a]")
     assert watch.due(now=102.0)
@@ -444,5 +643,7 @@ def test_a_slots_file_is_read_on_a_change_and_again_while_it_is_not_in_force(
     assert not watch.failed("no")
     assert not watch.in_force
     assert watch.due(now=125.0)
-    watch.taken(complete=True)
+    watch.taken()
     assert not watch.due(now=150.0)
+    path.unlink()
+    assert watch.due(now=151.0)
