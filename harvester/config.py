@@ -34,7 +34,7 @@ _Account = (
 )
 """A user or a group, by number or name."""
 MAX_SLOTS = 256
-"""Of one file."""
+"""Largest number in one file."""
 _SEGMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -226,10 +226,7 @@ class SlotConfig(FrozenSettings):
     @model_validator(mode="after")
     def _guest_within_reach(self) -> "SlotConfig":
         for field in ("engine_url", "offered_url"):
-            url = urlsplit(getattr(self, field))
-            # urlsplit's `port` raises ValueError by itself for one that cannot be.
-            whole = url.scheme in ("http", "https") and url.hostname and url.port != 0
-            if getattr(self, field) and not whole:
+            if getattr(self, field) and not _is_base_url(getattr(self, field)):
                 raise ValueError(f"{field}: use http://HOST:PORT")
         host = urlsplit(self.engine_url).hostname
         if self.guest is not None and host is not None and not is_loopback(host):
@@ -254,6 +251,14 @@ class SlotConfig(FrozenSettings):
     @classmethod
     def _in_order(cls, pulses: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted(pulses))
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # A port beyond 65535, half of a bracket.
+        return False
 
 
 class AgentConfig(FrozenSettings):

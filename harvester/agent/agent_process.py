@@ -114,8 +114,8 @@ class AgentProcess:
             await asyncio.wait((stopped,), timeout=due_s - now)
 
     def _reconfigure(self, node: NodeAgent) -> None:
-        """By SIGHUP. A slots file that cannot be used now keeps nothing else from being applied:
-        its last good slots stay."""
+        """Reload at SIGHUP. A slots file that cannot be used now keeps nothing else from being
+        applied: its last good slots stay."""
         notify(f"RELOADING=1\nMONOTONIC_USEC={monotonic_ns() // 1000}")
         # Set in any case; a configuration in force sets it again.
         node.metrics.gauge("config_last_reload_successful").set(0)

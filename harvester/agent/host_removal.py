@@ -58,11 +58,13 @@ def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None
 
 def _earlier_slots(config: AgentConfig) -> list[SlotConfig]:
     """Slots that left pages or files and are configured no more, such as those of a slots file."""
-    names = {path.parent.name for path in config.page_root.glob(f"*/{PageName.GRANT}")}
+    names: set[str] = set()
     for kind in ("journal", "state"):
         names |= {path.name.removesuffix(f".{kind}") for path in config.state_dir.glob(f"*.{kind}")}
     configured = {slot.name for slot in config.slots}
-    return [SlotConfig(name=name) for name in sorted(names - configured) if is_name(name)]
+    found = [SlotConfig(name=name) for name in sorted(names - configured) if is_name(name)]
+    pages = {config.pages_of(slot) for slot in config.slots}
+    return [slot for slot in found if config.pages_of(slot) not in pages]
 
 
 def _refuse_running(config: AgentConfig, slot: SlotConfig, held: ExitStack) -> None:

@@ -30,7 +30,7 @@ from harvester.discovery.slot_template import DiscoveredEngine, Fields, KeptSlot
 from harvester.discovery.systemd_units import checked_patterns, found_units
 from harvester.platform import whole_file
 from harvester.platform.logs import begin_log
-from harvester.platform.yaml_file import parse_fields, read_text, validated
+from harvester.platform.yaml_file import MAX_FILE_BYTES, parse_fields, read_text, validated
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +151,8 @@ class SlotsWriter:
         try:
             found, faults = self.template.slots(self.find())
             text = _text(self.kept.observe(found, now=now)).encode()
+            if len(text) > MAX_FILE_BYTES:
+                raise Exhausted(f"{len(text)} bytes are more than an agent reads")
             if not self.file.exists() or self.file.read_bytes() != text:
                 whole_file.replace(self.file, text, mode=0o644)
                 _log.info("%s: slots %s", self.file, ", ".join(sorted(found)) or "none")
@@ -178,6 +180,10 @@ def _written(file: Path) -> dict[str, Fields]:
         raise ConfigError(
             f"--write {file}: it is not a file of `rosemux discover`; remove it first"
         )
-    fields = parse_fields(text, file)
-    validated(SlotsFile, fields, text, file)
-    return {slot["name"]: slot for slot in fields.get("slots", ())}
+    try:
+        fields = parse_fields(text, file)
+        validated(SlotsFile, fields, text, file)
+    except ConfigError as error:  # Such as after an upgrade that knows a field no more.
+        _log.warning("what was written last is left: %s", error)
+        return {}
+    return {slot["name"]: slot for slot in fields["slots"]}

@@ -1,5 +1,6 @@
 """Slots from a template and the engines that a source has found. Pure."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from string import Template
@@ -7,12 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from harvester.config import SlotConfig
+from harvester.config import MAX_SLOTS, AgentConfig
+from harvester.config_file import unsafe_settings
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import is_name
 
 Fields = dict[str, Any]
-_MAX_VALUE = 256
+_HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
+_PORTS = range(1, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,8 @@ class DiscoveredEngine:
     port: str = ""
     """Port of its API; "" where the source does not show one."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """More placeholders of the template, by the engine's own variables or annotations."""
+    """More placeholders of the template, by the engine's own variables or annotations. Those that
+    could lead a URL or a path elsewhere are none."""
 
 
 class SlotTemplate:
@@ -50,32 +54,48 @@ class SlotTemplate:
         """Its slot's fields. Raises ValueError where they are none."""
         if not is_name(engine.slot):
             raise ValueError(f"{engine.slot[:80]!r} is no name of a slot")
-        values = {**engine.values, "name": engine.slot, "host": engine.host, "port": engine.port}
-        short = {name: value for name, value in values.items() if 0 < len(value) <= _MAX_VALUE}
-        fields = {"name": engine.slot, **_filled(self._fields, short)}
+        port = engine.port if engine.port.isdecimal() and int(engine.port) in _PORTS else ""
+        values = {**engine.values, "name": engine.slot, "host": engine.host, "port": port}
+        good = {name: value for name, value in values.items() if _is_harmless(value)}
+        fields = {"name": engine.slot, **_filled(self._fields, good)}
         try:
-            SlotConfig.model_validate(fields)
+            config = AgentConfig.model_validate({"slots": [fields]})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+            where = ".".join(map(str, first["loc"][2:]))
+            raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from error
+        for path, fault in unsafe_settings(config):
+            raise ValueError(f"{'.'.join(map(str, path[2:]))}: {fault}")
         return fields
 
     def slots(self, engines: Iterable[DiscoveredEngine]) -> tuple[dict[str, Fields], list[str]]:
         """Fields of each slot by its name, and why an engine has none. The first counts of two
-        engines with one slot."""
+        engines with one slot, or with one page directory."""
         slots: dict[str, Fields] = {}
         origins: dict[str, str] = {}
         faults = []
         for engine in engines:
-            first = origins.setdefault(engine.slot, engine.origin)
-            if engine.slot in slots:
-                faults.append(f"{engine.origin}: its slot {engine.slot} is that of {first}")
-                continue
             try:
-                slots[engine.slot] = self.slot(engine)
+                if len(slots) == MAX_SLOTS:
+                    raise ValueError(f"more than {MAX_SLOTS} slots")
+                fields = self.slot(engine)
+                first = origins.setdefault(pages_of(fields), engine.origin)
+                if first is not engine.origin:
+                    raise ValueError(f"its slot {engine.slot} is that of {first}")
             except ValueError as error:
                 faults.append(f"{engine.origin}: {error}")
+            else:
+                slots[engine.slot] = fields
         return slots, faults
+
+
+def pages_of(slot: Fields) -> str:
+    """Names a slot's page directory."""
+    return str(slot.get("pages", slot["name"]))
+
+
+def _is_harmless(value: str) -> bool:
+    return _HARMLESS.fullmatch(value) is not None and ".." not in value
 
 
 class _UnfilledError(ValueError):
@@ -89,7 +109,7 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
                 return Template(value).substitute(values)
             except KeyError as error:
                 raise _UnfilledError(
-                    f"no value for ${error.args[0]}, or one that is too long"
+                    f"no value for ${error.args[0]}, or one that is none"
                 ) from error
             except ValueError as error:
                 raise ValueError(f"{value!r}: write $$ for a dollar") from error
@@ -118,6 +138,8 @@ class KeptSlots:
         self._missing_since_s = {
             name: at_s for name, at_s in since.items() if now - at_s < self._forget_s
         }
+        taken = {pages_of(slot) for slot in found.values()}
         kept = {name: self._slots[name] for name in self._missing_since_s}
-        self._slots = {**kept, **found}
+        kept = {name: slot for name, slot in kept.items() if pages_of(slot) not in taken}
+        self._slots = {**dict(list(kept.items())[: MAX_SLOTS - len(found)]), **found}
         return [self._slots[name] for name in sorted(self._slots)]

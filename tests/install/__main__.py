@@ -140,13 +140,14 @@ def discover(node: Node) -> None:
     """The slots of two units, of which one ends; the agent follows, and goes on with its own."""
     (node.root / "etc/systemd/system/vllm@.service").write_text(
         "[Service]\n"
-        "Environment=ROSEMUX_PAGE_DIR=/run/rosemux/%i\n"
+        "Environment=ROSEMUX_PAGE_DIR=/run/rosemux/%i ROSEMUX_SLOT_GUEST_PORT=8123\n"
         "ExecStart=/bin/sh -c 'exec sleep 1d' --port 8123\n"
     )
-    node.run("systemctl start vllm@found vllm@ends")
+    # One is that of the agent's own file, as its page's command would make it.
+    node.run("systemctl start vllm@found vllm@ends vllm@slot0")
     said = node.run(block("Discover production engines"))
-    if said.count("engine_url: http://127.0.0.1:18123") != 2:
-        raise NodeError(f"two slots are not there:\n{said}")
+    if said.count("engine_url: http://127.0.0.1:8123") != 3:
+        raise NodeError(f"three slots are not there:\n{said}")
     node.run(
         "function slots { rosemux status --pages /run/rosemux --agent http://127.0.0.1:9711; }\n"
         "until slots | grep found && slots | grep ends && slots | grep slot0; do sleep 0.5; done\n"
@@ -155,7 +156,7 @@ def discover(node: Node) -> None:
         "systemctl daemon-reload; systemctl restart rosemux-discover\n"
         "until ! slots | grep ends; do sleep 0.5; done\n"
         "slots | grep found\n"
-        "systemctl stop vllm@found",
+        "systemctl stop vllm@found vllm@slot0",
         quiet=True,
     )
     say("slots of units that start are found, and of one that ends forgotten")

@@ -21,7 +21,6 @@ from tests.integration.test_agent_process import ROSEMUX, Agent, Beats, _turn, _
 CONFIG = """\
 node: node-1
 mode: harvest
-unsafe_experiments: true
 page_root: {root}/pages
 state_dir: {root}/state
 http: {{port: {port}}}
@@ -46,8 +45,7 @@ class Units:
         program.write_text(f"#!/bin/sh\nexec cat {self._shown}\n")
         program.chmod(0o755)
         template = root / "slot.yaml"
-        policy = {"cooldown_s": 0.3, "proof": {"share_ratio": 0}}
-        template.write_text(yaml.safe_dump({"engine_url": "$guest", "policy": policy}))
+        template.write_text(yaml.safe_dump({"engine_url": "$guest"}))
         command = [ROSEMUX, "discover", "systemd", "--unit", "vllm@*.service", "--every-s", "1"]
         command += ["--forget-s", "0", "--template", template, "--write", slots_file]
         path = f"{program.parent}:{os.environ['PATH']}"

@@ -212,7 +212,7 @@ def test_removing_a_slot_does_not_wait_for_the_end_of_its_guest(
     ends.set()
 
 
-def test_what_fired_for_a_slot_s_accelerators_goes_on_when_the_slot_comes_back(
+def test_an_interlock_that_fired_goes_on_when_its_slot_comes_back(
     tmp_path: Path,
 ) -> None:
     config = AgentConfig.model_validate(

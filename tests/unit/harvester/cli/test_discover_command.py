@@ -1,5 +1,6 @@
 """`rosemux discover`: prints slots once, or keeps a slots file that an agent can read."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -200,6 +201,33 @@ def test_a_new_process_goes_on_with_the_slots_of_the_last_one(
     source.slots = ("a",)
     look.take(now=0.0)
     assert [*_written(look.file)] == ["a"]
+
+
+def test_slots_with_a_field_that_is_unknown_now_are_left(look: SlotsWriter, source: Source) -> None:
+    source.slots = ("a",)
+    look.take(now=0.0)
+    look.file.write_text(look.file.read_text().replace("model:", "modell:"))
+    assert _written(look.file) == {}
+
+
+def test_a_reply_that_is_cut_short_is_no_answer(
+    template: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n{")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        options = ["--template", template, "--node", "n", "--server", url]
+        assert called("discover", "kubernetes", *options) == 1
+        thread.join()
+    assert "gives no answer" in capsys.readouterr().err
 
 
 def test_a_file_of_someone_else_is_not_overwritten(tmp_path: Path) -> None:

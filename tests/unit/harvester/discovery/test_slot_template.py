@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from harvester.config import AgentConfig
 from harvester.contracts.errors import ConfigError
 from harvester.discovery.slot_template import DiscoveredEngine, KeptSlots, SlotTemplate
 
@@ -50,7 +51,44 @@ def test_engines_have_more_values_of_their_own() -> None:
     assert template.slot(engine(values={"gpu": "GPU-1"}))["guest"]["gpus"] == ["GPU-1"]
     slots, faults = template.slots([engine("a", values={"gpu": "GPU-1"}), engine("b")])
     assert [*slots] == ["a"]
-    assert faults == ["unit of b: no value for $gpu, or one that is too long"]
+    assert faults == ["unit of b: no value for $gpu, or one that is none"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "../../etc", "80@169.254.169.254:80", "8000?x=y", "a b", "a\nb", "$HOME", "x" * 257],
+)
+def test_a_value_that_leads_elsewhere_is_none(value: str) -> None:
+    slots, faults = SlotTemplate({"model": "$x"}).slots([engine(values={"x": value})])
+    assert (slots, len(faults)) == ({}, 1)
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999", "-1", "8000/..", "8e3", "٣"])
+def test_a_number_that_is_no_port_is_none(port: str) -> None:
+    slots, faults = SlotTemplate({"metrics_url": "http://$host:$port/metrics"}).slots(
+        [engine(port=port)]
+    )
+    assert (slots, len(faults)) == ({}, 1)
+
+
+def test_the_agent_takes_the_slots_of_any_engines_as_a_whole() -> None:
+    engines = [engine(name) for name in ("kill", "stop", "a", "b")]
+    engines += [engine(f"more{number}") for number in range(300)]
+    slots, faults = SlotTemplate({"model": "m"}).slots(engines)
+    AgentConfig.model_validate({"slots": [*slots.values()]})
+    assert not {"kill", "stop"} & slots.keys()
+    assert len(slots) == 256
+    assert len(faults) == 48
+
+
+def test_two_slots_on_one_page_directory_are_one() -> None:
+    template = SlotTemplate({"pages": "/run/rosemux/$gpu"})
+    gpu = {"gpu": "GPU-1"}
+    slots, faults = template.slots([engine("a", values=gpu), engine("b", values=gpu)])
+    assert [*slots] == ["a"]
+    assert faults == ["unit of b: its slot b is that of unit of a"]
+    kept = KeptSlots({"old": template.slot(engine("old", values=gpu))}, forget_s=60.0)
+    assert names(kept.observe(slots, now=0.0)) == ["a"]
 
 
 def test_an_engine_s_own_values_hide_neither_its_name_nor_its_address() -> None:
@@ -67,6 +105,8 @@ def test_an_engine_s_own_values_hide_neither_its_name_nor_its_address() -> None:
         ({"engine_url": "ftp://$host"}, "engine_url: use http"),
         ({"model": "50 $"}, "write $$ for a dollar"),
         ({"policy": {"beat_s": "soon"}}, "policy.beat_s"),
+        ({"policy": {"grant_ttl_s": 60}}, "policy.grant_ttl_s"),
+        ({"engine_url": "http://127.0.0.1:1$port$port"}, "engine_url"),
     ],
 )
 def test_a_template_that_no_engine_could_have_is_refused(
