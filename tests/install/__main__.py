@@ -149,7 +149,7 @@ def discover(node: Node) -> None:
     if said.count("engine_url: http://127.0.0.1:8123") != 3:
         raise NodeError(f"three slots are not there:\n{said}")
     node.run(
-        "function slots { rosemux status --pages /run/rosemux --agent http://127.0.0.1:9711; }\n"
+        "function slots { curl --silent --show-error --fail http://127.0.0.1:9711/v1/slots; }\n"
         "until slots | grep found && slots | grep ends && slots | grep slot0; do sleep 0.5; done\n"
         "systemctl stop vllm@ends\n"
         "sed -i 's/ --write/ --forget-s 0 --write/' /etc/systemd/system/rosemux-discover.service\n"
@@ -158,6 +158,7 @@ def discover(node: Node) -> None:
         "slots | grep found\n"
         "systemctl stop vllm@found vllm@slot0",
         quiet=True,
+        timeout_s=60.0,
     )
     say("slots of units that start are found, and of one that ends forgotten")
 
