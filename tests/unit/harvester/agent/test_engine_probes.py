@@ -1,9 +1,12 @@
 import asyncio
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from harvester.agent.engine_probes import GuestDescription, read_levels
+from harvester.agent.engine_probes import GuestDescription, MetricsProbe, read_levels
+from harvester.contracts.page import PageDirectory
+from harvester.policy.sample import SCRAPED_PULSE
 
 PAGE = """\
 # TYPE vllm:num_requests_running gauge
@@ -90,3 +93,17 @@ async def test_an_error_that_was_not_foreseen_ends_no_probe(
     with pytest.raises(asyncio.CancelledError):
         await probe.run()
     assert len([one for one in caplog.records if one.exc_info]) == 2
+
+
+async def test_a_probe_that_ends_leaves_no_pulse_that_would_be_awaited(tmp_path: Path) -> None:
+    pages = PageDirectory.create(tmp_path / "slot0")
+    probe = MetricsProbe("http://127.0.0.1:9/metrics", pages=pages.path)
+    levels = read_levels(PAGE)
+    assert levels is not None
+    probe._write(levels)
+    assert pages.pulse_names() == (SCRAPED_PULSE,)
+    running = asyncio.create_task(probe.run())
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert not pages.pulse_names()
