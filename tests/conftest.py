@@ -1,5 +1,6 @@
 """Fixtures of several folders: the real engines, started once a session and on demand."""
 
+import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
 
 ENGINE = "engine"
 """The mark of tests that start a real vLLM."""
+
+# Several processes of tests share the cores, and threads of torch that wait for one another spin:
+# a small product then takes as long as a turn of the scheduler. Before torch reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Compiling a loop, or a busy machine, takes as long as it takes.
 # How fast examples are made says how loaded the machine is, nothing else.
