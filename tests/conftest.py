@@ -1,8 +1,9 @@
 """Fixtures of several folders: the real engines, started once a session and on demand."""
 
+import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         text += of_folder.read_text() if of_folder.exists() else ""
         return None if f"mark.{ENGINE}" in text else True
     return True if re.search(rf"^pytestmark = .*mark\.{ENGINE}\b", text, re.MULTILINE) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports of all tests make objects that stay: looking for garbage among them again and again
+    takes a good part of a collection's time, and of each search while the tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
