@@ -1,7 +1,9 @@
 """Fixtures of several folders: the real engines, started once a session and on demand."""
 
+import gc
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 ENGINE = "engine"
 """The mark of tests that start a real vLLM."""
 
+# Several processes of tests share the cores, and threads of torch that wait for one another spin:
+# a small product then takes as long as a turn of the scheduler. Before torch reads it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Compiling a loop, or a busy machine, takes as long as it takes.
 # How fast examples are made says how loaded the machine is, nothing else.
 settings.register_profile("rosemux", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -36,6 +42,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         text += of_folder.read_text() if of_folder.exists() else ""
         return None if f"mark.{ENGINE}" in text else True
     return True if re.search(rf"^pytestmark = .*mark\.{ENGINE}\b", text, re.MULTILINE) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports of all tests make objects that stay: looking for garbage among them again and again
+    takes a good part of a collection's time, and of each search while the tests run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

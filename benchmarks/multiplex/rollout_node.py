@@ -23,7 +23,8 @@ from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import STEADY_HEAP, EngineSpec
 from examples.grpo.config import JobConfig
-from examples.grpo.model import PolicyShape, write_checkpoint
+from examples.grpo.model import write_checkpoint
+from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.warm_up import WarmUp
 
 CONCURRENCY = 48

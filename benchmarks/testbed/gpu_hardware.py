@@ -21,7 +21,7 @@ from coserve.guest import isolation
 from coserve.guest.gpus import ComputeMode, Gpu, gpus, smi_lines
 from coserve.guest.isolation import TIME_SLICING, Isolation
 from coserve.vllm.launch import GpuOwner, GpuShare
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 from harvester.contracts.errors import Unsupported
 
 _QUICK_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

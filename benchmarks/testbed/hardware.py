@@ -19,7 +19,7 @@ from benchmarks.testbed.window import TokenScale
 from coserve.guest import isolation
 from coserve.guest.isolation import PREEMPTED, Isolation, IsolationBackend
 from coserve.vllm.launch import GpuOwner, GpuShare
-from examples.grpo.model import PolicyShape, write_checkpoint
+from examples.grpo.policy_shape import PolicyShape
 
 
 class HardwareKind(StrEnum):
@@ -151,4 +151,7 @@ class CpuHardware(Hardware):
         return backend if backend.backend in PREEMPTED else None
 
     def write_policy(self, directory: Path, shape: PolicyShape) -> None:
+        # Imports torch, which takes seconds, and most of a run's processes do without.
+        from examples.grpo.model import write_checkpoint
+
         write_checkpoint(directory, shape)

@@ -29,7 +29,7 @@ from coserve.guest.isolation import Isolation
 from coserve.vllm import launch
 from coserve.vllm.capabilities import Capabilities, capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineSpec
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 from harvester.contracts.page import PageDirectory
 from harvester.platform import whole_file
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from examples.grpo.model import PolicyModel, PolicyShape
+from examples.grpo.model import PolicyModel
+from examples.grpo.policy_shape import PolicyShape
 from harvester.contracts.errors import ConfigError
 
 

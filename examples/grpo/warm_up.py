@@ -22,7 +22,8 @@ from examples.grpo.demonstrator import Demonstration, MistakeRates, demonstratio
 from examples.grpo.environment import Task, TaskShape
 from examples.grpo.master_weights import AdamSettings, MasterWeights
 from examples.grpo.microbatch import microbatches
-from examples.grpo.model import PolicyModel, PolicyShape
+from examples.grpo.model import PolicyModel
+from examples.grpo.policy_shape import PolicyShape
 from harvester.contracts.clock import Clock, MonotonicClock
 
 CODE_VERSION = 1

@@ -26,7 +26,8 @@ from benchmarks.testbed.processes import Child, Processes
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import NO_COMPILER, EngineSpec, GpuShare
-from examples.grpo.model import PolicyShape, write_checkpoint
+from examples.grpo.model import write_checkpoint
+from examples.grpo.policy_shape import PolicyShape
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import (
     Grant,

@@ -12,7 +12,7 @@ from examples.grpo.environment import Task
 from examples.grpo.grpo import GrpoSettings, UpdateReport, update
 from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights, policy_of
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.warm_up import WarmUp, warm_start
 
 STEPS = 6

@@ -14,7 +14,7 @@ from coserve.guest.gpus import ComputeMode, Gpu
 from coserve.vllm import launch
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand, EngineSpec
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 
 pytestmark = pytest.mark.engine
 

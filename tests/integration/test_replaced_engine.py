@@ -76,7 +76,8 @@ def restarted(tmp_path: Path) -> Iterator[Any]:
     from benchmarks.testbed.processes import Processes
     from coserve.vllm import launch
     from coserve.vllm.capabilities import capabilities, installed_vllm_version
-    from examples.grpo.model import PolicyShape, write_checkpoint
+    from examples.grpo.model import write_checkpoint
+    from examples.grpo.policy_shape import PolicyShape
     from tests.integration.engine_slot import wait_for
     from tests.integration.forked_program import begin_forked
 

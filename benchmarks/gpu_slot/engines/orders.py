@@ -6,6 +6,9 @@ from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 from coserve.guest.isolation import IsolationBackend
 
+ENGINE = "production"
+"""Production's name, and its pulse page's."""
+
 
 class EngineForms(msgspec.Struct, frozen=True, kw_only=True):
     """Steps that an engine captures at its start."""

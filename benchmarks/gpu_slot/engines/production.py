@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.gpu_slot.device import Device, Work
+from benchmarks.gpu_slot.engines.orders import ENGINE
 from benchmarks.gpu_slot.engines.request_load import Request
 from benchmarks.gpu_slot.engines.step_log import LoggedStep, ProductionLog, ServedRequest
 from coserve.pulse.engine_cores import EngineStep
@@ -18,7 +19,6 @@ from coserve.vllm.environment import Role, SlotEnvironment
 from coserve.vllm.pulse_reporter import EngineShape, PulseReporter
 from harvester.contracts.clock import monotonic_ns
 
-ENGINE = "production"
 _BYTES_PER_TOKEN = 4
 _ENVELOPE_BYTES = 100
 _LATE_S = 20.0

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.gpu_slot.engines.children import EngineChild
-from benchmarks.gpu_slot.engines.orders import EngineForms
-from benchmarks.gpu_slot.engines.production import ENGINE
+from benchmarks.gpu_slot.engines.orders import ENGINE, EngineForms
 from benchmarks.gpu_slot.engines.request_load import Request, poisson_load
 from benchmarks.gpu_slot.engines.step_log import GuestLog, ProductionLog
 from benchmarks.gpu_slot.results import Put

@@ -30,10 +30,19 @@ _RIDDLE_OF_A_TEST = re.compile(
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of each docstring of a module, class or function, and of each attribute's."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield node.lineno, text
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All of a module at any depth. Most nodes are parts of expressions, which hold none."""
+    found: list[ast.AST] = [tree]
+    for node in found:
+        for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+            found += getattr(node, block, ())
+    yield from found
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
@@ -113,6 +122,7 @@ def test_docstrings_and_comments_name_no_unnamed_person(package: str, repository
         f"{path.relative_to(repository)}:{line}: {match[0]}"
         for path in sorted((repository / package).rglob("*.py"))
         for source in (path.read_text(),)
+        if _PERSON.search(source)
         for line, text in (*docstrings(source), *comments(source))
         for match in _PERSON.finditer(text)
     ]

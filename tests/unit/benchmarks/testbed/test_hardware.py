@@ -23,7 +23,7 @@ from coserve.guest.gpus import ComputeMode, Gpu
 from coserve.guest.isolation import NO_ISOLATION, TIME_SLICING
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from coserve.vllm.launch import EngineCommand
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 from harvester.contracts.errors import ConfigError, Unsupported
 
 GIB = 1 << 30

@@ -66,6 +66,12 @@ def session(
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the report, whose plots take seconds to draw."""
+    monkeypatch.setattr(command, "write_report", lambda *_: None)
+
+
 def run(out: Path, *, trace: Path | None = None, quick: bool = False) -> None:
     demo(trace=trace, quick=quick, out=out, seed=1)  # type: ignore[arg-type]
 
@@ -85,6 +91,7 @@ def test_a_run_leaves_a_whole_result_a_report_and_its_records(
     assert not session.seen.stack.pages.exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_quick_is_shorter_than_the_full_form(tmp_path: Path, session: type[FakeSession]) -> None:
     plans = []
     for quick in (True, False):
@@ -95,6 +102,7 @@ def test_quick_is_shorter_than_the_full_form(tmp_path: Path, session: type[FakeS
     assert short.within_s < full.within_s
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_given_trace_is_replayed(tmp_path: Path, session: type[FakeSession]) -> None:
     trace = tmp_path / "mine.csv"
     trace.write_text(PLAIN_TRACE)
@@ -137,6 +145,7 @@ def test_an_unfit_machine_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path: Path, session: type[FakeSession]) -> None:
     run(tmp_path)
     with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 
 
 @pytest.fixture(autouse=True, scope="session")

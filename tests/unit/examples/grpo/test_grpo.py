@@ -9,7 +9,8 @@ from examples.grpo.grpo import GrpoSettings, advantages, update
 from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights
 from examples.grpo.microbatch import microbatches
-from examples.grpo.model import PolicyModel, PolicyShape
+from examples.grpo.model import PolicyModel
+from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.trajectory import Trajectory
 from harvester.contracts.errors import ConfigError
 

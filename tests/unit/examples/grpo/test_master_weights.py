@@ -1,7 +1,8 @@
 import torch
 
 from examples.grpo.master_weights import AdamSettings, MasterWeights
-from examples.grpo.model import PolicyModel, PolicyShape
+from examples.grpo.model import PolicyModel
+from examples.grpo.policy_shape import PolicyShape
 
 
 def stepped(weights: MasterWeights, times: int = 1) -> None:

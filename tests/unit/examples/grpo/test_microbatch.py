@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.grpo.microbatch import microbatches
-from examples.grpo.model import PolicyModel, PolicyShape
+from examples.grpo.model import PolicyModel
+from examples.grpo.policy_shape import PolicyShape
 
 
 @dataclass(frozen=True)

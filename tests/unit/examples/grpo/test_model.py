@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.grpo.master_weights import policy_of
-from examples.grpo.model import KvCache, PolicyModel, PolicyShape, write_checkpoint
+from examples.grpo.model import KvCache, PolicyModel, write_checkpoint
+from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.rms_norm import rms_norm
 from harvester.contracts.errors import ConfigError
 

@@ -18,7 +18,8 @@ from examples.grpo.events import (
 from examples.grpo.grpo import GrpoSettings
 from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights
-from examples.grpo.model import PolicyModel, PolicyShape
+from examples.grpo.model import PolicyModel
+from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.rollout import StepBatch, TrajectoryLedger
 from examples.grpo.trainer import serve
 from examples.grpo.training_run import TrainingRun

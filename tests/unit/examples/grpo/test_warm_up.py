@@ -8,7 +8,7 @@ import torch
 from examples.grpo import warm_up as module
 from examples.grpo.demonstrator import MistakeRates
 from examples.grpo.environment import TaskShape
-from examples.grpo.model import PolicyShape
+from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.warm_up import WarmUp, trained, warm_start
 from tests.virtual_clock import VirtualClock
 

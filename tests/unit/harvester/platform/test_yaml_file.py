@@ -30,7 +30,7 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(text: str, says: str) 
 
 @pytest.mark.parametrize(
     "value",
-    ["2024-13-45", "2024-01-01T99:00:00Z", "0x_", "0b_", "[" * 3000 + "]" * 3000, "{a: " * 3000],
+    ["2024-13-45", "2024-01-01T99:00:00Z", "0x_", "0b_", "[" * 1000 + "]" * 1000, "{a: " * 1000],
     ids=["month", "hour", "hexadecimal", "binary", "lists", "mappings"],
 )
 def test_a_value_that_yaml_chokes_on_is_refused(value: str) -> None:

@@ -5,7 +5,6 @@ network and the faults are made up. Slots without proof slices: each miss is cha
 that the charge is the truth.
 """
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from harvester.contracts.ids import Epoch, JobId, NodeId, SlotId, TenantId
 from harvester.contracts.served import Served
 from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRenewal, LeaseRequest, SlotState
-from harvester.policy.budget import ErrorBudget
+from harvester.policy.budget import BudgetState, ErrorBudget
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.settings import BudgetSettings
 from scheduler.gateway.gateway_state import SchedulerState
@@ -55,7 +54,8 @@ class Node:
             else msgspec.structs.replace(live, ends_s=now + 10.0, allotment=None)
         )
         self._serve(self.leases.view(SLOT).epoch, kept)
-        state = copy.deepcopy(self.budget.state)
+        kept_state = msgspec.msgpack.encode(self.budget.state)
+        state = msgspec.msgpack.decode(kept_state, type=BudgetState)
         state.limit = None
         self.budget = ErrorBudget(SETTINGS, state, proven=False)
         self.run, self.served = self.run + 1, Served()
