@@ -27,7 +27,7 @@ _AUDIT_S = 30.0
 CALM_S = 400.0
 """Longest time without a token of the guest where no fault asks for another: proof slices and
 cool-downs are shorter."""
-FOREIGN_RATIO = 0.35
+FOREIGN_RATIO = 0.2
 """Time in which other programs take more of the machine counts for no recovery."""
 
 

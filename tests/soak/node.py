@@ -4,6 +4,7 @@ Only a machine's own settings are replaced: paths, ports, users, model, sizes. F
 outlive a piece; pages are in shared memory, and the agent's state is on a small disk of its own.
 """
 
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,13 +42,16 @@ class PartCommand:
     nice: int = 0
     restart_s: float = 1.0
     """`RestartSec` of its unit; production and dedicated engines have none of ours."""
+    only_on_failure: bool = False
+    """`Restart=on-failure`: an end with status 0 is meant."""
 
 
 class SoakNode:
     """Raises ConfigError where a part's requirement is not met."""
 
-    def __init__(self, out: Path, root: Path) -> None:
-        """`root`: of this piece, with the pages."""
+    def __init__(self, out: Path, root: Path, *, isolation: str = "") -> None:
+        """`root`: of this piece, with the pages. `isolation`: of the guest, in place of the best
+        that needs no consent."""
         self.out, self.root = out, root
         ports = free_ports(5)
         self.ports = dict(zip((PRODUCTION, GUEST, DEDICATED, AGENT, GATEWAY), ports, strict=True))
@@ -66,6 +70,9 @@ class SoakNode:
         shipped = redirected(root, (self.ports[AGENT], self.ports[GUEST])).read_text()
         # As operations.md says once one has looked long enough.
         self.agent_yaml = shipped.replace("mode: observe ", "mode: harvest ")
+        if isolation:
+            chosen = f"guest:\n      isolation: {isolation}"
+            self.agent_yaml = re.sub("guest: +#.*", chosen, self.agent_yaml)
         self.write_agent_file(self.agent_yaml)
         self._write_gateway_file()
 
@@ -127,7 +134,11 @@ class SoakNode:
             AGENT: PartCommand(arguments=agent, url=self.url(AGENT), health="/healthz"),
             GATEWAY: PartCommand(arguments=gateway, url=self.url(GATEWAY), health="/healthz"),
             GUEST: PartCommand(
-                arguments=guest, url=self.url(GUEST), core=SERVING_CORE, restart_s=10.0
+                arguments=guest,
+                url=self.url(GUEST),
+                core=SERVING_CORE,
+                restart_s=10.0,
+                only_on_failure=True,
             ),
         }
 

@@ -61,6 +61,8 @@ class PiecePlan:
     publish_s: float
     soaked_s: float
     """Time of the pieces before it."""
+    isolation: str
+    """Of the guest; "": as `rosemux guest` chooses."""
     own_mounts: bool
     """/dev/shm and mounts are this process's own."""
 
@@ -88,7 +90,7 @@ class SoakPiece:
             kept = plan.out / "agent"
             if kept.exists():
                 shutil.copytree(kept, root / "state", dirs_exist_ok=True)
-            node = SoakNode(plan.out, root)
+            node = SoakNode(plan.out, root, isolation=plan.isolation)
             lines = len(_audit(node.agent_state))
             left: list[str] = []
             parts = PartSupervisor(
@@ -197,6 +199,8 @@ class SoakPiece:
         try:
             while not await self._waited(min(tick_s, end_s)):
                 now = self._clock.now()
+                if now >= end_s:
+                    return
                 tick_s = max(tick_s + plan.every_s, now)
                 quiet_s = now - max(sampler.grown_s, begun_s)
                 if quiet_s > _QUIET_S and now - last_fault_s < _OVERDUE_S:
@@ -207,8 +211,9 @@ class SoakPiece:
                 await self._strike_one(stage, name, sink)
                 last_fault_s = self._clock.now()
         finally:
-            publishing.cancel()
-            await asyncio.gather(publishing, return_exceptions=True)
+            async with stage.trainer.busy:  # A version that is under way is known in the end.
+                publishing.cancel()
+                await asyncio.gather(publishing, return_exceptions=True)
 
     async def _waited(self, until_s: float) -> bool:
         """Whether the piece is over."""
@@ -251,6 +256,9 @@ class SoakPiece:
         for."""
         wanted = (stage.trainer.known, stage.trainer.state_hash)
         for engine in (DEDICATED, GUEST):
+            if engine == GUEST and not stage.parts.parts[GUEST].is_up:
+                sink(Note(at_s=self._clock.now(), text="no guest was up at the end"))
+                continue
             until_s, held = self._clock.now() + _SETTLE_S, (-1, "")
             while held != wanted and self._clock.now() < until_s:
                 await asyncio.sleep(1.0)

@@ -27,7 +27,9 @@ from tests.soak.records import Life, Note, Sink, Struck
 
 MARK = "ROSEMUX_SOAK"
 _POLL_S = 0.1
-_TERM_S = 25.0
+_TERM_S = 90.0
+"""`TimeoutStopSec` of the guest's unit, the longest."""
+_GONE_S = 60.0
 _START_S = 900.0
 """A guest starts with what all others leave of its core."""
 _GIVES_UP = 2
@@ -43,6 +45,11 @@ class RunningPart:
     ready_s: float | None = None
     given_up: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def process_id(self) -> int:
+        """The first process's; 0 without one."""
+        return 0 if self.process is None else self.process.pid
 
     @property
     def is_up(self) -> bool:
@@ -110,7 +117,7 @@ class PartSupervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for name in self.parts:
-            self._kill_rest(name)
+            await self._end_rest(name)
 
     async def _run(self, part: RunningPart) -> None:
         while not self._closing:
@@ -124,10 +131,11 @@ class PartSupervisor:
                 answering.cancel()
                 self._record_end(part)
             part.process, part.ready_s = None, None
-            self._kill_rest(part.name)
-            if status == _GIVES_UP:
+            await self._end_rest(part.name)
+            if status == _GIVES_UP or (status == 0 and part.command.only_on_failure):
                 part.given_up = True
-                self._sink(Note(at_s=self._clock.now(), text=f"{part.name} gave up with status 2"))
+                text = f"{part.name} ended with {status} and is not started again"
+                self._sink(Note(at_s=self._clock.now(), text=text))
                 return
             await asyncio.sleep(part.command.restart_s)
 
@@ -186,10 +194,15 @@ class PartSupervisor:
         now = attributes_of(part.process.pid)
         return tuple(name for name, value in part.attributes.items() if now[name] != value)
 
-    def _kill_rest(self, name: str) -> None:
-        for pid in marked(f"{self._mark}.{name}"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    async def _end_rest(self, name: str) -> None:
+        """Kills what is left of a part, and waits for it as a unit does before its restart: in an
+        idle group the end of a process waits for a core too."""
+        until_s = self._clock.now() + _GONE_S
+        while (left := marked(f"{self._mark}.{name}")) and self._clock.now() < until_s:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(_POLL_S)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

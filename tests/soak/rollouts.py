@@ -18,7 +18,7 @@ from harvester.contracts.wire.leases import JOB_HEADER, SESSION_HEADER
 from tests.soak.parts import JOB
 from tests.soak.records import Sink, TrajectoryEnded, TurnAnswer, TurnAttempt, TurnLost
 
-TRAJECTORIES = 6
+TRAJECTORIES = 8
 """At once."""
 _ROUTE = "/inference/v1/generate"
 _FIRST_ID, _LAST_ID = 4, 63
@@ -99,7 +99,7 @@ class RolloutJob:
                 return
             context += answer.token_ids
             # The tools' time.
-            await asyncio.sleep(rng.uniform(0.0, 1.5))
+            await asyncio.sleep(rng.uniform(0.0, 4.0))
         self.sink(TrajectoryEnded(trajectory=name, at_s=self.clock.now(), complete=True))
 
     async def _turn(

@@ -37,7 +37,7 @@ class Trainer:
     begun_s: float = 0.0
     _step: int = 0
     _process: asyncio.subprocess.Process | None = None
-    _busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
         while True:
@@ -46,7 +46,7 @@ class Trainer:
 
     async def publish(self) -> None:
         """Returns once the gateway has the version, or the trainer says that it has not."""
-        async with self._busy:
+        async with self.busy:
             await self._opened()
             await self._begin()
             async with asyncio.timeout(_PUBLISH_S):
@@ -59,7 +59,7 @@ class Trainer:
 
     async def kill_in_publish(self, rng: random.Random) -> None:
         """The next trainer goes on from what is in the store."""
-        async with self._busy:
+        async with self.busy:
             await self._opened()
             await self._begin()
             # Some of a publish's time; it takes some hundredths of a second.
@@ -75,7 +75,7 @@ class Trainer:
             await self._opened()
 
     async def close(self) -> None:
-        async with self._busy:
+        async with self.busy:
             if self._process is None:
                 return
             assert self._process.stdin is not None

@@ -14,13 +14,14 @@ import psutil
 from benchmarks.agent.evidence import GrantSeen, grant_on
 from harvester.contracts.clock import Clock, monotonic_ns
 from harvester.contracts.page import PAGE_BYTES, PageDirectory, PageName
+from harvester.contracts.process import family
 from tests.soak.node import SoakNode
 from tests.soak.processes import PartSupervisor
 from tests.soak.records import DiskSample, GrantSpan, LendingSample, MemorySample, Sink
 
 FILLER = "fill"
-_GRANT_S = 0.02
-_LENDING_S = 1.0
+_GRANT_S = 0.04
+_LENDING_S = 2.0
 _MEMORY_S = 10.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -89,7 +90,7 @@ class GrantWitness:
 
 
 class Sampler:
-    """Samples while its tasks run: `lending` each second, `sizes` each ten."""
+    """Samples while its tasks run: `lending` each two seconds, `sizes` each ten."""
 
     def __init__(self, node: SoakNode, parts: PartSupervisor, clock: Clock, sink: Sink) -> None:
         self._node, self._parts, self._clock, self._sink = node, parts, clock, sink
@@ -133,14 +134,12 @@ class Sampler:
         own = [os.getpid(), *(pid for name in self._parts.parts for pid in self._known(name))]
         return all_s, sum(map(_cpu_s_of, own))
 
-    def _known(self, name: str) -> list[int]:
-        """Without a look through all processes, as it is done each second."""
+    def _known(self, name: str) -> tuple[int, ...]:
+        """Without a look through all processes, as it is done every other second."""
         process = self._parts.parts[name].process
-        if process is None:
-            return []
-        with suppress(psutil.Error):
-            return [process.pid, *(p.pid for p in psutil.Process(process.pid).children(True))]
-        return []
+        with suppress(OSError):
+            return () if process is None else family(process.pid)
+        return ()
 
     def _sizes(self) -> None:
         for name, part in self._parts.parts.items():
@@ -151,7 +150,7 @@ class Sampler:
             self._sink(
                 MemorySample(
                     part=name,
-                    pid=pids[0],
+                    pid=self._parts.parts[name].process_id,
                     at_s=now_s,
                     age_s=now_s - part.since_s,
                     rss_bytes=sum(rss),
