@@ -45,7 +45,7 @@ def downs(records: Iterable[SoakRecord], part: str) -> list[Interval]:
     found = []
     for life in lives:
         struck_s = strike_before(records, life)
-        if life.status is None or struck_s is None:
+        if life.asked or life.status is None or struck_s is None:
             continue
         after = [each.ready_s for each in lives if each.ready_s and each.ready_s > life.until_s]
         found.append(Interval(struck_s - _NOTED_S, min(after, default=inf) + _NOTED_S))

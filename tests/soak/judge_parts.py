@@ -6,7 +6,7 @@ from typing import Any
 
 from harvester.contracts.audit import AuditKind
 from tests.soak.intervals import any_meets, downs, strike_before
-from tests.soak.parts import GUEST, PRODUCTION
+from tests.soak.parts import AGENT, GATEWAY, GUEST, PRODUCTION
 from tests.soak.records import (
     Audited,
     FaultStruck,
@@ -19,6 +19,8 @@ from tests.soak.records import (
 )
 from tests.soak.verdict import SoakVerdict
 
+_OURS = (AGENT, GATEWAY, GUEST)
+"""Parts that end with 0 if they are asked to."""
 _KILL_S = 5.0
 """Between an agent's order to end a guest and its end."""
 
@@ -50,7 +52,9 @@ def judge_ends(records: Sequence[SoakRecord], verdict: SoakVerdict) -> None:
         name = f"{life.part} {life.pid} at {life.until_s:.1f}"
         if life.changed:
             verdict.note("production_touched", f"{name}: {', '.join(life.changed)}")
-        if life.status is None or strike_before(records, life) is not None:
+        if life.asked and life.status and life.part in _OURS:
+            verdict.note("parts_ended", f"{name} with {life.status}, where it was asked to end")
+        if life.asked or life.status is None or strike_before(records, life) is not None:
             continue
         if life.part == PRODUCTION:
             verdict.note("production_ended", f"{name} with {life.status}")

@@ -183,7 +183,8 @@ class PartSupervisor:
                 since_s=part.since_s,
                 ready_s=part.ready_s,
                 until_s=self._clock.now(),
-                status=None if self._closing else part.process.poll(),
+                status=part.process.poll(),
+                asked=self._closing,
                 changed=self.changed(part),
             )
         )

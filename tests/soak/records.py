@@ -80,7 +80,9 @@ class Life(SoakRecord, tag="life"):
     """Its first answer."""
     until_s: float
     status: int | None
-    """None: it lived until the piece ended it."""
+    """None: it is not known."""
+    asked: bool = False
+    """The piece's end asked it to end."""
     changed: tuple[str, ...] = ()
     """Kernel attributes that others changed: nice, class, cores, control groups, OOM score."""
 

@@ -40,7 +40,7 @@ _LAST_S = 4000
 
 
 def _life(part: str, pid: int, since_s: float, until_s: float, **changes: Any) -> Life:
-    fields = {"status": None, "ready_s": since_s + 1.0, **changes}
+    fields = {"ready_s": since_s + 1.0, "status": 0, "asked": "status" not in changes, **changes}
     return Life(part=part, pid=pid, since_s=since_s, until_s=until_s, **fields)
 
 
@@ -217,7 +217,7 @@ TAMPERED: dict[str, tuple[str, Tamper]] = {
         "production_failed", _add(_answer(2063.0, error="reset"))
     ),
     "an end of production": (
-        "production_ended", _change(Life, lambda each: each.pid == 6, status=-11)
+        "production_ended", _change(Life, lambda each: each.pid == 6, status=-11, asked=False)
     ),
     "another class of production": (
         "production_touched", _change(Life, lambda each: each.pid == 6, changed=("class",))
@@ -305,9 +305,14 @@ TAMPERED: dict[str, tuple[str, Tamper]] = {
         "fault_demands", _change(FaultStruck, lambda each: each.name == "drain", failed="status 1")
     ),
     "a gateway that crashes": (
-        "parts_ended", _change(Life, lambda each: each.pid == 4, status=1)
+        "parts_ended", _change(Life, lambda each: each.pid == 4, status=1, asked=False)
     ),
-    "a guest that ends": ("parts_ended", _change(Life, lambda each: each.pid == 7, status=-6)),
+    "a guest that ends": (
+        "parts_ended", _change(Life, lambda each: each.pid == 7, status=-6, asked=False)
+    ),
+    "a guest that must be killed at the end": (
+        "parts_ended", _change(Life, lambda each: each.pid == 7, status=-9)
+    ),
     "a process that is left": (
         "left_behind", _change(PieceEnded, lambda _: True, left=("process 9",))
     ),
