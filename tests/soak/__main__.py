@@ -36,13 +36,6 @@ def main(
     every_s: Annotated[float, typer.Option(help="Seconds from one fault to the next.")] = 30.0,
     publish_s: Annotated[float, typer.Option(help="Seconds from one version to the next.")] = 180.0,
     seed: Annotated[int, typer.Option(help="Of faults, loads and weights.")] = 1,
-    isolation: Annotated[
-        str,
-        typer.Option(
-            help="Of the guest; the best one by default. On a machine that idle work "
-            "of others fills too, `none` lets it start."
-        ),
-    ] = "",
     fresh: Annotated[bool, typer.Option(help="Remove the pieces that are there.")] = False,
     judge_only: Annotated[bool, typer.Option(help="Run no piece.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="The summary.")] = None,
@@ -65,7 +58,6 @@ def main(
             every_s=every_s,
             publish_s=publish_s,
             soaked_s=before_s,
-            isolation=isolation,
             own_mounts=_MOUNTS in os.environ,
         )
         try:

@@ -4,7 +4,6 @@ Only a machine's own settings are replaced: paths, ports, users, model, sizes. F
 outlive a piece; pages are in shared memory, and the agent's state is on a small disk of its own.
 """
 
-import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,9 +48,8 @@ class PartCommand:
 class SoakNode:
     """Raises ConfigError where a part's requirement is not met."""
 
-    def __init__(self, out: Path, root: Path, *, isolation: str = "") -> None:
-        """`root`: of this piece, with the pages. `isolation`: of the guest, in place of the best
-        that needs no consent."""
+    def __init__(self, out: Path, root: Path) -> None:
+        """`root`: of this piece, with the pages."""
         self.out, self.root = out, root
         ports = free_ports(5)
         self.ports = dict(zip((PRODUCTION, GUEST, DEDICATED, AGENT, GATEWAY), ports, strict=True))
@@ -70,9 +68,6 @@ class SoakNode:
         shipped = redirected(root, (self.ports[AGENT], self.ports[GUEST])).read_text()
         # As operations.md says once one has looked long enough.
         self.agent_yaml = shipped.replace("mode: observe ", "mode: harvest ")
-        if isolation:
-            chosen = f"guest:\n      isolation: {isolation}"
-            self.agent_yaml = re.sub("guest: +#.*", chosen, self.agent_yaml)
         self.write_agent_file(self.agent_yaml)
         self._write_gateway_file()
 

@@ -61,8 +61,6 @@ class PiecePlan:
     publish_s: float
     soaked_s: float
     """Time of the pieces before it."""
-    isolation: str
-    """Of the guest; "": as `rosemux guest` chooses."""
     own_mounts: bool
     """/dev/shm and mounts are this process's own."""
 
@@ -90,7 +88,7 @@ class SoakPiece:
             kept = plan.out / "agent"
             if kept.exists():
                 shutil.copytree(kept, root / "state", dirs_exist_ok=True)
-            node = SoakNode(plan.out, root, isolation=plan.isolation)
+            node = SoakNode(plan.out, root)
             lines = len(_audit(node.agent_state))
             left: list[str] = []
             parts = PartSupervisor(
