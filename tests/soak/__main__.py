@@ -36,6 +36,9 @@ def main(
     every_s: Annotated[float, typer.Option(help="Seconds from one fault to the next.")] = 30.0,
     publish_s: Annotated[float, typer.Option(help="Seconds from one version to the next.")] = 180.0,
     seed: Annotated[int, typer.Option(help="Of faults, loads and weights.")] = 1,
+    lift_starts: Annotated[
+        bool, typer.Option(help="Guests start outside of their idle group: for a full machine.")
+    ] = False,
     fresh: Annotated[bool, typer.Option(help="Remove the pieces that are there.")] = False,
     judge_only: Annotated[bool, typer.Option(help="Run no piece.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="The summary.")] = None,
@@ -58,6 +61,7 @@ def main(
             every_s=every_s,
             publish_s=publish_s,
             soaked_s=before_s,
+            lift_starts=lift_starts,
             own_mounts=_MOUNTS in os.environ,
         )
         try:

@@ -1,4 +1,4 @@
-"""What strikes act on, and an operator's commands. Table and strikes are in `faults`."""
+"""The stage on which strikes act, and an operator's commands. The strikes are in `faults`."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ class DemandUnmet(Exception):  # noqa: N818 - a finding about the product
 
 @dataclass(slots=True, kw_only=True)
 class FaultStage:
-    """What strikes act on."""
+    """All that strikes act on."""
 
     node: SoakNode
     parts: PartSupervisor

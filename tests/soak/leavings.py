@@ -1,4 +1,4 @@
-"""What a piece may use up and leave behind: the agent's small disk, and the look at its end."""
+"""The agent's small disk, and the look at all that a piece has left behind."""
 
 import subprocess
 from collections.abc import Iterator

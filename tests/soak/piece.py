@@ -61,6 +61,8 @@ class PiecePlan:
     publish_s: float
     soaked_s: float
     """Time of the pieces before it."""
+    lift_starts: bool
+    """Guests start outside of their idle group."""
     own_mounts: bool
     """/dev/shm and mounts are this process's own."""
 
@@ -97,6 +99,7 @@ class SoakPiece:
                 mark=self._mark,
                 clock=self._clock,
                 sink=sink,
+                lift_starts=plan.lift_starts,
             )
             witness = GrantWitness(grant_page(node), sink)
             try:

@@ -18,11 +18,13 @@ from typing import Any
 import aiohttp
 import psutil
 
+from coserve.guest import isolation
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
+from harvester.contracts.process import family
 from harvester.platform.parent import end_with
 from tests.soak.node import PartCommand
-from tests.soak.parts import PRODUCTION
+from tests.soak.parts import GUEST, PRODUCTION
 from tests.soak.records import Life, Note, Sink, Struck
 
 MARK = "ROSEMUX_SOAK"
@@ -67,11 +69,13 @@ class PartSupervisor:
         mark: str,
         clock: Clock,
         sink: Sink,
+        lift_starts: bool = False,
     ) -> None:
+        """`lift_starts`: guests are outside of their idle group until they answer."""
         self.parts = {name: RunningPart(name, command) for name, command in commands.items()}
         self._logs, self._mark, self._clock, self._sink = logs, mark, clock, sink
         self._tasks: list[asyncio.Task[None]] = []
-        self._closing = False
+        self._closing, self._lift_starts = False, lift_starts
         logs.mkdir(parents=True, exist_ok=True)
 
     def start(self, name: str) -> None:
@@ -164,13 +168,18 @@ class PartSupervisor:
 
     async def _answers(self, part: RunningPart) -> None:
         url = part.command.url + part.command.health
+        lifted = self._lift_starts and part.name == GUEST
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5.0)) as session:
             while part.ready_s is None:
+                if lifted:
+                    lift_guest(part.process_id)
                 with suppress(aiohttp.ClientError, TimeoutError, OSError):
                     async with session.get(url) as reply:
                         if reply.status == 200:
                             part.ready_s = self._clock.now()
                 await asyncio.sleep(_POLL_S)
+        if lifted:
+            isolate_guest(part.process_id)
         assert part.process is not None
         part.attributes = attributes_of(part.process.pid)
 
@@ -213,6 +222,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def lift_guest(head: int) -> None:
+    """Takes the processes of a guest that starts out of its idle group or class."""
+    with suppress(OSError, psutil.Error):
+        for pid in family(head):
+            isolation.lift_from_process(pid)
+
+
+def isolate_guest(head: int) -> None:
+    with suppress(OSError, psutil.Error):
+        for pid in family(head):
+            isolation.apply_to_process(isolation.choose(), pid, guest=head)
 
 
 def marked(mark: str) -> list[int]:

@@ -117,7 +117,7 @@ class TurnAnswer(SoakRecord, tag="turn"):
     trajectory: str
     turn: int
     asked_s: float
-    """Of its first attempt."""
+    """When its first attempt was sent."""
     sent_s: float
     ended_s: float
     prompt: tuple[int, ...]
@@ -160,7 +160,7 @@ class VersionMade(SoakRecord, tag="version"):
 
 
 class VersionServed(SoakRecord, tag="served"):
-    """What an engine's workers held at the end of the piece."""
+    """The weights that an engine's workers held at the end of the piece."""
 
     engine: str
     version: int
@@ -210,7 +210,7 @@ class Audited(SoakRecord, tag="audit"):
 
 
 class Note(SoakRecord, tag="note"):
-    """What the harness did as an operator, or could not do."""
+    """An operator's act of the harness, or something that it could not do."""
 
     at_s: float
     text: str
