@@ -3,7 +3,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 export PYTHON ?= python3.11
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check explore fuzz bench compat clients installation kvcached kernels lock clean
+.PHONY: help setup demo test check explore fuzz soak bench compat clients installation kvcached kernels lock clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -32,6 +32,9 @@ explore: setup ## lease, permit and version protocols over all interleavings: ma
 
 fuzz: setup ## requests made from the OpenAPI documents of agent, gateway and phase control; ARGS="agent" takes one
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+soak: setup ## real parts under load, a fault every 30 s, eight hours in pieces that go on: make soak ARGS="--minutes 10"
+	$(BIN)/python -m tests.soak $(ARGS)
 
 bench: setup ## one benchmark: make bench NAME=step_gate
 	@test -n "$(NAME)" || { echo "make bench NAME=one of: $$(ls benchmarks/*/__main__.py | xargs -n1 dirname | xargs -n1 basename | xargs)"; exit 2; }
