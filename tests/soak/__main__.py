@@ -20,6 +20,7 @@ from harvester.contracts.errors import RoseMuxError
 from tests.soak.judge import judged, soaked_s
 from tests.soak.leavings import SHARED
 from tests.soak.piece import PiecePlan, SoakPiece, ends_by
+from tests.soak.processes import end_strays
 from tests.soak.records import SoakRecord, read_records
 
 _MOUNTS = "ROSEMUX_SOAK_MOUNTS"
@@ -65,6 +66,7 @@ def main(
             own_mounts=_MOUNTS in os.environ,
         )
         try:
+            end_strays()
             check_machine()
             asyncio.run(_run(plan))
         except RoseMuxError as error:

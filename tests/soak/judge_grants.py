@@ -11,6 +11,7 @@ from tests.soak.records import (
     FaultStruck,
     GrantSpan,
     LendingSample,
+    PieceEnded,
     SoakRecord,
     Stopped,
     of_kind,
@@ -38,7 +39,8 @@ def judge_grants(records: Sequence[SoakRecord], verdict: SoakVerdict) -> None:
         if span.epoch < before.epoch:
             verdict.note("unleased_grants", f"epoch {span.epoch} behind {before.epoch}")
     opened = [span for span in spans if span.mode != "closed"]
-    _leases(records, opened, verdict)
+    if of_kind(records, PieceEnded):  # The audit is copied at the end; a killed piece has none.
+        _leases(records, opened, verdict)
     _stops(records, opened, verdict)
     for dead in downs(records, PRODUCTION):
         # The interval's ends have room for the harness's own notes, to the wrong sides here.
