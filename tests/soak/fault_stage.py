@@ -20,8 +20,9 @@ from tests.soak.trainer import Trainer
 
 _COMMAND_S = 120.0
 """A command imports for seconds where the machine is full."""
-_DEMAND_S = 15.0
-"""Time for what the product does within a beat, on a machine that others use too."""
+_DEMAND_S = 45.0
+"""Time for what the product does within a beat. A guest in its idle group has taken
+14 s to make its page again on a full machine."""
 
 
 class FaultSkipped(Exception):  # noqa: N818 - nothing is wrong

@@ -177,6 +177,8 @@ class SoakPiece:
                 rollouts = asyncio.create_task(job.run())
                 try:
                     await self._strike(stage, sampler, sink)
+                    # A guest follows versions under a lease alone, which the job's turns ask for.
+                    await self._served(stage, sink)
                     job.closing = True
                     async with asyncio.timeout(_SETTLE_S):
                         await rollouts
@@ -185,7 +187,6 @@ class SoakPiece:
                 finally:
                     rollouts.cancel()
                     await asyncio.gather(rollouts, return_exceptions=True)
-                await self._served(stage, sink)
             await trainer.close()
 
     async def _strike(self, stage: FaultStage, sampler: Sampler, sink: Sink) -> None:
