@@ -3,7 +3,6 @@
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -17,12 +16,12 @@ from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
+from harvester.agent.stop_audit import StopAudit
 from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.ids import LeaseId, NodeId, SlotId
 from harvester.contracts.page.directory import LAUNCH_DIRECTORY, make_directory
 from harvester.contracts.wire.leases import (
@@ -34,7 +33,7 @@ from harvester.contracts.wire.leases import (
     LeaseRequest,
     SlotState,
 )
-from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest, StopSource
+from harvester.contracts.wire.stops import Stop, StopOrder, StopReply, StopRequest
 from harvester.policy.lease_table import LeaseTable
 from harvester.policy.sample import KillSwitch
 from harvester.policy.settings import SlotSettings
@@ -45,8 +44,6 @@ _log = logging.getLogger(__name__)
 
 _SECRET_BYTES = 16
 RELOADER = "operator, by SIGHUP"
-_CALLED = frozenset({StopSource.OPERATOR, StopSource.CLUSTER})
-"""Sources of orders that are calls: their audit events name the caller."""
 _OPENING_S = 1.0
 """Time for slots that come and go at once: a tenth of the unit's watchdog."""
 _WAITS = "waits for its turn"
@@ -371,11 +368,9 @@ class NodeAgent:
         """`detail` says why, where it is not the policy's reason."""
         slots = {slot.name: slot for slot in self.slots}
         for lease, reason in self.leases.news():
-            slot = slots.get(lease.slot)
-            why = detail or ""
-            if slot is not None:
-                slot.exposition.ended(reason.value)
-                why = slot.policy.reason if detail is None else detail
+            slot = slots[lease.slot]
+            slot.exposition.ended(reason.value)
+            why = slot.policy.reason if detail is None else detail
             self._lease_audit.ended(lease, reason, who=who, detail=why)
 
 
@@ -392,44 +387,3 @@ def _make_root(config: AgentConfig) -> None:
             make_directory(root / LAUNCH_DIRECTORY, owners=own, group=config.page_gid)
     except OSError as error:
         raise ConfigError(f"cannot make page_root {root}: {error.strerror}") from error
-
-
-class StopAudit:
-    """Notes orders to stop that came into force, and orders that were lifted, with the caller."""
-
-    def __init__(self, log: AuditLog, stops: Sequence[Stop]) -> None:
-        """`stops` are those in force at the agent's start: its last run noted what was called."""
-        self._log = log
-        self._stops = _unnumbered(stop for stop in stops if stop.source in _CALLED)
-        self._limits = {source: EventLimit() for source in StopSource}
-        """An alert may flap, and a gateway may stop many tenants: that hides no operator's call."""
-
-    def observe(self, stops: Sequence[Stop], *, caller: str, now: float) -> None:
-        """`stops` are those in force, `caller` is who made the call that changed them, if any."""
-        before, self._stops = self._stops, _unnumbered(stops)
-        # Where one takes another's place, the last line is the one in force.
-        for kind, changed in (
-            (AuditKind.STOP_LIFTED, before - self._stops),
-            (AuditKind.STOP_PLACED, self._stops - before),
-        ):
-            for stop in sorted(changed, key=lambda stop: (stop.source, stop.slot, stop.tenant)):
-                self._note(kind, stop, caller if stop.source in _CALLED else "", now)
-
-    def _note(self, kind: AuditKind, stop: Stop, caller: str, now: float) -> None:
-        limit = self._limits[stop.source]
-        if not limit.admits(now=now):
-            return
-        ordered = stop.by if kind is AuditKind.STOP_PLACED else ""
-        self._log.note(
-            kind,
-            slot=stop.slot,
-            tenant=stop.tenant,
-            who=", ".join(filter(None, (ordered, caller))) or stop.source,
-            reason=f"{stop.order} ({stop.source}): {stop.reason or 'no reason given'}",
-            omitted=limit.taken(),
-        )
-
-
-def _unnumbered(stops: Iterable[Stop]) -> frozenset[Stop]:
-    """Without the numbers, which rise while an order stays."""
-    return frozenset(msgspec.structs.replace(stop, number=0) for stop in stops)

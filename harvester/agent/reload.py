@@ -5,7 +5,7 @@ field changed is opened anew, which ends its lease. Any other field of the node,
 needs a restart: until then the agent runs on the old value and reports it.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,7 +59,8 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
     config = old.model_copy(update={**taken, "slots": slots})
     waiting = _differences(config, new)
     both = named.keys() & {slot.name for slot in new.slots}
-    changed = _differences(_only(both, old), _only(both, config))
+    moved = tuple(f"slots.{name}." for name in named.keys() ^ {slot.name for slot in new.slots})
+    changed = [name for name in _differences(old, config) if not name.startswith(moved)]
     changed = [name for name in changed if name not in waiting]
     before, after = dict(_values(old)), dict(_values(new))
     came = tuple(_added(slot.name) for slot in new.slots if slot.name not in both)
@@ -87,11 +88,6 @@ def reload(old: AgentConfig, new: AgentConfig) -> Reload:
 
 def _added(slot: str) -> str:
     return f"slots.{slot}: added"
-
-
-def _only(names: Container[str], config: AgentConfig) -> AgentConfig:
-    slots = tuple(slot for slot in config.slots if slot.name in names)
-    return config.model_copy(update={"slots": slots})
 
 
 def _fixed(slot: SlotConfig) -> dict[str, Any]:
