@@ -125,9 +125,14 @@ def with_slots(written: LoadedConfig, found: LoadedConfig | None) -> LoadedConfi
     if found is None:
         return written
     own = {slot.name for slot in written.config.slots}
-    more = tuple(slot for slot in found.config.slots if slot.name not in own)
-    twice = sorted(own & {slot.name for slot in found.config.slots})
-    notes = [f"slot {name} of the slots file is the agent's own file's" for name in twice]
+    pages = {written.config.pages_of(slot) for slot in written.config.slots}
+    twice = [
+        slot
+        for slot in found.config.slots
+        if slot.name in own or found.config.pages_of(slot) in pages
+    ]
+    more = tuple(slot for slot in found.config.slots if slot not in twice)
+    notes = [f"slot {slot.name} of the slots file is the agent's own file's" for slot in twice]
     whole = _with(written.config, (*written.config.slots, *more), written.config.slots_file)
     return LoadedConfig(config=whole, notes=(*written.notes, *found.notes, *notes))
 

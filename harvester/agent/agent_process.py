@@ -142,10 +142,7 @@ class AgentProcess:
     async def _follow_slots(self, node: NodeAgent) -> None:
         """Each second: a slots file that has changed, and slots that are not open yet."""
         while True:
-            try:
-                await self._look_for_slots(node)
-            except Exception:
-                _log.exception("the slots that were in force stay")
+            await self._look_for_slots(node)
             await asyncio.sleep(_LOOK_S)
 
     async def _look_for_slots(self, node: NodeAgent) -> None:
@@ -157,13 +154,17 @@ class AgentProcess:
                 found = await asyncio.to_thread(
                     read_slots_file, written, path, may_be_absent=not there
                 )
-                if written is self._written:  # Else a reload has read it meanwhile.
+                if written is self._written:
                     self._apply(node, with_slots(written, found), who=f"slots file {path}")
                     self._found = found
+                    self._slots_file.taken()
+                else:
+                    self._slots_file.look_again()  # A reload came meanwhile.
             except ConfigError as error:
                 self._report_slots_file(node, str(error))
-            else:
-                self._slots_file.taken()
+            except Exception as error:
+                _log.exception("the slots file is not understood")
+                self._report_slots_file(node, f"agent fault: {type(error).__name__}")
         elif node.waiting or (node.unopened and now >= self._retry_at_s):
             self._retry_at_s = now + _RETRY_S
             node.open_more()

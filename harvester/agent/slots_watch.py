@@ -5,6 +5,7 @@ from pathlib import Path
 from harvester.platform.renewed import state_of
 
 _RETRY_S = 10.0
+_UNSEEN = "not looked at yet"
 
 
 class SlotsWatch:
@@ -12,7 +13,7 @@ class SlotsWatch:
         self.path = path
         self.in_force = True
         """Whether the file as it is now could be used."""
-        self._seen: tuple[int, int, int] | str | None = "not looked at yet"
+        self._seen: tuple[int, int, int] | str | None = _UNSEEN
         self._retry_at_s = 0.0
         self._fault = ""
 
@@ -26,6 +27,10 @@ class SlotsWatch:
         # Before it is read: a file that changes meanwhile is read again.
         self._seen, self._retry_at_s = state, now + _RETRY_S
         return True
+
+    def look_again(self) -> None:
+        """Makes the file due: the last reading counts for nothing."""
+        self._seen = _UNSEEN
 
     def taken(self) -> None:
         """It could be used."""

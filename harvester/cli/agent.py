@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 from yaml import YAMLError
 
-from harvester.config_file import LoadedConfig, read_agent_config
+from harvester.config_file import LoadedConfig, read_agent_config, read_slots_file, with_slots
 from harvester.contracts.errors import ConfigError
 from harvester.distribution import rosemux_version
 from harvester.platform.logs import begin_log
@@ -33,13 +33,14 @@ def agent(
         return read_agent_config(config, flags=flags)
 
     loaded = load()
-    checked = loaded.config
     if check_config:
+        loaded = with_slots(loaded, read_slots_file(loaded, loaded.config.slots_file))
+        checked = loaded.config
         checked.check_here()
         checked.check_devices()
         for note in loaded.notes:
             typer.echo(f"note: {note}")
-        names = ", ".join(slot.name for slot in checked.slots)
+        names = ", ".join(slot.name for slot in checked.slots) or "none yet"
         typer.echo(f"{config}: good; node {checked.node}, mode {checked.mode}, slots {names}")
         return
     begin_log(log_level)

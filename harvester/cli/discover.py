@@ -177,9 +177,7 @@ def _written(file: Path) -> dict[str, Fields]:
         return {}
     text = read_text(file)
     if not text.startswith(_HEADER):
-        raise ConfigError(
-            f"--write {file}: it is not a file of `rosemux discover`; remove it first"
-        )
+        raise ConfigError(f"--write {file}: not a file of `rosemux discover`; remove it first")
     try:
         fields = parse_fields(text, file)
         validated(SlotsFile, fields, text, file)

@@ -10,7 +10,7 @@ from harvester.discovery.slot_template import DiscoveredEngine
 
 LABEL = "rosemux.dev/slot"
 _OWN = "rosemux.dev/"
-"""Prefix of annotations that fill placeholders: rosemux.dev/gpu is $gpu."""
+"""Prefix of annotations that fill placeholders: rosemux.dev/guest-port is $guest_port."""
 MAX_REPLY_BYTES = 16 << 20
 """Pods are some 10 KB each, and a node has some hundred."""
 _MOST_PODS = 500
@@ -73,7 +73,11 @@ def found_pods(pods: PodList, *, label: str) -> list[DiscoveredEngine]:
 
 def _engine(pod: _Pod, label: str) -> DiscoveredEngine:
     annotations = pod.metadata.annotations.items()
-    own = {key.removeprefix(_OWN): value for key, value in annotations if key.startswith(_OWN)}
+    own = {
+        key.removeprefix(_OWN).replace("-", "_"): value
+        for key, value in annotations
+        if key.startswith(_OWN)
+    }
     ports = [str(port.number) for container in pod.spec.containers for port in container.ports]
     return DiscoveredEngine(
         slot=pod.metadata.labels.get(label, ""),

@@ -15,7 +15,6 @@ from harvester.contracts.ids import is_name
 
 Fields = dict[str, Any]
 _HARMLESS = re.compile(r"[A-Za-z0-9._:/\[\]-]{1,256}")
-_PORTS = range(1, 65536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +24,7 @@ class DiscoveredEngine:
     slot: str
     """Name of its slot, not checked yet."""
     origin: str
-    """Its unit or pod, for people."""
+    """Its unit or pod, for people; not empty."""
     host: str = "127.0.0.1"
     port: str = ""
     """Port of its API; "" where the source does not show one."""
@@ -54,7 +53,7 @@ class SlotTemplate:
         """Its slot's fields. Raises ValueError where they are none."""
         if not is_name(engine.slot):
             raise ValueError(f"{engine.slot[:80]!r} is no name of a slot")
-        port = engine.port if engine.port.isdecimal() and int(engine.port) in _PORTS else ""
+        port = engine.port if engine.port.isdecimal() and 0 < int(engine.port) < 65536 else ""
         values = {**engine.values, "name": engine.slot, "host": engine.host, "port": port}
         good = {name: value for name, value in values.items() if _is_harmless(value)}
         fields = {"name": engine.slot, **_filled(self._fields, good)}
@@ -79,13 +78,13 @@ class SlotTemplate:
                 if len(slots) == MAX_SLOTS:
                     raise ValueError(f"more than {MAX_SLOTS} slots")
                 fields = self.slot(engine)
-                first = origins.setdefault(pages_of(fields), engine.origin)
-                if first is not engine.origin:
+                if first := origins.get(pages_of(fields)):
                     raise ValueError(f"its slot {engine.slot} is that of {first}")
             except ValueError as error:
                 faults.append(f"{engine.origin}: {error}")
             else:
                 slots[engine.slot] = fields
+                origins[pages_of(fields)] = engine.origin
         return slots, faults
 
 
@@ -108,9 +107,8 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
             try:
                 return Template(value).substitute(values)
             except KeyError as error:
-                raise _UnfilledError(
-                    f"no value for ${error.args[0]}, or one that is none"
-                ) from error
+                unfilled = f"no value for ${error.args[0]}, or one that is none"
+                raise _UnfilledError(unfilled) from error
             except ValueError as error:
                 raise ValueError(f"{value!r}: write $$ for a dollar") from error
         case dict():

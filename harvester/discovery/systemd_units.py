@@ -44,7 +44,8 @@ def found_units(patterns: Sequence[str]) -> list[DiscoveredEngine]:
         raise Exhausted(f"systemctl: {error}") from error
     if done.returncode:
         raise Exhausted(f"systemctl: {done.stderr.strip()[:300] or f'status {done.returncode}'}")
-    return [*_engines(done.stdout)]
+    # One for a unit that two patterns name.
+    return [*{engine.origin: engine for engine in _engines(done.stdout)}.values()]
 
 
 def _engines(shown: str) -> Iterator[DiscoveredEngine]:

@@ -511,6 +511,56 @@ def test_the_agent_s_own_file_counts_where_both_have_a_slot(
     assert "slot own of the slots file is the agent's own file's" in caplog.text
 
 
+def test_a_slot_on_pages_of_the_agent_s_own_leaves_the_others_theirs(
+    running: Running, agent_file: Path, tmp_path: Path
+) -> None:
+    pages = tmp_path / "pages" / "chat"
+    agent_file.write_text(
+        agent_file.read_text().replace("- name: own", f"- name: own\n  pages: {pages}")
+    )
+    running.process._reconfigure(running.node)
+    write(tmp_path / "slots.yaml", "chat", "b")
+    assert running.beat() == ["own", "b"]
+    assert running.in_force == 1
+
+
+def test_a_reload_while_the_slots_file_is_read_is_not_undone_by_it(
+    running: Running, agent_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "slots.yaml"
+    write(path, "a")
+    read = agent_process.read_slots_file
+
+    def overtaken(*given: Any, **named: Any) -> Any:
+        found = read(*given, **named)
+        monkeypatch.setattr(agent_process, "read_slots_file", read)
+        with agent_file.open("a") as file:
+            file.write('mode: "off"\n')
+        path.write_text("slots: [")
+        running.process._reconfigure(running.node)
+        write(path, "b")
+        return found
+
+    monkeypatch.setattr(agent_process, "read_slots_file", overtaken)
+    assert running.beat() == ["own"]
+    assert running.in_force == 0
+    assert running.beat() == ["own", "b"]
+    assert running.in_force == 1
+    assert {slot.policy.settings.mode for slot in running.node.slots} == {"off"}
+
+
+def test_a_mistake_of_ours_beside_a_slots_file_is_a_fault_that_passes(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "slots.yaml", "a")
+    with monkeypatch.context() as broken:
+        broken.setattr(NodeAgent, "reconfigure", lambda *_, **__: {}["mistake"])
+        assert running.beat() == ["own"]
+        assert running.in_force == 0
+    assert running.beat() == ["own", "a"]
+    assert running.in_force == 1
+
+
 def test_a_slots_file_that_is_no_file_is_not_waited_for(running: Running, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "slots.yaml")
     assert running.beat() == ["own"]

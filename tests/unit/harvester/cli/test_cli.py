@@ -113,6 +113,22 @@ def test_the_check_says_which_variable_overrides_the_file_and_what_is_odd(
     assert "were 500 ms meant" in shown
 
 
+def test_the_check_reads_the_slots_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, slots = tmp_path / "agent.yaml", tmp_path / "slots.yaml"
+    path.write_text(f"slots_file: {slots}\n")
+    arguments = ["agent", "--config", str(path), "--check-config"]
+    assert exit_code(arguments) == 0
+    assert "slots none yet" in capsys.readouterr().out
+    slots.write_text("slots: [{name: found}]\n")
+    assert exit_code(arguments) == 0
+    assert "slots found" in capsys.readouterr().out
+    slots.write_text("slots: [{name: found, models: m}]\n")
+    assert exit_code(arguments) == 2
+    assert "slots.yaml line 1: slots.0.models" in capsys.readouterr().err
+
+
 def test_checks_a_configuration_without_starting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ def pod(name: str, *, slot: str = "chat", **changes: Any) -> dict[str, Any]:
         "namespace": "serving",
         "uid": "1",
         "labels": {LABEL: slot, "app": "vllm"},
-        "annotations": {"rosemux.dev/gpu": "GPU-7", "other/x": "y"},
+        "annotations": {"rosemux.dev/guest-port": "8003", "other/x": "y"},
         **changes.pop("metadata", {}),
     }
     ports = [{"containerPort": 8000, "protocol": "TCP"}, {"containerPort": 9}]
@@ -39,7 +39,7 @@ def test_a_pod_is_an_engine_with_its_own_values() -> None:
             origin="pod serving/a",
             host="10.1.2.3",
             port="8000",
-            values={"gpu": "GPU-7"},
+            values={"guest_port": "8003"},
         )
     ]
 

@@ -56,6 +56,12 @@ def test_units_that_are_up_have_slots_named_by_their_pages_or_themselves(systemc
     assert asked[-3:] == ["--", "vllm@*.service", "plain.service"]
 
 
+def test_a_unit_that_two_patterns_name_is_one_engine(systemctl: Path) -> None:
+    shown = systemctl.parent / "shown"
+    shown.write_text(f"{SHOWN}\n{SHOWN}")
+    assert len(found_units(["vllm@*.service", "vllm@chat.service"])) == 3
+
+
 def test_no_unit_is_no_engine(systemctl: Path) -> None:
     (systemctl.parent / "shown").write_text("\n")
     assert found_units(["vllm@*.service"]) == []
