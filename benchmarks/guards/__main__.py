@@ -6,21 +6,27 @@ harm is found, how often a harmless guest is stopped. No engine and no clock: a 
 
 import argparse
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.guards.services import SERVICES
 from benchmarks.guards.simulated_slot import run
+from benchmarks.testbed.kept_result import kept_result
 from benchmarks.testbed.reporting import report
 
 
-def _run_named(task: tuple[str, int]) -> dict[str, Any]:
+def _run_named(directory: Path | None, task: tuple[str, int]) -> dict[str, Any]:
     name, seed = task
-    return run(SERVICES[name], seed)
+    file = f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}-{seed}.json"
+    path = None if directory is None else directory / file
+    return kept_result(path, lambda: run(SERVICES[name], seed), dict[str, Any])
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -63,22 +69,37 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", help="services whose name has this text")
     parser.add_argument("--runs", type=int, help="of each service, instead of its own number")
+    parser.add_argument("--resume", type=Path, help="directory of runs that are kept")
+    parser.add_argument("--workers", type=int, help="processes side by side, one a core by default")
     arguments = parser.parse_args()
-    tasks = [
-        (name, seed)
-        for name, service in SERVICES.items()
-        if not arguments.only or arguments.only in name
-        for seed in range(arguments.runs or service.runs)
-    ]
+    # The first run of each service first: a piece then tells of all of them.
+    tasks = sorted(
+        (
+            (name, seed)
+            for name, service in SERVICES.items()
+            if not arguments.only or arguments.only in name
+            for seed in range(arguments.runs or service.runs)
+        ),
+        key=itemgetter(1),
+    )
     if not tasks:
         parser.error(f"--only: no service has {arguments.only!r} in its name")
-    report("guards", lambda: measured(tasks), arguments.json, engines=False)
+    resume: Path | None = arguments.resume
+    if resume is not None:
+        resume.mkdir(parents=True, exist_ok=True)
+    report(
+        "guards", lambda: measured(tasks, resume, arguments.workers), arguments.json, engines=False
+    )
 
 
-def measured(tasks: list[tuple[str, int]]) -> dict[str, Any]:
+def measured(
+    tasks: list[tuple[str, int]], resume: Path | None, workers: int | None
+) -> dict[str, Any]:
+    """`resume`: directory of runs of earlier pieces of the same code, which gets the others."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in tasks}
-    with ProcessPoolExecutor() as executor:
-        for (name, _), one in zip(tasks, executor.map(_run_named, tasks), strict=True):
+    with ProcessPoolExecutor(workers) as executor:
+        found = executor.map(partial(_run_named, resume), tasks)
+        for (name, _), one in zip(tasks, found, strict=True):
             runs[name].append(one)
     return {"summary": summary(runs), "runs": runs}
 

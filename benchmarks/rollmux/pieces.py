@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from time import process_time
-from typing import TypeVar
 
 import msgspec
 
 from benchmarks.rollmux.arms import ARMS
 from benchmarks.rollmux.mixes import Mix
 from benchmarks.rollmux.variants import AS_PUBLISHED, VARIANTS
+from benchmarks.testbed.kept_result import Result, kept_result
 from harvester.platform.parent import end_with
 from scheduler.sim.rollmux.arms import ArmResult, run_arm, summary
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.workload import JOBS, PAPER_WORLD, Drift, SimulatedJob, World
-
-_Kept = TypeVar("_Kept")
 
 
 class ArmRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,17 +116,8 @@ class Pieces:
     def arm(self, wanted: ArmOfSeed) -> ArmRun:
         return self.kept(wanted.key, lambda: self._ahead.get(wanted.key) or wanted.run(), ArmRun)
 
-    def kept(self, name: str, run: Callable[[], _Kept], kind: type[_Kept]) -> _Kept:
-        path = self._path(name)
-        if path is not None and path.is_file():
-            return msgspec.json.decode(path.read_bytes(), type=kind)
-        result = run()
-        if path is not None:
-            # A run that is stopped while it writes leaves no half of a result.
-            part = path.with_suffix(".part")
-            part.write_bytes(msgspec.json.encode(result))
-            part.replace(path)
-        return result
+    def kept(self, name: str, run: Callable[[], Result], kind: type[Result]) -> Result:
+        return kept_result(self._path(name), run, kind)
 
     def _path(self, name: str) -> Path | None:
         return None if self._directory is None else self._directory / f"{name}.json"
