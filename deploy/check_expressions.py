@@ -32,6 +32,8 @@ _STRING = r'"(?:[^"\\]|\\.)*"'
 _MATCHERS = rf"\s*\{{(?:{_STRING}|[^}}\"])*\}}"
 _SELECTOR = re.compile(rf"(?<![\w.:])[a-zA-Z_:][\w:]*(?:{_MATCHERS})?(?!\s*\(|[\w:])")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+_IF_CONFIGURED = frozenset({"harvester_interlock_known"})
+"""Selectors of alerts on what is off by default."""
 _WORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan", "Inf", "NaN"}
 
 
@@ -161,7 +163,9 @@ def _findings(prometheus: Prometheus, expression: Expression) -> Iterator[Findin
         for query in selectors(text) if expression.is_alert else (text,):
             values = prometheus.values(query)
             if not values:
-                yield Finding(f"{where}: no data: {query}", is_fault=True)
+                off = query.partition("{")[0] in _IF_CONFIGURED
+                line = f"{where}: no data: {query}{' (off unless configured)' if off else ''}"
+                yield Finding(line, is_fault=not off)
             elif not any(math.isfinite(value) for value in values):
                 yield Finding(f"{where}: {values[0]} so far: {query}", is_fault=False)
     except ValueError as error:

@@ -212,7 +212,7 @@ class SlotConfig(FrozenSettings):
     mps: MpsConfig | None = None
     """Consent level `mps`. Without it a guest that runs under MPS gets no grant."""
     guest: GuestConfig | None = None
-    """Used by `rosemux guest` only; a guest may also be started by other means."""
+    """The guest that `rosemux guest` starts, if it does. The agent itself reads `gpus` alone."""
     stop: StopWord = StopOrder.NONE
     """As the node's `stop`, for this slot."""
     policy: SlotSettings = SlotSettings()

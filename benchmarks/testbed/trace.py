@@ -1,4 +1,5 @@
 """Reads a trace of production requests: `t_s,input_tokens,output_tokens`, plain or gzipped CSV.
+The columns of AzurePublicDataset's LLM traces are taken for these.
 
 Decides whether a file is a trace and says at which line it is not. Never guesses at a malformed
 value and never holds more than its bounds. `window` decides which part is replayed, and how fast.
@@ -9,8 +10,9 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,11 @@ from numpy.typing import NDArray
 from harvester.contracts.errors import ConfigError
 
 COLUMNS = ("t_s", "input_tokens", "output_tokens")
+_OF_AZURE = {
+    "TIMESTAMP": "t_s",
+    "ContextTokens": "input_tokens",
+    "GeneratedTokens": "output_tokens",
+}
 LINE_MAX_BYTES = 4096
 ROWS_MAX = 2_000_000
 BYTES_MAX = 256 << 20
@@ -136,6 +143,7 @@ def _lines(file: io.BufferedIOBase, path: Path) -> Iterator[tuple[int, str]]:
 def _places(header: str, path: Path, number: int) -> tuple[int, int, int]:
     try:
         names = [name.strip() for name in _cells(header)] if header else []
+        names = [_OF_AZURE.get(name, name) for name in names]
     except ValueError as error:
         raise ConfigError(f"{path}, line {number}: {error}") from None
     for column in COLUMNS:
@@ -154,7 +162,7 @@ def _row(line: str, places: tuple[int, int, int]) -> tuple[float, int, int]:
     if len(cells) <= max(places):
         raise ValueError(f"{len(cells)} columns, at least {max(places) + 1} expected")
     return (
-        _number("t_s", cells[places[0]], TIME_MAX_S),
+        _seconds(cells[places[0]]),
         _tokens("input_tokens", cells[places[1]]),
         _tokens("output_tokens", cells[places[2]]),
     )
@@ -165,6 +173,14 @@ def _cells(line: str) -> list[str]:
         return next(csv.reader((line,), strict=True))
     except csv.Error as error:
         raise ValueError(f"not CSV ({error})") from None
+
+
+def _seconds(cell: str) -> float:
+    """A number of seconds, or a date and time."""
+    with suppress(ValueError):
+        date = datetime.fromisoformat(cell.strip())
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
+    return _number("t_s", cell, TIME_MAX_S)
 
 
 def _tokens(column: str, cell: str) -> int:

@@ -71,6 +71,7 @@ def gpu_guests() -> tuple[Lines, ...]:
 
 
 def _held_asleep() -> str:
-    held = latest("harvester_guest_memory_bytes", f'{SLOT}, part="context"')
+    parts = latest("harvester_guest_memory_bytes", f'{SLOT}, part!="kv"', f"{PLACE}, part")
+    held = f"sum by ({PLACE}) ({parts})"
     bound = latest("harvester_guest_asleep_bytes_max", SLOT)
     return f"{held} / {bound} * {latest('harvester_guest_weights_away', SLOT)}"

@@ -28,8 +28,8 @@ def production() -> tuple[Lines | Stat, ...]:
         quantiles("Inter-token latency", "Between tokens.", _ITL, _ENGINES, _VLLM),
         lines(
             "Impact of harvesting",
-            "Latency with grants over latency in randomised slices without, minus 1. Harvesting "
-            "stops itself when the lower bound exceeds the limit.",
+            "Latency with grants over latency in randomised slices without, minus 1. It stops "
+            "nothing: the proof does, by its own tests.",
             RATIO,
             (
                 latest("harvester_impact_ratio", SLOT, f"{PLACE}, slo, bound"),
@@ -78,9 +78,14 @@ def verdicts() -> tuple[Lines | Stat, ...]:
         ),
         number(
             "Burn rate, 1 h",
-            "Times too fast. Harvesting stops at 7.2, a page goes out at 14.4.",
+            "Times too fast, by all misses beside guest steps: a page goes out at 14.4. Less "
+            "production's own (guard), harvesting stops at 7.2.",
             COUNT,
             (latest("slot:harvester_slo_burn:ratio_rate1h", SLOT), "{{node}} {{slot}}"),
+            (
+                latest("harvester_guard_value", f'{SLOT}, guard="burn_1h"'),
+                "{{node}} {{slot}} guard",
+            ),
             bad_above=7.2,
         ),
         number(
@@ -91,9 +96,13 @@ def verdicts() -> tuple[Lines | Stat, ...]:
             bad_above=0.5,
         ),
         number(
-            "Kill switch",
-            "1 while an operator holds or drains.",
+            "Stopped by an operator",
+            "1 while the node's kill file, or any order to hold or drain the slot, is in force.",
             COUNT,
+            (
+                latest("harvester_slot_stopped", SLOT, f"{PLACE}, order"),
+                "{{node}} {{slot}} {{order}}",
+            ),
             (
                 latest("harvester_kill_switch_engaged", 'node=~"$node"', "node, level"),
                 "{{node}} {{level}}",

@@ -13,7 +13,7 @@ _NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "know
 
 def agent_tables(offers: SlotOffers) -> Iterator[Table]:
     """Those that have rows."""
-    slots = _table("slot", "state", "mode", "decision", "lease", "epoch", "idle", "headroom")
+    slots = _table("slot", "offer", "mode", "state", "lease", "epoch", "idle", "headroom")
     slots.title = f"Node {offers.node}"
     engines = _table("slot", "model", "url", "isolation", "floor")
     for offer in offers.slots:

@@ -29,11 +29,13 @@ from harvester.contracts.wire.leases import SlotOffers
 
 _RECORDS: dict[str, type[Grant | Guest | Pulse]] = {PageName.GRANT: Grant, PageName.GUEST: Guest}
 """Every other page is a pulse."""
+_ROOTS = (Path("/run/rosemux"), Path("/dev/shm/rosemux"))
+"""The shipped files' one, and the default of `page_root`."""
 
 
 def status(
-    pages: Annotated[Path, typer.Option(help="Directory that holds the slots' pages.")] = Path(
-        "/dev/shm/rosemux"
+    pages: Annotated[Path, typer.Option(help="Directory that holds the slots' pages.")] = next(
+        filter(Path.exists, _ROOTS), _ROOTS[-1]
     ),
     agent_url: Annotated[
         str | None, typer.Option("--agent", help="Agent to ask, e.g. http://127.0.0.1:9711.")

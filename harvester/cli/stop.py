@@ -121,7 +121,7 @@ def _order(
     reply = call(agent, path, StopReply, credentials, option="--agent", body=request)
     typer.echo("resumed" if reply.in_force is None else f"in force: {reply.in_force.text}")
     if request.order is StopOrder.NONE:
-        typer.echo("other orders may be in force: `rosemux status --agent` lists them")
+        typer.echo("`rosemux status --agent` lists orders of other scopes, if there are any")
     if not reply.recorded:
         raise Exhausted("in force, and a restart of the agent would forget it: see its log")
 

@@ -213,11 +213,21 @@ def test_the_gateway_s_unit_lets_it_write_where_its_example_files_say(name: str)
     assert re.search(rf'(?m)^u {user} +- ".*" /var/lib/{directory}$', users)
 
 
-def test_the_documented_install_puts_the_units_documentation_in_place() -> None:
-    (line,) = re.findall(r"(?m)^install .*$", (DEPLOY.parent / "docs/operations.md").read_text())
-    folder, *patterns = line.partition("#")[0].partition(" -t ")[2].split()
-    files = [file for pattern in patterns for file in DEPLOY.parent.glob(pattern)]
-    installed = {f"file://{folder}/{file.name}" for file in files}
+def test_the_documented_install_puts_documentation_in_place_whose_links_lead_on(
+    tmp_path: Path,
+) -> None:
+    page = (DEPLOY.parent / "docs/operations.md").read_text()
+    folder = "/usr/share/doc/rosemux"
+    commands = re.findall(rf"(?m)^(?:mkdir|cp) .*{folder}.*$", page)
+    assert len(commands) == 2
+    script = "\n".join(commands).replace(folder, str(tmp_path))
+    subprocess.run(["bash", "-ec", script], cwd=DEPLOY.parent, check=True)
     for unit in (DEPLOY / "systemd").glob("rosemux*"):
         (target,) = re.findall(r"(?m)^Documentation=(.*)$", unit.read_text())
-        assert target in installed, unit.name
+        assert Path(target.replace(f"file://{folder}", str(tmp_path))).is_file(), unit.name
+    for document in ("SECURITY.md", "docs/operations.md", "docs/slo.md", "docs/gpu.md"):
+        installed = tmp_path / document
+        targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", installed.read_text())
+        missing = [each for each in targets if not (installed.parent / each).exists()]
+        assert targets, document
+        assert missing == [], document

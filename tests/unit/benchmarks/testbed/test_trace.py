@@ -34,6 +34,17 @@ def test_takes_columns_in_any_order_beside_others(tmp_path: Path) -> None:
     assert trace.output_tokens.tolist() == [3, 4]
 
 
+def test_takes_azure_files_as_they_are_published(tmp_path: Path) -> None:
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
+        "2023-11-16 18:15:50.9951690,396,109\n2023-11-17 00:00:00,879,55\n"
+    )
+    trace = read_trace(written(tmp_path, text))
+    assert trace.t_s.tolist() == pytest.approx([0.0, 4.314579, 20653.31941], abs=1e-5)
+    assert trace.input_tokens.tolist() == [374, 396, 879]
+    assert trace.output_tokens.tolist() == [44, 109, 55]
+
+
 @pytest.mark.parametrize(
     ("text", "line", "fault"),
     [
@@ -48,6 +59,7 @@ def test_takes_columns_in_any_order_beside_others(tmp_path: Path) -> None:
         (HEADER + "0,1,1\n1,4,many\n", 3, "'many', not a number"),
         (HEADER + "0,1,1\n1,4,1_0\n", 3, "'1_0', not a number"),
         (HEADER + "0,1,1\n1,99999999,1\n", 3, "between 0 and"),
+        (HEADER + "2023-11-16 18:15:46,1,1\n2023-11-16 18:15:45,1,1\n", 3, "goes back"),
         (HEADER + "5,1,1\n\n4,1,1\n", 4, "goes back from 5 to 4"),
         (HEADER + "0,1,1\n" + "7" * 5000 + "\n", 3, "longer than"),
         (HEADER.encode() + b"0,1,1\n\xff\xfe,1,1\n", 3, "not UTF-8"),
