@@ -10,10 +10,12 @@ trainer's list of changes, and updates that copy only after the new version is i
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,7 +111,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         announce_token_file: Path | str | None = None,
         check_finite: bool = False,
     ) -> None:
-        _check(anchor_every, keep_versions, threads, rank, ranks, encoding)
+        encoding = _checked_encoding(encoding)
+        _check(anchor_every, keep_versions, rank, ranks, rank_timeout_s)
+        for bound in (threads, in_flight_bytes, shard_bytes, 1 if max_bytes is None else max_bytes):
+            if not bound >= 1:
+                raise ConfigError(f"threads and bounds in bytes: numbers from 1, not {bound}")
         self._encoding = encoding
         copies = None if copy_dir is None else Path(copy_dir)
         self._store = (
@@ -207,6 +213,10 @@ class Publisher(AbstractContextManager["Publisher"]):
         Unsupported for tensors that it cannot publish and Exhausted if the disk or the quota is
         full or a rank is too late; the store and this publisher are then unchanged.
         """
+        with suppress(TypeError):  # A float is no step.
+            step = None if step is None else index(step)
+        if step is not None and not (isinstance(step, int) and step >= 0):
+            raise ConfigError(f"step {step!r}: the trainer's step number")
         started = self._clock.now()
         self._steps += 1
         try:
@@ -344,14 +354,20 @@ def _announcer(
 
 
 def _check(
-    anchor_every: int, keep_versions: int, threads: int, rank: int, ranks: int, encoding: Encoding
+    anchor_every: int, keep_versions: int, rank: int, ranks: int, rank_timeout_s: float
 ) -> None:
-    if not 1 <= anchor_every <= MAX_ANCHOR_EVERY:
-        raise ConfigError(f"anchor_every must be from 1 to {MAX_ANCHOR_EVERY}")
-    if keep_versions < 1 or threads < 1 or not 0 <= rank < ranks:
-        raise ConfigError("keep_versions and threads must be at least 1, rank below ranks")
-    if encoding is Encoding.DENSE:
-        raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
+    if not 1 <= anchor_every <= MAX_ANCHOR_EVERY or anchor_every % 1:
+        raise ConfigError(f"anchor_every must be a whole number from 1 to {MAX_ANCHOR_EVERY}")
+    if not keep_versions >= 1 or not 0 <= rank < ranks:
+        raise ConfigError("keep_versions must be at least 1, rank below ranks")
+    if not 0 < rank_timeout_s < math.inf:
+        raise ConfigError(f"rank_timeout_s {rank_timeout_s}: a number of seconds above 0")
+
+
+def _checked_encoding(given: Encoding | str) -> Encoding:
+    if given in {Encoding.ROSEMUX, Encoding.XOR, Encoding.OVERWRITE}:
+        return Encoding(given)
+    raise ConfigError("encoding: use rosemux, xor or overwrite (anchors are dense anyway)")
 
 
 def _ranks_dir(store: WritableStore, ranks: int, given: Path | str | None) -> Path | None:

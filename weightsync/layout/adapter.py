@@ -5,6 +5,7 @@ receiver that holds another base refuses it. The PEFT configuration travels besi
 checked small file. Decides what fits what; never reads a tensor.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ class Adapter:
 
     def record(self) -> AdapterRecord:
         raw = self.config_bytes()
+        if not re.fullmatch("[0-9a-f]{32}", self.base.state_hash):
+            raise ConfigError(f"base state hash {self.base.state_hash[:80]!r}: 32 hex digits")
         return AdapterRecord(
             base_store=checked_name(self.base.store, what="base store"),
             base_version=self.base.version,

@@ -26,6 +26,7 @@ _PACKED = "rosemux.packed"
 _PACKED_ABOVE = 256
 """Payloads up to which a header stays as any reader of safetensors knows it."""
 _METADATA = "__metadata__"
+RESERVED_NAMES = frozenset({_PACKED, _METADATA})
 _JOINED_BYTES = 64 << 10
 
 

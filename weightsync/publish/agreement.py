@@ -140,6 +140,8 @@ def merged_contents(held: Sequence[RankEntries]) -> tuple[Contents, SkippedEntri
                     "them, or as slices"
                 )
             skipped[rank].append(entry)
+    if not owners:
+        raise ConfigError("no tensor to publish: empty, or a generator that was read before")
     try:
         Slicing(whole.slices).whole(whole.layout)
     except Corrupt as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from weightsync.elements.bits import Bits, TensorSpec, bits_of, is_finite, spec_of
-from weightsync.layout.shard import MAX_NAME_CHARS
+from weightsync.layout.shard import MAX_NAME_CHARS, RESERVED_NAMES
 from weightsync.layout.slices import SliceRecord
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def part_of(name: str, value: Any) -> Part | None:
 
     if not isinstance(value, torch.Tensor):
         raise Unsupported(f"{name} is a {type(value).__name__}: pass tensors or ShardSlices")
+    if value.layout != torch.strided:
+        raise Unsupported(f"{name} is {value.layout}: publish it dense")
     return Part(value, None)
 
 
@@ -159,6 +161,8 @@ class Intake:
         finds_ties: bool = True,
         check_finite: bool = False,
     ) -> None:
+        if not isinstance(state, Mapping) and hasattr(state, "state_dict"):
+            raise ConfigError("a module: pass its `state_dict()` or `named_parameters()`")
         self.is_lasting = isinstance(state, Mapping)
         self._is_adapter = is_adapter
         self._finds_ties = finds_ties
@@ -170,8 +174,6 @@ class Intake:
         self.ties: dict[str, str] = {}
         """Name to an earlier name that shares its storage."""
         if self.is_lasting:
-            if not state:
-                raise ConfigError("an empty state dict: pass the model's parameters")
             self._survey()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -188,6 +190,8 @@ class Intake:
     def _survey(self) -> None:
         given = ((name, self._piece(name, value)) for name, value in self._coming)
         found = [(name, piece) for name, piece in given if piece is not None]
+        if self._is_adapter and found and not any(".lora_" in name for name, _ in found):
+            raise ConfigError("no tensor of an adapter (.lora_): pass the adapter's state dict")
         begins = Counter(map(_begin, (piece for _, piece in found) if self._finds_ties else ()))
         seen: dict[object, str] = {}
         for name, piece in found:
@@ -201,16 +205,25 @@ class Intake:
             self.pieces.append(piece)
 
     def _piece(self, name: str, value: Any) -> Piece | None:
+        if not isinstance(name, str):
+            raise Unsupported(f"tensor name {name!r}: names are strings")
         part = part_of(name, value)
         if part is None:
             return None
         entry = name if part.record is None else part.record.entry
-        if not 0 < len(entry) <= MAX_NAME_CHARS or name == "__metadata__":
+        if not 0 < len(entry) <= MAX_NAME_CHARS or not _is_text(name):
             raise Unsupported(f"tensor name {name[:80]!r}: 1 to {MAX_NAME_CHARS} characters")
+        if name in RESERVED_NAMES:
+            raise Unsupported(f"tensor name {name!r}: headers use it themselves")
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
         spec = spec_of(part.tensor)
         return Piece(entry, spec, part.record, part.tensor, self._check_finite)
+
+
+def _is_text(name: str) -> bool:
+    """Whether UTF-8, in which headers are written, has all of its characters."""
+    return name.encode(errors="ignore").decode() == name
 
 
 def _begin(piece: Piece) -> int:

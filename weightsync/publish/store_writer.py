@@ -117,6 +117,8 @@ def writable_store(
 
     `write` is the writer for files of a directory; `spool_dir` holds deltas that await upload.
     """
+    if not location:
+        raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or "://" not in location:
         from weightsync.publish.directory_writer import WritableDirectory
 

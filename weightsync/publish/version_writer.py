@@ -5,9 +5,17 @@ the ranks' reports; never reads a shard.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from harvester.contracts.errors import Corrupt, Exhausted, RoseMuxError, Stale, Unsupported
+from harvester.contracts.errors import (
+    ConfigError,
+    Corrupt,
+    Exhausted,
+    RoseMuxError,
+    Stale,
+    Unsupported,
+)
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Layout
 from weightsync.elements.state_hash import ALGORITHM, combined
@@ -60,12 +68,24 @@ class VersionWriter:
         # An orphan newer than LATEST keeps its number: numbers are never reused.
         self._newest = writer.newest()
         latest, fulls = self._latest(), writer.store.full_versions(writer.refs())
+        self._check_kind(latest)
         # Nothing builds on an orphan, so no chain begins with one.
         self._full_versions = {each for each in fulls if latest is None or each <= latest}
         self._known: Contents | None = None
         """All ranks' entries in LATEST."""
         self._next = Contents()
         """All ranks' entries in the next version."""
+
+    def _check_kind(self, latest: WeightVersion | None) -> None:
+        """Raises ConfigError where the store has models and this publisher adapters, or vice versa:
+        every receiver of the store would then fail."""
+        if latest is None:
+            return
+        with suppress(Corrupt, Stale, Unsupported):
+            there = self._writer.store.manifest(VersionRef(Kind.WEIGHT, latest)).adapter
+            if (there is None) != (self._adapter is None):
+                kind = "whole models" if there is None else f"adapters of {there.base_store}"
+                raise ConfigError(f"the store has {kind}: publish to a store of its own")
 
     def close(self) -> None:
         self._writer.close()

@@ -23,6 +23,8 @@ def source_at(
 
     `base`: the checkpoint on which another trainer's deltas build.
     """
+    if not location:
+        raise ConfigError("an empty location: give the store's directory or URL")
     if isinstance(location, Path) or _SCHEME not in location:
         return AnyLayoutSource(DirectorySource(Path(location)), base)
     access = access or Access.from_environment()

@@ -1,6 +1,7 @@
 """Publishing: versions appear whole or not at all, and numbers are never used twice."""
 
 import errno
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -415,6 +416,10 @@ def test_a_full_disk_is_exhausted_and_changes_nothing(
         ({"layer.lora_A.weight": torch.zeros(2)}, "LoRA"),
         ({"x" * 600: torch.zeros(2)}, "1 to 512 characters"),
         ({"w": torch.zeros(2, device="meta")}, "meta device"),
+        ({"rosemux.packed": torch.zeros(2)}, "headers use it themselves"),
+        ({"w\ud800": torch.zeros(2)}, "1 to 512 characters"),
+        ({7: torch.zeros(2)}, "names are strings"),
+        ({"w": torch.eye(2).to_sparse()}, "publish it dense"),
     ],
 )
 def test_an_unpublishable_tensor_is_refused(tmp_path: Path, state: State, message: str) -> None:
@@ -422,9 +427,53 @@ def test_an_unpublishable_tensor_is_refused(tmp_path: Path, state: State, messag
         publisher.publish(state)
 
 
-def test_an_empty_state_is_a_mistake(tmp_path: Path) -> None:
-    with Publisher(tmp_path) as publisher, pytest.raises(ConfigError, match="empty state dict"):
-        publisher.publish({})
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("empty", [{}, ()])
+def test_an_empty_state_is_a_mistake_however_often_it_is_published(
+    tmp_path: Path, empty: State, *, before: bool
+) -> None:
+    """A generator that was read before is empty when a trainer tries again."""
+    with Publisher(tmp_path) as publisher:
+        if before:
+            publisher.publish({"w": torch.zeros(2)})
+            with pytest.raises(ConfigError, match="w is missing|no tensor"):
+                publisher.publish(empty)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="no tensor to publish"):
+                publisher.publish(empty)
+        assert publisher.publish({"w": torch.ones(2)}).version == 1 + before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encoding": "foo"}, "use rosemux, xor or overwrite"),
+        ({"rank_timeout_s": math.nan}, "rank_timeout_s nan"),
+        ({"rank_timeout_s": -1.0}, "rank_timeout_s -1"),
+        ({"max_bytes": -1}, "numbers from 1, not -1"),
+        ({"max_bytes": math.nan}, "numbers from 1, not nan"),
+        ({"in_flight_bytes": 0}, "numbers from 1, not 0"),
+        ({"keep_versions": math.nan}, "keep_versions must be at least 1"),
+        ({"anchor_every": 2.5}, "anchor_every must be a whole number"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused_at_once(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Publisher(tmp_path, **options)
+
+
+@pytest.mark.parametrize("step", [-1, 0.5, math.nan, "x"])
+def test_a_step_that_is_no_number_of_steps_is_refused(tmp_path: Path, step: Any) -> None:
+    with Publisher(tmp_path) as publisher, pytest.raises(ConfigError, match="step number"):
+        publisher.publish({"w": torch.zeros(2)}, step=step)
+
+
+def test_an_empty_location_is_no_store() -> None:
+    for opened in (Publisher, Receiver):
+        with pytest.raises(ConfigError, match="an empty location"):
+            opened("")
 
 
 @pytest.mark.parametrize("torn", [b"", b"weight_v0", b"\xff\x00 no name"])

@@ -110,13 +110,42 @@ def test_whole_weights_are_no_adapter(tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_another_base_begins_with_a_full_version(tmp_path: Path) -> None:
-    newer = Base(store="job-a", version=WeightVersion(8), state_hash="ab")
+    newer = Base(store="job-a", version=WeightVersion(8), state_hash="ab" * 16)
     for base, full in ((BASE, True), (BASE, False), (newer, True), (newer, False)):
         with Publisher(
             tmp_path / "lora", adapter=Adapter(base, CONFIG), copy_dir=tmp_path / "copy"
         ) as publisher:
             assert publisher.publish(_lora(0)).is_full == full
     Receiver(tmp_path / "lora", base=newer).sync(None, WeightVersion(4), TensorTarget(_blank()))
+
+
+def test_a_store_has_adapters_or_models_and_a_publisher_of_the_other_kind_is_refused(
+    tmp_path: Path,
+) -> None:
+    with Publisher(tmp_path / "lora", adapter=Adapter(BASE, CONFIG)) as publisher:
+        publisher.publish(_lora(0))
+    with Publisher(tmp_path / "job-a") as publisher:
+        publisher.publish({"w": torch.ones(4)})
+    with pytest.raises(ConfigError, match="the store has adapters of job-a"):
+        Publisher(tmp_path / "lora")
+    with pytest.raises(ConfigError, match="the store has whole models"):
+        Publisher(tmp_path / "job-a", adapter=Adapter(BASE, CONFIG))
+    assert (tmp_path / "job-a" / "LATEST").read_text() == "weight_v000001\n"
+    with Publisher(tmp_path / "job-a") as publisher:
+        publisher.publish({"w": torch.zeros(4)})
+
+
+def test_an_adapter_store_takes_no_state_without_an_adapter_and_no_base_without_a_hash(
+    tmp_path: Path,
+) -> None:
+    with (
+        Publisher(tmp_path, adapter=Adapter(BASE, CONFIG)) as publisher,
+        pytest.raises(ConfigError, match="no tensor of an adapter"),
+    ):
+        publisher.publish({"w": torch.ones(4)})
+    unknown = Base(store="job-a", version=WeightVersion(8), state_hash="zz")
+    with pytest.raises(ConfigError, match="base state hash 'zz': 32 hex digits"):
+        Publisher(tmp_path, adapter=Adapter(unknown, CONFIG))
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,6 @@ def test_ties_are_one_memory_seen_in_one_way() -> None:
     assert Intake(state, finds_ties=False).ties == {}
 
 
-def test_an_empty_state_dict_is_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="empty state dict"):
-        Intake({})
+def test_a_module_in_place_of_its_state_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="pass its `state_dict"):
+        Intake(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
