@@ -22,18 +22,19 @@ NEEDS_AMX = pytest.mark.skipif(
     scope="module",
     params=[
         "none",
+        "latent",
         pytest.param("int8_per_channel_weight_only", marks=NEEDS_AMX),
         pytest.param("fp8_per_block", marks=NEEDS_AMX),
     ],
 )
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The child's report with one way of quantising at load."""
+    """The child's report with one way of quantising at load, or with latent attention."""
     pytest.importorskip("vllm")
     root = tmp_path_factory.mktemp("derived")
     return run_child("tests.integration.weightsync_derived_engine", root, request.param)
 
 
-def test_experts_sample_exactly_as_those_of_a_fresh_engine(seen: dict[str, Any]) -> None:
+def test_an_engine_samples_exactly_as_a_fresh_one(seen: dict[str, Any]) -> None:
     """Tokens and log-probabilities, after a full version and after deltas."""
     assert seen["first"]["logprobs"] != seen["second"]["logprobs"]
     assert seen["dummy"]["tokens"] != seen["first"]["tokens"]
