@@ -49,6 +49,7 @@ def _latent() -> DeepseekV3ForCausalLM:
         intermediate_size=256,
         moe_intermediate_size=128,
         num_hidden_layers=2,
+        num_nextn_predict_layers=1,
         first_k_dense_replace=1,
         num_attention_heads=4,
         num_key_value_heads=4,
@@ -100,10 +101,11 @@ def _followed(engine: Any) -> dict[str, Any]:
 
 
 def main(root: Path, kind: str) -> None:
-    states = checkpoints(root, latent=kind == "latent")
+    is_latent = kind in {"latent", "further"}
+    states = checkpoints(root, latent=is_latent)
     # The kernel for AMX keeps packed copies only.
-    special = {"none": {}, "latent": {"attention_backend": "CPU_MLA"}}
-    loaded: dict[str, Any] = special.get(kind, {"quantization": kind})
+    loaded = {"attention_backend": "CPU_MLA"} if is_latent else {"quantization": kind}
+    loaded = {} if kind == "none" else loaded
     # An engine that is collected takes the process groups of the others along.
     fresh = {name: new_engine(str(root / name), **loaded) for name in ("first", "second")}
     seen = {name: generated(engine) for name, engine in fresh.items()}
@@ -117,9 +119,13 @@ def main(root: Path, kind: str) -> None:
     from weightsync.publisher import Publisher
 
     with Publisher(Path(os.environ["ROSEMUX_WEIGHT_ROOT"]) / "experts") as publisher:
-        hashes = [publisher.publish(state).state_hash for state in (*states, states[0])]
+        # A layer that predicts further tokens, which an engine without drafts leaves out.
+        more = {f"model.layers.2.{name}.weight": torch.ones(128) for name in ("enorm", "hnorm")}
+        more["model.layers.2.eh_proj.weight"] = torch.randn(128, 256).bfloat16()
+        more = more if kind == "further" else {}
+        hashes = [publisher.publish(state | more).state_hash for state in (*states, states[0])]
     seen |= _followed(following)
-    (root / "seen.json").write_text(json.dumps(seen | {"published": hashes}))
+    (root / "seen.json").write_text(json.dumps(seen | {"kind": kind, "published": hashes}))
 
 
 if __name__ == "__main__":
