@@ -8,6 +8,7 @@ from tests.compat.upstream_versions import WeightEngineApi
 _WORKER = "vllm.v1.worker.gpu_worker"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _LINEAR = "vllm.model_executor.layers.linear"
+_LATENT = "vllm.model_executor.layers.attention.mla_attention"
 _PATCHES = "vllm.model_executor.model_loader.checkpoint_weight_patch"
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _LORA = "vllm.lora"
@@ -131,6 +132,7 @@ WEIGHTS: tuple[Symbol, ...] = (
         "UnquantizedFusedMoEMethod.process_weights_after_loading",
         ("layer",),
     ),
+    *reads(_LATENT, "MLAAttention.kv_b_proj", "MLAAttention.process_weights_after_loading"),
     Symbol(
         Use.CALL,
         _EXECUTOR,

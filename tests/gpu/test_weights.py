@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed here")
 from harvester.contracts.ids import WeightVersion  # noqa: E402
 from tests.unit.weightsync.vllm.plain_model import PlainModel, State  # noqa: E402
 from tests.unit.weightsync.vllm.test_loader_map import LAYOUT, PackedModel  # noqa: E402
-from weightsync.elements.bits import TORCH_DTYPES, Bits, TensorSpec, bits_of  # noqa: E402
+from weightsync.elements.bits import Bits, TensorSpec, bits_of, torch_dtypes  # noqa: E402
 from weightsync.encoding.codec import Encoding, decode, encode, encode_as  # noqa: E402
 from weightsync.encoding.delta import Delta, checked_apply  # noqa: E402
 from weightsync.publisher import Published  # noqa: E402
@@ -44,7 +44,7 @@ def changed(dtype: str, size: int, density: float) -> tuple[Bits, Bits]:
 
 
 def on_device(delta: Delta, old: Bits, dtype: str, device: str) -> Bits:
-    tensor = torch.from_numpy(old.copy()).view(TORCH_DTYPES[dtype]).to(device)
+    tensor = torch.from_numpy(old.copy()).view(torch_dtypes()[dtype]).to(device)
     apply_on_device(delta, tensor)
     return bits_of(tensor.cpu())
 

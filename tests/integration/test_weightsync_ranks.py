@@ -23,7 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @EACH_RANK
-@pytest.mark.parametrize("split", ["layers", "experts"])
+@pytest.mark.parametrize("split", ["layers", "experts", "latent"])
 def test_each_rank_ends_on_what_its_own_loader_makes_of_the_state(
     seen: dict[str, Any], split: str, rank: int
 ) -> None:
@@ -35,6 +35,18 @@ def test_each_rank_ends_on_what_its_own_loader_makes_of_the_state(
         assert report["in_place"]
         assert report["state_hash"] == state_hash
     assert [report["from_full"] for report in of_rank["reports"]] == [True, False]
+
+
+@EACH_RANK
+def test_latent_attention_that_computes_from_copies_of_its_weight_is_named(
+    seen: dict[str, Any], rank: int
+) -> None:
+    refused = seen[f"copies_{rank}"]
+    layer = refused.pop("layer")
+    assert f"{layer}.W_UK_T" in seen[f"latent_{rank}"]["held"]
+    assert refused.keys() == {"W_UV", "W_UK_T", "W_UK_T_dcp_qrep"}
+    for message in refused.values():
+        assert message.startswith(f"Unsupported: backend rosemux: layer {layer} (MLAAttention")
 
 
 @EACH_RANK

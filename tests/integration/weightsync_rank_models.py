@@ -128,6 +128,26 @@ def _refusal(config: Any, store: str, state: State) -> str:
     return "none"
 
 
+def _refused_copies(config: Any, state: State) -> dict[str, str]:
+    """Refusals of a rank's model for each absorbed form that is a copy of the weight."""
+    from weightsync.vllm.layers import check_layers
+
+    model = _built(config, state)
+    check_layers(model)
+    name, layer = next((n, m) for n, m in model.named_modules() if hasattr(m, "W_UV"))
+    refusals = {"layer": name}
+    for form in ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep"):
+        view = getattr(layer, form)
+        setattr(layer, form, torch.nn.Parameter(layer.W_UV.clone(), requires_grad=False))
+        try:
+            check_layers(model)
+        except Exception as error:
+            refusals[form] = f"{type(error).__name__}: {error}"
+        setattr(layer, form, view)
+    check_layers(model)
+    return refusals
+
+
 def _initialise(config: Any) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -161,10 +181,20 @@ def main(root: Path) -> None:
     second = {name: moved(tensor) for name, tensor in first.items()}
     for state in (first, second):
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    chains = {"layers": [first, second], "experts": list(checkpoints(root))}
+    chains = {
+        "layers": [first, second],
+        "experts": list(checkpoints(root)),
+        "latent": list(checkpoints(root / "latent", latent=True)),
+    }
     untied = first | {"lm_head.weight": first["lm_head.weight"] * 2}
     layers = _config(saved(model, first, root / "layers"), pipeline_parallel_size=RANKS)
     experts = _config(str(root / "first"), tensor_parallel_size=RANKS, enable_expert_parallel=True)
+    latent = _config(
+        str(root / "latent" / "first"),
+        tensor_parallel_size=RANKS,
+        enable_expert_parallel=True,
+        attention_backend="CPU_MLA",
+    )
     _initialise(experts)
     seen: dict[str, Any] = {
         "published": {name: _published(stores, name, chain) for name, chain in chains.items()}
@@ -176,6 +206,9 @@ def main(root: Path) -> None:
             seen[f"untied_{rank}"] = _refusal(layers, "untied", first)
         with _as_rank(experts, rank, ("_TP", "_EP")):
             seen[f"experts_{rank}"] = _followed(experts, "experts", chains["experts"])
+        with _as_rank(latent, rank, ("_TP", "_EP")):
+            seen[f"latent_{rank}"] = _followed(latent, "latent", chains["latent"])
+            seen[f"copies_{rank}"] = _refused_copies(latent, chains["latent"][0])
     (root / "seen.json").write_text(json.dumps(seen))
 
 

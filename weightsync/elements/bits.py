@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,32 +23,31 @@ Bits: TypeAlias = npt.NDArray[np.unsignedinteger]
 """A flat, C-contiguous array of uint8, uint16, uint32 or uint64: one element per tensor element."""
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
+_NAMES_BY_WIDTH = {
+    1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "F4"),
+    2: ("I16", "U16", "F16", "BF16"),
+    4: ("I32", "U32", "F32"),
+    8: ("I64", "U64", "F64", "C64"),
+}
 WIDTHS_BY_DTYPE: Mapping[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "U16": 2,
-    "I32": 4,
-    "U32": 4,
-    "I64": 8,
-    "U64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F16": 2,
-    "BF16": 2,
-    "F32": 4,
-    "F64": 8,
+    name: width for width, names in _NAMES_BY_WIDTH.items() for name in names
 }
 """safetensors dtype names and the bytes of one element."""
+PAIRED = "F4"
+"""Two numbers lie in a byte, which counts as the element: specs have the shape that torch has."""
 _TORCH_NAMES = {
     "BOOL": "bool",
+    "F4": "float4_e2m1fn_x2",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     "F16": "float16",
     "BF16": "bfloat16",
     "F32": "float32",
     "F64": "float64",
+    "C64": "complex64",
 } | {
     f"{sign}{bits}": f"{kind}{bits}"
     for sign, kind in (("U", "uint"), ("I", "int"))
@@ -136,6 +135,8 @@ def spec_of(tensor: "torch.Tensor") -> TensorSpec:
         raise Unsupported(
             f"dtype {tensor.dtype} cannot be published; cast to one of {', '.join(WIDTHS_BY_DTYPE)}"
         )
+    if name == PAIRED and not tensor.dim():
+        raise Unsupported("a pair of F4 numbers without a dimension: safetensors cannot hold it")
     return shared_spec(name, tuple(tensor.shape))
 
 
@@ -143,8 +144,10 @@ def is_finite(tensor: "torch.Tensor") -> bool:
     """Whether no element is NaN or infinite."""
     import torch
 
-    values = tensor.detach()
-    if not values.is_floating_point() or not values.numel():
+    values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    # Every F4 number is finite.
+    is_bounded = not values.is_floating_point() or _NAMES.get(str(values.dtype)) == PAIRED
+    if is_bounded or not values.numel():
         return True
     # torch compares no float8. NaN is both ends of a tensor that has one.
     ends = torch.aminmax(values.bfloat16() if values.itemsize == 1 else values)
@@ -181,20 +184,14 @@ def tensor_from_bits(bits: Bits, spec: TensorSpec) -> "torch.Tensor":
     return torch.from_numpy(bits).view(torch_dtypes()[spec.dtype]).reshape(spec.shape)
 
 
+def zero_tensor(spec: TensorSpec) -> "torch.Tensor":
+    """A tensor of zero bits in memory of its own."""
+    return tensor_from_bits(np.zeros(spec.elements, UNSIGNED_NUMPY[spec.width_bytes]), spec)
+
+
 @cache
 def torch_dtypes() -> Mapping[str, "torch.dtype"]:
     """The torch dtype of every safetensors name."""
     import torch
 
     return {name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items()}
-
-
-if TYPE_CHECKING:
-    TORCH_DTYPES: Mapping[str, torch.dtype]
-    """`torch_dtypes()` as a name, for those who have torch anyway."""
-else:
-
-    def __getattr__(name: str) -> Any:
-        if name == "TORCH_DTYPES":
-            return torch_dtypes()
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

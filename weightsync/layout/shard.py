@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, Corrupt
-from weightsync.elements.bits import Bytes, Layout, TensorSpec, checked_spec, shared_spec
+from harvester.contracts.errors import UNDECODABLE, Corrupt, Unsupported
+from weightsync.elements.bits import PAIRED, Bytes, Layout, TensorSpec, checked_spec, shared_spec
 from weightsync.layout.tables import packed_table, plain_table
 
 MAX_HEADER_BYTES = 32 << 20
@@ -34,6 +34,16 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
+
+    def spec(self, *, what: str) -> TensorSpec:
+        """Raises Unsupported or Corrupt, naming `what`."""
+        shape = tuple(self.shape)
+        if self.dtype == PAIRED:
+            # Headers count the numbers, specs their pairs.
+            if not shape or shape[-1] % 2:
+                raise Unsupported(f"{what}: {PAIRED} of shape {shape} splits a byte between rows")
+            shape = (*shape[:-1], shape[-1] // 2)
+        return checked_spec(self.dtype, shape, what=what)
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,7 +132,10 @@ def _head(layout: Layout, metadata: Mapping[str, str]) -> bytes:
     header: dict[str, object] = {_METADATA: dict(metadata)} if metadata else {}
     at = 0
     for name, spec in layout.items():
-        header[name] = _Entry(spec.dtype, list(spec.shape), (at, at + spec.size_bytes))
+        shape = list(spec.shape)
+        if spec.dtype == PAIRED:
+            shape[-1] *= 2
+        header[name] = _Entry(spec.dtype, shape, (at, at + spec.size_bytes))
         at += spec.size_bytes
     encoded = msgspec.json.encode(header)
     encoded += b" " * (-len(encoded) % 8)
@@ -150,7 +163,7 @@ def parsed_header(raw: bytes, *, file_bytes: int) -> ShardHeader:
     offsets: dict[str, tuple[int, int]] = {}
     for name, entry in entries.items():
         _check_name(name)
-        spec = checked_spec(entry.dtype, tuple(entry.shape), what=f"tensor {name!r}")
+        spec = entry.spec(what=f"tensor {name!r}")
         begin, end = (start + offset for offset in entry.data_offsets)
         if not start <= begin <= end <= file_bytes or end - begin != spec.size_bytes:
             raise Corrupt(f"tensor {name!r}: bytes {begin} to {end} of a file of {file_bytes}")

@@ -37,12 +37,10 @@ class ShardSlice:
         """The part as a slice record. Raises ConfigError if the part does not fit the whole."""
         lengths = tuple(self.tensor.shape)
         offsets = tuple(self.offset if d == self.dim else 0 for d in range(len(self.shape)))
-        expected = tuple(
-            length if d == self.dim else size
-            for d, (length, size) in enumerate(zip(lengths, self.shape, strict=False))
-        )
-        within = 0 <= self.dim < len(self.shape) == len(lengths)
-        if not within or lengths != expected or not _fits(offsets, lengths, self.shape):
+        cut = slice(self.dim, self.dim + 1)
+        expected = (*self.shape[: cut.start], *lengths[cut], *self.shape[cut.stop :])
+        within = 0 <= self.dim < len(self.shape) == len(lengths) and lengths == expected
+        if not within or not 0 <= self.offset <= self.shape[self.dim] - lengths[self.dim]:
             raise ConfigError(
                 f"{name}: a part of shape {lengths} at {self.offset} of dimension {self.dim} does "
                 f"not fit a tensor of shape {self.shape}"
@@ -109,13 +107,6 @@ def _part_of_dtensor(name: str, value: Any) -> Part | None:
             f"{tuple(local.shape)}; pass ShardSlices"
         )
     return _part(local, SliceRecord(name, shape, tuple(offsets), tuple(lengths)))
-
-
-def _fits(offsets: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return all(
-        offset >= 0 and offset + length <= size
-        for offset, length, size in zip(offsets, lengths, shape, strict=True)
-    )
 
 
 State: TypeAlias = (
@@ -217,8 +208,9 @@ class Intake:
             raise Unsupported(f"tensor name {name!r}: headers use it themselves")
         if ".lora_" in name and not self._is_adapter:
             raise Unsupported(f"{name}: give LoRA adapters a store of their own (`adapter=`)")
-        spec = spec_of(part.tensor)
-        return Piece(entry, spec, part.record, part.tensor, self._check_finite)
+        # A conjugated view has the memory of its tensor, with other values.
+        tensor = part.tensor.resolve_conj().resolve_neg()
+        return Piece(entry, spec_of(tensor), part.record, tensor, self._check_finite)
 
 
 def _is_text(name: str) -> bool:

@@ -32,7 +32,6 @@ from weightsync.layout.apply_journal import Held, read_record
 from weightsync.layout.durable import replace_file, storage_error, write_durably
 from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
 from weightsync.layout.shard import (
-    ShardHeader,
     shard_chunks,
     shard_data,
     shard_header,
@@ -61,7 +60,14 @@ class Checkpoint(HostTarget):
         self._layout: dict[str, TensorSpec] = {}
         self._bits: dict[str, Bits] = {}
         for shard, mapped in self._shards.items():
-            self._admit(shard, np.asarray(mapped))
+            data = np.asarray(mapped)
+            header = shard_header(data)
+            for name, spec in header.layout.items():
+                if name in self._bits:
+                    raise Corrupt(f"{name} is in {self._shard_of[name]} and in {shard}")
+                self._shard_of[name] = shard
+                self._layout[name] = spec
+                self._bits[name] = bits_from_bytes(shard_data(data, header, name), spec)
         if self._shard_of != _index(directory).weight_map:
             raise Corrupt(f"{directory}: its index and its shards name different tensors")
 
@@ -72,16 +78,6 @@ class Checkpoint(HostTarget):
         """Flush the changed shards to disk, before a record claims them."""
         for shard in sorted({self._shard_of[name] for name in changed}):
             self._shards[shard].flush()
-
-    def _admit(self, shard: str, data: np.ndarray) -> None:
-        header = shard_header(data)
-        _check_packed(shard, header, data.size)
-        for name, spec in header.layout.items():
-            if name in self._bits:
-                raise Corrupt(f"{name} is in {self._shard_of[name]} and in {shard}")
-            self._shard_of[name] = shard
-            self._layout[name] = spec
-            self._bits[name] = bits_from_bytes(shard_data(data, header, name), spec)
 
 
 def write_checkpoint(
@@ -178,15 +174,6 @@ def _mapped(path: Path) -> np.memmap:
         return np.memmap(path, dtype=np.uint8, mode="r+")
     except (OSError, ValueError) as error:
         raise Corrupt(f"{path} cannot be mapped: {error}") from error
-
-
-def _check_packed(shard: str, header: ShardHeader, size_bytes: int) -> None:
-    """Raises Corrupt if tensors overlap or leave gaps: overlapping ones would change together."""
-    at = size_bytes - sum(spec.size_bytes for spec in header.layout.values())
-    for begin, end in sorted(header.offsets.values()):
-        if begin != at:
-            raise Corrupt(f"{shard}: a tensor begins at byte {begin}, the one before ends at {at}")
-        at = end
 
 
 def _groups(layout: Layout, max_bytes: int) -> list[list[str]]:

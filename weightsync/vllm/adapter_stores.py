@@ -44,8 +44,7 @@ class AdapterCopy:
 
     def write_to(self, directory: Path) -> None:
         """Writes what PEFT's `save_pretrained` would."""
-        names = sorted(self.layout, key=lambda name: (-self.layout[name].width_bytes, name))
-        layout = {name: self.layout[name] for name in names}
+        layout = dict(sorted(self.layout.items(), key=lambda part: (-part[1].width_bytes, part[0])))
         chunks = shard_chunks(layout, lambda n: bytes_of(self.bits[n]).data, {"format": "pt"})
         with (directory / FULL_SHARD_FILE).open("wb") as file:
             file.writelines(chunks)

@@ -217,7 +217,14 @@ class EngineWeights:
         """Raises Corrupt if the version does not lead to the published state."""
         if not isinstance(target, LoaderMap):
             return _Prepared(base=base, staged=tried_foreign(staged, target.bits, self._pool))
-        trial = self._tried(target, staged)
+        trial = tried_on_copies(
+            target,
+            staged,
+            self._packed,
+            cpu_linear.packed_form,
+            self._pool,
+            budget_bytes=self._packed_ahead_bytes,
+        )
         return _Prepared(base=base, staged=replace(staged, tried=True), trial=trial)
 
     def _staged(
@@ -259,16 +266,6 @@ class EngineWeights:
         applied = receiver.settle(staged, target)
         self._mended += mends
         return applied
-
-    def _tried(self, target: LoaderMap, staged: Staged) -> Trial:
-        return tried_on_copies(
-            target,
-            staged,
-            self._packed,
-            cpu_linear.packed_form,
-            self._pool,
-            budget_bytes=self._packed_ahead_bytes,
-        )
 
     def _new_target(self, layout: Layout) -> Target:
         """The loader's map if it holds, else vLLM's own loader."""

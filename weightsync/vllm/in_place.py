@@ -149,7 +149,8 @@ def _parts(
     whole: list[_Part] = []
     for storage, names in target.names_by_storage().items():
         layers = packed.get(storage, ())
-        if layers and changed.intersection(names) and _is_flat(target, layers[0], names):
+        is_flat = None not in map(target.flat_at, names)
+        if layers and changed.intersection(names) and is_flat and layers[0].weight.is_contiguous():
             whole.append(_Part(tuple(names), layers, int(layers[0].weight.nbytes)))
     ahead: list[_Part] = []
     for part in sorted(whole, key=lambda part: -part.size_bytes):
@@ -164,12 +165,6 @@ def _parts(
         if name not in covered
     ]
     return sorted([*ahead, *single], key=lambda part: (-part.size_bytes, part.names))
-
-
-def _is_flat(target: LoaderMap, layer: Any, names: Sequence[str]) -> bool:
-    return bool(layer.weight.is_contiguous()) and all(
-        target.flat_at(name) is not None for name in names
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,16 @@ _DERIVED_METHODS = frozenset(
     }
 )
 """Each was compared with a fresh engine, token for token."""
-_REFUSED_LAYERS = frozenset({"MLAAttention", "MultiHeadLatentAttentionWrapper"})
+_LATENT_ATTENTION = "MLAAttention"
+_ABSORBED_FORMS = ("W_UK_T", "W_UV")
+"""Factors of the weight of latent attention's `kv_b_proj`, by which its steps compute."""
+_GATHERED_FORM = "W_UK_T_dcp_qrep"
+_HARMLESS_HOOKS = frozenset({"Attention", "MMEncoderAttention", "QuantizeMethodBase"})
+"""Classes whose processing after loading makes nothing of the layer's own weights."""
 _ADAPTED_EXPERTS = frozenset({"FusedMoEWithLoRA", "FusedMoE3DWithLoRA"})
 _TRITON_EXPERTS = "TritonExperts"
 _REPACKED_CONVOLUTION = "_cpu_unpacked_conv_weight"
+_PROCESS = "process_weights_after_loading"
 _WRAPPED = "base_layer"
 """vLLM's name for the layer inside a LoRA wrapper."""
 
@@ -37,10 +43,11 @@ def check_layers(model: torch.nn.Module) -> None:
         if not (_is_plain(layer) or _is_derived(layer)):
             method = type(getattr(layer, "quant_method", None)).__name__
             raise Unsupported(
-                f"backend rosemux: layer {name} ({type(layer).__name__}, {method}) derives a form "
-                "of its weights that cannot be made again; supported are models without latent "
-                "attention, experts included, unquantised or quantised by the engine at load with "
-                "fp8_per_block or int8_per_channel_weight_only"
+                f"backend rosemux: layer {name or 'model'} ({type(layer).__name__}, {method}) "
+                "derives a form of its weights that cannot be made again; supported are models "
+                "that are unquantised, or quantised by the engine at load with fp8_per_block or "
+                "int8_per_channel_weight_only; latent attention if its kv_b_proj is not quantised, "
+                "on a CPU with AMX by --attention-backend CPU_MLA"
             )
 
 
@@ -96,9 +103,25 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_plain(layer: Any) -> bool:
-    if type(layer).__name__ in _REFUSED_LAYERS or hasattr(layer, _REPACKED_CONVOLUTION):
+    kinds = {kind.__name__ for kind in type(layer).__mro__}
+    if hasattr(layer, _REPACKED_CONVOLUTION):
+        return False
+    if _LATENT_ATTENTION in kinds:
+        return _absorbs_in_place(layer)
+    if hasattr(layer, _PROCESS) and kinds.isdisjoint(_HARMLESS_HOOKS):
         return False
     return not _processes(layer) or type(layer.quant_method).__name__ in _PLAIN_METHODS
+
+
+def _absorbs_in_place(layer: Any) -> bool:
+    """Whether latent attention computes from views of its projection's weight, which follow it.
+    Quantised projections, AMX, ROCm's kernels and gathered queries need copies."""
+    weight = getattr(getattr(layer, "kv_b_proj", None), "weight", None)
+    held = [weight, *(getattr(layer, name, None) for name in _ABSORBED_FORMS)]
+    tensors = [tensor for tensor in held if isinstance(tensor, torch.Tensor)]
+    if len(tensors) < len(held) or getattr(layer, _GATHERED_FORM, None) is not None:
+        return False
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
 def _is_derived(layer: Any) -> bool:
@@ -106,4 +129,4 @@ def _is_derived(layer: Any) -> bool:
 
 
 def _processes(layer: Any) -> bool:
-    return hasattr(getattr(layer, "quant_method", None), "process_weights_after_loading")
+    return hasattr(getattr(layer, "quant_method", None), _PROCESS)

@@ -24,7 +24,6 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Corrupt, Unsupported
 from weightsync.elements.bits import (
-    TORCH_DTYPES,
     UNSIGNED_NUMPY,
     Bits,
     Bytes,
@@ -32,6 +31,8 @@ from weightsync.elements.bits import (
     TensorSpec,
     bits_of,
     tensor_from_bits,
+    torch_dtypes,
+    zero_tensor,
 )
 from weightsync.elements.device_hash import digests_on_device, is_proven
 from weightsync.encoding.delta import Delta
@@ -41,7 +42,6 @@ from weightsync.vllm.layers import unwrapped
 
 HOST = "cpu"
 _SEED = 20240607
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Segment:
             and self.destination.numel() == spec.elements
             and torch.empty(self.shape, device="meta").stride() == self.strides
             and self.destination.is_contiguous()
-            and self.destination.dtype == TORCH_DTYPES[spec.dtype]
+            and self.destination.dtype == torch_dtypes()[spec.dtype]
         )
 
 
@@ -114,7 +114,7 @@ class LoaderMap(HostTarget):
         if name in self._copies:
             return bits_of(self._copies[name])
         spec = self._layout[name]
-        gathered = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        gathered = zero_tensor(spec)
         for segment in self._segments[name]:
             segment.of(gathered).copy_(segment.destination)
         return bits_of(gathered)
@@ -261,8 +261,8 @@ def is_held(segment: Segment, checkpoint: torch.Tensor) -> bool:
     """Whether runtime storage has the piece of a checkpoint tensor, bit for bit."""
     held = segment.destination
     wanted = segment.of(checkpoint).to(device=held.device, dtype=held.dtype)
-    integers = _INTEGERS[held.dtype.itemsize]
-    return torch.equal(held.contiguous().view(integers), wanted.contiguous().view(integers))
+    parts = (part.contiguous().view(-1).view(torch.uint8) for part in (held, wanted))
+    return torch.equal(*parts)
 
 
 def storages_of(model: torch.nn.Module) -> set[int]:
@@ -288,7 +288,7 @@ def _beside(layout: Layout, name: str) -> Segment:
     spec = layout[name]
     if len(spec.shape) < 2 or sum(other == spec for other in layout.values()) < 2:
         raise Unsupported(f"the loader does not copy {name} as it is")
-    kept = torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+    kept = zero_tensor(spec)
     return Segment(tuple(kept.shape), kept.stride(), 0, kept)
 
 
@@ -325,7 +325,8 @@ def plain_copies() -> Iterator[None]:
 def _drawn(name: str, spec: TensorSpec) -> Bytes:
     """The memory of `drawn`, with up to seven bytes more."""
     random = np.random.Generator(np.random.SFC64([_SEED, *name.encode()]))
-    if not TORCH_DTYPES[spec.dtype].is_floating_point:
+    dtype = torch_dtypes()[spec.dtype]
+    if not (dtype.is_floating_point or dtype.is_complex):
         return (
             random.integers(0, 2, spec.elements)
             .astype(UNSIGNED_NUMPY[spec.width_bytes])
@@ -334,11 +335,12 @@ def _drawn(name: str, spec: TensorSpec) -> Bytes:
     words = random.integers(0, 1 << 64, -(-spec.size_bytes // 8), dtype=np.uint64, endpoint=False)
     memory = words.view(np.uint8)
     # Without the exponent's highest bit no number is infinite or none.
-    memory[spec.width_bytes - 1 :: spec.width_bytes] &= 0xBF
+    step = spec.width_bytes // (2 if dtype.is_complex else 1)
+    memory[step - 1 :: step] &= 0xBF
     return memory
 
 
 def _tensor(memory: Bytes, spec: TensorSpec) -> torch.Tensor:
     """The elements at the start of the memory, which lives as long as they do."""
     whole = torch.from_numpy(memory)[: spec.size_bytes]
-    return whole.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    return whole.view(torch_dtypes()[spec.dtype]).view(spec.shape)

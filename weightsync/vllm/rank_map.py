@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from harvester.contracts.errors import Unsupported
-from weightsync.elements.bits import TORCH_DTYPES, Layout, TensorSpec
+from weightsync.elements.bits import Layout, TensorSpec, torch_dtypes, zero_tensor
 from weightsync.layout.slices import SliceRecord, Slicing
 from weightsync.receive.held_parts import (
     HeldParts,
@@ -121,7 +121,7 @@ def traced_rank(
         if places is None:
             box = _rows(name, spec, filled)
             boxes[name], segments[name] = [box], [_within(part, box) for part in filled]
-            copies[name] = torch.zeros(box.lengths, dtype=TORCH_DTYPES[spec.dtype])
+            copies[name] = zero_tensor(replace(spec, shape=box.lengths))
             continue
         boxes[name] = [box for box, _ in places]
         for box, held in places:
@@ -149,7 +149,7 @@ def _boxes(
     found: dict[tuple[int, int], tuple[SliceRecord, torch.Tensor]] = {}
     for part in parts:
         place, box = part.destination, _box_of(name, spec, part)
-        if box is None or not place.is_contiguous() or place.dtype != TORCH_DTYPES[spec.dtype]:
+        if box is None or not place.is_contiguous() or place.dtype != torch_dtypes()[spec.dtype]:
             return None
         # A copy that a loader repeats is one.
         found[place.data_ptr(), place.nbytes] = (box, place)

@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
-from weightsync.elements.bits import TORCH_DTYPES, Bits, Layout, bits_of
+from weightsync.elements.bits import Bits, Layout, bits_of, zero_tensor
 from weightsync.receive.target import HostTarget
 from weightsync.vllm.layers import unwrapped
 
@@ -30,10 +28,7 @@ class ShadowTarget(HostTarget):
         loading: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._layout = layout
-        self._tensors = {
-            name: torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
-            for name, spec in layout.items()
-        }
+        self._tensors = {name: zero_tensor(spec) for name, spec in layout.items()}
         self._model = model
         self._after = after
         self._loading = loading

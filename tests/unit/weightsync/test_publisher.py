@@ -412,7 +412,7 @@ def test_a_full_disk_is_exhausted_and_changes_nothing(
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"w": torch.zeros(2, dtype=torch.complex64)}, "complex64 cannot be published"),
+        ({"w": torch.zeros(2, dtype=torch.complex128)}, "complex128 cannot be published"),
         ({"layer.lora_A.weight": torch.zeros(2)}, "LoRA"),
         ({"x" * 600: torch.zeros(2)}, "1 to 512 characters"),
         ({"w": torch.zeros(2, device="meta")}, "meta device"),

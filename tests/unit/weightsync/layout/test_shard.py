@@ -90,8 +90,8 @@ def test_a_tensor_that_is_named_twice_or_leaves_a_gap_is_refused(second: str, wo
 
 
 def test_an_unknown_dtype_is_unsupported() -> None:
-    with pytest.raises(Unsupported, match="F4"):
-        shard_header(_file({"a": _entry(dtype="F4")}, b"\0\0\0\0"))
+    with pytest.raises(Unsupported, match="F6_E2M3"):
+        shard_header(_file({"a": _entry(dtype="F6_E2M3")}, b"\0\0\0\0"))
 
 
 def test_a_huge_header_is_refused_by_its_length_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.elements.bits import TORCH_DTYPES, UNSIGNED_NUMPY, TensorSpec, tensor_from_bits
+from weightsync.elements.bits import UNSIGNED_NUMPY, TensorSpec, tensor_from_bits, torch_dtypes
 from weightsync.publisher import Publisher
 from weightsync.transport.location import StoreRoot
 from weightsync.vllm.engine_weights import EngineWeights, RequestedVersion
@@ -144,7 +144,7 @@ def ranks(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], Callable[[], AnyRank]
     for number in range(draw(st.integers(1, 6))):
         dtype = draw(st.sampled_from(["BF16", "F8_E4M3", "F32"]))
         name = f"layers.{number}.weight"
-        found[name] = draw(places(TORCH_DTYPES[dtype], rank, count))
+        found[name] = draw(places(torch_dtypes()[dtype], rank, count))
         layout[name] = TensorSpec(dtype, found[name].shape)
 
     def made() -> AnyRank:

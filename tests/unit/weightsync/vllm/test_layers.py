@@ -24,7 +24,35 @@ class Fp8LinearMethod(UnquantizedLinearMethod):
 
 
 class MLAAttention(torch.nn.Module):
-    """Keeps decompressed copies of its weights."""
+    """Computes from factors of its projection's weight."""
+
+    def __init__(self, *, copies: bool = False) -> None:
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(4, 6)
+        weight = self.kv_b_proj.weight.detach()
+        self.W_UK_T, self.W_UV = weight[:2], weight[2:].clone() if copies else weight[2:]
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+
+class DeepseekV32Attention(MLAAttention):
+    """One of vLLM's subclasses."""
+
+
+class Attention(torch.nn.Module):
+    """vLLM's usual attention has the hook too, and no weights."""
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None: ...
+
+
+class DeepseekV4Model(torch.nn.Module):
+    """Fuses weights of its layers once all are loaded."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def process_weights_after_loading(self) -> None: ...
 
 
 def _model(method: object, *, attention: torch.nn.Module | None = None) -> torch.nn.ModuleDict:
@@ -42,9 +70,28 @@ def test_a_quantised_layer_is_named() -> None:
         check_layers(_model(Fp8LinearMethod()))
 
 
-def test_an_attention_layer_with_derived_weights_is_named() -> None:
+@pytest.mark.parametrize("kind", [MLAAttention, DeepseekV32Attention])
+def test_latent_attention_is_taken_where_it_computes_from_the_weight_itself(
+    kind: type[MLAAttention],
+) -> None:
+    check_layers(_model(UnquantizedLinearMethod(), attention=kind()))
+    with pytest.raises(Unsupported, match=rf"layer attention \({kind.__name__}"):
+        check_layers(_model(UnquantizedLinearMethod(), attention=kind(copies=True)))
+
+
+@pytest.mark.parametrize("missing", ["W_UK_T", "W_UV", "kv_b_proj"])
+def test_latent_attention_of_an_unknown_form_is_named(missing: str) -> None:
+    attention = MLAAttention()
+    delattr(attention, missing)
     with pytest.raises(Unsupported, match="layer attention"):
-        check_layers(_model(UnquantizedLinearMethod(), attention=MLAAttention()))
+        check_layers(_model(UnquantizedLinearMethod(), attention=attention))
+
+
+def test_a_model_that_processes_loaded_weights_by_itself_is_refused() -> None:
+    plain = _model(UnquantizedLinearMethod(), attention=Attention())
+    check_layers(plain)
+    with pytest.raises(Unsupported, match=r"layer model \(DeepseekV4Model"):
+        check_layers(DeepseekV4Model(plain))
 
 
 class UnquantizedFusedMoEMethod(UnquantizedLinearMethod):

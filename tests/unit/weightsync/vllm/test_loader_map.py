@@ -9,11 +9,12 @@ import torch
 
 from harvester.contracts.errors import ConfigError, Unsupported
 from tests.unit.weightsync.vllm.plain_model import PlainModel
-from weightsync.elements.bits import Layout, TensorSpec, bits_of
+from weightsync.elements.bits import Layout, TensorSpec, bits_of, torch_dtypes
 from weightsync.encoding.codec import decode, encode
 from weightsync.encoding.delta import Delta
 from weightsync.vllm.device_delta import apply_on_device
 from weightsync.vllm.loader_map import LoaderMap, traced
+from weightsync.vllm.shadow_target import ShadowTarget
 
 LAYOUT: Layout = {
     "q.weight": TensorSpec("BF16", (4, 6)),
@@ -234,3 +235,41 @@ def test_a_tensor_on_a_device_is_changed_there(monkeypatch: pytest.MonkeyPatch) 
         target.change(name, [decode(encoded.encoding, memoryview(encoded.payload), spec)])
         assert (target.bits(name) == new).all(), name
     assert sorted(changed) == [12, 24, 60]
+
+
+class MixedModel(torch.nn.Module):
+    """Holds two tensors of a format in one, row by row, and an empty one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        held = torch.zeros(6 * 4 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(6, 4)
+        self.ab = torch.nn.Parameter(held, requires_grad=False)
+        self.none = torch.nn.Parameter(torch.empty(0, 4, dtype=dtype), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "none":
+                self.none.data.copy_(tensor)
+            else:
+                self.ab.data[0 if name == "a" else 1 :: 2].copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", ["F4", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64"])
+def test_pieces_of_every_number_format_reach_runtime_storage(dtype: str) -> None:
+    spec = TensorSpec(dtype, (3, 4))
+    layout = {"a": spec, "b": spec, "none": TensorSpec(dtype, (0, 4))}
+    model = MixedModel(torch_dtypes()[dtype])
+    target = traced(model, layout, lambda touched: touched)
+    wanted = {}
+    for name in layout:
+        bits = target.bits(name)
+        bits[...] = np.arange(bits.size) + (1 if name == "a" else 100)
+        target.commit(name, bits)
+        wanted[name] = bits.copy()
+    target.finish(layout)
+    held = bits_of(model.ab.data).reshape(6, 4)
+    assert np.array_equal(held[0::2].reshape(-1), wanted["a"])
+    assert np.array_equal(held[1::2].reshape(-1), wanted["b"])
+    assert all(np.array_equal(target.bits(name), wanted[name]) for name in layout)
+    shadow = ShadowTarget(model, layout, lambda: None)
+    assert [shadow.bits(name).any() for name in layout] == [False] * 3
