@@ -436,7 +436,7 @@ def test_an_empty_state_is_a_mistake_however_often_it_is_published(
     with Publisher(tmp_path) as publisher:
         if before:
             publisher.publish({"w": torch.zeros(2)})
-            with pytest.raises(ConfigError, match="w is missing|no tensor"):
+            with pytest.raises(ConfigError, match=r"w is missing|no tensor"):
                 publisher.publish(empty)
         for _ in range(2):
             with pytest.raises(ConfigError, match="no tensor to publish"):
