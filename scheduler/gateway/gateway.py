@@ -19,7 +19,7 @@ GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
 import logging
 import resource
 import secrets
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
@@ -29,7 +29,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -68,7 +68,7 @@ from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
-from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
+from scheduler.gateway.renderer import CHAT, COMPLETION, RendererFault, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
@@ -117,7 +117,11 @@ async def dialect_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         response = await handler(request)
     except RenderRefused as error:
-        return web.Response(status=error.status, body=error.body, content_type="application/json")
+        response = error_reply(error.status, str(error))
+        with suppress(*UNDECODABLE):
+            msgspec.json.decode(error.body, type=dict)
+            response.body = error.body
+            return response
     if response.status == PRESSURE_STATUS:
         response.headers["Retry-After"] = _PRESSURE_RETRY_AFTER
         response.force_close()
@@ -138,6 +142,7 @@ _STATUSES = {
     RequestRefused: 400,
     IdInUse: 409,
     TurnRefused: None,
+    RendererFault: None,
     Pressure: PRESSURE_STATUS,
     web.HTTPException: None,
 }
