@@ -20,6 +20,13 @@ from scheduler.gateway.version_staging import SHOWN_S, VersionStaging
 from scheduler.model import BASE_VERSION
 
 _log = logging.getLogger(__name__)
+_FAULT_CHARS = 200
+
+
+def shown(fault: str) -> str:
+    """A fault on one line, bounded: engines word parts of it."""
+    line = " ".join(fault.split())
+    return line if len(line) <= _FAULT_CHARS else f"{line[:_FAULT_CHARS]}..."
 
 
 class JobVersions:
@@ -138,6 +145,13 @@ class JobVersions:
             await self._settle(target, patience_s=self._patience_s(job))
         return target.version, policy.switch_states(job, target.version)
 
+    def faults(self, job: JobId) -> list[str]:
+        """Faults of engines, each in one sentence; none where the job's tenant sees no engines."""
+        members = self._fleet.members.values() if self._sees_engines(job) else ()
+        return [
+            f"engine {each.engine.engine}: {shown(each.fault)}" for each in members if each.fault
+        ]
+
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
             raise PeerProtocolError(f"store: {refusal}")
@@ -171,14 +185,9 @@ class JobVersions:
 
     async def _settle(self, wanted: JobVersion, *, patience_s: float) -> None:
         if not await self._fleet.settled(wanted, timeout_s=self._publish_s, patience_s=patience_s):
-            faults = [
-                f"{member.engine.engine}: {member.fault}"
-                for member in self._fleet.members.values()
-                if member.fault and self._sees_engines(wanted.job)
-            ]
             raise Exhausted(
                 f"version {wanted.version} of {wanted.job} is not served by every dedicated engine"
-                + "; ".join(["", *faults])
+                + "; ".join(["", *self.faults(wanted.job)])
             )
 
     @contextmanager
