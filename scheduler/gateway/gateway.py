@@ -57,6 +57,7 @@ from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import (
     JOB_OF_MODEL,
+    SHOWN_CHARS,
     job_named,
     job_of_model,
     route_of,
@@ -89,7 +90,6 @@ from scheduler.gateway.weight_sync import WeightSyncRoutes
 _log = logging.getLogger(__name__)
 _tell_once = cache(_log.warning)
 _ENCODER = msgspec.json.Encoder()
-_MODEL_CHARS = 200
 
 
 def _with_error_object(response: web.StreamResponse, route: str) -> web.StreamResponse:
@@ -284,7 +284,7 @@ class Gateway:
         names = self._scheduler.model_names(job)
         if model is None or model in names:
             return
-        why = f"model: {model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+        why = f"model: {model[:SHOWN_CHARS]!r} is not what job {job} trains; "
         if self._scheduler.may_meet_other_models():
             raise Exhausted(f"{why}nor is any engine's model known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
@@ -365,7 +365,7 @@ class Gateway:
         """The job that is meant, if the caller may speak for it."""
         possible = self._possible_jobs(request)
         if len(possible) != 1:
-            names = f"several jobs: {', '.join(possible)[:_MODEL_CHARS]}" if possible else "no job"
+            names = f"several jobs: {', '.join(possible)[:SHOWN_CHARS]}" if possible else "no job"
             raise PeerProtocolError(
                 f"send the header {JOB_HEADER}, use /jobs/NAME as the base path, or sample from "
                 f"the job's name as `model`: this caller has {names}"
