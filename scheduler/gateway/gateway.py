@@ -304,6 +304,7 @@ class Gateway:
         )
 
     async def _activate(self, request: web.Request) -> web.Response:
+        await decoded_body(request, Any, most_bytes=SMALL_BODY_BYTES, empty=b"{}")
         return json_reply(await self._activated(request))
 
     async def _activated(self, request: web.Request) -> VersionSwitched:

@@ -17,7 +17,7 @@ from scheduler.gateway.policy.store_owners import StoreOwners, StoreRule
 from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
 from scheduler.gateway.settings import GatewayJobSettings
 from scheduler.gateway.version_staging import SHOWN_S, VersionStaging
-from scheduler.model import BASE_VERSION
+from scheduler.model import BASE_VERSION, EngineKind
 
 _log = logging.getLogger(__name__)
 _FAULT_CHARS = 200
@@ -142,7 +142,11 @@ class JobVersions:
             self._on_activated()
             target = policy.target
             assert target is not None
-            await self._settle(target, patience_s=self._patience_s(job))
+            try:
+                await self._settle(target, patience_s=self._patience_s(job))
+            except Exhausted as error:
+                active = f"job {job} is active; " * self.is_active(job)
+                raise Exhausted(f"{active}{error}") from error
         return target.version, policy.switch_states(job, target.version)
 
     def faults(self, job: JobId) -> list[str]:
@@ -185,9 +189,18 @@ class JobVersions:
 
     async def _settle(self, wanted: JobVersion, *, patience_s: float) -> None:
         if not await self._fleet.settled(wanted, timeout_s=self._publish_s, patience_s=patience_s):
+            states = self._fleet.policy.switch_states(wanted.job, wanted.version)
+            late = [
+                f"engine {engine} is catching up"
+                for engine, member in self._fleet.members.items()
+                if member.engine.kind is EngineKind.DEDICATED
+                and not member.fault
+                and states.get(engine) is VersionSwitchState.CATCHING_UP
+                and self._sees_engines(wanted.job)
+            ]
             raise Exhausted(
                 f"version {wanted.version} of {wanted.job} is not served by every dedicated engine"
-                + "; ".join(["", *self.faults(wanted.job)])
+                + "; ".join(["", *self.faults(wanted.job), *late])
             )
 
     @contextmanager

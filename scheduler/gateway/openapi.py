@@ -190,7 +190,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "A version was published", PublishedVersion, VersionSwitched, refuses=_NEW_VERSION
     ),
     "POST /v1/jobs/{job}/activate": Operation(
-        "Serve this job from now on", None, VersionSwitched, refuses=_NEW_VERSION
+        "Serve this job from now on", None, VersionSwitched, refuses=(*_NEW_VERSION, 408, 413)
     ),
     "POST /v1/jobs/{job}/harvesting": Operation(
         "Whether it leases slots", SwitchRequest, refuses=(503,)

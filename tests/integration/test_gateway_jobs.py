@@ -100,6 +100,14 @@ async def test_a_body_that_is_no_json_object_is_named_where_there_are_several_jo
                 assert (reply.status, says in await reply.text()) == (400, True), path
 
 
+async def test_an_activation_whose_body_is_no_json_is_refused() -> None:
+    async with gateway_on(engine(), jobs=JOBS) as gateway, aiohttp.ClientSession() as session:
+        url = f"{gateway.url}/v1/jobs/job/activate"
+        for body, status in ((b"x", 400), (b"", 200), (b"{}", 200)):
+            async with session.post(url, data=body) as reply:
+                assert reply.status == status, body
+
+
 async def test_a_tenant_s_model_chooses_none_of_another_tenant_s_jobs(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.yaml"
     tokens.touch(mode=0o600)
