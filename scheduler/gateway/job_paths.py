@@ -18,7 +18,7 @@ JOB_BASE = "/jobs/{base_job}"
 JOB_OF_MODEL: Final = web.RequestKey("job_of_model", JobId)
 """The job whose name the body has as its model."""
 SHOWN_CHARS = 200
-"""Of a name, or a list of names, in a message."""
+"""Bound on a name, or a list of names, in a message."""
 
 
 class _Body(msgspec.Struct, frozen=True):

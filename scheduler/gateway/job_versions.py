@@ -21,12 +21,7 @@ from scheduler.model import BASE_VERSION, EngineKind
 
 _log = logging.getLogger(__name__)
 _FAULT_CHARS = 200
-
-
-def shown(fault: str) -> str:
-    """A fault on one line, bounded: engines word parts of it."""
-    line = " ".join(fault.split())
-    return line if len(line) <= _FAULT_CHARS else f"{line[:_FAULT_CHARS]}..."
+"""Bound on one engine's fault in a message: engines word parts of it."""
 
 
 class JobVersions:
@@ -152,9 +147,8 @@ class JobVersions:
     def faults(self, job: JobId) -> list[str]:
         """Faults of engines, each in one sentence; none where the job's tenant sees no engines."""
         members = self._fleet.members.values() if self._sees_engines(job) else ()
-        return [
-            f"engine {each.engine.engine}: {shown(each.fault)}" for each in members if each.fault
-        ]
+        found = [(each.engine.engine, " ".join(each.fault.split())) for each in members]
+        return [f"engine {engine}: {fault[:_FAULT_CHARS]}" for engine, fault in found if fault]
 
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):

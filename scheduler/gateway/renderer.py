@@ -265,13 +265,7 @@ class Renderer:
         return reply | {"choices": choices}
 
     async def _derender(
-        self,
-        dialect: Dialect,
-        request: Any,
-        prompts: Any,
-        lengths: Any,
-        responses: Any,
-        count: int,
+        self, dialect: Dialect, request: Any, prompts: Any, lengths: Any, responses: Any, count: int
     ) -> Body:
         body = {"prompt_token_ids": prompts, "prompt_tokens": lengths}
         body |= {dialect.response_field: responses, dialect.request_field: request}
