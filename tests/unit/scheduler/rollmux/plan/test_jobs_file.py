@@ -69,9 +69,10 @@ def test_names_the_field_and_its_line(tmp_path: Path, wrong: str, right: str, sa
 
 
 def test_a_mistake_in_a_job_stands_alone(tmp_path: Path) -> None:
-    for wrong, right in (("slo: 1.5", "slo: 0.5"), ("id: second", "id: a b/../c")):
+    alone = GOOD.partition("  - id: second")[0]
+    for wrong, right in (("slo: 1.5", "slo: 0.5"), ("id: first", "id: a b/../c")):
         with pytest.raises(ConfigError) as refused:
-            read_jobs(_file(tmp_path, GOOD.replace(wrong, right, 1)))
+            read_jobs(_file(tmp_path, alone.replace(wrong, right, 1)))
         assert "; " not in str(refused.value)
         assert "should have at least" not in str(refused.value)
     with pytest.raises(ConfigError, match="jobs: Tuple should have at least 1 item"):
