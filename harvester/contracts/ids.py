@@ -27,6 +27,7 @@ WeightVersion = NewType("WeightVersion", int)
 """Published policy version of one job, to 2^63 - 1; 0 is no version."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+NAME_RULE = "use 1 to 64 letters, digits, '_', '.' or '-', starting with a letter or digit"
 _NAME = re.compile(NAME_PATTERN)
 
 
@@ -42,10 +43,7 @@ def checked_name(name: str, *, what: str) -> str:
     """
     if not is_name(name):
         shown = name if len(name) <= 80 else name[:77] + "..."
-        raise PeerProtocolError(
-            f"{what} {shown!r}: use 1 to 64 letters, digits, '_', '.' or '-', "
-            "starting with a letter or digit"
-        )
+        raise PeerProtocolError(f"{what} {shown!r}: {NAME_RULE}")
     return name
 
 

@@ -28,6 +28,7 @@ FAILURES: Mapping[int, str] = {
     415: "a Content-Encoding other than identity",
     422: "not served to anyone: the message says why",
     429: "more waits than may be held",
+    502: "malformed reply of an engine",
     503: "not now",
 }
 """Every status beside 200 that a route of a service answers."""

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.ids import unknown_field
+from harvester.contracts.ids import NAME_PATTERN, NAME_RULE, unknown_field
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -115,15 +115,23 @@ def validated(model: type[M], values: Mapping[str, Any], text: str, path: Path |
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-        mistakes = (_mistake(each, model, text, path) for each in problems)
+        problems = error.errors(include_url=False)
+        mistakes = (_mistake(each, model, text, path) for each in problems if not _follows(each))
         raise ConfigError("; ".join(mistakes)) from error
+
+
+def _follows(problem: ErrorDetails) -> bool:
+    """Whether it only says that items of a list, which have faults of their own, do not count."""
+    least = problem.get("ctx", {}).get("min_length", 0)
+    return problem["type"] == "too_short" and len(problem["input"]) >= least
 
 
 def _mistake(problem: ErrorDetails, model: type[BaseModel], text: str, path: Path | None) -> str:
     where, message = problem["loc"], problem["msg"]
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         message = unknown_field(str(where[-1]), _fields_at(model, where[:-1]))
+    elif problem.get("ctx", {}).get("pattern") == NAME_PATTERN:
+        message = NAME_RULE
     mistake = named(where, message, text, path)
     # What is missing at the top has no line; it belongs into the file all the same.
     at_top = problem["type"] == "missing" and path is not None and len(where) == 1

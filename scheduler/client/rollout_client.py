@@ -76,7 +76,8 @@ _log = logging.getLogger(__name__)
 
 RETRIES = RetryLimits(give_up_s=inf, attempts_max=60, wait_max_s=1.0, progress_bytes=1)
 """About a minute of pauses: longer than an engine's version switch or restart. Each token that
-arrives begins the count anew."""
+arrives begins the count anew. Tries that the gateway holds for its `queue_s` add 60 of those;
+`give_up_s` bounds the time without a token."""
 _REPLY_MAX_BYTES = 64 << 20
 _ERROR_MAX_BYTES = 4096
 _HUNG_S = 60.0

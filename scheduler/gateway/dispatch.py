@@ -42,6 +42,8 @@ class Dispatcher:
         self.on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None
         self.waits_for_permit: Callable[[JobId], bool] = lambda _job: False
         """Whether the job's engines exist but belong to another job for now."""
+        self.fault_for: Callable[[JobId], str] = lambda _job: ""
+        """A fault that keeps an engine from serving the job, where its callers may see that."""
         self.on_fault: Callable[[Exception], None] = lambda _error: None
         """Called with an error of the policy, whose effects are lost with it."""
 
@@ -151,7 +153,8 @@ class Dispatcher:
                 served = f"no engine has served job {arrived.job}"
                 if arrived.numerics:
                     served += f" with the numerics {arrived.numerics!r}"
-                reason = f"{served} for {self._queue_s:.0f} s"
+                fault = self.fault_for(arrived.job)
+                reason = f"{served} for {self._queue_s:.0f} s" + f"; {fault}" * bool(fault)
                 return RefuseTurn(turn=arrived.turn, refusal=Refusal.UNSERVED, reason=reason)
             if now >= until_s:
                 self._give_up(arrived.turn, waiting)

@@ -19,7 +19,7 @@ GET  /v1/status   GET /metrics   GET /healthz   GET /openapi.json (openapi.py)
 import logging
 import resource
 import secrets
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from http import HTTPStatus
 from typing import Any
@@ -29,7 +29,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId, WeightVersion, checked_name
 from harvester.contracts.wire.leases import JOB_HEADER
 from harvester.contracts.wire.rollouts import (
@@ -57,6 +57,7 @@ from scheduler.gateway.event_stream import event_stream
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import (
     JOB_OF_MODEL,
+    SHOWN_CHARS,
     job_named,
     job_of_model,
     route_of,
@@ -68,7 +69,7 @@ from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
-from scheduler.gateway.renderer import CHAT, COMPLETION, RenderRefused
+from scheduler.gateway.renderer import CHAT, COMPLETION, RendererFault, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
@@ -89,7 +90,6 @@ from scheduler.gateway.weight_sync import WeightSyncRoutes
 _log = logging.getLogger(__name__)
 _tell_once = cache(_log.warning)
 _ENCODER = msgspec.json.Encoder()
-_MODEL_CHARS = 200
 
 
 def _with_error_object(response: web.StreamResponse, route: str) -> web.StreamResponse:
@@ -117,7 +117,11 @@ async def dialect_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         response = await handler(request)
     except RenderRefused as error:
-        return web.Response(status=error.status, body=error.body, content_type="application/json")
+        response = error_reply(error.status, str(error))
+        with suppress(*UNDECODABLE):
+            msgspec.json.decode(error.body, type=dict)
+            response.body = error.body
+            return response
     if response.status == PRESSURE_STATUS:
         response.headers["Retry-After"] = _PRESSURE_RETRY_AFTER
         response.force_close()
@@ -138,6 +142,7 @@ _STATUSES = {
     RequestRefused: 400,
     IdInUse: 409,
     TurnRefused: None,
+    RendererFault: None,
     Pressure: PRESSURE_STATUS,
     web.HTTPException: None,
 }
@@ -279,7 +284,7 @@ class Gateway:
         names = self._scheduler.model_names(job)
         if model is None or model in names:
             return
-        why = f"model: {model[:_MODEL_CHARS]!r} is not what job {job} trains; "
+        why = f"model: {model[:SHOWN_CHARS]!r} is not what job {job} trains; "
         if self._scheduler.may_meet_other_models():
             raise Exhausted(f"{why}nor is any engine's model known yet")
         raise web.HTTPNotFound(reason=f"{why}leave it out or name {' or '.join(sorted(names))}")
@@ -299,6 +304,7 @@ class Gateway:
         )
 
     async def _activate(self, request: web.Request) -> web.Response:
+        await decoded_body(request, Any, most_bytes=SMALL_BODY_BYTES, empty=b"{}")
         return json_reply(await self._activated(request))
 
     async def _activated(self, request: web.Request) -> VersionSwitched:
@@ -360,7 +366,7 @@ class Gateway:
         """The job that is meant, if the caller may speak for it."""
         possible = self._possible_jobs(request)
         if len(possible) != 1:
-            names = f"several jobs: {', '.join(possible)[:_MODEL_CHARS]}" if possible else "no job"
+            names = f"several jobs: {', '.join(possible)[:SHOWN_CHARS]}" if possible else "no job"
             raise PeerProtocolError(
                 f"send the header {JOB_HEADER}, use /jobs/NAME as the base path, or sample from "
                 f"the job's name as `model`: this caller has {names}"

@@ -17,6 +17,8 @@ from harvester.contracts.wire.leases import JOB_HEADER
 JOB_BASE = "/jobs/{base_job}"
 JOB_OF_MODEL: Final = web.RequestKey("job_of_model", JobId)
 """The job whose name the body has as its model."""
+SHOWN_CHARS = 200
+"""Bound on a name, or a list of names, in a message."""
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -57,13 +59,19 @@ def job_named(request: web.Request) -> JobId | None:
 def job_of_model(body: bytes, jobs: Collection[JobId], models: Collection[str]) -> JobId | None:
     """The job of `jobs` that the body names as its model. `models`: names that models have.
 
-    Raises PeerProtocolError where a model has the job's name.
+    Raises PeerProtocolError where a model has the job's name, where neither a job nor a model has
+    the body's, and for a body that is no JSON object.
     """
     try:
         model = _BODY.decode(body).model
-    except UNDECODABLE:
-        return None  # The route's own decoder says why.
+    except UNDECODABLE as error:
+        raise PeerProtocolError(f"body: {error}") from error
     if model not in jobs:
+        if isinstance(model, str) and model not in models:
+            raise PeerProtocolError(
+                f"model: {model[:SHOWN_CHARS]!r} is neither a job of this caller nor a served "
+                f"model; this caller has several jobs: {', '.join(jobs)[:SHOWN_CHARS]}"
+            )
         return None
     if model in models:
         raise PeerProtocolError(

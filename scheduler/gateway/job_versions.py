@@ -17,9 +17,11 @@ from scheduler.gateway.policy.store_owners import StoreOwners, StoreRule
 from scheduler.gateway.policy.versions_events import JobActivated, JobVersion, VersionPublished
 from scheduler.gateway.settings import GatewayJobSettings
 from scheduler.gateway.version_staging import SHOWN_S, VersionStaging
-from scheduler.model import BASE_VERSION
+from scheduler.model import BASE_VERSION, EngineKind
 
 _log = logging.getLogger(__name__)
+_FAULT_CHARS = 200
+"""Bound on one engine's fault in a message: engines word parts of it."""
 
 
 class JobVersions:
@@ -135,8 +137,18 @@ class JobVersions:
             self._on_activated()
             target = policy.target
             assert target is not None
-            await self._settle(target, patience_s=self._patience_s(job))
+            try:
+                await self._settle(target, patience_s=self._patience_s(job))
+            except Exhausted as error:
+                active = f"job {job} is active; " * self.is_active(job)
+                raise Exhausted(f"{active}{error}") from error
         return target.version, policy.switch_states(job, target.version)
+
+    def faults(self, job: JobId) -> list[str]:
+        """Faults of engines, each in one sentence; none where the job's tenant sees no engines."""
+        members = self._fleet.members.values() if self._sees_engines(job) else ()
+        found = [(each.engine.engine, " ".join(each.fault.split())) for each in members]
+        return [f"engine {engine}: {fault[:_FAULT_CHARS]}" for engine, fault in found if fault]
 
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
@@ -171,14 +183,18 @@ class JobVersions:
 
     async def _settle(self, wanted: JobVersion, *, patience_s: float) -> None:
         if not await self._fleet.settled(wanted, timeout_s=self._publish_s, patience_s=patience_s):
-            faults = [
-                f"{member.engine.engine}: {member.fault}"
-                for member in self._fleet.members.values()
-                if member.fault and self._sees_engines(wanted.job)
+            states = self._fleet.policy.switch_states(wanted.job, wanted.version)
+            late = [
+                f"engine {engine} is catching up"
+                for engine, member in self._fleet.members.items()
+                if member.engine.kind is EngineKind.DEDICATED
+                and not member.fault
+                and states.get(engine) is VersionSwitchState.CATCHING_UP
+                and self._sees_engines(wanted.job)
             ]
             raise Exhausted(
                 f"version {wanted.version} of {wanted.job} is not served by every dedicated engine"
-                + "; ".join(["", *faults])
+                + "; ".join(["", *self.faults(wanted.job), *late])
             )
 
     @contextmanager

@@ -41,8 +41,8 @@ _STREAMED = (JSON, _EVENTS)
 _TURN_HEADERS = (*SESSION_HEADERS, REQUEST_ID_HEADER)
 """Those that may name the trajectory and the request."""
 _SAMPLES = (404, 409, 410, 422, 429, 503)
-_OPENAI_SAMPLES = (404, 409, 410, 422, 503)
-_RENDERER = (422, 429, 503)
+_OPENAI_SAMPLES = (404, 409, 410, 422, 502, 503)
+_RENDERER = (422, 429, 502, 503)
 _NEW_VERSION = (409, 503)
 _UNNAMED = frozenset(
     f"{method} {path}"
@@ -125,7 +125,7 @@ OPERATIONS: Mapping[str, Operation] = {
         _OBJECT | list[_OBJECT],
         _STREAMED,
         headers=_TURN_HEADERS,
-        refuses=_SAMPLES,
+        refuses=(*_SAMPLES, 502),
     ),
     **{
         each: Operation("200 while an engine is up", kinds=(), refuses=(503,), fails=())
@@ -190,7 +190,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "A version was published", PublishedVersion, VersionSwitched, refuses=_NEW_VERSION
     ),
     "POST /v1/jobs/{job}/activate": Operation(
-        "Serve this job from now on", None, VersionSwitched, refuses=_NEW_VERSION
+        "Serve this job from now on", None, VersionSwitched, refuses=(*_NEW_VERSION, 408, 413)
     ),
     "POST /v1/jobs/{job}/harvesting": Operation(
         "Whether it leases slots", SwitchRequest, refuses=(503,)

@@ -7,11 +7,12 @@ vLLM words them. Streamed text needs vLLM 0.27, with a tool or reasoning parser 
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from harvester.contracts.errors import (
     RoseMuxError,
     reason_of,
 )
+from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
 from scheduler.gateway.engine_faults import names_context
@@ -40,7 +42,8 @@ _WRONG_REQUEST = (400, 413, 422)
 """Replies that every renderer would give; after any other the next one is asked."""
 _AWAY = (429, 502, 503, 504)
 """Replies of a renderer, or of a proxy before it, that is not there or takes no more."""
-_BROKEN = (TimeoutError, ConnectionError, PeerProtocolError, *UNDECODABLE)
+_MALFORMED = (PeerProtocolError, *UNDECODABLE)
+_BROKEN = (TimeoutError, ConnectionError, *_MALFORMED)
 _DEFAULT_OUTPUT_TOKENS = 16
 """vLLM leaves it out of a rendered request."""
 _PROBE_S = 0.1
@@ -55,6 +58,7 @@ _CHARACTER_TOKENS = 4
 """Tokens that a character is made of, at most."""
 _DECODING = ("skip_special_tokens", "spaces_between_special_tokens", "return_token_ids")
 _ENCODER = msgspec.json.Encoder()
+_log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 _CallLimit = AbstractAsyncContextManager[None]
@@ -67,6 +71,59 @@ class RenderRefused(RoseMuxError):  # noqa: N818 - an answer, not a fault
         super().__init__(body[:500].decode(errors="replace"))
         self.status = status
         self.body = body
+
+
+class RendererFault(RoseMuxError):  # noqa: N818 - named for the party
+    """Renderers answer, and not as vLLM does: no fault of the request."""
+
+    status = 502
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: tuple[int, ...]
+    sampling_params: Body
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+class _TokenText(msgspec.Struct):
+    top_logprobs: tuple[Body, ...]
+
+
+class _ChatLogprobs(msgspec.Struct):
+    content: tuple[_TokenText, ...] | None
+
+
+class _ChatChoice(msgspec.Struct):
+    message: Body | None = None
+    delta: Body | None = None
+    logprobs: _ChatLogprobs | None = None
+
+
+class _CompletionLogprobs(msgspec.Struct):
+    text_offset: tuple[int, ...]
+    tokens: tuple[Any, ...]
+    token_logprobs: tuple[Any, ...]
+    top_logprobs: tuple[Any, ...]
+
+
+class _Completion(msgspec.Struct):
+    text: str
+    logprobs: _CompletionLogprobs | None = None
+
+
+_C = TypeVar("_C")
+
+
+class _Derendered(msgspec.Struct, Generic[_C]):
+    choices: tuple[_C, ...]
+
+
+class _Streamed(msgspec.Struct, Generic[_C]):
+    chunk: _Derendered[_C]
+    stream_state: Body | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +141,10 @@ class Dialect:
     """The least that vLLM takes for a request of the dialect."""
     fields: frozenset[str]
     """Fields of a request that the renderer reads."""
+    whole: Any
+    """The fields of a derendered reply that are read here."""
+    part: Any
+    """Those of a streamed one."""
 
 
 CHAT = Dialect(
@@ -94,6 +155,8 @@ CHAT = Dialect(
     chunk_object="chat.completion.chunk",
     empty={"messages": []},
     fields=CHAT_FIELDS,
+    whole=_Derendered[_ChatChoice],
+    part=_Streamed[_ChatChoice],
 )
 COMPLETION = Dialect(
     "/v1/completions",
@@ -103,6 +166,8 @@ COMPLETION = Dialect(
     chunk_object="text_completion",
     empty={"prompt": " "},
     fields=COMPLETION_FIELDS,
+    whole=_Derendered[_Completion],
+    part=_Streamed[_Completion],
 )
 
 
@@ -116,6 +181,10 @@ class RenderEndpoint(NamedTuple):
 
 class _Away(Interrupted):
     """No renderer can be reached for now."""
+
+
+class _Malformed(Interrupted):
+    """Those that answer do not answer as vLLM does."""
 
 
 class _TooLong(Interrupted):
@@ -137,10 +206,12 @@ class Renderer:
         self._renders, self._derenders = (asyncio.Semaphore(_RENDERS) for _ in range(2))
         self._away, self._returns, self._fault = False, 0, ""
         self._looking = asyncio.Lock()
+        self._malformed = EventLimit(burst=6.0, per_s=1 / 60)
 
     async def render(self, dialect: Dialect, request: Body) -> list[Body]:
-        """vLLM's generate requests, one for each prompt. Raises RenderRefused, Exhausted."""
-        rendered = await self.post(f"{dialect.route}/render", request, limit=self._renders)
+        """A generate request for each prompt. Raises RenderRefused, RendererFault, Exhausted."""
+        of, path = _Rendered | tuple[_Rendered, ...], f"{dialect.route}/render"
+        rendered = await self.post(path, request, of=of, limit=self._renders)
         return rendered if isinstance(rendered, list) else [rendered]
 
     async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -149,7 +220,8 @@ class Renderer:
 
         async def tokens(text: str) -> list[int]:
             async with own:
-                tokenized = await self.post("/tokenize", {"prompt": text}, limit=self._renders)
+                body = {"prompt": text}
+                tokenized = await self.post("/tokenize", body, of=_Tokenized, limit=self._renders)
                 found: list[int] = tokenized["tokens"]
                 return found
 
@@ -164,9 +236,16 @@ class Renderer:
     ) -> Body:
         """The reply of the dialect; `responses` are made as they are encoded, one for each prompt.
         Many large ones are several calls. Raises RenderRefused, Exhausted."""
-        encoded = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in responses)
+        counts: list[int] = []
+
+        def encode(response: Body) -> msgspec.Raw:
+            counts.append(len(response["choices"]))
+            return msgspec.Raw(_ENCODER.encode(response))
+
+        encoded = await in_shares(map(encode, responses))
         if not dialect.many:
-            return await self._derender(dialect, request, prompts[0], len(prompts[0]), encoded[0])
+            (prompt,), count = prompts, counts[0]
+            return await self._derender(dialect, request, prompt, len(prompt), encoded[0], count)
         parts, size_bytes = [0], 0
         for at, each in enumerate(encoded):
             size_bytes += len(bytes(each))
@@ -180,16 +259,20 @@ class Renderer:
         for start, end in pairwise((*parts, len(encoded))):
             part = prompts[start:end]
             seeds, lengths = [each[-_SEED_TOKENS:] for each in part], list(map(len, part))
-            reply = await self._derender(dialect, request, seeds, lengths, encoded[start:end])
+            asked, count = encoded[start:end], sum(counts[start:end])
+            reply = await self._derender(dialect, request, seeds, lengths, asked, count)
             choices += reply["choices"]
         return reply | {"choices": choices}
 
     async def _derender(
-        self, dialect: Dialect, request: Any, prompts: Any, lengths: Any, responses: Any
+        self, dialect: Dialect, request: Any, prompts: Any, lengths: Any, responses: Any, count: int
     ) -> Body:
         body = {"prompt_token_ids": prompts, "prompt_tokens": lengths}
         body |= {dialect.response_field: responses, dialect.request_field: request}
-        reply: Body = await self.post(f"{dialect.route}/derender", body, limit=self._derenders)
+        path, limit = f"{dialect.route}/derender", self._derenders
+        reply: Body = await self.post(path, body, of=dialect.whole, limit=limit)
+        if len(reply["choices"]) != count:
+            raise self._fault_of(f"{path}: {len(reply['choices'])} choices, not {count}")
         return reply
 
     async def derender_chunk(
@@ -197,7 +280,8 @@ class Renderer:
     ) -> tuple[Body, Body]:
         """A chunk of the dialect's stream, and the state to send with the choice's next one."""
         body = {"stream": True, "generate_chunk": chunk, "stream_state": state}
-        reply = await self.post(f"{text.dialect.route}/derender", body | text.beside(prompt, state))
+        body, path = body | text.beside(prompt, state), f"{text.dialect.route}/derender"
+        reply = await self.post(path, body, of=text.dialect.part)
         rendered: Body = reply["chunk"]
         for each, choice in zip(rendered["choices"], chunk["choices"], strict=False):
             asked = (choice.get("logprobs") or {}).get("content")
@@ -219,13 +303,16 @@ class Renderer:
         content += choice["logprobs"]["content"]
         whole = choice | {"token_ids": [*before, *choice["token_ids"]]}
         response = {"request_id": "", "choices": [whole | {"logprobs": {"content": content}}]}
-        reply = await self._derender(text.dialect, text.least, text.seed, 0, response)
-        logprobs: Body | None = reply["choices"][0]["logprobs"]
-        return logprobs and logprobs | {"content": logprobs["content"][len(before) :]}
+        reply = await self._derender(text.dialect, text.least, text.seed, 0, response, 1)
+        logprobs: Body | None = reply["choices"][0].get("logprobs")
+        return logprobs and logprobs | {"content": (logprobs["content"] or ())[len(before) :]}
 
-    async def post(self, path: str, body: Body, *, limit: _CallLimit = nullcontext()) -> Any:
-        """The reply to a request that changes nothing. Raises RenderRefused, Exhausted."""
-        data, failures, back, fault = _ENCODER.encode(body), 0, -1, ""
+    async def post(
+        self, path: str, body: Body, *, of: Any = Any, limit: _CallLimit = nullcontext()
+    ) -> Any:
+        """The reply to a request that changes nothing, with the fields that the type `of` has.
+        Raises RenderRefused, RendererFault, Exhausted."""
+        data, failures, back, fault, malformed = _ENCODER.encode(body), 0, -1, "", False
         now, too_long = asyncio.get_running_loop().time, False
         # A call that was not asked while a renderer was back begins its patience anew.
         while failures < _FAILURES and back != self._returns:
@@ -235,14 +322,14 @@ class Renderer:
                         try:
                             if not self._away:
                                 patience.reschedule(patience.when() if too_long else None)
-                                return await self._ask(path, data, limit)
+                                return await self._ask(path, data, of, limit)
                             if patience.when() is None:
                                 back = self._returns
                                 patience.reschedule(now() + self._patience_s)
                             async with self._looking:
                                 if self._away:
                                     await asyncio.sleep(_PROBE_S)
-                                    return await self._ask(path, data, limit)
+                                    return await self._ask(path, data, of, limit)
                         except _TooLong as error:
                             fault, too_long, back = str(error), True, self._returns
                             if patience.when() is None:
@@ -250,13 +337,22 @@ class Renderer:
                             await asyncio.sleep(_PROBE_S)
                         except Interrupted as error:
                             failures += not isinstance(error, _Away)
-                            fault = self._fault = str(error)
+                            fault, malformed = str(error), isinstance(error, _Malformed)
+                            self._fault = fault
+        if malformed:
+            raise self._fault_of(fault)
         raise Exhausted(f"text cannot be rendered: {fault or self._fault}")
 
-    async def _ask(self, path: str, data: bytes, limit: _CallLimit) -> Any:
+    def _fault_of(self, fault: str) -> RendererFault:
+        if self._malformed.admits(now=asyncio.get_running_loop().time()):
+            more = f"; {n} such replies before it" if (n := self._malformed.taken()) else ""
+            _log.warning("text cannot be rendered: malformed reply: %s%s", fault, more)
+        return RendererFault(f"text cannot be rendered: malformed reply: {fault}")
+
+    async def _ask(self, path: str, data: bytes, of: Any, limit: _CallLimit) -> Any:
         """Asks each renderer once. Raises RenderRefused, Interrupted."""
         fault, away = "no dedicated engine is up and no renderer is configured", True
-        too_long = False
+        too_long = malformed = False
         async with limit:
             for peer, short_tokens in self._peers():
                 try:
@@ -269,6 +365,7 @@ class Renderer:
                     shown = raw[:200].decode(errors="replace")
                     if response.status == 200:
                         reply = msgspec.json.decode(raw)
+                        msgspec.convert(reply, of)
                         if not (short_tokens and _fills(reply, short_tokens)):
                             return reply
                         too_long, shown = True, f"its context of {short_tokens} tokens is full"
@@ -279,10 +376,12 @@ class Renderer:
                     away &= response.status in _AWAY
                     fault = f"{peer.url}{path}: {response.status} {shown}"
                 except _BROKEN as error:
-                    fault = f"{peer.url}{path}: {reason_of(error)}"
+                    fault = f"{peer.url}{path}: {reason_of(error)[:200]}"
                     away &= isinstance(error, ConnectionFailed)
+                    malformed |= isinstance(error, _MALFORMED)
         self._found(away=away)
-        raise (_Away if away else _TooLong if too_long else Interrupted)(fault)
+        kind = _Away if away else _TooLong if too_long else _Malformed if malformed else Interrupted
+        raise kind(fault)
 
     def _found(self, *, away: bool) -> None:
         self._returns += self._away and not away

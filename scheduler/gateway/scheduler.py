@@ -143,6 +143,7 @@ class Scheduler:
             publish_s=times.publish_s,
             on_activated=self.harvest.wake,
         )
+        self.dispatcher.fault_for = lambda job: next(iter(self.versions.faults(job)), "")
         self.fleet.leasable = self.harvest.leasable
         self.dispatcher.on_queued = self.harvest.wake
         self.runner.on_lease_refused = self.harvest.refused

@@ -8,7 +8,7 @@ import msgspec
 from harvester.contracts.errors import UNDECODABLE, Exhausted
 from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
 from scheduler.gateway.loop_share import in_shares
-from scheduler.gateway.renderer import Body
+from scheduler.gateway.renderer import Body, RendererFault
 
 _NO_LOGPROB = -9999.0
 """vLLM's, where a number must be."""
@@ -93,7 +93,10 @@ def name_by_id(logprobs: Body, content: Sequence[TokenLogprob]) -> None:
             {token_name(one): one.logprob for one in each.top_logprobs} or None for each in content
         ]
         return
-    for entry, each in zip(logprobs["content"] or (), content, strict=True):
-        entry["token"] = token_name(each)
-        for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
-            candidate["token"] = token_name(one)
+    try:
+        for entry, each in zip(logprobs["content"] or (), content, strict=True):
+            entry["token"] = token_name(each)
+            for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
+                candidate["token"] = token_name(one)
+    except ValueError as error:
+        raise RendererFault(f"a renderer's log-probabilities: {error}") from error

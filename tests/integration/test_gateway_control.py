@@ -364,6 +364,8 @@ async def test_an_activation_says_at_once_what_keeps_engines_from_the_version_in
         gateway.scheduler.versions._announced_s.clear()
         status, reply = await gateway.post("/v1/jobs/job/activate", {})
         assert (status, "e1: switch to job.store 3: " in reply["error"]) == (503, True), reply
+        assert reply["error"].startswith("job job is active; version 3 of job is not served")
+        assert (await gateway.status())["active_job"] == "job"
         assert "e0: " not in reply["error"]
         fakes[1].fail_updates = 0
         gateway.scheduler.fleet.observe(TimePassed())

@@ -1,10 +1,12 @@
 """Faults that belong to one request stay with it; those of an engine cost no turn."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import gateway_on
@@ -242,3 +244,31 @@ async def test_a_gateway_whose_policy_goes_on_failing_answers_its_clients_as_it_
         assert released
         monkeypatch.undo()
         monkeypatch.setattr(scheduler, "close", release_all)
+
+
+async def test_a_turn_that_no_engine_serves_is_refused_with_the_fault_of_an_engine(
+    tmp_path: Path,
+) -> None:
+    class Nameless(FakeEngine):
+        async def say_engine(self, _request: web.Request) -> web.Response:
+            return web.json_response({"identity": 7})
+
+    tokens = tmp_path / "tokens.yaml"
+    tokens.touch(mode=0o600)
+    tokens.write_text("default: the-token-of-job\nlab: the-token-of-the-lab\n")
+    jobs = [{"id": "job", "active": True}, {"id": "other", "tenant": "lab"}]
+    given: dict[str, Any] = {"jobs": jobs, "timeouts": {"queue_s": 0.4}}
+    said = {}
+    async with gateway_on(Nameless(step_s=0.001, epoch=None), tokens=tokens, **given) as gateway:
+        members = gateway.scheduler.fleet.members.values()
+        await gateway.until(lambda: any(each.fault for each in members))
+        for job, token in (("job", "the-token-of-job"), ("other", "the-token-of-the-lab")):
+            body = {"token_ids": [4], "sampling_params": {"max_tokens": 1}}
+            headers = {"Authorization": f"Bearer {token}"}
+            path = f"/jobs/{job}/inference/v1/generate"
+            status, reply = await gateway.post(path, body, headers)
+            assert status == 503
+            said[job] = reply["error"]["message"]
+    assert "; engine e0: cannot read the engine's identity: " in said["job"]
+    assert len(said["job"]) < 400
+    assert "e0" not in said["other"], "another tenant's job may not see the engines"

@@ -63,6 +63,7 @@ async def test_a_path_or_a_header_goes_before_the_model() -> None:
     ("jobs", "model", "says"),
     [
         (JOBS, None, "this caller has several jobs: job, other"),
+        (JOBS, "another", "'another' is neither a job of this caller nor a served model; this"),
         (JOBS, "another", "this caller has several jobs: job, other"),
         (JOBS, 7, "this caller has several jobs: job, other"),
         (JOBS, "fake", "this caller has several jobs: job, other"),
@@ -80,6 +81,31 @@ async def test_a_model_that_names_no_job_or_also_a_served_model_chooses_none(
         status, reply = await gateway.post(GENERATE, turn(model=model))
         assert (status, says in reply["error"]["message"]) == (400, True), reply
         assert (await gateway.post(GENERATE, turn(model=model), {"X-RoseMux-Job": "job"}))[0] != 503
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"x", "body: JSON is malformed"),
+        (b"[]", "body: Expected `object`, got `array`"),
+        (b'{"token_ids": [1], "sampling_params": {"temperature": NaN}}', "body: JSON is malformed"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_named_where_there_are_several_jobs(
+    body: bytes, says: str
+) -> None:
+    async with gateway_on(engine(), jobs=JOBS) as gateway, aiohttp.ClientSession() as session:
+        for path in (GENERATE, "/v1/completions", "/generate"):
+            async with session.post(gateway.url + path, data=body) as reply:
+                assert (reply.status, says in await reply.text()) == (400, True), path
+
+
+async def test_an_activation_whose_body_is_no_json_is_refused() -> None:
+    async with gateway_on(engine(), jobs=JOBS) as gateway, aiohttp.ClientSession() as session:
+        url = f"{gateway.url}/v1/jobs/job/activate"
+        for body, status in ((b"x", 400), (b"", 200), (b"{}", 200)):
+            async with session.post(url, data=body) as reply:
+                assert reply.status == status, body
 
 
 async def test_a_tenant_s_model_chooses_none_of_another_tenant_s_jobs(tmp_path: Path) -> None:

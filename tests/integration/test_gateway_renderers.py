@@ -166,5 +166,70 @@ async def test_a_request_that_fails_at_its_renderer_is_tried_three_times_beside_
         await renderer.serve(FrailRenderer().app())
         poison = asyncio.create_task(service.post(CHAT, BODY | {"user": "poison"}))
         assert (await service.post(CHAT, BODY))[0] == 200
-        assert (await poison)[0] == 503
+        assert (await poison)[0] == (502 if answer == "nonsense" else 503)
         assert calls == 3
+
+
+SGLANG, COMPLETIONS = "/generate", "/v1/completions"
+TEXTS = {
+    CHAT: BODY,
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
+    SGLANG: {"text": "hi", "sampling_params": {"max_new_tokens": 2}},
+}
+ANSWERS: tuple[Any, ...] = ({}, [{}], [3], {"token_ids": "x"}, {"choices": [3]}, {"choices": []})
+
+
+class HollowRenderer(FakeRenderer):
+    """Answers calls of some routes with JSON that is no reply of vLLM's."""
+
+    def __init__(self, answer: Any, routes: str) -> None:
+        super().__init__()
+        self._answer, self._routes = answer, routes
+
+    def app(self, app: web.Application | None = None) -> web.Application:
+        @web.middleware
+        async def hollow(request: web.Request, handler: Any) -> web.StreamResponse:
+            if request.path.rpartition("/")[2] in self._routes:
+                return web.json_response(self._answer)
+            response: web.StreamResponse = await handler(request)
+            return response
+
+        served = super().app(app)
+        served.middlewares.append(hollow)
+        return served
+
+
+@pytest.mark.parametrize("path", TEXTS)
+@pytest.mark.parametrize("routes", ["render tokenize", "derender"])
+async def test_a_malformed_reply_of_a_renderer_is_a_502_in_the_dialect_s_form(
+    path: str, routes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with gateway_and_renderer() as (service, renderer):
+        for answer in ANSWERS:
+            await renderer.serve(HollowRenderer(answer, routes).app())
+            status, reply = await service.post(path, TEXTS[path])
+            told = reply["error"] if path == SGLANG else reply["error"]["message"]
+            assert (status, "malformed reply" in told, len(told) < 400) == (502, True, True), answer
+    logged = [each for each in caplog.records if "malformed reply" in each.getMessage()]
+    assert len(logged) == len(ANSWERS)
+    assert not any(each.exc_info for each in caplog.records)
+
+
+@pytest.mark.parametrize("answer", [{}, {"chunk": {}}, {"chunk": {"choices": [3]}}])
+async def test_a_malformed_part_of_streamed_text_ends_the_stream_in_words(answer: Any) -> None:
+    async with gateway_and_renderer() as (service, renderer):
+        await renderer.serve(HollowRenderer(answer, "derender").app())
+        status, reply = await service.post(CHAT, BODY | {"stream": True})
+    assert (status, "malformed reply" in reply["error"]["message"]) == (502, True)
+
+
+async def test_a_renderer_s_refusal_that_is_no_json_has_the_dialect_s_form() -> None:
+    class PlainRenderer(FakeRenderer):
+        async def render_chat(self, request: web.Request) -> web.Response:
+            return web.Response(status=400, text="wrong " * 1000)
+
+    async with gateway_and_renderer() as (service, renderer):
+        await renderer.serve(PlainRenderer().app())
+        status, reply = await service.post(CHAT, BODY)
+    assert (status, reply["error"]["message"][:5], reply["error"]["code"]) == (400, "wrong", 400)
+    assert len(reply["error"]["message"]) <= 500

@@ -72,6 +72,12 @@ async def test_a_turn_that_no_engine_may_serve_is_refused_however_often_it_is_lo
     assert placed.refusal is Refusal.UNSERVED
 
 
+async def test_a_refusal_says_the_fault_of_an_engine(dispatcher: Dispatcher) -> None:
+    dispatcher.fault_for = lambda job: f"engine e0: cannot serve {job}"
+    refused = await place(dispatcher, "r", EngineWait(), 60.0)
+    assert refused.reason.endswith("for 0 s; engine e0: cannot serve job")
+
+
 async def test_an_engine_that_the_turn_must_not_be_on_does_not_count_as_one_to_wait_for(
     dispatcher: Dispatcher,
 ) -> None:

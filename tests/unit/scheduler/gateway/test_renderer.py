@@ -12,8 +12,10 @@ from scheduler.gateway.engine_connections import ConnectionFailed
 from scheduler.gateway.renderer import (
     CHAT,
     COMPLETION,
+    Dialect,
     RenderEndpoint,
     Renderer,
+    RendererFault,
     RenderRefused,
     StreamedText,
 )
@@ -142,6 +144,24 @@ async def test_a_request_that_is_too_long_for_all_gives_up_with_the_words_of_one
     renderer = renderer_of(FlappingPeer(every=1000), ShortPeer())
     with pytest.raises(Exhausted, match="context length is 256"):
         await renderer.post("/v1/completions/render", {})
+
+
+@pytest.mark.parametrize("dialect", [CHAT, COMPLETION])
+@pytest.mark.parametrize("answer", ["{}", "[{}]", '{"token_ids": [1]}', "7", "{"])
+async def test_a_render_reply_without_its_fields_is_the_renderer_s_fault(
+    dialect: Dialect, answer: str
+) -> None:
+    hollow = ShortPeer(answer, status=200)
+    with pytest.raises(RendererFault, match=r"http://short/v1/.*/render: "):
+        await renderer_of(hollow).render(dialect, {})
+    with pytest.raises(RendererFault, match="http://short/tokenize: "):
+        await renderer_of(hollow).tokenize(["one"])
+
+
+async def test_a_fault_of_is_made_good_by_the_next_renderer() -> None:
+    rendered = {"token_ids": [7], "sampling_params": {"max_tokens": 1}}
+    whole = ShortPeer(msgspec.json.encode(rendered).decode(), status=200)
+    assert await renderer_of(ShortPeer("{}", status=200), whole).render(CHAT, {}) == [rendered]
 
 
 class DecodingPeer:

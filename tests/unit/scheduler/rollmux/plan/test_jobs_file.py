@@ -48,7 +48,7 @@ def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
         ("price_per_hour: 42.24", "price_per_hour: .nan", r"line 3: .*price_per_hour: .* finite"),
         ("host_gb: 1000", "host_gb: .inf", r"line 3: .*training\.host_gb: .* finite number"),
         ("slo: 1.5", "slo: .inf", r"line 6: jobs\.0\.slo: .* finite number"),
-        ("id: second", "id: ../second", r"line 10: jobs\.1\.id: String should match"),
+        ("id: second", "id: ../second", r"line 10: jobs\.1\.id: use 1 to 64 letters, digits"),
         ("id: second", "id: first", r"line 10: jobs\.1\.id: first is the name of jobs\.0 too"),
         ("host_gb: 400", "host_gb: 1500", r"line 7: jobs\.0\.host_gb: 1500 GB do not fit on a tr"),
         ("mean_s: 400", "mean_s: 600", r"line 8: jobs\.0\.rollout\.mean_s: 600 is more than max_s"),
@@ -66,6 +66,17 @@ def test_reads_jobs_nodes_and_prices(tmp_path: Path) -> None:
 def test_names_the_field_and_its_line(tmp_path: Path, wrong: str, right: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_jobs(_file(tmp_path, GOOD.replace(wrong, right, 1)))
+
+
+def test_a_mistake_in_a_job_stands_alone(tmp_path: Path) -> None:
+    alone = GOOD.partition("  - id: second")[0]
+    for wrong, right in (("slo: 1.5", "slo: 0.5"), ("id: first", "id: a b/../c")):
+        with pytest.raises(ConfigError) as refused:
+            read_jobs(_file(tmp_path, alone.replace(wrong, right, 1)))
+        assert "; " not in str(refused.value)
+        assert "should have at least" not in str(refused.value)
+    with pytest.raises(ConfigError, match="jobs: Tuple should have at least 1 item"):
+        read_jobs(_file(tmp_path, GOOD.partition("jobs:")[0] + "jobs: []\n"))
 
 
 def test_names_every_mistake_at_once(tmp_path: Path) -> None:
