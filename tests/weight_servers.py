@@ -9,6 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from harvester.platform.backoff import RetryLimits
+from harvester.platform.tenants import Tenants
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.object_cache import ObjectCache
 from weightsync.serve.relay import RelayShelf
@@ -26,6 +27,7 @@ HASTY = Access(
     retries=RetryLimits(give_up_s=10.0, first_wait_s=0.005, wait_max_s=0.05),
 )
 """Small ranges and short waits: many of both in a small store."""
+OPEN = Tenants()
 
 
 def fill(source: StoreSource, path: str, into: memoryview) -> None:
@@ -76,7 +78,7 @@ def running(
 def served(
     root: Path,
     *,
-    token: bytes | None = None,
+    tenants: Tenants = OPEN,
     limits: ServingLimits | None = None,
     metrics: TransferMetrics | None = None,
     port: int = 0,
@@ -84,7 +86,7 @@ def served(
 ) -> Iterator[str]:
     def app() -> tuple[web.Application, Shelf]:
         shelf = SourceShelf(StoreRoot(root, base_checkpoint=base_checkpoint))
-        return WeightServer(shelf, token=token, limits=limits, metrics=metrics).app(), shelf
+        return WeightServer(shelf, tenants=tenants, limits=limits, metrics=metrics).app(), shelf
 
     with running(app, port=port) as url:
         yield url
@@ -96,6 +98,7 @@ def relayed(
     cache: Path,
     *,
     access: Access = HASTY,
+    tenants: Tenants = OPEN,
     capacity_bytes: int = 64 << 20,
     limits: ServingLimits | None = None,
     metrics: TransferMetrics | None = None,
@@ -104,7 +107,7 @@ def relayed(
         counted = metrics or TransferMetrics()
         held = ObjectCache(cache, capacity_bytes, metrics=counted)
         shelf = RelayShelf(StoreRoot(upstream, access), held, streams=3, metrics=counted)
-        return WeightServer(shelf, limits=limits, metrics=counted).app(), shelf
+        return WeightServer(shelf, tenants=tenants, limits=limits, metrics=counted).app(), shelf
 
     with running(app) as url:
         yield url

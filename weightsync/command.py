@@ -6,6 +6,7 @@ stores over a network.
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,10 @@ Host = Annotated[
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="File with the token that readers have to send.")
+    Path | None, typer.Option(help="Tokens, one a line: readers have to send one of them.")
+]
+TenantsFile = Annotated[
+    Path | None, typer.Option("--tenants", help="YAML file of tenants: their tokens and stores.")
 ]
 Cert = Annotated[Path | None, typer.Option(help="TLS certificate chain, PEM.")]
 Key = Annotated[Path | None, typer.Option(help="TLS private key, PEM.")]
@@ -58,6 +62,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 9731,
     token_file: TokenFile = None,
+    tenants: TenantsFile = None,
     cert: Cert = None,
     key: Key = None,
     max_mbit: Rate = None,
@@ -70,7 +75,7 @@ def serve(
     from weightsync.transport.location import StoreRoot
 
     stores = StoreRoot(root, base_checkpoint=base_checkpoint)
-    listening = _listening(host, port, token_file, cert, key)
+    listening = _listening(host, port, token_file, tenants, cert, key)
     limits = _limits(max_mbit, max_transfers)
     asyncio.run(listen(lambda _: SourceShelf(stores), listening, limits, started=_listening_on))
 
@@ -89,6 +94,7 @@ def relay(
     host: Host = "127.0.0.1",
     port: Port = 9732,
     token_file: TokenFile = None,
+    tenants: TenantsFile = None,
     cert: Cert = None,
     key: Key = None,
     max_mbit: Rate = None,
@@ -102,7 +108,7 @@ def relay(
     from weightsync.transport.location import StoreRoot
 
     upstream = StoreRoot(url, _access(upstream_token_file, ca_file, streams=streams))
-    listening = _listening(host, port, token_file, cert, key)
+    listening = _listening(host, port, token_file, tenants, cert, key)
     limits = _limits(max_mbit, max_transfers)
 
     def shelf(metrics: TransferMetrics) -> RelayShelf:
@@ -131,27 +137,28 @@ def _access(
     token_file: Path | None, ca_file: Path | None, *, streams: int = 4, give_up_s: float = 60.0
 ) -> "Access":
     from harvester.platform.backoff import RetryLimits
-    from harvester.platform.bearer import read_token
     from weightsync.transport.access import Access
 
-    environment = Access.from_environment()
-    return Access(
-        token=environment.token if token_file is None else read_token(token_file),
-        ca_file=environment.ca_file if ca_file is None else ca_file,
-        streams=streams,
-        retries=RetryLimits(give_up_s=give_up_s),
-    )
+    found = Access.from_environment(token_file, ca_file)
+    return replace(found, streams=streams, retries=RetryLimits(give_up_s=give_up_s))
 
 
 def _listening(
-    host: str, port: int, token_file: Path | None, cert: Path | None, key: Path | None
+    host: str,
+    port: int,
+    token_file: Path | None,
+    tenants: Path | None,
+    cert: Path | None,
+    key: Path | None,
 ) -> "Listening":
-    from harvester.platform.bearer import read_token
+    from harvester.platform.tenants import Tenants
     from harvester.platform.tls import server_tls
     from weightsync.serve.server import Listening
 
-    token = None if token_file is None else read_token(token_file)
-    return Listening(host=host, port=port, token=token, tls=server_tls(cert, key))
+    if token_file is not None and tenants is not None:
+        raise ConfigError("give --token-file or --tenants: a tenants file has the operator's token")
+    known = Tenants.load(tenants) if token_file is None else Tenants.operators(token_file)
+    return Listening(host=host, port=port, tenants=known, tls=server_tls(cert, key))
 
 
 def _limits(max_mbit: float | None, max_transfers: int) -> "ServingLimits":

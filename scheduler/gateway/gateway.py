@@ -50,6 +50,7 @@ from harvester.platform.http_kit import (
     whole_body,
 )
 from harvester.platform.openapi_document import openapi_route
+from harvester.platform.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.abort_routes import AbortRoutes
 from scheduler.gateway.engine_faults import RequestRefused
 from scheduler.gateway.engine_list_routes import EngineListRoutes
@@ -76,7 +77,6 @@ from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.session_names import trajectory_of
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
-from scheduler.gateway.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
 from scheduler.gateway.text_routes import (
     OPENAI_ROUTES,
@@ -385,15 +385,8 @@ class Gateway:
 
     def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
         """The caller; None: the operator, and everyone where there are no tokens."""
-        if self._tenants.open_to_all:
-            return None
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.
-        tenant = self._tenants.tenant_of(request.headers.get("Authorization", key))
-        if tenant is None:
-            raise web.HTTPUnauthorized(reason="send Authorization: Bearer <tenant's token>")
-        if tenant == OBSERVER and not observes:
-            raise web.HTTPForbidden(reason=f"the token of {OBSERVER} reads status and metrics")
-        return None if tenant in (OPERATOR, OBSERVER) else tenant
+        return self._tenants.caller(request.headers.get("Authorization", key), observes=observes)
 
 
 def _with_id(asked: GenerateRequest) -> GenerateRequest:

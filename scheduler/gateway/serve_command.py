@@ -11,8 +11,8 @@ import typer
 
 if TYPE_CHECKING:
     from harvester.platform.file_lock import FileLock
+    from harvester.platform.tenants import Tenants
     from scheduler.gateway.settings import GatewaySettings
-    from scheduler.gateway.tenants import Tenants
 
 _YOUNG_OBJECTS = 10_000
 """Objects made and not freed between two collections of the youngest: a pause of about 0.5 ms."""
@@ -35,8 +35,8 @@ def gateway(
     import uvloop
 
     from harvester.platform.logs import begin_log
+    from harvester.platform.tenants import Tenants
     from scheduler.gateway.settings import load_settings
-    from scheduler.gateway.tenants import Tenants
 
     settings = load_settings(config)
     settings.check_files()

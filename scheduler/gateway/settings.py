@@ -11,13 +11,13 @@ from pydantic_core.core_schema import no_info_after_validator_function
 
 from harvester.contracts.ids import NAME_PATTERN, unknown_field
 from harvester.contracts.wire.rollouts import OnInterrupt
+from harvester.platform.tenants import OBSERVER, OPERATOR
 from harvester.platform.tls import NO_CREDENTIALS, Credentials, ServerTls, open_to_network
 from harvester.platform.yaml_file import FrozenSettings, parse_fields, read_text, validated
 from scheduler.gateway.policy.capacity import CapacityConfig
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.versions_events import VersionsConfig
 from scheduler.gateway.requests import MAX_NUMERICS_CHARS, MAX_PIN_WAIT_S
-from scheduler.gateway.tenants import OBSERVER, OPERATOR
 from scheduler.model import EngineKind
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]

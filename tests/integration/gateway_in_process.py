@@ -12,12 +12,12 @@ from aiohttp import web
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import JobId
 from harvester.platform.http_kit import listen, serving
+from harvester.platform.tenants import Tenants
 from harvester.platform.tls import ServerTls
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.scheduler import Scheduler
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.tenants import Tenants
 from tests.integration.fake_engine import FakeEngine, next_token
 from tests.integration.openapi_replies import check_reply
 

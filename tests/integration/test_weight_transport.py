@@ -25,6 +25,8 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
+from harvester.platform.tenants import Tenants
+from harvester.platform.tls import Credentials
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.layout.names import INDEX_FILE
 from weightsync.publisher import Publisher
@@ -542,22 +544,37 @@ def test_a_busy_server_is_waited_for(stores: Path) -> None:
     assert refused > 0
 
 
-@pytest.mark.parametrize("sent", [None, b"another token entirely", b""])
-def test_a_reader_without_the_token_gets_nothing(stores: Path, sent: bytes | None) -> None:
+def _token_file(folder: Path, token: bytes = TOKEN) -> Path:
+    path = folder / token.decode()
+    path.touch(mode=0o600)
+    path.write_bytes(token)
+    return path
+
+
+def _sending(token_file: Path | None) -> Access:
+    return Access(credentials=Credentials(token_file=token_file))
+
+
+@pytest.mark.parametrize("sent", [None, b"another token entirely"])
+def test_a_reader_without_the_token_gets_nothing(
+    stores: Path, tmp_path: Path, sent: bytes | None
+) -> None:
+    given = None if sent is None else _token_file(tmp_path, sent)
     with (
-        served(stores, token=TOKEN) as url,
-        closing(_source(url, Access(token=sent))) as source,
+        served(stores, tenants=Tenants.operators(_token_file(tmp_path))) as url,
+        closing(_source(url, _sending(given))) as source,
         pytest.raises(ConfigError, match="token file"),
     ):
         source.latest()
 
 
 def test_with_the_token_all_is_served_through_a_relay_too(stores: Path, tmp_path: Path) -> None:
+    file = _token_file(tmp_path)
     with (
-        served(stores, token=TOKEN) as url,
-        relayed(url, tmp_path / "cache", access=Access(token=TOKEN)) as relay,
+        served(stores, tenants=Tenants.operators(file)) as url,
+        relayed(url, tmp_path / "cache", access=_sending(file)) as relay,
     ):
-        assert _read(_source(url, Access(token=TOKEN))) == _read(_source(relay))
+        assert _read(_source(url, _sending(file))) == _read(_source(relay))
 
 
 @pytest.mark.parametrize(
@@ -709,9 +726,8 @@ def test_tls_serves_and_an_unknown_certificate_is_not_trusted(
         "serve", str(stores), "--port", "0", "--cert", str(cert), "--key", str(key)
     )
     assert server.url.startswith("https://")
-    assert (
-        _read(_source(server.url, Access(ca_file=cert))) == (stores / "job-a" / SHARD).read_bytes()
-    )
+    trusting = Access(credentials=Credentials(ca_file=cert))
+    assert _read(_source(server.url, trusting)) == (stores / "job-a" / SHARD).read_bytes()
     with (
         closing(_source(server.url)) as source,
         pytest.raises(ConfigError, match="not trusted"),

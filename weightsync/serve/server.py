@@ -4,15 +4,15 @@
     GET /stores/{store}                    GET /stores/{store}/{directory}/{file}
     GET /healthz                           GET /metrics
 
-400 invalid name, 401 no token, 404 not found, 409 content differs from the published, 416 invalid
-range, 503 with Retry-After: too many transfers, or its source does not answer.
+400 invalid name, 401 no token, 403 not this token's, 404 not found, or not this tenant's store, 409
+content differs from the published, 416 invalid range, 503 with Retry-After: too many transfers, or
+its source does not answer.
 """
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from aiohttp import web
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -21,8 +21,9 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxError
 from harvester.contracts.ids import checked_name
 from harvester.platform import http_kit
-from harvester.platform.bearer import is_loopback, is_sent
-from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply, token_required
+from harvester.platform.bearer import is_loopback
+from harvester.platform.http_kit import error_reply, errors_as_replies, json_reply
+from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from harvester.platform.tls import ServerTls
 from weightsync.layout.names import (
     INDEX_FILE,
@@ -39,7 +40,8 @@ from weightsync.transport.wire import StoreList, StoreListing, index_etag, lates
 _PIECE_BYTES = 1 << 20
 _BURST_S = 0.25
 """Burst after a pause, in seconds of the rate: a few socket buffers."""
-_STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503}
+_STATUSES = {FileNotFoundError: 404, Corrupt: 409, RoseMuxError: 503, web.HTTPException: None}
+_OPEN = Tenants()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +62,14 @@ class Listening:
 
     host: str = "127.0.0.1"
     port: int = 9731
-    token: bytes | None = None
+    tenants: Tenants = _OPEN
     tls: ServerTls | None = None
 
     def __post_init__(self) -> None:
-        if self.token is None and not is_loopback(self.host):
+        if self.tenants.open_to_all and not is_loopback(self.host):
             raise ConfigError(
-                f"host {self.host} is not loopback: give --token-file, or listen on 127.0.0.1"
+                f"host {self.host} is not loopback: give --token-file or --tenants, or listen on "
+                "127.0.0.1"
             )
 
 
@@ -94,12 +97,12 @@ class WeightServer:
         self,
         shelf: Shelf,
         *,
-        token: bytes | None = None,
+        tenants: Tenants = _OPEN,
         limits: ServingLimits | None = None,
         metrics: TransferMetrics | None = None,
     ) -> None:
         self._shelf = shelf
-        self._accepts = None if token is None else partial(is_sent, token)
+        self._tenants = tenants
         self._limits = limits or ServingLimits()
         self._metrics = metrics or TransferMetrics()
         self._clock = MonotonicClock()
@@ -111,8 +114,8 @@ class WeightServer:
         app = web.Application(
             client_max_size=1024,
             middlewares=[
-                token_required(self._accepts, of="server"),
                 errors_as_replies(_STATUSES, try_later=(503,)),
+                tenant_required(self._tenants, observed=("/stores",), reserved=("/metrics",)),
             ],
         )
         app.add_routes(
@@ -127,14 +130,17 @@ class WeightServer:
         )
         return app
 
-    async def _stores(self, _request: web.Request) -> web.Response:
-        return json_reply(StoreList(stores=await self._shelf.names()))
+    async def _stores(self, request: web.Request) -> web.Response:
+        found = await self._shelf.names()
+        own = tuple(name for name in found if self._tenants.reads(request[TENANT], name))
+        return json_reply(StoreList(stores=own))
 
     async def _directories(self, request: web.Request) -> web.Response:
-        return json_reply(StoreListing(directories=await self._shelf.directories(_store(request))))
+        found = await self._shelf.directories(self._store(request))
+        return json_reply(StoreListing(directories=found))
 
     async def _latest(self, request: web.Request) -> web.Response:
-        store, known = _store(request), _known_latest(request)
+        store, known = self._store(request), _known_latest(request)
         wait_s = min(_wait_s(request), self._limits.wait_max_s)
         raw = await self._shelf.latest(store, known, wait_s=wait_s)
         if raw is None:
@@ -145,7 +151,7 @@ class WeightServer:
         return web.Response(body=raw, headers=headers, content_type="text/plain")
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        store, directory = _store(request), request.match_info["directory"]
+        store, directory = self._store(request), request.match_info["directory"]
         name = checked_name(request.match_info["file"], what="file")
         if named_ref(directory) is None:
             raise FileNotFoundError(f"{directory[:80]!r} is no version")
@@ -231,6 +237,13 @@ class WeightServer:
             await response.write(piece)
         self._metrics.sent.labels(store).inc(len(piece))
 
+    def _store(self, request: web.Request) -> str:
+        """Raises FileNotFoundError for every name that the caller may not read, there or not."""
+        name = checked_name(request.match_info["store"], what="store")
+        if not self._tenants.reads(request[TENANT], name):
+            raise FileNotFoundError(f"no store {name}")
+        return name
+
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.Response(text=f"{self._active} transfers\n")
 
@@ -250,7 +263,7 @@ async def listen(
     stop = http_kit.stop_event()
     metrics = TransferMetrics()
     shelf = shelf_with(metrics)
-    server = WeightServer(shelf, token=listening.token, limits=limits, metrics=metrics)
+    server = WeightServer(shelf, tenants=listening.tenants, limits=limits, metrics=metrics)
     try:
         async with http_kit.serving(server.app()) as runner:
             remedy = "choose another --port, 0 takes a free one"
@@ -259,10 +272,6 @@ async def listen(
             await stop.wait()
     finally:
         await shelf.close()
-
-
-def _store(request: web.Request) -> str:
-    return checked_name(request.match_info["store"], what="store")
 
 
 def _known_latest(request: web.Request) -> bytes | None:

@@ -7,7 +7,7 @@ from typing import Self
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform.backoff import RetryLimits
-from harvester.platform.bearer import read_token
+from harvester.platform.tls import NO_CREDENTIALS, Credentials
 
 TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"
 CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
@@ -15,9 +15,8 @@ CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    token: bytes | None = field(default=None, repr=False)
-    ca_file: Path | None = None
-    """Certificates to trust besides the system's."""
+    credentials: Credentials = NO_CREDENTIALS
+    """Their files are read again when they change."""
     streams: int = 4
     """Ranges read in parallel."""
     range_bytes: int = 8 << 20
@@ -32,10 +31,12 @@ class Access:
             raise ConfigError("streams and range_bytes must be at least 1")
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """Settings from the environment of an engine's process."""
-        token_file, ca_file = (os.environ.get(name) for name in (TOKEN_VARIABLE, CA_VARIABLE))
-        return cls(
-            token=read_token(Path(token_file)) if token_file else None,
-            ca_file=Path(ca_file) if ca_file else None,
+    def from_environment(cls, token_file: Path | None = None, ca_file: Path | None = None) -> Self:
+        """Settings of an engine's process; a command gives its own files. Raises ConfigError."""
+        token, ca = (os.environ.get(name) for name in (TOKEN_VARIABLE, CA_VARIABLE))
+        credentials = Credentials(
+            token_file=token_file or (Path(token) if token else None),
+            ca_file=ca_file or (Path(ca) if ca else None),
         )
+        credentials.check()
+        return cls(credentials=credentials)

@@ -11,7 +11,6 @@ from urllib.parse import SplitResult
 
 from harvester.contracts.errors import ConfigError, Exhausted, reason_of
 from harvester.platform.backoff import Interrupted
-from harvester.platform.tls import Credentials
 from weightsync.transport.access import Access
 
 
@@ -51,7 +50,7 @@ class Connections:
     def __init__(self, address: SplitResult, access: Access) -> None:
         self._host, self._port = address.hostname or "", address.port
         self._access = access
-        self._tls = Credentials(ca_file=access.ca_file).tls() if address.scheme == "https" else None
+        self._secure = address.scheme == "https"
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._closed = False
@@ -109,11 +108,11 @@ class Connections:
         return connection
 
     def _connected(self) -> HTTPConnection:
-        wait_s = self._access.connect_s
+        wait_s, tls = self._access.connect_s, self._access.credentials.tls
         connection = (
-            HTTPConnection(self._host, self._port, timeout=wait_s)
-            if self._tls is None
-            else HTTPSConnection(self._host, self._port, timeout=wait_s, context=self._tls)
+            HTTPSConnection(self._host, self._port, timeout=wait_s, context=tls())
+            if self._secure
+            else HTTPConnection(self._host, self._port, timeout=wait_s)
         )
         connection.response_class = _WholeResponse
         try:

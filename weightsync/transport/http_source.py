@@ -202,9 +202,8 @@ class HttpSource(StoreSource):
     def _answer(
         self, method: str, path: str, headers: Mapping[str, str], *, wait_s: float = 0.0
     ) -> Iterator[HTTPResponse]:
-        given = {"Accept-Encoding": "identity", **headers}
-        if self._access.token is not None:
-            given["Authorization"] = f"Bearer {self._access.token.decode()}"
+        sent = self._access.credentials.headers()
+        given = {"Accept-Encoding": "identity", **sent, **headers}
         if self._is_doubted(path):
             given["Cache-Control"] = "no-cache"
         target, timeout_s = (self._path + path) or "/", self._access.stall_s + wait_s

@@ -8,21 +8,27 @@ import asyncio
 import msgspec
 
 from harvester.contracts.clock import Clock
+from harvester.contracts.ids import TenantId
+from harvester.platform.tenants import Tenants
+from scheduler.rollmux.control.job_owners import JobOwners
 from scheduler.rollmux.control.phase_service import TICK_S, PhaseService
 from scheduler.rollmux.control.wire import WAIT_MAX_S, Reply, Waiting, decoded_call
 from scheduler.rollmux.permits.events import Enter
 
 
 class AsyncPhaseApi:
-    def __init__(self, service: PhaseService, clock: Clock) -> None:
+    def __init__(self, service: PhaseService, clock: Clock, tenants: Tenants | None = None) -> None:
         self.service = service
+        self.owners = JobOwners(service, tenants or Tenants())
         self._clock = clock
         self._changed = asyncio.Event()
         service.on_change = self._wake
 
-    async def call(self, name: str, body: bytes) -> bytes:
-        """Answers one call with a JSON reply. Raises PeerProtocolError for an invalid call."""
+    async def call(self, name: str, body: bytes, caller: TenantId | None = None) -> bytes:
+        """Answers one call with a JSON reply. Raises PeerProtocolError for an invalid call,
+        HTTPForbidden for another tenant's; None: the operator."""
         message = decoded_call(name, body)
+        self.owners.check(message, caller)
         reply = self.service.call(message)
         if isinstance(message, Enter):
             reply = await self._awaited(message, reply)

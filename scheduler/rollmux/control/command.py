@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 phases = typer.Typer(add_completion=False, no_args_is_help=True)
 _Socket = Annotated[Path, typer.Option(help="The control's Unix socket.")]
+_TokenFile = Annotated[Path | None, typer.Option(help="Token to send to a control with tenants.")]
 _Seconds = Annotated[float, typer.Option(help="Setting of this name in docs/phases.md.")]
 
 
@@ -39,6 +40,14 @@ def serve(
     metrics_port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Loopback port of the metrics; none by default."),
+    ] = None,
+    tenants: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of tenants: each call then needs a token of it."),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Group whose users may open the socket too; needs --tenants."),
     ] = None,
     lease_s: _Seconds = 10.0,
     patience_s: _Seconds = 0.25,
@@ -76,6 +85,8 @@ def serve(
             metrics_port=metrics_port,
             cluster=cluster,
             journal_bytes=journal_mib << 20,
+            tenants=tenants,
+            group=group,
         )
     )
 
@@ -84,6 +95,7 @@ def serve(
 def submit(
     jobs: Annotated[Path, typer.Argument(help="YAML file of jobs, as for rosemux plan.")],
     socket: _Socket,
+    token_file: _TokenFile = None,
 ) -> None:
     """Ask a control that plans for placements; a job that is known hears where it is."""
     from scheduler.rollmux.cluster.runtime_events import Submit
@@ -91,7 +103,7 @@ def submit(
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 
-    transport, refused = SocketControl(socket), False
+    transport, refused = SocketControl(socket, token_file=token_file), False
     for given in read_specs(jobs):
         reply = transport.call(Submit(spec=given))
         refused |= isinstance(reply, CallRefused)
@@ -104,13 +116,14 @@ def submit(
 def forget(
     job: Annotated[str, typer.Argument(help="The job's name.")],
     socket: _Socket,
+    token_file: _TokenFile = None,
 ) -> None:
     """Give up a job's placement for good; its phase, if one runs, loses its permit."""
     from harvester.contracts.ids import JobId
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.permits.events import Forget
 
-    SocketControl(socket).call(Forget(job=JobId(job)))
+    SocketControl(socket, token_file=token_file).call(Forget(job=JobId(job)))
 
 
 @phases.command()
@@ -120,6 +133,7 @@ def node(
     failed: Annotated[
         bool, typer.Option("--failed/--back", help="Whether it has failed or is available again.")
     ],
+    token_file: _TokenFile = None,
 ) -> None:
     """Report a failed or repaired node to a planning control."""
     from harvester.contracts.errors import ConfigError
@@ -128,7 +142,8 @@ def node(
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.control.wire import CallRefused
 
-    reply = SocketControl(socket).call(NodeReport(node=NodeId(name), failed=failed))
+    transport = SocketControl(socket, token_file=token_file)
+    reply = transport.call(NodeReport(node=NodeId(name), failed=failed))
     if isinstance(reply, CallRefused):
         raise ConfigError(reply.reason)
 
@@ -137,13 +152,14 @@ def node(
 def status(
     socket: _Socket,
     as_json: Annotated[bool, typer.Option("--json", help="Print the reply as JSON.")] = False,
+    token_file: _TokenFile = None,
 ) -> None:
     """Show every job: its phase, its stage, the nodes it holds and those it waits for."""
     from rich.console import Console
 
     from scheduler.rollmux.control.socket_control import SocketControl
 
-    jobs = SocketControl(socket).jobs()
+    jobs = SocketControl(socket, token_file=token_file).jobs()
     if as_json:
         import msgspec
 
@@ -171,6 +187,7 @@ def explain(
         bool, typer.Option("--permits", help="List every permit instead of a summary.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    token_file: _TokenFile = None,
 ) -> None:
     """Print a job's history: its placements, its moves with their reasons, and the jobs it waited
     for."""
@@ -180,9 +197,10 @@ def explain(
 
     if (journal is None) == (socket is None):
         raise ConfigError("explain needs --journal DIRECTORY or --socket FILE")
-    directory = journal if socket is None else SocketControl(socket).journal()
-    assert directory is not None
-    found = explanation(directory, job, since=moment(last=last, since=since), permits=permits)
+    if socket is not None:
+        journal = SocketControl(socket, token_file=token_file).journal()
+    assert journal is not None
+    found = explanation(journal, job, since=moment(last=last, since=since), permits=permits)
     if as_json:
         typer.echo(found.encoded())
     else:

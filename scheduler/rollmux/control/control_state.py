@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from harvester.contracts.errors import Exhausted
-from harvester.contracts.ids import JobId
+from harvester.contracts.ids import JobId, TenantId
 from harvester.platform.sqlite_file import open_database
 from scheduler.rollmux.permits.job_permit import JobPermit
 
@@ -24,6 +24,7 @@ CREATE TABLE IF NOT EXISTS counters (
     one INTEGER PRIMARY KEY CHECK (one = 1), epoch INTEGER NOT NULL, ticket INTEGER NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS jobs (job TEXT PRIMARY KEY, permit BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS owners (job TEXT PRIMARY KEY, tenant TEXT NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS plan (name TEXT PRIMARY KEY, record BLOB NOT NULL) STRICT;
 """
 
@@ -51,6 +52,20 @@ class ControlState:
     def plan(self) -> dict[str, bytes]:
         """Records of a planning control beside the permits, by name."""
         return dict(self._db.execute("SELECT name, record FROM plan ORDER BY name"))
+
+    def owners(self) -> dict[JobId, TenantId]:
+        """Tenants of jobs; some of the jobs may be gone."""
+        return dict(self._db.execute("SELECT job, tenant FROM owners"))
+
+    def keep_owners(self, owners: Mapping[JobId, TenantId]) -> None:
+        """In place of those kept before. Raises Exhausted where the disk takes nothing."""
+        try:
+            with self._db:
+                self._db.execute("BEGIN")
+                self._db.execute("DELETE FROM owners")
+                self._db.executemany("INSERT INTO owners VALUES (?, ?)", owners.items())
+        except sqlite3.Error as error:
+            raise Exhausted(f"the state file cannot be written: {error}") from error
 
     def keep(
         self,

@@ -78,7 +78,7 @@ class PhaseService:
         self._clock = clock
         self._policy = self._new_policy()
         self._metrics = PhaseMetrics()
-        self._state = ControlState(state)
+        self.state = ControlState(state)
         snapshot = self._kept()
         if snapshot is not None:
             self._policy.restore(snapshot)
@@ -240,7 +240,7 @@ class PhaseService:
 
     def close(self) -> None:
         self._log.close()
-        self._state.close()
+        self.state.close()
 
     def _permit_state(self, permit: JobPermit) -> PermitState:
         ends_in_s: float | None = None
@@ -289,7 +289,7 @@ class PhaseService:
         plan = self._plan_records()
         if self._unsaved or plan:
             job_permits = {job: self._policy.permit(job) for job in sorted(self._unsaved)}
-            self._state.keep(self._policy.counters, job_permits, plan)
+            self.state.keep(self._policy.counters, job_permits, plan)
             self._unsaved.clear()
             self._plan_kept()
             self.on_change()
@@ -299,9 +299,9 @@ class PhaseService:
 
     def _kept(self) -> dict[str, Any] | None:
         """The policy's kept state, in the times of this clock; None where nothing was kept."""
-        if self._state.plan():
+        if self.state.plan():
             raise ConfigError("the state file holds a plan: start the control with its nodes")
-        return self._state.snapshot()
+        return self.state.snapshot()
 
     def _plan_records(self) -> dict[str, bytes | None]:
         """Records of the plan that belong to the same decision."""

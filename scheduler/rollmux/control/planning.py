@@ -192,7 +192,7 @@ class PlanningService(PhaseService):
         return PhaseRuntime(self._settings)
 
     def _kept(self) -> dict[str, Any] | None:
-        permits, plan = self._state.snapshot(), self._state.plan()
+        permits, plan = self.state.snapshot(), self.state.plan()
         if permits is None and not plan:
             return None
         permits = permits or {"epoch": 0, "ticket": 0, "jobs": []}

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.platform.tls import Credentials
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.wire import (
     ControlUnreachable,
@@ -28,8 +29,13 @@ _ANSWER_S = 5.0
 class SocketControl:
     """A transport. A connection for each call: calls are rare, and come from several threads."""
 
-    def __init__(self, path: Path, *, answer_s: float = _ANSWER_S) -> None:
+    def __init__(
+        self, path: Path, *, token_file: Path | None = None, answer_s: float = _ANSWER_S
+    ) -> None:
+        """Raises ConfigError where the token's file cannot be used; it is followed later."""
         self._path = path
+        self._credentials = Credentials(token_file=token_file)
+        self._credentials.check()
         self._answer_s = answer_s
 
     def call(self, message: Call) -> Reply:
@@ -79,7 +85,15 @@ class SocketControl:
     ) -> bytes:
         connection, what = _UnixConnection(self._path, timeout_s), f"{route} at {self._path}"
         try:
-            return answered(connection, method, route, body, {}, what=what, most_bytes=most_bytes)
+            return answered(
+                connection,
+                method,
+                route,
+                body,
+                self._credentials.headers(),
+                what=what,
+                most_bytes=most_bytes,
+            )
         except Exhausted as error:
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 raise ControlUnreachable(f"no phase control at {self._path}") from error

@@ -1,18 +1,21 @@
 """The phase control as a process of its own, on a Unix socket that only its user may open.
 
 rosemux phases serve --socket FILE --state FILE [--nodes FILE] [--journal DIRECTORY]
-                     [--metrics-port PORT]
+                     [--metrics-port PORT] [--tenants FILE [--group GROUP]]
+
+With tenants a group's users may open the socket; each call then carries a token.
 """
 
 import os
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from grp import getgrnam
 from pathlib import Path
 
 from aiohttp import web
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError
 from harvester.platform.http_kit import (
     errors_as_replies,
@@ -24,6 +27,7 @@ from harvester.platform.http_kit import (
     whole_body,
 )
 from harvester.platform.openapi_document import PATH, TEXT, Operation, document, openapi_route
+from harvester.platform.tenants import TENANT, Tenants, tenant_required
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
@@ -50,18 +54,22 @@ _ERRORS = errors_as_replies({web.HTTPException: None})
 _LOOPBACK = "127.0.0.1"
 _SHUTDOWN_S = 1.0
 _BACKLOG = 128
+_OBSERVED = ("/v1/phases", PATH)
+_RESERVED = ("/v1/journal", "/metrics")
 
 
 def application(api: AsyncPhaseApi) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_ERRORS])
+    known = tenant_required(api.owners.tenants, observed=_OBSERVED, reserved=_RESERVED)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_ERRORS, known])
 
     async def call(request: web.Request) -> web.Response:
         sent = await whole_body(request, most_bytes=MAX_BODY_BYTES)
-        body = await api.call(request.match_info["call"], sent)
+        body = await api.call(request.match_info["call"], sent, request[TENANT])
         return web.Response(body=body, content_type="application/json")
 
-    async def status(_request: web.Request) -> web.Response:
-        return json_reply(statuses(api.service))
+    async def status(request: web.Request) -> web.Response:
+        found = statuses(api.service)
+        return json_reply([each for each in found if api.owners.shows(each.job, request[TENANT])])
 
     async def journal(_request: web.Request) -> web.Response:
         # The client reads the journal's files itself: the control has no time for them.
@@ -74,7 +82,7 @@ def application(api: AsyncPhaseApi) -> web.Application:
             web.get("/v1/journal", journal),
             web.get("/v1/phases", status),
             web.get("/metrics", metrics_of(api.service)),
-            openapi_route(document("phase control", OPERATIONS)),
+            openapi_route(document("phase control", OPERATIONS, refuses=lambda _: (401, 403))),
         ]
     )
     return app
@@ -88,7 +96,9 @@ def metrics_of(service: PhaseService) -> Callable[[web.Request], Awaitable[web.R
 
 
 @asynccontextmanager
-async def exposition(service: PhaseService, port: int | None) -> AsyncGenerator[None, None]:
+async def exposition(
+    service: PhaseService, port: int | None, tenants: Tenants | None = None
+) -> AsyncGenerator[None, None]:
     """Prometheus connects to no Unix socket: metrics, and nothing else, on a loopback port.
 
     Raises ConfigError where the port is taken. Without a port it does nothing.
@@ -96,20 +106,24 @@ async def exposition(service: PhaseService, port: int | None) -> AsyncGenerator[
     if port is None:
         yield
         return
-    app = web.Application(middlewares=[_ERRORS])
+    known = tenant_required(tenants or Tenants(), observed=(), reserved=_RESERVED)
+    app = web.Application(middlewares=[_ERRORS, known])
     app.add_routes([web.get("/metrics", metrics_of(service))])
     async with serving(app, shutdown_s=_SHUTDOWN_S) as runner:
         await listen(runner, _LOOPBACK, port, remedy="set another --metrics-port")
         yield
 
 
-def listening_socket(path: Path) -> socket.socket:
-    """Bound for this user alone; a file that an earlier control left is replaced.
-
-    Raises ConfigError where a control answers there, or where the file cannot be made.
+def listening_socket(path: Path, *, group: str | None = None) -> socket.socket:
+    """Bound for this user alone, or also for a group; a file that an earlier control left is
+    replaced. Raises ConfigError where a control answers there, or where the file cannot be made.
     """
     try:
+        gid = None if group is None else getgrnam(group).gr_gid
+        made = not path.parent.exists()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if gid is not None and made:
+            _open_to(gid, path.parent, mode=0o710)
         _remove_left_over(path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # The file gets its mode from the umask: none may connect between bind and chmod.
@@ -118,11 +132,20 @@ def listening_socket(path: Path) -> socket.socket:
             listening.bind(str(path))
         finally:
             os.umask(before)
+        if gid is not None:
+            _open_to(gid, path, mode=0o660)
+    except KeyError as error:
+        raise ConfigError(f"no group {group}") from error
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}") from error
     listening.listen(_BACKLOG)
     listening.setblocking(False)
     return listening
+
+
+def _open_to(gid: int, path: Path, *, mode: int) -> None:
+    os.chown(path, -1, gid)
+    path.chmod(mode)
 
 
 def _remove_left_over(path: Path) -> None:
@@ -146,21 +169,24 @@ async def serve(
     metrics_port: int | None = None,
     cluster: ClusterConfig | None = None,
     journal_bytes: int = JOURNAL_BYTES,
-    clock: Clock | None = None,
+    tenants: Path | None = None,
+    group: str | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT. Raises ConfigError if it cannot start."""
-    clock = clock or MonotonicClock()
+    if group is not None and tenants is None:
+        raise ConfigError("--group needs --tenants: each of its users could end every job's phases")
+    clock, known = MonotonicClock(), Tenants.load(tenants)
     compile_for(cluster)
-    listening = listening_socket(path)
+    listening = listening_socket(path, group=group)
     service = make_service(
         config, clock, state=state, journal=journal, cluster=cluster, journal_bytes=journal_bytes
     )
-    api = AsyncPhaseApi(service, clock)
+    api = AsyncPhaseApi(service, clock, known)
     stop = stop_event()
     try:
         async with serving(application(api), shutdown_s=_SHUTDOWN_S) as runner:
             await web.SockSite(runner, listening).start()
-            async with exposition(service, metrics_port):
+            async with exposition(service, metrics_port, known):
                 # An error of the phase service ends the process: its state is on disk, its holders
                 # go on.
                 await run_until(stop, api.tick())

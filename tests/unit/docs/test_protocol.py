@@ -42,6 +42,7 @@ from harvester.contracts.page.seal import (
 )
 from harvester.contracts.served import Served
 from harvester.contracts.wire import engines, error_budget, leases, rollouts, stops
+from harvester.platform.tenants import Tenants
 from harvester.proxy.routes import ROUTES
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.job_paths import JOB_BASE
@@ -53,7 +54,6 @@ from scheduler.gateway.requests import (
 )
 from scheduler.gateway.session_names import SESSION_HEADERS
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.tenants import Tenants
 from scheduler.gateway.text_fields import SESSION_FIELDS
 from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest

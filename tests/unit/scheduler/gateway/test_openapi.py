@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from harvester.contracts.clock import MonotonicClock
+from harvester.platform.tenants import Tenants
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.openapi import OPERATIONS, document
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.tenants import Tenants
 from tests.integration.openapi_replies import DOCUMENT, check_reply
 
 

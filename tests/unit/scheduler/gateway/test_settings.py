@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harvester.contracts.errors import ConfigError, NotYet
+from harvester.platform.tenants import Tenants
 from scheduler.gateway.settings import load_settings
-from scheduler.gateway.tenants import Tenants
 
 GOOD: dict[str, Any] = {
     "engines": [{"id": "e0", "url": "http://127.0.0.1:8000"}],

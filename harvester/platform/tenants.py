@@ -1,0 +1,127 @@
+"""Authentication of tenants by bearer tokens, from a file that only its owner can read."""
+
+import hmac
+import stat
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from harvester.contracts.errors import ConfigError
+from harvester.contracts.ids import TenantId, checked_name
+from harvester.platform.bearer import MIN_TOKEN_BYTES, check_token_file, read_tokens
+from harvester.platform.renewed import Renewed
+from harvester.platform.yaml_file import parse_fields, read_text
+
+OPERATOR, OBSERVER = TenantId("operator"), TenantId("observer")
+"""No tenants: the first one's token is for all, the second one's reads status and metrics."""
+TENANT: Final[web.RequestKey[TenantId | None]] = web.RequestKey("tenant")
+"""The caller of a request, as `Tenants.caller` has it."""
+
+Tokens = dict[bytes, TenantId]
+Stores = dict[TenantId, list[str]]
+
+
+class Tenants:
+    """Tenants by token, read again when the file changes; without a file every client that can
+    connect is trusted."""
+
+    def __init__(self, entries: Renewed[tuple[Tokens, Stores]] | None = None) -> None:
+        self._entries = entries
+
+    @classmethod
+    def load(cls, path: Path | None) -> "Tenants":
+        """Raises ConfigError, which shows no token."""
+        return cls() if path is None else cls(Renewed([path], lambda: _read(path)))
+
+    @classmethod
+    def operators(cls, path: Path) -> "Tenants":
+        """The operator alone: a file of tokens, one a line. Raises ConfigError."""
+        return cls(Renewed([path], lambda: (dict.fromkeys(read_tokens(path), OPERATOR), {})))
+
+    @property
+    def open_to_all(self) -> bool:
+        return self._entries is None
+
+    def tenant_of(self, authorization: str) -> TenantId | None:
+        """The tenant of the token in the header; all tokens are compared, in constant time each."""
+        scheme, _, given = authorization.partition(" ")
+        found = None
+        for token, tenant in self._entries.current()[0].items() if self._entries else ():
+            # aiohttp passes bytes that are no UTF-8 on as surrogates.
+            if hmac.compare_digest(given.encode(errors="replace"), token):
+                found = tenant
+        return found if scheme.lower() == "bearer" else None
+
+    def caller(self, authorization: str, *, observes: bool = False) -> TenantId | None:
+        """The tenant; None: the operator, the observer where it `observes`, and everyone where
+        there are no tokens. Raises HTTPUnauthorized and HTTPForbidden."""
+        if self.open_to_all:
+            return None
+        tenant = self.tenant_of(authorization)
+        if tenant is None:
+            raise web.HTTPUnauthorized(reason="send Authorization: Bearer <token>")
+        if tenant == OBSERVER and not observes:
+            raise web.HTTPForbidden(reason=f"the token of {OBSERVER} reads status and metrics")
+        return None if tenant in (OPERATOR, OBSERVER) else tenant
+
+    def reads(self, tenant: TenantId | None, store: str) -> bool:
+        """Whether the store is one of the caller's: the file's `stores` name or match it."""
+        patterns = self._entries.current()[1].get(tenant, ()) if self._entries and tenant else "*"
+        return any(fnmatchcase(store, pattern) for pattern in patterns)
+
+
+def tenant_required(
+    tenants: Tenants, *, observed: Collection[str], reserved: Collection[str]
+) -> Middleware:
+    """Refuses requests without a token of the file, but for a probe's; sets TENANT.
+
+    The observer may read paths in `observed` and `reserved`, tenants all but the `reserved`.
+    """
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/healthz":
+            sent, path = request.headers.get("Authorization", ""), request.path
+            tenant = tenants.caller(sent, observes=path in observed or path in reserved)
+            if tenant is not None and path in reserved:
+                raise web.HTTPForbidden(reason=f"send the token of {OPERATOR} or {OBSERVER}")
+            request[TENANT] = tenant
+        return await handler(request)
+
+    return middleware
+
+
+def _read(path: Path) -> tuple[Tokens, Stores]:
+    check_token_file(path, open_to=stat.S_IRGRP | stat.S_IROTH)
+    # Errors of this reader show no line of the file: tokens stand there.
+    given = parse_fields(read_text(path), path)
+    if not given:
+        raise ConfigError(f"token file {path}: write one 'tenant: token' per line")
+    tokens: Tokens = {}
+    stores: Stores = {}
+    for tenant, entry in given.items():
+        name = TenantId(checked_name(str(tenant), what="tenant"))
+        fields = entry if isinstance(entry, dict) else {"token": entry}
+        if not fields.keys() <= {"token", "stores"}:
+            raise ConfigError(f"{name} in {path}: give a token, or token and stores")
+        for token in _listed(fields.get("token")):
+            if not isinstance(token, str) or len(token) < MIN_TOKEN_BYTES:
+                raise ConfigError(
+                    f"token of {name} in {path}: use {MIN_TOKEN_BYTES} characters or more"
+                )
+            if tokens.setdefault(token.encode(), name) != name:
+                raise ConfigError(f"{path}: {name} and {tokens[token.encode()]} have one token")
+        stores[name] = _listed(fields.get("stores", ""))
+        if not all(isinstance(each, str) for each in stores[name]):
+            raise ConfigError(f"stores of {name} in {path}: give names, or patterns as job-a-*")
+        if name in (OPERATOR, OBSERVER) and "stores" in fields:
+            raise ConfigError(f"{path}: {OPERATOR} reads every store, {OBSERVER} none")
+    return tokens, stores
+
+
+def _listed(given: object) -> list[Any]:
+    return given if isinstance(given, list) and given else [given]
