@@ -56,8 +56,7 @@ class NodeAgent:
     def __init__(self, config: AgentConfig, *, clock: Clock, version: str) -> None:
         self.clock = clock
         self.metrics = AgentMetrics(version=version)
-        self._config = config
-        self._kill_file = config.kill_switch
+        self._config, self._kill_file = config, config.kill_switch
         started = clock.now()
         self.leases = LeaseTable(
             node=NodeId(config.node),
@@ -114,6 +113,7 @@ class NodeAgent:
         self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
         stops = self.stops.look(now=now)
         self._stop_audit.observe(stops, caller="", now=now)
+        self.leases.expire(now=now)
         for slot in self.slots:
             self._beat_slot(slot, switch, stops, now)
         if switch is not self._switched:

@@ -6,7 +6,7 @@ without steps, and steps without requests are separate conditions.
 
 from collections.abc import Collection, Iterable, Mapping, Set
 from functools import reduce
-from operator import attrgetter, lt
+from operator import attrgetter, le
 
 import msgspec
 
@@ -103,7 +103,7 @@ class ProductionWatch:
         pulses = {r.name: r.record for r in readings if r.record is not None}
         remembered = self.state.pulses
         known = {name: (remembered[name], pulses[name]) for name in pulses if name in remembered}
-        went_on = {name: pair for name, pair in known.items() if not _went_backwards(*pair)}
+        went_on = {n: pair for n, pair in known.items() if all(map(le, *map(_counters, pair)))}
         restarted = self._restarted(known.keys() - went_on.keys(), now)
         waits = _latencies(went_on, "unanswered_s_recent", "unanswered_total")
         missed = waits.above(self._settings.ttft_slo_s)
@@ -171,7 +171,8 @@ class ProductionWatch:
         given = self._settings.profile
         if self._has_profile(pulses) and _learned(pulses) < self._settings.model_samples_min:
             return msgspec.convert(given, ProductionModel, from_attributes=True)
-        return _upper(pulses.values())
+        models = [pulse.model for pulse in pulses.values()]
+        return reduce(ProductionModel.upper, models or [ProductionModel()])
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
         """Whether a profile applies: its shapes cover all known shapes of the pulses. None makes a
@@ -288,10 +289,6 @@ def _silence(readings: tuple[PulseReading, ...]) -> str:
     return ", ".join(faults)
 
 
-def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
-    return any(map(lt, _counters(pulse), _counters(before)))
-
-
 def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:
     """KV use of the fullest engine core. With several API servers a pulse's value for a core may be
     old, so the newest value of each core counts."""
@@ -314,7 +311,3 @@ def _learned(pulses: dict[str, Pulse]) -> int:
         engine = engine_of(name)
         engines[engine] = max(engines.get(engine, 0), pulse.model_samples)
     return min(engines.values(), default=0)
-
-
-def _upper(pulses: Iterable[Pulse]) -> ProductionModel:
-    return reduce(ProductionModel.upper, [pulse.model for pulse in pulses] or [ProductionModel()])
