@@ -101,17 +101,29 @@ class AgentProcess:
         due_s, notified_s = self._clock.now(), 0.0
         watchdog_us = os.environ.get("WATCHDOG_USEC", "")
         watchdog_s = (int(watchdog_us) / 1e6 if watchdog_us.isdigit() else 0.0) or 4.0
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def beat() -> None:
+            # A timer's call: a task that waits for each beat takes twice the time of the loop.
+            nonlocal due_s, notified_s
+            try:
+                if not ended.done():
+                    self._probe(node.slots)
+                    node.beat()
+                    now = self._clock.now()
+                    if now - notified_s >= watchdog_s / _WATCHDOG_SHARE:
+                        notify("WATCHDOG=1")
+                        notified_s = now
+                    # A beat that came late is not made up for.
+                    due_s = max(due_s + node.beat_s, now)
+                    ended.get_loop().call_later(due_s - now, beat)
+            except Exception as error:
+                ended.set_exception(error)
+
         stopped = asyncio.create_task(stop.wait())
-        while not stop.is_set():
-            self._probe(node.slots)
-            node.beat()
-            now = self._clock.now()
-            if now - notified_s >= watchdog_s / _WATCHDOG_SHARE:
-                notify("WATCHDOG=1")
-                notified_s = now
-            # A beat that came late is not made up for.
-            due_s = max(due_s + node.beat_s, now)
-            await asyncio.wait((stopped,), timeout=due_s - now)
+        stopped.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
+        beat()
+        await ended
 
     def _reconfigure(self, node: NodeAgent) -> None:
         """Reload at SIGHUP. A slots file that cannot be used now keeps nothing else from being

@@ -252,7 +252,7 @@ class SlotExposition:
         for histogram in (self._metrics.reclaim_duration, self._metrics.steps_met):
             histogram.labels(self._slot)
         for name in ("guest_tokens", "journal_missing_lines", *_ACCOUNTED):
-            self._count(name, 0)
+            self._metrics.counter(name, self._slot)
         for name in ("unrecorded", "grant_step_tokens"):
             self._set(name, 0)
         for name, labels in (
@@ -262,10 +262,10 @@ class SlotExposition:
             ("leases_ended", EndReason),
         ):
             for label in labels:
-                self._count(name, 0, str(label))
+                self._metrics.counter(name, self._slot, str(label))
         for action in GuestAction:
             for outcome in _ACTION_OUTCOMES:
-                self._count("guest_actions", 0, action.value, outcome)
+                self._metrics.counter("guest_actions", self._slot, action.value, outcome)
         for tenant in (*self._tenants, _OTHER_TENANT):
             self._set("leases_active", 0, tenant)
 
@@ -370,7 +370,8 @@ class SlotExposition:
         self._set_each("shared_memory_bytes", sizes)
 
     def _count(self, name: str, by: float, *labels: str) -> None:
-        self._metrics.counter(name, self._slot, *labels).inc(by)
+        if by:  # Most counts of most beats are 0, and each would take a lock.
+            self._metrics.counter(name, self._slot, *labels).inc(by)
 
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._metrics.gauge(name, self._slot, *labels).set(value)

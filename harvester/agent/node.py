@@ -47,6 +47,7 @@ RELOADER = "operator, by SIGHUP"
 _OPENING_S = 1.0
 """Time for slots that come and go at once: a tenth of the unit's watchdog."""
 _WAITS = "waits for its turn"
+_BEAT_S = SlotSettings().beat_s
 _LATE_BEATS = 20
 """Beats without completion after which the loop counts as hung."""
 
@@ -55,7 +56,7 @@ class NodeAgent:
     def __init__(self, config: AgentConfig, *, clock: Clock, version: str) -> None:
         self.clock = clock
         self.metrics = AgentMetrics(version=version)
-        self._config = config
+        self._config, self._kill_file = config, config.kill_switch
         started = clock.now()
         self.leases = LeaseTable(
             node=NodeId(config.node),
@@ -104,29 +105,27 @@ class NodeAgent:
 
     @property
     def beat_s(self) -> float:
-        beats = [slot.policy.settings.beat_s for slot in self.slots]
-        return min(beats, default=SlotSettings().beat_s)
+        return min((slot.policy.settings.beat_s for slot in self.slots), default=_BEAT_S)
 
     def beat(self) -> None:
         now = self.clock.now()
-        switch = read_kill_switch(self._config.kill_switch)
-        self.metrics.gauge("kill_switch_engaged", "node").set(switch is not KillSwitch.NONE)
+        switch = read_kill_switch(self._kill_file)
         self.stops.interlocks = self.interlocks.stops(self._evicted(), now=now)
         stops = self.stops.look(now=now)
         self._stop_audit.observe(stops, caller="", now=now)
+        self.leases.expire(now=now)
         for slot in self.slots:
             self._beat_slot(slot, switch, stops, now)
         if switch is not self._switched:
             self.audit.note(
                 AuditKind.KILL_SWITCH,
-                who=kill_switch_setter(self._config.kill_switch),
+                who=kill_switch_setter(self._kill_file),
                 from_state=self._switched,
                 to_state=switch,
             )
             self._switched = switch
         self._count_ended()
         self.audit.look(now=now)
-        self._export_audit()
         self._beat_at_s = now
 
     def _beat_slot(
@@ -332,11 +331,6 @@ class NodeAgent:
         self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
         self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
 
-    def _export_audit(self) -> None:
-        missing = self.audit.missing_total
-        self.metrics.counter("audit_missing_events").inc(missing - self._audit_missing)
-        self._audit_missing = missing
-
     def close(self) -> None:
         for slot in self.slots:
             slot.close(now=self.clock.now())
@@ -358,6 +352,10 @@ class NodeAgent:
         ]
 
     def refresh_metrics(self) -> None:
+        missing, self._audit_missing = self._audit_missing, self.audit.missing_total
+        self.metrics.counter("audit_missing_events").inc(self._audit_missing - missing)
+        engaged = self._switched is not KillSwitch.NONE
+        self.metrics.gauge("kill_switch_engaged", "node").set(engaged)
         self.metrics.stops(self.stops.stops)
         for interlock, known in self.interlocks.known().items():
             self.metrics.gauge("interlock_known", interlock).set(known)

@@ -115,7 +115,11 @@ class SlotSensor:
 
     def _guest_page(self, now_ns: int) -> Reading[Guest]:
         """The guest's own page, or the one that announces its stop."""
-        guest, leaving = self._guest.read(now_ns=now_ns), self._leaving.read(now_ns=now_ns)
+        guest = self._guest.read(now_ns=now_ns)
+        # Hardly a guest announces its stop, and an open that fails costs more than this look.
+        if self._leaving.sequence() is None and not os.access(self._leaving.path, os.F_OK):
+            return guest
+        leaving = self._leaving.read(now_ns=now_ns)
         if leaving.record is None:
             return guest
         another = guest.record is not None and guest.record.processes != leaving.record.processes

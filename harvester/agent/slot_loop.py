@@ -144,9 +144,10 @@ class Slot:
 
     def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
         """`stops`: every one that is in force on the node."""
-        self._leases.expire(now=now)
-        self.lease_file.follow(self._leases.live(self.name))
-        self._stop = self._binding(stops)
+        lease = self._leases.live(self.name)
+        self.lease_file.follow(lease)
+        # A tenant's order binds only while the tenant has the lease.
+        self._stop = binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
         sampled_ns = monotonic_ns()
         sample = self._sample(kill_switch, now)
         effects = self.policy.observe(sample, now=now)
@@ -223,11 +224,6 @@ class Slot:
     @property
     def live_lease(self) -> SlotLease | None:
         return self._leases.live(self.name)
-
-    def _binding(self, stops: tuple[Stop, ...]) -> Stop | None:
-        """The strongest order for this slot; a tenant's only while the tenant has the lease."""
-        lease = self._leases.live(self.name)
-        return binding(stops, slot=self.name, tenant="" if lease is None else lease.tenant)
 
     def policy_with(self, settings: SlotSettings) -> SlotPolicy:
         """The policy under new settings, with its memory."""

@@ -79,7 +79,7 @@ def _of_file(order: StopOrder, reason: str, *, by: str = "", at: str = "") -> St
 class StopOrders:
     def __init__(self, config: AgentConfig) -> None:
         """Reads the table of an earlier agent; writes nothing yet."""
-        self._path = config.state_dir / "stops.json"
+        self._path, self._file_path = config.state_dir / "stops.json", config.stop_path
         self._config = config
         self._configured: dict[str, Stop] = {}
         self.configure(config)
@@ -113,7 +113,7 @@ class StopOrders:
 
     def look(self, *, now: float) -> tuple[Stop, ...]:
         """Every stop in force, once per beat."""
-        self._file = read_stop_file(self._config.stop_path)
+        self._file = read_stop_file(self._file_path)
         if self._unsaved and now >= self._retry_at_s:
             self._save(now)
         return self._gather()

@@ -55,6 +55,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 COUNTS = Served.__struct_fields__
+NONE_SERVED = Served()
 _SURE = 4.0
 """Standard errors; more of them with few hours."""
 _UNPROVEN_REQUESTS = 1000

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from harvester.contracts.served import COUNTS, Served, charged_misses
+from harvester.contracts.served import COUNTS, NONE_SERVED, Served, charged_misses
 from harvester.contracts.wire.error_budget import Allotment
 from harvester.policy.own_misses import believable_rate
 from harvester.policy.settings import BudgetSettings
@@ -91,7 +91,7 @@ class Ring(msgspec.Struct, kw_only=True):
     def add(self, served: Served, *, now: float) -> None:
         self.advance(now)
         place = self.head % len(self.requests)
-        for name in COUNTS:
+        for name in () if served == NONE_SERVED else COUNTS:
             if count := getattr(served, name):
                 getattr(self, name)[place] += count
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from harvester.contracts.served import Served
+from harvester.contracts.served import NONE_SERVED, Served
 from harvester.contracts.wire.leases import GuardReading
 from harvester.policy.budget import BURN_WINDOWS, BudgetState, ErrorBudget
 from harvester.policy.level import Level, LevelState, MissState, MissWindow
@@ -67,7 +67,8 @@ class Guards:
         itl_misses = late.weight * sum(map(beside_step, late.seen_s))
         misses = ttft_misses + min(itl_misses, production.decoded)
         served = self._served(production, misses=misses, now=now)
-        memory.served += served
+        if served != NONE_SERVED:
+            memory.served += served
         memory.unanswered += production.unanswered
         late_first = self._ttft_misses.observe(
             samples=ttft.total,
@@ -145,6 +146,8 @@ class Guards:
         the requests that decode, by that of the longest time between their tokens. `misses` are
         those beside a guest step."""
         settings, ttft, itl = self._settings, production.ttft, production.itl
+        if not ttft.seen_s and not itl.seen_s:
+            return Served(requests=ttft.total, misses=misses)
         counts: Counter[bool | None] = Counter()
         late: Counter[bool | None] = Counter()
         for latency_s in ttft.seen_s:

@@ -5,8 +5,8 @@ without steps, and steps without requests are separate conditions.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Set
-from dataclasses import dataclass, field
 from functools import reduce
+from operator import attrgetter, le
 
 import msgspec
 
@@ -19,8 +19,7 @@ from harvester.policy.unseen import UnseenSteps, unseen_requests
 _IDLE_WINDOW_S = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latencies:
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     """Latency samples that are new in this beat."""
 
     seen_s: tuple[float, ...] = ()
@@ -37,21 +36,23 @@ class Latencies:
 
     def above(self, slo_s: float) -> "Latencies":
         late_s = tuple([x for x in self.seen_s if x > slo_s])
-        return Latencies(seen_s=late_s, total=self.weight * len(late_s))
+        return Latencies(seen_s=late_s, total=self.weight * len(late_s)) if late_s else NO_LATENCIES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProductionView:
+NO_LATENCIES = Latencies()
+
+
+class ProductionView(msgspec.Struct, frozen=True, kw_only=True):
     condition: Condition | None
     """UNFIT, SILENT, RESTARTED, UNSEEN, UNLEARNED or HUNG; None when production may be believed."""
     reason: str = ""
-    model: ProductionModel = field(default_factory=ProductionModel)
-    ttft: Latencies = field(default_factory=Latencies)
+    model: ProductionModel = ProductionModel()
+    ttft: Latencies = NO_LATENCIES
     """With the waits above the SLO that ended without a first token."""
     unanswered: float = 0.0
     """Requests that ended without a first token before their SLO: no evidence."""
-    itl: Latencies = field(default_factory=Latencies)
-    itl_late: Latencies = field(default_factory=Latencies)
+    itl: Latencies = NO_LATENCIES
+    itl_late: Latencies = NO_LATENCIES
     """Those above the SLO, each of another request or step."""
     own_models: bool = False
     """Whether each engine is judged by its own pulses' model, because the engines differ."""
@@ -77,7 +78,7 @@ class PulseMemory(msgspec.Struct, kw_only=True):
     decoding: int = 0
 
 
-_COUNTERS = frozenset(PulseMemory.__struct_fields__) - {"unseen_steps_total", "decoding"}
+_counters = attrgetter(*{*PulseMemory.__struct_fields__} - {"unseen_steps_total", "decoding"})
 
 
 class WatchState(msgspec.Struct, kw_only=True):
@@ -102,7 +103,7 @@ class ProductionWatch:
         pulses = {r.name: r.record for r in readings if r.record is not None}
         remembered = self.state.pulses
         known = {name: (remembered[name], pulses[name]) for name in pulses if name in remembered}
-        went_on = {name: pair for name, pair in known.items() if not _went_backwards(*pair)}
+        went_on = {n: pair for n, pair in known.items() if all(map(le, *map(_counters, pair)))}
         restarted = self._restarted(known.keys() - went_on.keys(), now)
         waits = _latencies(went_on, "unanswered_s_recent", "unanswered_total")
         missed = waits.above(self._settings.ttft_slo_s)
@@ -111,11 +112,11 @@ class ProductionWatch:
             for before, pulse in went_on.values()
         ]
         self._note_idleness(went_on.values(), now, seen=bool(pulses))
-        engines = _by_engine(pulses)
-        unseen = self._unseen_requests(engines, now)
-        if not silent and not any(self._busy(members) for members in engines.values()):
+        engines = [self._judge(*engine, now=now) for engine in _by_engine(pulses).items()]
+        unseen = next((unseen for _, unseen, _ in engines if unseen), "")
+        hung = next((hung for _, _, hung in engines if hung), "")
+        if not silent and not any(busy for busy, _, _ in engines):
             self.state.idle_at_s = now
-        hung = self._hung(engines, now)
         self._remember(pulses, now)
         believed = len(went_on) == len(pulses) and not (silent or restarted or unseen or hung)
         condition, reason = self._condition(silent, restarted, unseen, hung, pulses)
@@ -146,7 +147,7 @@ class ProductionWatch:
     def _condition(
         self, silent: str, restarted: str, unseen: str, hung: str, pulses: dict[str, Pulse]
     ) -> tuple[Condition | None, str]:
-        unfit = [f"{name}: {pulse.unfit}" for name, pulse in sorted(pulses.items()) if pulse.unfit]
+        unfit = [f"{name}: {pulse.unfit}" for name, pulse in pulses.items() if pulse.unfit]
         if unfit:
             return Condition.UNFIT, unfit[0]
         if silent:
@@ -170,16 +171,17 @@ class ProductionWatch:
         given = self._settings.profile
         if self._has_profile(pulses) and _learned(pulses) < self._settings.model_samples_min:
             return msgspec.convert(given, ProductionModel, from_attributes=True)
-        return _upper(pulses.values())
+        models = [pulse.model for pulse in pulses.values()]
+        return reduce(ProductionModel.upper, models or [ProductionModel()])
 
     def _has_profile(self, pulses: dict[str, Pulse]) -> bool:
         """Whether a profile applies: its shapes cover all known shapes of the pulses. None makes a
         scrape enough to lend on."""
         given = self._settings.profile
-        if SCRAPED_PULSE in pulses:
+        if SCRAPED_PULSE in pulses or not given.given:
             return False
         shapes = {pulse.shape for pulse in pulses.values() if pulse.shape}
-        return given.given and (not given.shapes or shapes <= set(given.shapes))
+        return not given.shapes or shapes <= set(given.shapes)
 
     def _own_models(self, pulses: dict[str, Pulse]) -> bool:
         engines = {engine_of(name) for name in pulses}
@@ -212,18 +214,19 @@ class ProductionWatch:
         last = idle if state.idle_ratio is None else state.idle_ratio
         state.idle_ratio = last + gain * (idle - last)
 
-    def _unseen_requests(self, engines: dict[str, dict[str, Pulse]], now: float) -> str:
-        verdicts = [
-            unseen_requests(
-                self.state.unseen,
-                engine,
-                tuple(members.values()),
-                patience_s=self._patience_s(members),
-                now=now,
-            )
-            for engine, members in engines.items()
-        ]
-        return next(filter(None, verdicts), "")
+    def _judge(
+        self, engine: str, members: dict[str, Pulse], *, now: float
+    ) -> tuple[bool, str, str]:
+        """Whether the engine is busy, and why it serves unseen requests or hangs; "" if not."""
+        busy, patience_s, pulses = self._busy(members), self._patience_s(members), members.values()
+        unseen = unseen_requests(
+            self.state.unseen, engine, tuple(pulses), patience_s=patience_s, now=now
+        )
+        if not busy or any(map(self._stepped, members, pulses)):
+            self.state.progress_at_s[engine] = now
+        stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
+        stuck = f"{engine}: requests in flight, no step for {stuck_s:.1f} s"
+        return busy, unseen, stuck if stuck_s > patience_s else ""
 
     def _busy(self, members: dict[str, Pulse]) -> bool:
         """Whether middleware, cores or steps show work; an open WebSocket alone is none."""
@@ -237,17 +240,6 @@ class ProductionWatch:
     def _served_unseen(self, name: str, pulse: Pulse) -> bool:
         before = self.state.pulses.get(name)
         return before is not None and pulse.unseen_steps_total != before.unseen_steps_total
-
-    def _hung(self, engines: dict[str, dict[str, Pulse]], now: float) -> str:
-        verdict = ""
-        for engine, members in engines.items():
-            stepped = any(self._stepped(name, pulse) for name, pulse in members.items())
-            if stepped or not self._busy(members):
-                self.state.progress_at_s[engine] = now
-            stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
-            if stuck_s > self._patience_s(members):
-                verdict = verdict or f"{engine}: requests in flight, no step for {stuck_s:.1f} s"
-        return verdict
 
     def _stepped(self, name: str, pulse: Pulse) -> bool:
         before = self.state.pulses.get(name)
@@ -272,11 +264,11 @@ def _latencies(
     """New samples of the field `recent`, of which `total` counts all."""
     seen_s: list[float] = []
     new_total = 0
-    for _, (before, pulse) in sorted(went_on.items()):
-        new = getattr(pulse, total) - getattr(before, total)
-        seen_s += getattr(pulse, recent)[-new:] if new else ()
-        new_total += new
-    return Latencies(seen_s=tuple(seen_s), total=new_total)
+    for before, pulse in went_on.values():
+        if new := getattr(pulse, total) - getattr(before, total):
+            seen_s += getattr(pulse, recent)[-new:]
+            new_total += new
+    return Latencies(seen_s=tuple(seen_s), total=new_total) if new_total else NO_LATENCIES
 
 
 def _busy_s(went_on: Iterable[tuple[PulseMemory, Pulse]]) -> float:
@@ -285,7 +277,7 @@ def _busy_s(went_on: Iterable[tuple[PulseMemory, Pulse]]) -> float:
 
 def _by_engine(pulses: dict[str, Pulse]) -> dict[str, dict[str, Pulse]]:
     engines: dict[str, dict[str, Pulse]] = {}
-    for name, pulse in sorted(pulses.items()):
+    for name, pulse in pulses.items():
         engines.setdefault(engine_of(name), {})[name] = pulse
     return engines
 
@@ -295,10 +287,6 @@ def _silence(readings: tuple[PulseReading, ...]) -> str:
         return "no pulse is expected or present"
     faults = [f"{r.name} {r.fault or 'missing'}" for r in readings if r.record is None]
     return ", ".join(faults)
-
-
-def _went_backwards(before: PulseMemory, pulse: Pulse) -> bool:
-    return any(getattr(pulse, name) < getattr(before, name) for name in _COUNTERS)
 
 
 def kv_usage_ratio(pulses: Mapping[str, Pulse]) -> float:
@@ -323,7 +311,3 @@ def _learned(pulses: dict[str, Pulse]) -> int:
         engine = engine_of(name)
         engines[engine] = max(engines.get(engine, 0), pulse.model_samples)
     return min(engines.values(), default=0)
-
-
-def _upper(pulses: Iterable[Pulse]) -> ProductionModel:
-    return reduce(ProductionModel.upper, (pulse.model for pulse in pulses), ProductionModel())

@@ -39,6 +39,7 @@ class PageName(StrEnum):
     LEAVING = "leaving"
 
 
+@lru_cache(maxsize=1024)
 def pulse_page(engine: str, process: int) -> str:
     """File name of a pulse. Raises ConfigError for a dot, the separator, or too long a name."""
     name = f"pulse.{engine}.{process}"

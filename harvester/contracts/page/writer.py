@@ -87,13 +87,13 @@ class PageWriter(Generic[R]):
         if not self._lock.in_place():
             return False
         self.contested = self._lock.contested()
-        return self._in_place() and os.fstat(self._fd).st_size >= PAGE_BYTES
+        return self._fd >= 0 and is_at(self.path, self._fd, least_bytes=PAGE_BYTES)
 
     def close(self, *, unlink: bool = False) -> None:
         """`unlink` removes the page, unless a successor has made it anew."""
         if self._fd < 0:
             return
-        if unlink and self._lock.held and self._in_place():
+        if unlink and self._lock.held and is_at(self.path, self._fd):
             self.path.unlink(missing_ok=True)
         self._bell.close()
         os.close(self._fd)
@@ -102,9 +102,6 @@ class PageWriter(Generic[R]):
 
     def __del__(self) -> None:
         self.close()
-
-    def _in_place(self) -> bool:
-        return self._fd >= 0 and is_at(self.path, self._fd)
 
     def _give_up(self, callers: WriterLock | None) -> None:
         if self._fd >= 0:

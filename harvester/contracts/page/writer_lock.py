@@ -31,14 +31,15 @@ class PageHeld(ConfigError):  # noqa: N818 - named for the state, not for a faul
     """Another living process writes the page."""
 
 
-def is_at(path: Path, fd: int) -> bool:
-    """Whether the path names the open file: not deleted, not made anew."""
+def is_at(path: Path, fd: int, *, least_bytes: int = 0) -> bool:
+    """Whether the path names the open file: not deleted, not made anew, and not cut short."""
     mine = os.fstat(fd)
     try:
-        there = path.lstat()
+        there = os.lstat(path)
     except OSError:
         return False
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    same = (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+    return same and mine.st_size >= least_bytes
 
 
 class WriterLock:

@@ -96,7 +96,7 @@ class Stage:
         return self.of(kind)[-1]
 
     def missing(self) -> float | None:
-        self.node.beat()
+        self.node.refresh_metrics()
         return self.node.metrics.registry.get_sample_value("harvester_audit_missing_events_total")
 
 
