@@ -6,6 +6,7 @@ stores over a network.
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +18,8 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.reading.memory_room import STAGING_BYTES
 
 if TYPE_CHECKING:
-    from weightsync.serve.server import Listening, ServingLimits
-    from weightsync.transport.access import Access
+    from weightsync.serve.metrics import TransferMetrics
+    from weightsync.serve.shelf import Shelf
 
 Host = Annotated[
     str, typer.Option(help="Address to listen on; a token file is required unless it is loopback.")
@@ -70,14 +71,15 @@ def serve(
     base_checkpoint: Base = None,
 ) -> None:
     """Serve every store under ROOT over HTTP, by byte ranges."""
-    from weightsync.serve.server import listen
     from weightsync.serve.shelf import SourceShelf
     from weightsync.transport.location import StoreRoot
 
     stores = StoreRoot(root, base_checkpoint=base_checkpoint)
-    listening = _listening(host, port, token_file, tenants, cert, key)
-    limits = _limits(max_mbit, max_transfers)
-    asyncio.run(listen(lambda _: SourceShelf(stores), listening, limits, started=_listening_on))
+
+    def shelf(_: "TransferMetrics") -> SourceShelf:
+        return SourceShelf(stores)
+
+    _serve(shelf, host, port, token_file, tenants, cert, key, max_mbit, max_transfers)
 
 
 def relay(
@@ -101,21 +103,19 @@ def relay(
     max_transfers: Transfers = 256,
 ) -> None:
     """Serve the stores of URL to many, pulling every file once."""
-    from weightsync.serve.metrics import TransferMetrics
     from weightsync.serve.object_cache import ObjectCache
     from weightsync.serve.relay import RelayShelf
-    from weightsync.serve.server import listen
+    from weightsync.transport.access import Access
     from weightsync.transport.location import StoreRoot
 
-    upstream = StoreRoot(url, _access(upstream_token_file, ca_file, streams=streams))
-    listening = _listening(host, port, token_file, tenants, cert, key)
-    limits = _limits(max_mbit, max_transfers)
+    access = Access.from_environment(upstream_token_file, ca_file)
+    upstream = StoreRoot(url, replace(access, streams=streams))
 
-    def shelf(metrics: TransferMetrics) -> RelayShelf:
+    def shelf(metrics: "TransferMetrics") -> RelayShelf:
         held = ObjectCache(cache, cache_bytes, metrics=metrics)
         return RelayShelf(upstream, held, streams=streams, metrics=metrics)
 
-    asyncio.run(listen(shelf, listening, limits, started=_listening_on))
+    _serve(shelf, host, port, token_file, tenants, cert, key, max_mbit, max_transfers)
 
 
 def list_stores(
@@ -127,49 +127,39 @@ def list_stores(
     ca_file: CaFile = None,
 ) -> None:
     """List the stores of a place, or the versions of one store."""
+    from harvester.platform.backoff import RetryLimits
     from weightsync.serve.published import list_store
+    from weightsync.transport.access import Access
 
-    for line in list_store(url, _access(token_file, ca_file, give_up_s=5.0)):
+    access = Access.from_environment(token_file, ca_file)
+    for line in list_store(url, replace(access, retries=RetryLimits(give_up_s=5.0))):
         typer.echo(line)
 
 
-def _access(
-    token_file: Path | None, ca_file: Path | None, *, streams: int = 4, give_up_s: float = 60.0
-) -> "Access":
-    from harvester.platform.backoff import RetryLimits
-    from weightsync.transport.access import Access
-
-    found = Access.from_environment(token_file, ca_file)
-    return replace(found, streams=streams, retries=RetryLimits(give_up_s=give_up_s))
-
-
-def _listening(
+def _serve(
+    shelf_with: "Callable[[TransferMetrics], Shelf]",
     host: str,
     port: int,
     token_file: Path | None,
     tenants: Path | None,
     cert: Path | None,
     key: Path | None,
-) -> "Listening":
+    max_mbit: float | None,
+    max_transfers: int,
+) -> None:
     from harvester.platform.tenants import Tenants
     from harvester.platform.tls import server_tls
-    from weightsync.serve.server import Listening
+    from weightsync.serve.server import Listening, ServingLimits, listen
 
     if token_file is not None and tenants is not None:
         raise ConfigError("give --token-file or --tenants: a tenants file has the operator's token")
     known = Tenants.load(tenants) if token_file is None else Tenants.operators(token_file)
-    return Listening(host=host, port=port, tenants=known, tls=server_tls(cert, key))
-
-
-def _limits(max_mbit: float | None, max_transfers: int) -> "ServingLimits":
-    from weightsync.serve.server import ServingLimits
-
+    listening = Listening(host=host, port=port, tenants=known, tls=server_tls(cert, key))
     rate = None if max_mbit is None else max_mbit * 1e6 / 8
-    return ServingLimits(transfers_max=max_transfers, bytes_per_s=rate)
-
-
-def _listening_on(url: str) -> None:
-    typer.echo(f"listening on {url}")
+    limits = ServingLimits(transfers_max=max_transfers, bytes_per_s=rate)
+    asyncio.run(
+        listen(shelf_with, listening, limits, started=lambda url: typer.echo(f"listening on {url}"))
+    )
 
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxE
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from harvester.platform.tenants import Tenants
-from harvester.platform.tls import Credentials
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.layout.names import INDEX_FILE
 from weightsync.publisher import Publisher
@@ -552,7 +551,7 @@ def _token_file(folder: Path, token: bytes = TOKEN) -> Path:
 
 
 def _sending(token_file: Path | None) -> Access:
-    return Access(credentials=Credentials(token_file=token_file))
+    return Access(token_file=token_file)
 
 
 @pytest.mark.parametrize("sent", [None, b"another token entirely"])
@@ -726,7 +725,7 @@ def test_tls_serves_and_an_unknown_certificate_is_not_trusted(
         "serve", str(stores), "--port", "0", "--cert", str(cert), "--key", str(key)
     )
     assert server.url.startswith("https://")
-    trusting = Access(credentials=Credentials(ca_file=cert))
+    trusting = Access(ca_file=cert)
     assert _read(_source(server.url, trusting)) == (stores / "job-a" / SHARD).read_bytes()
     with (
         closing(_source(server.url)) as source,

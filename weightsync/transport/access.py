@@ -7,7 +7,7 @@ from typing import Self
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform.backoff import RetryLimits
-from harvester.platform.tls import NO_CREDENTIALS, Credentials
+from harvester.platform.bearer import read_token
 
 TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"
 CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
@@ -15,8 +15,10 @@ CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    credentials: Credentials = NO_CREDENTIALS
-    """Their files are read again when they change."""
+    token_file: Path | None = None
+    """Holds the token to send; read again when it changes."""
+    ca_file: Path | None = None
+    """Certificates to trust besides the system's; read again when they change."""
     streams: int = 4
     """Ranges read in parallel."""
     range_bytes: int = 8 << 20
@@ -34,9 +36,7 @@ class Access:
     def from_environment(cls, token_file: Path | None = None, ca_file: Path | None = None) -> Self:
         """Settings of an engine's process; a command gives its own files. Raises ConfigError."""
         token, ca = (os.environ.get(name) for name in (TOKEN_VARIABLE, CA_VARIABLE))
-        credentials = Credentials(
-            token_file=token_file or (Path(token) if token else None),
-            ca_file=ca_file or (Path(ca) if ca else None),
-        )
-        credentials.check()
-        return cls(credentials=credentials)
+        token_file = token_file or (Path(token) if token else None)
+        if token_file is not None:
+            read_token(token_file)
+        return cls(token_file=token_file, ca_file=ca_file or (Path(ca) if ca else None))

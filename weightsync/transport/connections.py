@@ -11,6 +11,7 @@ from urllib.parse import SplitResult
 
 from harvester.contracts.errors import ConfigError, Exhausted, reason_of
 from harvester.platform.backoff import Interrupted
+from harvester.platform.tls import Credentials
 from weightsync.transport.access import Access
 
 
@@ -45,12 +46,14 @@ class _WholeResponse(HTTPResponse):
 
 
 class Connections:
-    """Thread-safe; holds at most as many idle connections as there are streams."""
+    """Thread-safe; holds at most as many idle connections as there are streams, and sends the
+    token with each request."""
 
     def __init__(self, address: SplitResult, access: Access) -> None:
         self._host, self._port = address.hostname or "", address.port
         self._access = access
         self._secure = address.scheme == "https"
+        self._credentials = Credentials(token_file=access.token_file, ca_file=access.ca_file)
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._closed = False
@@ -66,7 +69,7 @@ class Connections:
         """
         connection, answer = self._taken(timeout_s), None
         try:
-            connection.request(method, target, headers=dict(headers))
+            connection.request(method, target, headers={**headers, **self._credentials.headers()})
             answer = connection.getresponse()
             yield answer
         except FileNotFoundError:
@@ -108,7 +111,7 @@ class Connections:
         return connection
 
     def _connected(self) -> HTTPConnection:
-        wait_s, tls = self._access.connect_s, self._access.credentials.tls
+        wait_s, tls = self._access.connect_s, self._credentials.tls
         connection = (
             HTTPSConnection(self._host, self._port, timeout=wait_s, context=tls())
             if self._secure

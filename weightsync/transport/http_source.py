@@ -202,8 +202,7 @@ class HttpSource(StoreSource):
     def _answer(
         self, method: str, path: str, headers: Mapping[str, str], *, wait_s: float = 0.0
     ) -> Iterator[HTTPResponse]:
-        sent = self._access.credentials.headers()
-        given = {"Accept-Encoding": "identity", **sent, **headers}
+        given = {"Accept-Encoding": "identity", **headers}
         if self._is_doubted(path):
             given["Cache-Control"] = "no-cache"
         target, timeout_s = (self._path + path) or "/", self._access.stall_s + wait_s

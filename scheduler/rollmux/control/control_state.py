@@ -6,7 +6,8 @@ given again. Locked for as long as it is open: two controls on one file would gi
 """
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,13 +60,9 @@ class ControlState:
 
     def keep_owners(self, owners: Mapping[JobId, TenantId]) -> None:
         """In place of those kept before. Raises Exhausted where the disk takes nothing."""
-        try:
-            with self._db:
-                self._db.execute("BEGIN")
-                self._db.execute("DELETE FROM owners")
-                self._db.executemany("INSERT INTO owners VALUES (?, ?)", owners.items())
-        except sqlite3.Error as error:
-            raise Exhausted(f"the state file cannot be written: {error}") from error
+        with self._transaction():
+            self._db.execute("DELETE FROM owners")
+            self._db.executemany("INSERT INTO owners VALUES (?, ?)", owners.items())
 
     def keep(
         self,
@@ -74,22 +71,7 @@ class ControlState:
         plan: Mapping[str, bytes | None] = _NOTHING,
     ) -> None:
         """All or nothing. None removes. Raises Exhausted where the disk takes nothing."""
-        try:
-            self._write(counters, job_permits, plan)
-        except sqlite3.Error as error:
-            raise Exhausted(f"the state file cannot be written: {error}") from error
-
-    def close(self) -> None:
-        self._db.close()
-
-    def _write(
-        self,
-        counters: tuple[int, int],
-        job_permits: Mapping[JobId, JobPermit | None],
-        plan: Mapping[str, bytes | None],
-    ) -> None:
-        with self._db:
-            self._db.execute("BEGIN")
+        with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO counters VALUES (1, ?, ?)", counters)
             for job, permit in job_permits.items():
                 if permit is None:
@@ -102,3 +84,15 @@ class ControlState:
                     self._db.execute("DELETE FROM plan WHERE name = ?", (name,))
                     continue
                 self._db.execute("INSERT OR REPLACE INTO plan VALUES (?, ?)", (name, record))
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            with self._db:
+                self._db.execute("BEGIN")
+                yield
+        except sqlite3.Error as error:
+            raise Exhausted(f"the state file cannot be written: {error}") from error

@@ -13,7 +13,8 @@ def printed(jobs: Sequence[JobStatus]) -> RenderableType:
     planned = [(job, job.plan) for job in jobs if job.plan is not None]
     if not planned:
         return _permits(jobs)
-    return Group(_permits(jobs), Text(), _plan(planned), *_reasons(planned))
+    reasons = [Text(f"{job.job}: {_words(plan)}") for job, plan in planned]
+    return Group(_permits(jobs), Text(), _plan(planned), *reasons)
 
 
 def _permits(jobs: Sequence[JobStatus]) -> Table:
@@ -56,10 +57,6 @@ def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:
             str(plan.moves),
         )
     return table
-
-
-def _reasons(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> list[Text]:
-    return [Text(f"{job.job}: {_words(plan)}") for job, plan in planned]
 
 
 def _words(plan: PlanStatus) -> str:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,6 +25,7 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_STATUS_BYTES = 64 << 20
 """Bound of a status reply: thousands of jobs on a thousand nodes each."""
 _ANSWER_S = 5.0
+T = TypeVar("T")
 
 
 class SocketControl:
@@ -40,60 +42,42 @@ class SocketControl:
 
     def call(self, message: Call) -> Reply:
         """Raises ControlUnreachable, Exhausted, or PeerProtocolError for a refused call."""
-        timeout_s = self._answer_s + (message.wait_s if isinstance(message, Enter) else 0.0)
-        body = self._answer(
-            "POST",
-            f"/v1/phases/{call_name(message)}",
-            msgspec.json.encode(message),
-            timeout_s=timeout_s,
-            most_bytes=MAX_REPLY_BYTES,
+        wait_s = message.wait_s if isinstance(message, Enter) else 0.0
+        body = msgspec.json.encode(message)
+        return decoded_reply(
+            self._answer(f"/v1/phases/{call_name(message)}", body, MAX_REPLY_BYTES, wait_s)
         )
-        return decoded_reply(body)
 
     def jobs(self) -> tuple[JobStatus, ...]:
-        """Status of every job. Raises as `call` does."""
-        body = self._answer(
-            "GET",
-            "/v1/phases",
-            None,
-            timeout_s=self._answer_s,
-            most_bytes=MAX_STATUS_BYTES,
-        )
-        try:
-            return msgspec.json.decode(body, type=tuple[JobStatus, ...])
-        except UNDECODABLE as error:
-            raise PeerProtocolError(f"status at {self._path}: {error}") from error
+        """Status of every job that the caller may see. Raises as `call` does."""
+        return self._shown("/v1/phases", tuple[JobStatus, ...])
 
     def journal(self) -> Path:
         """The directory of the control's journal.
 
         Raises ConfigError where it writes none, else as `call` does.
         """
-        body = self._answer(
-            "GET", "/v1/journal", None, timeout_s=self._answer_s, most_bytes=MAX_REPLY_BYTES
-        )
-        try:
-            where = msgspec.json.decode(body, type=dict[str, str | None]).get("directory")
-        except UNDECODABLE as error:
-            raise PeerProtocolError(f"journal at {self._path}: {error}") from error
+        where = self._shown("/v1/journal", dict[str, str | None]).get("directory")
         if where is None:
             raise ConfigError(f"the control at {self._path} was started without --journal")
         return Path(where)
 
-    def _answer(
-        self, method: str, route: str, body: bytes | None, *, timeout_s: float, most_bytes: int
-    ) -> bytes:
-        connection, what = _UnixConnection(self._path, timeout_s), f"{route} at {self._path}"
+    def _shown(self, route: str, kind: type[T]) -> T:
+        body = self._answer(route, None, MAX_STATUS_BYTES)
         try:
-            return answered(
-                connection,
-                method,
-                route,
-                body,
-                self._credentials.headers(),
-                what=what,
-                most_bytes=most_bytes,
-            )
+            return msgspec.json.decode(body, type=kind)
+        except UNDECODABLE as error:
+            raise PeerProtocolError(f"{route} at {self._path}: {error}") from error
+
+    def _answer(
+        self, route: str, body: bytes | None, most_bytes: int, wait_s: float = 0.0
+    ) -> bytes:
+        """The reply to a POST of the body, without one to a GET."""
+        method, what = "GET" if body is None else "POST", f"{route} at {self._path}"
+        connection = _UnixConnection(self._path, self._answer_s + wait_s)
+        sent = self._credentials.headers()
+        try:
+            return answered(connection, method, route, body, sent, what=what, most_bytes=most_bytes)
         except Exhausted as error:
             if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 raise ControlUnreachable(f"no phase control at {self._path}") from error

@@ -187,9 +187,6 @@ class GroupTable:
         placements = self._leaving.get(job, ())
         return [self.groups[self.nodes[placement.rollout_nodes[0]]] for placement in placements]
 
-    def is_leaving(self, job: JobId) -> bool:
-        return job in self._leaving
-
     def free_nodes(self, pool: Pool) -> int | None:
         """Nodes of the pool that may still come up; None: unlimited."""
         there = self.supply.get(pool)

@@ -13,7 +13,6 @@ import torch
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform.tenants import Tenants
-from harvester.platform.tls import Credentials
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
 from weightsync.serve.server import Listening
@@ -56,7 +55,7 @@ def written(path: Path, text: str) -> Path:
 @contextmanager
 def by_a_relay(root: Path, file: Path, folder: Path) -> Iterator[str]:
     token = written(folder / "upstream", OPERATOR)
-    access = Access(credentials=Credentials(token_file=token), retries=HASTY.retries)
+    access = Access(token_file=token, retries=HASTY.retries)
     tenants = Tenants.load(file)
     with (
         served(root, tenants=tenants) as upstream,
@@ -144,6 +143,23 @@ def test_the_operator_reads_all_and_the_observer_no_weights(url: str) -> None:
 
 @pytest.mark.parametrize(
     "path",
+    ["/%6detrics", "/metrics?x", "/./metrics", "/stores/../metrics", "/metrics/", "//metrics",
+     "http://other/metrics", "/metrics%2f", "/metrics;x"],
+)  # fmt: skip
+def test_no_spelling_of_a_path_shows_a_tenant_the_metrics(url: str, path: str) -> None:
+    assert asked(url, path, ALICE)[0] in (400, 403, 404)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/stores/", "/stores/%2e", "/%73tores/job-a", "/stores/job-a/LATEST?x", "//stores/job-a"],
+)
+def test_no_spelling_of_a_path_shows_the_observer_a_store(url: str, path: str) -> None:
+    assert asked(url, path, OBSERVER)[0] in (400, 403, 404)
+
+
+@pytest.mark.parametrize(
+    "path",
     ["/stores", "/stores/job-a", "/stores/job-a/LATEST", f"/stores/job-a/{SHARD}", "/metrics",
      "/openapi.json", "/nothing", "/stores/%2e%2e/healthz", "//healthz"],
 )  # fmt: skip
@@ -176,7 +192,7 @@ def test_tokens_and_stores_change_while_a_server_runs(
 
 def test_a_plain_token_file_is_followed_by_server_and_reader(stores: Path, tmp_path: Path) -> None:
     accepted, sent = (written(tmp_path / name, ALICE) for name in ("accepted", "sent"))
-    access = Access(credentials=Credentials(token_file=sent), retries=HASTY.retries)
+    access = Access(token_file=sent, retries=HASTY.retries)
     with (
         served(stores, tenants=Tenants.operators(accepted)) as url,
         closing(HttpSource(f"{url}/stores/job-a", access)) as source,
@@ -222,8 +238,8 @@ def test_a_commands_files_come_before_those_of_the_environment(
     mine, environments = (written(tmp_path / name, name * 4) for name in ("mine", "environment"))
     monkeypatch.setenv(TOKEN_VARIABLE, os.fspath(environments))
     monkeypatch.delenv(CA_VARIABLE, raising=False)
-    assert Access.from_environment(mine).credentials.token_file == mine
-    assert Access.from_environment().credentials.token_file == environments
+    assert Access.from_environment(mine).token_file == mine
+    assert Access.from_environment().token_file == environments
     monkeypatch.setenv(TOKEN_VARIABLE, os.fspath(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="cannot read token file"):
         Access.from_environment()

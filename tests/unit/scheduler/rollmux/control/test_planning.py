@@ -213,7 +213,7 @@ def test_a_move_is_ordered_at_an_iteration_s_end_and_made_at_the_next_begin() ->
     assert control.runs("b") == left.move.rollout_nodes
     assert control.at("b") == told
     assert control.service.cluster.placements[JobId("b")].moves == 1
-    assert not control.service.cluster.planner.table.is_leaving(JobId("b"))
+    assert not control.service.cluster.planner.table.leaving_groups(JobId("b"))
 
 
 def test_a_move_order_is_repeated_after_a_lost_reply_and_after_a_restart(tmp_path: Path) -> None:

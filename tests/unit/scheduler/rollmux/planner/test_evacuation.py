@@ -77,7 +77,7 @@ def test_a_mover_whose_old_node_fails_begins_again_on_its_new_ones_at_once() -> 
     effects = planner.fail_node(lost, now=HOUR_S)
     again = {one.placement.job: one.placement for one in restarts(effects)}
     assert again[JobId("b")] == move.placement
-    assert not planner.table.is_leaving(JobId("b"))
+    assert not planner.table.leaving_groups(JobId("b"))
     assert not planner.facts[JobId("b")].moving
 
 

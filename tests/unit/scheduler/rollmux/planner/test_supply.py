@@ -129,7 +129,7 @@ def test_a_review_moves_onto_no_node_that_is_not_there() -> None:
     assert (moved, added) == ([], [])
     assert planner.table.up == {Pool.ROLLOUT: 1, Pool.TRAINING: 1}
     assert not any(facts.moving for facts in planner.facts.values())
-    assert not any(planner.table.is_leaving(job) for job in planner.facts)
+    assert not any(planner.table.leaving_groups(job) for job in planner.facts)
 
 
 def test_a_node_that_is_being_left_is_not_free_before_it_is_left() -> None:
