@@ -4,6 +4,7 @@ Unknown values are exported as NaN, never as 0 or as the previous value.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from harvester.agent.metrics import AgentMetrics
@@ -65,7 +66,9 @@ class SlotExposition:
         self._guest: Guest | None = None
         self._unseen: set[str] = set()
         self._missing_lines = 0
-        self._was_open = False
+        self._was_open, self._step_tokens = False, 0
+        self._decisions: Counter[tuple[str, str]] = Counter()
+        """Grants written since the last scrape."""
         self._closing_at_ns: int | None = None
         self._counted = (0.0, 0.0, 0.0)
         self._reclaims = dict.fromkeys(_RECLAIM_OUTCOMES, 0)
@@ -107,7 +110,8 @@ class SlotExposition:
             count = getattr(policy.reclaim.state, outcome)
             self._count("kv_reclaims", max(0, count - self._reclaims[outcome]), outcome)
             self._reclaims[outcome] = count
-        tenant = "" if lease is None else self._tenant_label(lease.tenant)
+        named = lease is None or lease.tenant in self._tenants
+        tenant = "" if lease is None else lease.tenant if named else _OTHER_TENANT
         if tenant != self._tenant:
             for name, active in ((self._tenant, 0), (tenant, 1)):
                 if name:
@@ -143,6 +147,10 @@ class SlotExposition:
         guest = None if sample is None else sample.guest.record
         readings = () if sample is None else sample.pulses
         pulses = self._pulses()
+        for decision, beats in self._decisions.items():
+            self._count("admission_decisions", beats, *decision)
+        self._decisions.clear()
+        self._set("grant_step_tokens", self._step_tokens)
         self._set("quarantined", policy.slot_state() is SlotState.QUARANTINED)
         self._set_one("mode", settings.mode, Mode)
         self._set_one("slot_state", policy.state, State)
@@ -244,17 +252,12 @@ class SlotExposition:
     def ended(self, reason: str) -> None:
         self._count("leases_ended", 1, reason)
 
-    def _tenant_label(self, tenant: str) -> str:
-        return tenant if tenant in self._tenants else _OTHER_TENANT
-
     def _begin(self) -> None:
         """Create every series at the start: `increase` does not see a counter's first value."""
         for histogram in (self._metrics.reclaim_duration, self._metrics.steps_met):
             histogram.labels(self._slot)
         for name in ("guest_tokens", "journal_missing_lines", *_ACCOUNTED):
             self._metrics.counter(name, self._slot)
-        for name in ("unrecorded", "grant_step_tokens"):
-            self._set(name, 0)
         for name, labels in (
             ("kv_reclaims", _RECLAIM_OUTCOMES),
             ("guest_prefix_tokens", _PREFIX_OUTCOMES),
@@ -272,9 +275,8 @@ class SlotExposition:
     def _note_grant(self, grant: Grant, policy: SlotPolicy) -> None:
         is_open = grant.mode.admits
         self._blocking_ratio = grant.blocking_ratio
-        decision = "open" if is_open else "closed"
-        self._count("admission_decisions", 1, decision, policy.condition.value)
-        self._set("grant_step_tokens", grant.step_tokens_cap if is_open else 0)
+        self._decisions["open" if is_open else "closed", policy.condition.value] += 1
+        self._step_tokens = grant.step_tokens_cap if is_open else 0
         if self._was_open and not is_open:
             self._closing_at_ns = monotonic_ns()
         elif is_open:

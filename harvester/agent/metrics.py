@@ -150,13 +150,9 @@ class AgentMetrics:
             )
             for name, (labels, text) in HISTOGRAMS.items()
         }
-        of_slots = [
-            name
-            for name, (labels, _) in (GAUGES | COUNTERS | HISTOGRAMS).items()
-            if "slot" in labels
-        ]
         every = {**self._gauges, **self._counters, **histograms}
-        self._of_slots = [every[name] for name in of_slots]
+        declared = (GAUGES | COUNTERS | HISTOGRAMS).items()
+        self._of_slots = [every[name] for name, (labels, _) in declared if "slot" in labels]
         self.lease_info = self._gauges["lease_info"]
         self.reclaim_duration = histograms["reclaim_duration_seconds"]
         self.steps_met = histograms["guest_steps_met"]

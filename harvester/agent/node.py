@@ -85,7 +85,6 @@ class NodeAgent:
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that await a restart."""
         self._audit_missing = 0
-        self._export_configuration()
         modes = ", ".join(f"{slot.name} {slot.policy.settings.mode}" for slot in self.slots)
         self.audit.note(
             AuditKind.AGENT_STARTED, who=AGENT, reason=f"version {version}; modes: {modes}"
@@ -245,7 +244,6 @@ class NodeAgent:
         self._reopening = done.reopened
         self.open_more()
         done = done.without(name for name, why in self.unopened.items() if why != _WAITS)
-        self._export_configuration()
         if who == RELOADER:  # A slots file hides no reload that was refused.
             self.metrics.gauge("config_last_reload_successful").set(not done.restart_needed)
         if who == RELOADER or (done.changes and done.changes != self._noted):
@@ -327,10 +325,6 @@ class NodeAgent:
         """Note that a reload was refused; the old configuration stays in force."""
         self.audit.note(AuditKind.CONFIG_REFUSED, who=who, reason=reason)
 
-    def _export_configuration(self) -> None:
-        self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
-        self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
-
     def close(self) -> None:
         for slot in self.slots:
             slot.close(now=self.clock.now())
@@ -352,6 +346,8 @@ class NodeAgent:
         ]
 
     def refresh_metrics(self) -> None:
+        self.metrics.gauge("unsafe_experiments").set(self._config.unsafe_experiments)
+        self.metrics.gauge("config_restart_needed").set(len(self.restart_needed))
         missing, self._audit_missing = self._audit_missing, self.audit.missing_total
         self.metrics.counter("audit_missing_events").inc(self._audit_missing - missing)
         engaged = self._switched is not KillSwitch.NONE
@@ -360,13 +356,12 @@ class NodeAgent:
         for interlock, known in self.interlocks.known().items():
             self.metrics.gauge("interlock_known", interlock).set(known)
         for slot in self.slots:
-            slot.exposition.refresh(slot.policy, slot.sensor.seen_ns, slot.forecasts())
+            slot.refresh_metrics()
 
     def _count_ended(self, *, who: str = AGENT, detail: str | None = None) -> None:
         """`detail` says why, where it is not the policy's reason."""
-        slots = {slot.name: slot for slot in self.slots}
         for lease, reason in self.leases.news():
-            slot = slots[lease.slot]
+            slot = next(slot for slot in self.slots if slot.name == lease.slot)
             slot.exposition.ended(reason.value)
             why = slot.policy.reason if detail is None else detail
             self._lease_audit.ended(lease, reason, who=who, detail=why)

@@ -78,7 +78,7 @@ class SlotSensor:
         now_ns = monotonic_ns()
         guest = self._guest_page(now_ns)
         names = tuple(sorted(self._expected.union(self._names())))
-        for name in self._pulses.keys() - set(names):
+        for name in self._pulses.keys() - names:
             reader = self._pulses.pop(name)
             reader.close()
             self._strangers.discard(reader.path)

@@ -169,8 +169,11 @@ class Slot:
         lease = self._leases.live(self.name)
         self.exposition.observe(sample, effects, self.policy, lease)
         self.audit.observe(sample, effects, self.policy, lease, now=now)
-        self.exposition.recorded(self.fault, self._record.missing_total)
         self._failed = ""
+
+    def refresh_metrics(self) -> None:
+        self.exposition.refresh(self.policy, self.sensor.seen_ns, self.forecasts())
+        self.exposition.recorded(self.fault, self._record.missing_total)
 
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""

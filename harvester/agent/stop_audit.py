@@ -25,6 +25,8 @@ class StopAudit:
 
     def observe(self, stops: Sequence[Stop], *, caller: str, now: float) -> None:
         """`stops` are those in force, `caller` is who made the call that changed them, if any."""
+        if not stops and not self._stops:
+            return
         before, self._stops = self._stops, _unnumbered(stops)
         # Where one takes another's place, the last line is the one in force.
         for kind, changed in (

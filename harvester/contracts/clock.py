@@ -36,7 +36,7 @@ def wall_time_utc() -> str:
 
 def wall_seconds() -> float:
     """Seconds since the epoch, for a forecast's time of day and a file's age, and nothing else."""
-    return time.time()
+    return datetime.now(UTC).timestamp()
 
 
 def monotonic_origin() -> str:

@@ -96,12 +96,13 @@ class Ring(msgspec.Struct, kw_only=True):
                 getattr(self, name)[place] += count
 
     def advance(self, now: float) -> None:
-        period = int(now // self.period_s)
-        size = len(self.requests)
+        period, size = int(now // self.period_s), len(self.requests)
+        if period <= self.head:
+            return
         for skipped in range(max(self.head + 1, period - size + 1), period + 1):
             for counts in self._counts:
                 counts[skipped % size] = 0
-        self.head = max(self.head, period)
+        self.head = period
 
     def periods(self) -> list[Served]:
         """Each period that had requests of both kinds."""

@@ -112,7 +112,11 @@ class ProductionWatch:
             for before, pulse in went_on.values()
         ]
         self._note_idleness(went_on.values(), now, seen=bool(pulses))
-        engines = [self._judge(*engine, now=now) for engine in _by_engine(pulses).items()]
+        model = self._model(pulses)
+        engines = [
+            self._judge(engine, own, model if len(own) == len(pulses) else self._model(own), now)
+            for engine, own in _by_engine(pulses).items()
+        ]
         unseen = next((unseen for _, unseen, _ in engines if unseen), "")
         hung = next((hung for _, _, hung in engines if hung), "")
         if not silent and not any(busy for busy, _, _ in engines):
@@ -123,12 +127,12 @@ class ProductionWatch:
         return ProductionView(
             condition=condition,
             reason=reason,
-            model=self._model(pulses),
+            model=model,
             ttft=_latencies(went_on, "ttft_s_recent", "samples_total") + missed,
             unanswered=max(0.0, waits.total - missed.total),
             itl=_latencies(went_on, "itl_s_recent", "itl_samples_total"),
             itl_late=self._late_tokens(went_on),
-            own_models=self._own_models(pulses),
+            own_models=len(engines) > 1 and _learned(pulses) >= self._settings.model_samples_min,
             decoding=sum(p.decoding for p in pulses.values()),
             decoded=max(1.0, sum(decoded)),
             kv_usage_ratio=kv_usage_ratio(pulses),
@@ -183,10 +187,6 @@ class ProductionWatch:
         shapes = {pulse.shape for pulse in pulses.values() if pulse.shape}
         return not given.shapes or shapes <= set(given.shapes)
 
-    def _own_models(self, pulses: dict[str, Pulse]) -> bool:
-        engines = {engine_of(name) for name in pulses}
-        return len(engines) > 1 and _learned(pulses) >= self._settings.model_samples_min
-
     def _restarted(self, backwards: Set[str], now: float) -> str:
         state = self.state
         if backwards:
@@ -215,13 +215,12 @@ class ProductionWatch:
         state.idle_ratio = last + gain * (idle - last)
 
     def _judge(
-        self, engine: str, members: dict[str, Pulse], *, now: float
+        self, engine: str, members: dict[str, Pulse], model: ProductionModel, now: float
     ) -> tuple[bool, str, str]:
         """Whether the engine is busy, and why it serves unseen requests or hangs; "" if not."""
-        busy, patience_s, pulses = self._busy(members), self._patience_s(members), members.values()
-        unseen = unseen_requests(
-            self.state.unseen, engine, tuple(pulses), patience_s=patience_s, now=now
-        )
+        busy, pulses = self._busy(members), tuple(members.values())
+        patience_s = self._patience_s(pulses, model)
+        unseen = unseen_requests(self.state.unseen, engine, pulses, patience_s=patience_s, now=now)
         if not busy or any(map(self._stepped, members, pulses)):
             self.state.progress_at_s[engine] = now
         stuck_s = now - self.state.progress_at_s.setdefault(engine, now)
@@ -245,10 +244,9 @@ class ProductionWatch:
         before = self.state.pulses.get(name)
         return before is None or pulse.steps_total != before.steps_total
 
-    def _patience_s(self, pulses: dict[str, Pulse]) -> float:
-        model = self._model(pulses)
-        prompt_tokens = max(pulse.largest_waiting_prompt_tokens for pulse in pulses.values())
-        decoding = sum(pulse.decoding for pulse in pulses.values())
+    def _patience_s(self, pulses: Collection[Pulse], model: ProductionModel) -> float:
+        prompt_tokens = max([pulse.largest_waiting_prompt_tokens for pulse in pulses])
+        decoding = sum([pulse.decoding for pulse in pulses])
         step_s = max(model.prefill_s(prompt_tokens), model.decode_s(decoding))
         return max(self._settings.hung_min_s, self._settings.hung_steps * step_s)
 

@@ -47,6 +47,7 @@ class PageWriter(Generic[R]):
         try:
             self._fd, new = _opened(path)
             # All of it now: a page that is there can be written until its file system is unmounted.
+            self._opened = os.fstat(self._fd)
             os.posix_fallocate(self._fd, 0, PAGE_BYTES)
             self._sequence = _TERM if new else _next_term(os.pread(self._fd, BODY_OFFSET, 0))
             os.pwrite(self._fd, pack_head(kind=kind.KIND, sequence=self._sequence + 1), 0)
@@ -87,13 +88,13 @@ class PageWriter(Generic[R]):
         if not self._lock.in_place():
             return False
         self.contested = self._lock.contested()
-        return self._fd >= 0 and is_at(self.path, self._fd, least_bytes=PAGE_BYTES)
+        return self._fd >= 0 and is_at(self.path, self._opened, least_bytes=PAGE_BYTES)
 
     def close(self, *, unlink: bool = False) -> None:
         """`unlink` removes the page, unless a successor has made it anew."""
         if self._fd < 0:
             return
-        if unlink and self._lock.held and is_at(self.path, self._fd):
+        if unlink and self._lock.held and is_at(self.path, self._opened):
             self.path.unlink(missing_ok=True)
         self._bell.close()
         os.close(self._fd)

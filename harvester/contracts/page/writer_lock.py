@@ -31,15 +31,14 @@ class PageHeld(ConfigError):  # noqa: N818 - named for the state, not for a faul
     """Another living process writes the page."""
 
 
-def is_at(path: Path, fd: int, *, least_bytes: int = 0) -> bool:
-    """Whether the path names the open file: not deleted, not made anew, and not cut short."""
-    mine = os.fstat(fd)
+def is_at(path: Path, opened: os.stat_result, *, least_bytes: int = 0) -> bool:
+    """Whether the path names the opened file: not deleted, not made anew, and not cut short."""
     try:
         there = os.lstat(path)
     except OSError:
         return False
-    same = (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
-    return same and mine.st_size >= least_bytes
+    same = (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
+    return same and there.st_size >= least_bytes
 
 
 class WriterLock:
@@ -84,7 +83,7 @@ class WriterLock:
 
     def in_place(self) -> bool:
         """Whether the path still names the file that is locked."""
-        return self._fd >= 0 and is_at(self.path, self._fd)
+        return self._fd >= 0 and is_at(self.path, self._opened)
 
     def close(self) -> None:
         """Give lock and claim up; they may be taken again."""
@@ -101,6 +100,7 @@ class WriterLock:
             if self._fd < 0:
                 try:
                     self._fd = open_own(self.path, flags=os.O_CREAT, mode=0o600)
+                    self._opened = os.fstat(self._fd)
                 except OSError as error:
                     raise refusal(self.path, error) from error
             if self.in_place():

@@ -72,6 +72,7 @@ async def client(node: NodeAgent) -> AsyncIterator[TestClient[Any, Any]]:
 
 def decisions(node: NodeAgent) -> int:
     """Beats so far, by the grants that they wrote."""
+    node.refresh_metrics()
     families = node.metrics.registry.collect()
     samples = (sample for family in families for sample in family.samples)
     name = "harvester_admission_decisions_total"

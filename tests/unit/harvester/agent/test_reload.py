@@ -266,6 +266,7 @@ settings.
 
 
 def sample(node: NodeAgent, name: str, **labels: str) -> float | None:
+    node.refresh_metrics()
     return node.metrics.registry.get_sample_value(name, labels)
 
 
