@@ -1,7 +1,8 @@
 """The documents of agent and phase control name what they serve."""
 
 from io import BytesIO
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -20,11 +21,12 @@ from harvester.platform.openapi_document import (
     Operation,
     document,
 )
+from harvester.platform.tenants import Tenants
 from scheduler.rollmux.control.socket_server import OPERATIONS as PHASES
 from scheduler.rollmux.control.socket_server import application as phases
 from scheduler.rollmux.control.wire import CALLS
 
-NOBODY: Any = cast(Any, type("Nobody", (), {"service": None})())
+NOBODY: Any = SimpleNamespace(service=None, owners=SimpleNamespace(tenants=Tenants()))
 
 
 def _served(app: web.Application) -> set[str]:
