@@ -14,6 +14,7 @@ The state stays loaded until another job is to start there; with `stays_loaded=F
 the end of its phase. The process lives on: communicators and environments are made once.
 """
 
+import logging
 import os
 import threading
 import uuid
@@ -27,6 +28,7 @@ import msgspec
 
 from harvester.contracts.clock import Clock, MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, RetryLimits
 from scheduler.model import JobSpec, PhaseKind
 from scheduler.rollmux.cluster.runtime_events import OrderMove, Submit
@@ -48,8 +50,9 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
-from scheduler.rollmux.permits.terms import JobTerms, leased_tail
+from scheduler.rollmux.permits.terms import JobTerms, leased_tail, terms_fault
 
+_log = logging.getLogger(__name__)
 _OLD_RATIO = 1 / 3
 """Share of the lease after which the answer to a request is too old: it is asked again, which gives
 the permit a whole lease."""
@@ -108,6 +111,10 @@ class PhaseControl:
         self.tails: list[Tail] = []
         """Tails that left their nodes for leases, of rollouts that have ended."""
         self._transport = transport
+        if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
+            # Here: JSON would carry what is no number as `null`, which stands for no bound.
+            raise ConfigError(f"job {terms.job}: {fault}")
+        self._silences = EventLimit(burst=1.0, per_s=1 / 60)
         self._terms = terms if harvesting is None else _harvesting(terms)
         self._gateway = None if harvesting is None else harvesting.of(terms.job)
         self._leased: LeasedRollout | None = None
@@ -241,6 +248,7 @@ class PhaseControl:
             try:
                 reply = self._submit_terms()
             except Exhausted as error:
+                self._warn(error)
                 pauses.pause(error)
                 continue
             if isinstance(reply, Accepted):
@@ -251,6 +259,11 @@ class PhaseControl:
             if isinstance(reply, CallRefused) and reply.retry_after_s is None:
                 raise ConfigError(f"job {self.job}: {reply.reason}")
             pauses.pause(Exhausted(f"job {self.job}: {reply}"))
+
+    def _warn(self, error: Exhausted) -> None:
+        """Once a minute: a wait without a word looks like a queue."""
+        if self._silences.admits(now=self._clock.now()):
+            _log.warning("job %s waits for a phase control: %s", self.job, error)
 
     def _submit_terms(self) -> Reply:
         if isinstance(self._terms, JobSpec):
@@ -267,6 +280,7 @@ class PhaseControl:
             try:
                 reply = self._transport.call(entry)
             except Exhausted as error:
+                self._warn(error)
                 pauses.pause(error)
                 continue
             match reply:

@@ -8,7 +8,7 @@ is present but silent, the permit is given up one margin before its lease ends.
 import threading
 
 from harvester.contracts.clock import Clock
-from harvester.contracts.errors import Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.wire import (
@@ -127,7 +127,9 @@ class Permit:
         return self._complete_ratio
 
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
-        """Reports the completed share of the phase, and the number of its tokens."""
+        """Reports the completed share of the phase, 0 to 1, and the number of its tokens."""
+        if not 0.0 <= complete_ratio <= 1.0:
+            raise ConfigError(f"progress: a share from 0 to 1, not {complete_ratio}")
         self._complete_ratio, self._tokens = complete_ratio, tokens
         if complete_ratio >= self._reported_ratio + _PROGRESS_STEP:
             self._reported_ratio = complete_ratio

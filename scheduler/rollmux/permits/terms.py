@@ -1,5 +1,6 @@
 """A job's declaration of its phases, and the settings of the permit policy."""
 
+from math import inf
 from typing import Annotated
 
 import msgspec
@@ -100,6 +101,6 @@ def terms_fault(terms: JobTerms) -> str:
             return f"{phase.kind}: tail_ratio is above 0 and at most 1"
         if phase.learn_tail and phase.tail_accelerators == 0:
             return f"{phase.kind}: learn_tail is for tails that stay on nodes of the phase"
-        if phase.max_s is not None and not phase.max_s > 0:
-            return f"{phase.kind}: max_s is above 0"
+        if phase.max_s is not None and not 0 < phase.max_s < inf:
+            return f"{phase.kind}: max_s is a number above 0; leave it out for no bound"
     return ""

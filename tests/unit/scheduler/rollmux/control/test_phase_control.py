@@ -1,13 +1,16 @@
 """The embedded control as a job's code sees it: jobs are threads."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, Stale
@@ -18,6 +21,7 @@ from scheduler.rollmux.cluster.runtime_events import (
 from scheduler.rollmux.control.control import PhaseControl, install, phase
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.wire import (
     Accepted,
     ControlUnreachable,
@@ -75,6 +79,35 @@ def test_the_installed_control_is_found_when_a_phase_is_entered(
         roll_out()
     install(PhaseControl(embedded, terms("a")))
     assert roll_out() == "done"
+
+
+def test_a_job_without_a_control_says_that_it_waits_and_for_what(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with pytest.raises(Exhausted, match="no phase control"):
+        PhaseControl(SocketControl(tmp_path / "none.sock"), terms("a"), timeout_s=0.2)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("job a waits for a phase control: no phase control at")
+    assert "none.sock" in line
+
+
+@pytest.mark.parametrize("max_s", [math.nan, math.inf, 0.0, -1.0])
+def test_terms_without_a_number_for_a_bound_are_refused_before_they_are_sent(
+    embedded: EmbeddedControl, max_s: float
+) -> None:
+    given = terms("a")
+    first = msgspec.structs.replace(given.phases[0], max_s=max_s)
+    with pytest.raises(ConfigError, match="max_s is a number above 0"):
+        PhaseControl(embedded, msgspec.structs.replace(given, phases=(first,)))
+
+
+@pytest.mark.parametrize("ratio", [math.nan, math.inf, 2.0, -1.0])
+def test_a_progress_that_is_no_share_is_refused(embedded: EmbeddedControl, ratio: float) -> None:
+    phases = PhaseControl(embedded, terms("a"))
+    with phases.phase("rollout") as permit:
+        with pytest.raises(ConfigError, match="a share from 0 to 1"):
+            permit.progress(ratio)
+        assert permit.complete_ratio == 0.0
 
 
 def test_two_jobs_are_never_on_one_node_and_their_phases_overlap_across_pools(
