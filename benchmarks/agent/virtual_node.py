@@ -56,11 +56,13 @@ class VirtualTime:
     def governing(self) -> Iterator[None]:
         """The one module that reads a clock reads this one."""
         origin = datetime(2026, 1, 1, tzinfo=UTC)
-        clock = SimpleNamespace(
-            monotonic=lambda: self.now_s, monotonic_ns=lambda: round(self.now_s * 1e9)
-        )
         wall = SimpleNamespace(
             now=lambda _: origin + timedelta(seconds=self.now_s + self.wall_s),
+        )
+        clock = SimpleNamespace(
+            monotonic=lambda: self.now_s,
+            monotonic_ns=lambda: round(self.now_s * 1e9),
+            time=lambda: wall.now(UTC).timestamp(),
         )
         with (
             patch("harvester.contracts.clock.time", clock),

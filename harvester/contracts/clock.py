@@ -36,7 +36,7 @@ def wall_time_utc() -> str:
 
 def wall_seconds() -> float:
     """Seconds since the epoch, for a forecast's time of day and a file's age, and nothing else."""
-    return datetime.now(UTC).timestamp()
+    return time.time()
 
 
 def monotonic_origin() -> str:

@@ -23,7 +23,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     """Latency samples that are new in this beat."""
 
     seen_s: tuple[float, ...] = ()
-    total: float = 0
+    total: float = 0.0
     """Count of new samples, including those beyond a pulse's capacity."""
 
     def __add__(self, other: "Latencies") -> "Latencies":

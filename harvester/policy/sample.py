@@ -157,9 +157,7 @@ def expected(
             processes[engine] = max(processes.get(engine, 0), reading.record.processes)
     if sum(processes.values()) > MAX_PULSES:
         return (PulseReading(name=FOREIGN_PULSE, fault=PageFault.FOREIGN),)
-    named = {
-        pulse_page(engine, place) for engine, count in processes.items() for place in range(count)
-    }
+    named = {pulse_page(engine, at) for engine, most in processes.items() for at in range(most)}
     kept = {
         reading.name: reading
         for reading in present

@@ -10,6 +10,7 @@ pulse.<engine>.<process>    each API-server process of each production engine
 import os
 import re
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -121,8 +122,11 @@ class PageDirectory:
 
     def pulse_names(self) -> tuple[str, ...]:
         """Names of the present pulse files, sorted; files with other names are ignored."""
-        names = (entry.name for entry in self.path.glob("pulse.*.*"))
-        return tuple(sorted(name for name in names if _PULSE.fullmatch(name) and is_name(name)))
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            with os.scandir(self.path) as found:
+                names = [entry.name for entry in found if _PULSE.fullmatch(entry.name)]
+            return tuple(sorted(filter(is_name, names)))
+        return ()
 
     def _pulse_path(self, name: str) -> Path:
         checked_name(name, what="pulse page")
