@@ -120,7 +120,7 @@ class _Service(PhaseService):
     def __init__(self, clock: PartClock, disk: _Disk) -> None:
         self.config, self.journal = CONFIG, None
         self._clock: Any = clock
-        self._state: Any = disk
+        self.state: Any = disk
         self._metrics: Any = _Unmeasured()
         self._log: Any = _Unmeasured()
         self._policy: Any = PermitPolicy(CONFIG)

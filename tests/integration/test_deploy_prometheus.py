@@ -58,7 +58,7 @@ LABEL_VALUES = {
     "bound": ("low", "mean", "high"),
     "decision": ("open", "closed"),
     "engine": ("0",),
-    "guard": ("error_budget", "proof"),
+    "guard": ("error_budget", "burn_1h", "proof"),
     "kind": ("dedicated", "guest"),
     "level": ("node",),
     "mode": ("off", "observe", "harvest"),
