@@ -19,6 +19,7 @@ import pytest
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId
+from scheduler.rollmux.control.command import forget as phases_forget
 from scheduler.rollmux.control.command import status as phases_status
 from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.socket_server import listening_socket
@@ -184,6 +185,16 @@ def test_the_command_serves_shows_and_exports_the_holders(
     assert 'scheduler_phase_permits_held{phase="rollout"} 1.0' in said
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(f"http://127.0.0.1:{free_port}/v1/phases", timeout=10)
+
+
+def test_an_unknown_job_is_named_when_it_is_to_be_forgotten(machine: Machine) -> None:
+    machine.control()
+    job = machine.job("first")
+    assert job.hears() == "placed"
+    phases_forget("first", machine.socket)
+    for name in ("first", "nope"):
+        with pytest.raises(ConfigError, match=f"no job {name} at "):
+            phases_forget(name, machine.socket)
 
 
 def test_a_metrics_port_that_is_taken_ends_the_start_with_one_line(

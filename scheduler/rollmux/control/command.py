@@ -119,11 +119,17 @@ def forget(
     token_file: _TokenFile = None,
 ) -> None:
     """Give up a job's placement for good; its phase, if one runs, loses its permit."""
+    from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import JobId
     from scheduler.rollmux.control.socket_control import SocketControl
     from scheduler.rollmux.permits.events import Forget
 
-    SocketControl(socket, token_file=token_file).call(Forget(job=JobId(job)))
+    transport = SocketControl(socket, token_file=token_file)
+    # The call is accepted for any name: a job's process repeats it without an answer.
+    known = any(each.job == job for each in transport.jobs())
+    transport.call(Forget(job=JobId(job)))
+    if not known:
+        raise ConfigError(f"no job {job} at {socket}")
 
 
 @phases.command()
