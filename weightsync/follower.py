@@ -151,7 +151,9 @@ class Follower(AbstractContextManager["Follower"]):
             return version
         newest = self.newest()
         if newest is None:
-            raise ConfigError("the store holds no version yet: publish one first")
+            raise ConfigError(
+                "the store holds no version yet: publish one first (a server's: .../stores/NAME)"
+            )
         held = None if self.held is None else self.held.version
         if held is None or newest >= held or self._receiver.was_replaced(held, newest):
             return newest

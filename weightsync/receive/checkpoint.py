@@ -30,7 +30,7 @@ from harvester.platform.whole_file import TEMPORARY, sync_directory
 from weightsync.elements.bits import Bits, Layout, TensorSpec, bits_from_bytes, bytes_of
 from weightsync.layout.apply_journal import Held, read_record
 from weightsync.layout.durable import replace_file, storage_error, write_durably
-from weightsync.layout.names import INDEX_FILE, MAX_INDEX_BYTES
+from weightsync.layout.names import INDEX_FILE, LATEST_FILE, MAX_INDEX_BYTES
 from weightsync.layout.shard import (
     shard_chunks,
     shard_data,
@@ -123,7 +123,9 @@ def sweep(directory: Path) -> None:
 
 
 def check_ours(directory: Path) -> None:
-    """Raises ConfigError if the directory holds weights that RoseMux did not write."""
+    """Raises ConfigError for a store, and for a directory of weights that RoseMux did not write."""
+    if (directory / LATEST_FILE).exists():
+        raise ConfigError(f"{directory} is a weight store: name another directory")
     for pattern in ("*.safetensors", "*.bin"):
         for found in sorted(directory.glob(pattern)):
             if not _is_ours(found):

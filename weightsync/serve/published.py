@@ -1,6 +1,7 @@
 """An index read without a framework: a version's shards for a relay, a line for people."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -76,7 +77,9 @@ def list_store(location: str, access: Access) -> Iterator[str]:
             return
     finally:
         source.close()
-    names = StoreRoot(location, access).names()
+    names: tuple[str, ...] = ()
+    with suppress(FileNotFoundError):
+        names = StoreRoot(location, access).names()
     if not names:
         raise ConfigError(f"no weight store at {location}: publish a version there first")
     yield from names

@@ -191,7 +191,7 @@ def _opened(url: str) -> tuple[Any, str]:
         fs, root = url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise ConfigError(f"cannot open {url}: {error}") from error
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(
             f"cannot open {url}: {error}; give a directory, http(s)://HOST:PORT/stores/NAME or "
             "a URL that fsspec knows"

@@ -50,6 +50,8 @@ def test_names_the_remedy_and_the_party_at_fault(
         ((store, tmp_path / "held", "--version", 9), 2, "the newest is 8"),
         ((store, tmp_path / "held", "--watch", "--version", 8), 2, "leave --version out"),
         ((store, store / "LATEST"), 2, "cannot write to"),
+        ((store, store), 2, "is a weight store: name another directory"),
+        (("ftp://127.0.0.1:1/x", tmp_path / "held"), 2, "cannot open ftp://127.0.0.1:1/x"),
     ]
     for arguments, code, message in cases:
         assert exit_code("pull", *arguments) == code

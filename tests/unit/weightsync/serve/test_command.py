@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,21 @@ def test_help_imports_nothing_heavy() -> None:
 def test_servers_and_relays_run_where_no_framework_is_installed() -> None:
     script = "import weightsync.serve.relay, weightsync.serve.server"
     assert _imported(script, FRAMEWORKS) == "[]"
+
+
+def test_a_store_that_a_server_has_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    class NotFound(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), NotFound) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/stores/nope"
+        assert _exit_code("ls", url) == 2
+        server.shutdown()
+    assert f"no weight store at {url}" in capsys.readouterr().err
 
 
 def test_off_loopback_a_token_is_required(
