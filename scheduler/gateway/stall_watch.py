@@ -45,11 +45,15 @@ class StallWatch:
             if late_s > WATCH_S:
                 self._probing.was_late()
             self._dispatcher.observe(TimePassed())
-            moving = 0
-            for member in tuple(self._fleet.members.values()):
-                for running in tuple(member.running):
-                    running.excuse(late_s, now=self._clock.now())
-                    moving += self._moves(member, running, moving)
+            self._look(late_s)
+
+    def _look(self, late_s: float) -> None:
+        """Apart from `run`, whose frame would keep the last turn until the next."""
+        moving = 0
+        for member in tuple(self._fleet.members.values()):
+            for running in tuple(member.running):
+                running.excuse(late_s, now=self._clock.now())
+                moving += self._moves(member, running, moving)
 
     def _moves(self, member: Member, running: RunningAttempt, moving: int) -> bool:
         """Cuts a stalled turn; `moving` other turns leave already and have not taken their places
