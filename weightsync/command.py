@@ -33,6 +33,10 @@ TenantsFile = Annotated[
 ]
 Cert = Annotated[Path | None, typer.Option(help="TLS certificate chain, PEM.")]
 Key = Annotated[Path | None, typer.Option(help="TLS private key, PEM.")]
+ClientCa = Annotated[
+    Path | None,
+    typer.Option(help="Readers need a certificate that one of these signed (mutual TLS)."),
+]
 Rate = Annotated[float | None, typer.Option("--max-mbit", min=0.001, help="Bandwidth cap, Mbit/s.")]
 Transfers = Annotated[
     int,
@@ -66,6 +70,7 @@ def serve(
     tenants: TenantsFile = None,
     cert: Cert = None,
     key: Key = None,
+    client_ca: ClientCa = None,
     max_mbit: Rate = None,
     max_transfers: Transfers = 64,
     base_checkpoint: Base = None,
@@ -79,7 +84,7 @@ def serve(
     def shelf(_: "TransferMetrics") -> SourceShelf:
         return SourceShelf(stores)
 
-    _serve(shelf, host, port, token_file, tenants, cert, key, max_mbit, max_transfers)
+    _serve(shelf, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
 
 
 def relay(
@@ -99,6 +104,7 @@ def relay(
     tenants: TenantsFile = None,
     cert: Cert = None,
     key: Key = None,
+    client_ca: ClientCa = None,
     max_mbit: Rate = None,
     max_transfers: Transfers = 256,
 ) -> None:
@@ -108,14 +114,14 @@ def relay(
     from weightsync.transport.access import Access
     from weightsync.transport.location import StoreRoot
 
-    access = Access.from_environment(upstream_token_file, ca_file)
+    access = Access.from_environment(token_file=upstream_token_file, ca_file=ca_file)
     upstream = StoreRoot(url, replace(access, streams=streams))
 
     def shelf(metrics: "TransferMetrics") -> RelayShelf:
         held = ObjectCache(cache, cache_bytes, metrics=metrics)
         return RelayShelf(upstream, held, streams=streams, metrics=metrics)
 
-    _serve(shelf, host, port, token_file, tenants, cert, key, max_mbit, max_transfers)
+    _serve(shelf, host, port, token_file, tenants, cert, key, client_ca, max_mbit, max_transfers)
 
 
 def list_stores(
@@ -131,7 +137,7 @@ def list_stores(
     from weightsync.serve.published import list_store
     from weightsync.transport.access import Access
 
-    access = Access.from_environment(token_file, ca_file)
+    access = Access.from_environment(token_file=token_file, ca_file=ca_file)
     for line in list_store(url, replace(access, retries=RetryLimits(give_up_s=5.0))):
         typer.echo(line)
 
@@ -144,6 +150,7 @@ def _serve(
     tenants: Path | None,
     cert: Path | None,
     key: Path | None,
+    client_ca: Path | None,
     max_mbit: float | None,
     max_transfers: int,
 ) -> None:
@@ -154,7 +161,7 @@ def _serve(
     if token_file is not None and tenants is not None:
         raise ConfigError("give --token-file or --tenants: a tenants file has the operator's token")
     known = Tenants.load(tenants) if token_file is None else Tenants.operators(token_file)
-    listening = Listening(host=host, port=port, tenants=known, tls=server_tls(cert, key))
+    listening = Listening(host=host, port=port, tenants=known, tls=server_tls(cert, key, client_ca))
     rate = None if max_mbit is None else max_mbit * 1e6 / 8
     limits = ServingLimits(transfers_max=max_transfers, bytes_per_s=rate)
     asyncio.run(

@@ -26,6 +26,7 @@ from harvester.contracts.errors import ConfigError, Corrupt, Exhausted, RoseMuxE
 from harvester.contracts.ids import WeightVersion
 from harvester.platform.backoff import RetryLimits
 from harvester.platform.tenants import Tenants
+from tests.certificates import Authority
 from tests.weight_servers import HASTY, fill, relayed, running, served
 from weightsync.layout.names import INDEX_FILE
 from weightsync.publisher import Publisher
@@ -33,7 +34,7 @@ from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 from weightsync.serve.metrics import TransferMetrics
 from weightsync.serve.server import ServingLimits
-from weightsync.transport.access import Access
+from weightsync.transport.access import VARIABLES, Access
 from weightsync.transport.connections import Connections
 from weightsync.transport.http_source import HttpSource
 
@@ -708,27 +709,35 @@ async def test_metrics_say_what_was_sent(stores: Path) -> None:
     assert float(found[1]) == size
 
 
-def test_tls_serves_and_an_unknown_certificate_is_not_trusted(
-    stores: Path, tmp_path: Path, weight_process: Callable[..., WeightProcess]
+def test_mutual_tls_serves_readers_and_relays_with_a_certificate_and_no_others(
+    stores: Path,
+    tmp_path: Path,
+    weight_process: Callable[..., WeightProcess],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs openssl")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
-         "-keyout", str(key), "-out", str(cert)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    server = weight_process(
-        "serve", str(stores), "--port", "0", "--cert", str(cert), "--key", str(key)
+    authority = Authority(tmp_path)
+    server, client = authority.signs("server"), authority.signs("client")
+    mutual = (
+        *("--host", "0.0.0.0", "--port", "0"),
+        *("--cert", str(server.cert_file), "--key", str(server.key_file)),
+        *("--client-ca", str(authority.file)),
     )
-    assert server.url.startswith("https://")
-    trusting = Access(ca_file=cert)
-    assert _read(_source(server.url, trusting)) == (stores / "job-a" / SHARD).read_bytes()
-    with (
-        closing(_source(server.url)) as source,
-        pytest.raises(ConfigError, match="not trusted"),
+    first = weight_process("serve", str(stores), *mutual)
+    url = f"https://127.0.0.1:{urlsplit(first.url).port}"
+    shard = (stores / "job-a" / SHARD).read_bytes()
+    files = {"ca_file": authority.file, "cert_file": client.cert_file, "key_file": client.key_file}
+    assert _read(_source(url, Access(**files))) == shard
+    stranger = Authority(tmp_path, "other").signs("stranger")
+    others = {"cert_file": stranger.cert_file, "key_file": stranger.key_file}
+    for given, fault, said in (
+        ({}, ConfigError, "not trusted"),
+        ({"ca_file": authority.file}, Exhausted, "require a client certificate"),
+        ({"ca_file": authority.file, **others}, Exhausted, "require a client certificate"),
     ):
-        source.latest()
+        hasty = Access(retries=RetryLimits(give_up_s=0.3), **given)
+        with closing(_source(url, hasty)) as source, pytest.raises(fault, match=said):
+            source.latest()
+    for field, path in files.items():
+        monkeypatch.setenv(VARIABLES[field], str(path))
+    relay = weight_process("relay", url, "--cache", str(tmp_path / "cache"), "--port", "0")
+    assert _read(_source(relay.url)) == shard

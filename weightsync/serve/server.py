@@ -66,10 +66,11 @@ class Listening:
     tls: ServerTls | None = None
 
     def __post_init__(self) -> None:
-        if self.tenants.open_to_all and not is_loopback(self.host):
+        unproven = self.tenants.open_to_all and not (self.tls and self.tls.client_ca_file)
+        if unproven and not is_loopback(self.host):
             raise ConfigError(
-                f"host {self.host} is not loopback: give --token-file or --tenants, or listen on "
-                "127.0.0.1"
+                f"host {self.host} is not loopback: give --token-file, --tenants or --client-ca, "
+                "or listen on 127.0.0.1"
             )
 
 

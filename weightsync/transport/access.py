@@ -3,14 +3,19 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from harvester.contracts.errors import ConfigError
 from harvester.platform.backoff import RetryLimits
 from harvester.platform.bearer import read_token
 
-TOKEN_VARIABLE = "ROSEMUX_WEIGHT_TOKEN_FILE"
-CA_VARIABLE = "ROSEMUX_WEIGHT_CA_FILE"
+VARIABLES = {
+    "token_file": "ROSEMUX_WEIGHT_TOKEN_FILE",
+    "ca_file": "ROSEMUX_WEIGHT_CA_FILE",
+    "cert_file": "ROSEMUX_WEIGHT_CERT_FILE",
+    "key_file": "ROSEMUX_WEIGHT_KEY_FILE",
+}
+"""Environment variables of an engine's process that name the files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +24,9 @@ class Access:
     """Holds the token to send; read again when it changes."""
     ca_file: Path | None = None
     """Certificates to trust besides the system's; read again when they change."""
+    cert_file: Path | None = None
+    """Client certificate for a server that requires one; read again when it changes."""
+    key_file: Path | None = None
     streams: int = 4
     """Ranges read in parallel."""
     range_bytes: int = 8 << 20
@@ -31,12 +39,23 @@ class Access:
     def __post_init__(self) -> None:
         if self.streams < 1 or self.range_bytes < 1:
             raise ConfigError("streams and range_bytes must be at least 1")
+        if (self.cert_file is None) != (self.key_file is None):
+            names = VARIABLES["cert_file"], VARIABLES["key_file"]
+            raise ConfigError(f"a client certificate needs its key too: set {' and '.join(names)}")
 
     @classmethod
-    def from_environment(cls, token_file: Path | None = None, ca_file: Path | None = None) -> Self:
-        """Settings of an engine's process; a command gives its own files. Raises ConfigError."""
-        token, ca = (os.environ.get(name) for name in (TOKEN_VARIABLE, CA_VARIABLE))
-        token_file = token_file or (Path(token) if token else None)
-        if token_file is not None:
-            read_token(token_file)
-        return cls(token_file=token_file, ca_file=ca_file or (Path(ca) if ca else None))
+    def from_environment(cls, **given: Path | None) -> Self:
+        """The environment's files, but for those that a command gives. Raises ConfigError."""
+        files: dict[str, Any] = {name: path for name, path in given.items() if path}
+        for name, variable in VARIABLES.items():
+            if path := os.environ.get(variable):
+                files.setdefault(name, Path(path))
+        access = cls(**files)
+        if access.token_file is not None:
+            try:
+                read_token(access.token_file)
+            except ConfigError as error:
+                if given.get("token_file"):
+                    raise
+                raise ConfigError(f"{VARIABLES['token_file']}: {error}") from error
+        return access

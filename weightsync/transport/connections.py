@@ -4,7 +4,14 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
+from http.client import (
+    HTTPConnection,
+    HTTPException,
+    HTTPResponse,
+    HTTPSConnection,
+    IncompleteRead,
+    RemoteDisconnected,
+)
 from io import BufferedIOBase
 from threading import Lock
 from urllib.parse import SplitResult
@@ -53,7 +60,12 @@ class Connections:
         self._host, self._port = address.hostname or "", address.port
         self._access = access
         self._secure = address.scheme == "https"
-        self._credentials = Credentials(token_file=access.token_file, ca_file=access.ca_file)
+        self._credentials = Credentials(
+            token_file=access.token_file,
+            ca_file=access.ca_file,
+            cert_file=access.cert_file,
+            key_file=access.key_file,
+        )
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
         self._closed = False
@@ -75,7 +87,10 @@ class Connections:
         except FileNotFoundError:
             raise
         except (OSError, HTTPException) as error:
-            raise Interrupted(f"{self._host}:{self._port}: {reason_of(error)}") from error
+            why = reason_of(error)
+            if self._secure and isinstance(error, RemoteDisconnected):
+                why += "; does it require a client certificate, and know ours?"
+            raise Interrupted(f"{self._host}:{self._port}: {why}") from error
         finally:
             with self._lock:
                 self._busy.discard(connection)

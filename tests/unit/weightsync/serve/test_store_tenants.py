@@ -16,7 +16,7 @@ from harvester.platform.tenants import Tenants
 from tests.weight_servers import HASTY, relayed, served
 from weightsync.publisher import Publisher
 from weightsync.serve.server import Listening
-from weightsync.transport.access import CA_VARIABLE, TOKEN_VARIABLE, Access
+from weightsync.transport.access import VARIABLES, Access
 from weightsync.transport.http_source import HttpSource
 
 SHARD = "weight_v000001/model-00001-of-00001.safetensors"
@@ -236,10 +236,23 @@ def test_a_commands_files_come_before_those_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, environments = (written(tmp_path / name, name * 4) for name in ("mine", "environment"))
-    monkeypatch.setenv(TOKEN_VARIABLE, os.fspath(environments))
-    monkeypatch.delenv(CA_VARIABLE, raising=False)
-    assert Access.from_environment(mine).token_file == mine
+    monkeypatch.setenv(VARIABLES["token_file"], os.fspath(environments))
+    monkeypatch.delenv(VARIABLES["ca_file"], raising=False)
+    assert Access.from_environment(token_file=mine).token_file == mine
     assert Access.from_environment().token_file == environments
-    monkeypatch.setenv(TOKEN_VARIABLE, os.fspath(tmp_path / "absent"))
-    with pytest.raises(ConfigError, match="cannot read token file"):
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("token_file", "ROSEMUX_WEIGHT_TOKEN_FILE: cannot read token file"),
+        ("cert_file", "set ROSEMUX_WEIGHT_CERT_FILE and ROSEMUX_WEIGHT_KEY_FILE"),
+        ("key_file", "set ROSEMUX_WEIGHT_CERT_FILE and ROSEMUX_WEIGHT_KEY_FILE"),
+    ],
+)
+def test_a_wrong_file_of_the_environment_is_named_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, said: str
+) -> None:
+    monkeypatch.setenv(VARIABLES[field], os.fspath(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match=said):
         Access.from_environment()
