@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import (
-    UNDECODABLE,
-    PeerProtocolError,
-    reason_of,
-)
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, reason_of
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import (
     ENGINE_HEADER,
