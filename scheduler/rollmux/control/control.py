@@ -51,7 +51,7 @@ from scheduler.rollmux.control.wire import (
 from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
 from scheduler.rollmux.permits.job_permit import PermitStage
 from scheduler.rollmux.permits.leased_tail import Tail
-from scheduler.rollmux.permits.terms import JobTerms, leased_tail
+from scheduler.rollmux.permits.terms import JobTerms, leased_tail, terms_fault
 
 _log = logging.getLogger(__name__)
 _OLD_RATIO = 1 / 3
@@ -114,6 +114,8 @@ class PhaseControl:
         self.tails: list[Tail] = []
         """Tails that left their nodes for leases, of rollouts that have ended."""
         self._transport = transport
+        if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
+            raise ConfigError(f"job {terms.job}: {fault}")
         self._silences = EventLimit(burst=1.0, per_s=1 / 60)
         self._declaration = _declaration(terms, harvesting=harvesting is not None)
         self._gateway = None if harvesting is None else harvesting.of(terms.job)

@@ -8,8 +8,6 @@ from rich.text import Text
 
 from scheduler.rollmux.control.wire import JobStatus, PlanStatus
 
-_UNKNOWN = "-"
-
 
 def printed(jobs: Sequence[JobStatus]) -> RenderableType:
     planned = [(job, job.plan) for job in jobs if job.plan is not None]
@@ -52,9 +50,9 @@ def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:
             plan.group or plan.stage,
             job.job,
             plan.text if plan.nodes else "",
-            _UNKNOWN if plan.slowdown is None else f"{plan.slowdown:.2f}",
+            "-" if plan.slowdown is None else f"{plan.slowdown:.2f}",
             f"{plan.slo:.2f}",
-            _UNKNOWN if plan.credit_s is None else f"{plan.credit_s:.0f}",
+            "-" if plan.credit_s is None else f"{plan.credit_s:.0f}",
             str(plan.iterations),
             str(plan.moves),
         )

@@ -54,7 +54,7 @@ class SocketControl:
         self, path: Path, *, token_file: Path | None = None, answer_s: float = _ANSWER_S
     ) -> None:
         """Raises ConfigError for a path that is too long, and where the token's file cannot be
-        used; it is followed later."""
+        used; the file is followed later."""
         self._path = socket_path(path)
         self._credentials = Credentials(token_file=token_file)
         self._credentials.check()

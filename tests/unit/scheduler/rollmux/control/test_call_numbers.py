@@ -55,7 +55,7 @@ def test_a_number_that_json_cannot_carry_is_refused_by_its_field_s_name(
 def test_a_job_whose_bound_is_no_number_reaches_no_control(tmp_path: Path) -> None:
     control = SocketControl(tmp_path / "none.sock")
     with pytest.raises(ConfigError, match="max_s is nan"):
-        PhaseControl(control, terms("a", max_s=nan))
+        PhaseControl(control, spec(max_s=nan).spec)
 
 
 @pytest.mark.parametrize(
