@@ -13,6 +13,7 @@ Refusals that a policy expects are values with a reason, not exceptions. Catch w
 """
 
 import errno
+from contextlib import suppress
 
 import msgspec
 
@@ -24,6 +25,17 @@ through as Python's own errors."""
 def reason_of(error: BaseException) -> str:
     """An error's message, or its class where it has none: a timeout says nothing."""
     return str(error) or type(error).__name__
+
+
+def message_of(content: bytes) -> str:
+    """The message of an error, as `{"error": MESSAGE}`, as vLLM's objects, or as any other text."""
+    with suppress(*UNDECODABLE):
+        found = msgspec.json.decode(content)
+        while isinstance(found, dict):
+            found = found.get("error") or found.get("message")
+        if found and isinstance(found, str):
+            return found
+    return content.decode(errors="replace")
 
 
 class RoseMuxError(Exception):

@@ -25,6 +25,7 @@ from harvester.contracts.errors import (
     PeerProtocolError,
     Stale,
     config_error_of,
+    message_of,
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, retry_after_s
@@ -232,17 +233,6 @@ async def posted(
         if wait_s is None:
             raise backoff.exhausted(f"POST {url}: {problem}")
         await asyncio.sleep(wait_s)
-
-
-def message_of(content: bytes) -> str:
-    """The message of an error, as `{"error": MESSAGE}`, as vLLM's objects, or as any other text."""
-    with suppress(*UNDECODABLE):
-        found = msgspec.json.decode(content)
-        while isinstance(found, dict):
-            found = found.get("error") or found.get("message")
-        if found and isinstance(found, str):
-            return found
-    return content.decode(errors="replace")
 
 
 def refusal_of(reply: aiohttp.ClientResponse, content: bytes) -> "HttpRefusal":

@@ -13,11 +13,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from harvester.contracts.errors import (
-    UNDECODABLE,
-    PeerProtocolError,
-    reason_of,
-)
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, message_of, reason_of
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.wire.engines import (
     ENGINE_HEADER,
@@ -27,7 +23,6 @@ from harvester.contracts.wire.engines import (
 )
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
-from harvester.platform.http_kit import message_of
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply

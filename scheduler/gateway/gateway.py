@@ -78,12 +78,7 @@ from scheduler.gateway.session_names import trajectory_of
 from scheduler.gateway.settings import GatewaySettings
 from scheduler.gateway.sglang_routes import SglangRoutes
 from scheduler.gateway.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
-from scheduler.gateway.text_routes import (
-    OPENAI_ROUTES,
-    RENDERER_ROUTES,
-    TextRoutes,
-    wants_usage,
-)
+from scheduler.gateway.text_routes import OPENAI_ROUTES, RENDERER_ROUTES, TextRoutes, wants_usage
 from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
 from scheduler.gateway.weight_sync import WeightSyncRoutes
 

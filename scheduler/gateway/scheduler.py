@@ -41,9 +41,7 @@ from scheduler.gateway.policy.routing_events import (
 )
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.gateway.policy.versions import VersionPolicy
-from scheduler.gateway.policy.versions_events import (
-    VersionsConfig,
-)
+from scheduler.gateway.policy.versions_events import VersionsConfig
 from scheduler.gateway.renderer import RenderEndpoint, Renderer
 from scheduler.gateway.samples import TurnRefused
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings

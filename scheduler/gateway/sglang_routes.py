@@ -28,13 +28,7 @@ from scheduler.gateway.session_names import session_of, trajectory_of
 from scheduler.gateway.stopped_text import early_parts, text_tokens, without_stop
 from scheduler.gateway.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS, given
 from scheduler.gateway.text_logprobs import prompt_logprobs
-from scheduler.gateway.text_routes import (
-    CHUNK_PERIOD_S,
-    Admit,
-    JobOf,
-    json_object,
-    turns_of,
-)
+from scheduler.gateway.text_routes import CHUNK_PERIOD_S, Admit, JobOf, json_object, turns_of
 
 MAX_PROMPTS = 4096
 _NAMES = {

@@ -9,9 +9,8 @@ from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, PeerProtocolError, message_of
 from harvester.contracts.wire.rollouts import MAX_OUTPUT_TOKENS, Span, TokenLogprob
-from harvester.platform.http_kit import message_of
 
 MAX_EVENT_BYTES = 64 << 20
 """The routed experts of a long turn come in one event."""

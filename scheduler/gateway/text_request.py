@@ -7,12 +7,7 @@ import msgspec
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId
-from harvester.contracts.wire.rollouts import (
-    Choice,
-    FinishReason,
-    GenerateRequest,
-    TokenLogprob,
-)
+from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest, TokenLogprob
 from scheduler.gateway.renderer import Body, Dialect
 from scheduler.gateway.session_names import session_of
 from scheduler.gateway.stopped_text import StoppedText, StoppedTexts, text_tokens, without_stop

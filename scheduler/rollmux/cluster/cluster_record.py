@@ -136,9 +136,7 @@ def _restore_groups(
     for one in records:
         for placement in one.pinned.values():
             table.pin(
-                placement,
-                groups[one.group],
-                policy.placements[placement.job].spec.host_bytes,
+                placement, groups[one.group], policy.placements[placement.job].spec.host_bytes
             )
     for group in groups.values():
         packer.refresh(group)

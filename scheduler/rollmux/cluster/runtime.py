@@ -15,12 +15,7 @@ from scheduler.rollmux.cluster.cluster import ClusterPolicy, Removal
 from scheduler.rollmux.cluster.cluster_record import ClusterRecord, restore, snapshot
 from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.cluster.job_placement import PlacementStage
-from scheduler.rollmux.cluster.runtime_events import (
-    NodeReport,
-    RuntimeEffect,
-    RuntimeEvent,
-    Submit,
-)
+from scheduler.rollmux.cluster.runtime_events import NodeReport, RuntimeEffect, RuntimeEvent, Submit
 from scheduler.rollmux.permits.completion import SEEN_MIN
 from scheduler.rollmux.permits.events import (
     Beat,

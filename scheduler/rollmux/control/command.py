@@ -2,12 +2,9 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from scheduler.rollmux.control.wire import Reply
 
 phases = typer.Typer(add_completion=False, no_args_is_help=True)
 _Socket = Annotated[Path, typer.Option(help="The control's Unix socket.")]
@@ -28,8 +25,7 @@ def serve(
         typer.Option(help="SQLite file of the state; without it a restart begins anew."),
     ] = None,
     nodes: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of nodes; with it the control places the jobs."),
+        Path | None, typer.Option(help="YAML file of nodes; with it the control places the jobs.")
     ] = None,
     journal: Annotated[
         Path | None, typer.Option(help="Directory for the journal of decisions.")
@@ -42,12 +38,10 @@ def serve(
         typer.Option(min=1, max=65535, help="Loopback port of the metrics; none by default."),
     ] = None,
     tenants: Annotated[
-        Path | None,
-        typer.Option(help="YAML file of tenants: each call then needs a token of it."),
+        Path | None, typer.Option(help="YAML file of tenants: each call then needs a token of it.")
     ] = None,
     group: Annotated[
-        str | None,
-        typer.Option(help="Group whose users may open the socket too; needs --tenants."),
+        str | None, typer.Option(help="Group whose users may open the socket too; needs --tenants.")
     ] = None,
     lease_s: _Seconds = 10.0,
     patience_s: _Seconds = 0.25,
@@ -101,13 +95,13 @@ def submit(
     from scheduler.rollmux.cluster.runtime_events import Submit
     from scheduler.rollmux.control.nodes_file import read_specs
     from scheduler.rollmux.control.socket_control import SocketControl
-    from scheduler.rollmux.control.wire import CallRefused
+    from scheduler.rollmux.control.wire import CallRefused, reply_text
 
     transport, refused = SocketControl(socket, token_file=token_file), False
     for given in read_specs(jobs):
         reply = transport.call(Submit(spec=given))
         refused |= isinstance(reply, CallRefused)
-        typer.echo(f"{given.job}: {_answer(reply)}")
+        typer.echo(f"{given.job}: {reply_text(reply)}")
     if refused:
         raise typer.Exit(1)
 
@@ -212,16 +206,3 @@ def explain(
     else:
         for line in found.lines():
             typer.echo(line)
-
-
-def _answer(reply: "Reply") -> str:
-    from scheduler.rollmux.control.wire import CallRefused, Placed, Waiting
-
-    match reply:
-        case Placed():
-            return f"{reply.group} on {reply.text}: {reply.reason}"
-        case Waiting():
-            return f"waits behind {reply.ahead}: {reply.reason}"
-        case CallRefused():
-            return f"refused: {reply.reason}"
-    return str(reply)

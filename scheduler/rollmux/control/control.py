@@ -31,7 +31,7 @@ from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Backoff, RetryLimits
 from scheduler.model import JobSpec, PhaseKind
-from scheduler.rollmux.cluster.runtime_events import OrderMove, Submit
+from scheduler.rollmux.cluster.runtime_events import Call, OrderMove, Submit
 from scheduler.rollmux.control.harvesting import Harvesting
 from scheduler.rollmux.control.leased_rollout import LeasedRollout
 from scheduler.rollmux.control.loaded_states import LoadedStates
@@ -46,6 +46,7 @@ from scheduler.rollmux.control.wire import (
     Reply,
     Transport,
     Waiting,
+    reply_text,
 )
 from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
 from scheduler.rollmux.permits.job_permit import PermitStage
@@ -104,6 +105,8 @@ class PhaseControl:
 
         Raises ConfigError if the job is refused, Exhausted if no control answers in time.
         """
+        if not timeout_s >= 0:
+            raise ConfigError(f"timeout_s is {timeout_s}, not 0 or more")
         self.job = terms.job
         self.starts: list[Start] = []
         self.placement: Placed | None = None
@@ -112,10 +115,9 @@ class PhaseControl:
         """Tails that left their nodes for leases, of rollouts that have ended."""
         self._transport = transport
         if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
-            # Here: JSON would carry what is no number as `null`, which stands for no bound.
             raise ConfigError(f"job {terms.job}: {fault}")
         self._silences = EventLimit(burst=1.0, per_s=1 / 60)
-        self._terms = terms if harvesting is None else _harvesting(terms)
+        self._declaration = _declaration(terms, harvesting=harvesting is not None)
         self._gateway = None if harvesting is None else harvesting.of(terms.job)
         self._leased: LeasedRollout | None = None
         self._clock = clock or MonotonicClock()
@@ -173,12 +175,7 @@ class PhaseControl:
         granted_s = self._clock.now()
         self._open = kind
         permit = Permit(
-            self._transport,
-            self._clock,
-            job=self.job,
-            kind=kind,
-            granted=granted,
-            asked_s=asked_s,
+            self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
         )
         cold = kind not in self._entered
         resident = self._residents.get(kind)
@@ -199,10 +196,7 @@ class PhaseControl:
         self._loading_s = resumed_s - granted_s
         self.starts.append(
             Start(
-                kind=kind,
-                cold=cold,
-                waited_s=granted_s - waits_s,
-                resume_s=resumed_s - granted_s,
+                kind=kind, cold=cold, waited_s=granted_s - waits_s, resume_s=resumed_s - granted_s
             )
         )
         return permit
@@ -245,11 +239,8 @@ class PhaseControl:
     def _place(self) -> None:
         pauses = self._backoff(self._timeout_s)
         while True:
-            try:
-                reply = self._submit_terms()
-            except Exhausted as error:
-                self._warn(error)
-                pauses.pause(error)
+            reply = self._answer(self._declaration, pauses)
+            if reply is None:
                 continue
             if isinstance(reply, Accepted):
                 return
@@ -258,17 +249,18 @@ class PhaseControl:
                 return
             if isinstance(reply, CallRefused) and reply.retry_after_s is None:
                 raise ConfigError(f"job {self.job}: {reply.reason}")
-            pauses.pause(Exhausted(f"job {self.job}: {reply}"))
+            pauses.pause(Exhausted(f"job {self.job} {reply_text(reply)}"))
 
-    def _warn(self, error: Exhausted) -> None:
-        """Once a minute: a wait without a word looks like a queue."""
-        if self._silences.admits(now=self._clock.now()):
-            _log.warning("job %s waits for a phase control: %s", self.job, error)
-
-    def _submit_terms(self) -> Reply:
-        if isinstance(self._terms, JobSpec):
-            return self._transport.call(Submit(spec=self._terms))
-        return self._transport.call(Register(terms=self._terms))
+    def _answer(self, message: Call, pauses: Backoff) -> Reply | None:
+        """The reply; None, after a pause, where none came."""
+        try:
+            return self._transport.call(message)
+        except Exhausted as error:
+            # Once a minute: a wait without a word looks like a queue.
+            if self._silences.admits(now=self._clock.now()):
+                _log.warning("job %s waits for a phase control: %s", self.job, error)
+            pauses.pause(error)
+            return None
 
     def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> tuple[Granted, float]:
         """The permit, and the time of the request that it answers."""
@@ -277,13 +269,9 @@ class PhaseControl:
         while not cancelled.is_set():
             entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
             asked_s = self._clock.now()
-            try:
-                reply = self._transport.call(entry)
-            except Exhausted as error:
-                self._warn(error)
-                pauses.pause(error)
-                continue
-            match reply:
+            match reply := self._answer(entry, pauses):
+                case None:
+                    continue
                 case Granted() if cancelled.is_set():
                     break
                 case Granted() if self._clock.now() - asked_s > _OLD_RATIO * reply.lease_s:
@@ -298,7 +286,8 @@ class PhaseControl:
                 case CallRefused(retry_after_s=None):
                     raise ConfigError(f"job {self.job}: {reply.reason}")
                 case _:
-                    pauses.pause(Exhausted(f"{kind} phase of job {self.job}: {reply}"))
+                    words = reply_text(reply)
+                    pauses.pause(Exhausted(f"{kind} phase of job {self.job} {words}"))
         raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
 
     def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
@@ -347,23 +336,22 @@ class PhaseControl:
     def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
         pauses = self._backoff(timeout_s)
         while True:
-            try:
-                reply = self._transport.call(leave)
-            except Exhausted as error:
-                pauses.pause(error)
-                continue
+            reply = self._answer(leave, pauses)
             if isinstance(reply, Ended):
                 # Another job may be where its states are.
                 self._loaded.release()
                 raise Stale(f"phase of job {self.job}: {reply.reason}")
-            return reply
+            if reply is not None:
+                return reply
 
 
-def _harvesting(terms: JobTerms | JobSpec) -> JobTerms | JobSpec:
-    """The same terms for a job whose rollouts use leases."""
+def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Register:
+    """The job's first call; with `harvesting` its rollouts may use leases."""
     if isinstance(terms, JobSpec):
-        return msgspec.structs.replace(terms, harvesting=True)
-    return msgspec.structs.replace(terms, phases=tuple(map(leased_tail, terms.phases)))
+        harvesting |= terms.harvesting
+        return Submit(spec=msgspec.structs.replace(terms, harvesting=harvesting))
+    phases = tuple(map(leased_tail, terms.phases)) if harvesting else terms.phases
+    return Register(terms=msgspec.structs.replace(terms, phases=phases))
 
 
 _CURRENT: ContextVar[PhaseControl] = ContextVar("phase_control")

@@ -27,6 +27,7 @@ from scheduler.rollmux.control.history_entry import Entry, EventKind, seconds
 from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
 from scheduler.rollmux.control.permit_history import PermitHistory
 from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Register
+from scheduler.rollmux.permits.terms import JobTerms, terms_changes, terms_fault
 from scheduler.rollmux.planner.group_effects import PlacementDecision
 
 _CAUSES: Final = frozenset({"submit", "register", "forget", "node", "control_resumed", "enter"})
@@ -39,6 +40,7 @@ class JobHistory:
         self.permits = PermitHistory(job)
         self.is_known = self.was_known = False
         self._job = job
+        self._terms: JobTerms | None = None
         self._since = since
         self._first = True
         self._new_process = False
@@ -72,7 +74,9 @@ class JobHistory:
         if any(one["placed"]["spec"]["job"] == self._job for one in planned):
             return True
         permits = snapshot.get("permits", snapshot).get("jobs", ())
-        return any(one["terms"]["job"] == self._job for one in permits)
+        terms = [one["terms"] for one in permits if one["terms"]["job"] == self._job]
+        self._terms = _converted(terms[0], JobTerms) if terms else None
+        return bool(terms)
 
     def _decided(self, line: Dated) -> Iterator[Entry]:
         sample = line.decided.sample
@@ -97,17 +101,17 @@ class JobHistory:
             case Submit(spec=given) if given.job == self._job and not self.is_known:
                 self.is_known, self._queued_for = True, ""
                 yield Entry(at=now.at, kind=EventKind.SUBMITTED, text=_submitted(given))
-            case Register(terms=terms) if terms.job == self._job and not self.is_known:
-                self.is_known = True
+            case Register(terms=terms) if terms.job == self._job and not terms_fault(terms):
                 nodes = " ".join(dict.fromkeys(n for one in terms.phases for n in one.nodes))
-                yield Entry(at=now.at, kind=EventKind.PLACED, text=f"placed by hand on {nodes}")
+                words = f"placed by hand on {nodes}"
+                if self.is_known and self._terms is not None:
+                    words = f"registered with other terms: {terms_changes(self._terms, terms)}"
+                self.is_known, self._terms = True, terms
+                yield Entry(at=now.at, kind=EventKind.PLACED, text=words)
             case ControlResumed() if self.is_known:
                 words = "the control is back" if self._new_process else "the control was paused"
-                yield Entry(
-                    at=now.at,
-                    kind=EventKind.CONTROL,
-                    text=f"{words}: holders have a whole lease again",
-                )
+                words += ": holders have a whole lease again"
+                yield Entry(at=now.at, kind=EventKind.CONTROL, text=words)
             case Enter(job=job, kind=kind) if job == self._job:
                 self.permits.request(kind, now)
             case _:
@@ -122,9 +126,8 @@ class JobHistory:
                     yield _plan_entry(effect, now)
                 case QueueJob(reason=reason) if reason != self._queued_for:
                     self._queued_for = reason
-                    yield Entry(
-                        at=now.at, kind=EventKind.QUEUED, text=f"waits for a placement: {reason}"
-                    )
+                    words = f"waits for a placement: {reason}"
+                    yield Entry(at=now.at, kind=EventKind.QUEUED, text=words)
                 case OrderMove():
                     words = f"iteration ended: ordered to move to {_nodes(effect)}"
                     yield Entry(at=now.at, kind=EventKind.MOVE_ORDERED, text=words)

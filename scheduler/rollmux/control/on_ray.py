@@ -27,6 +27,7 @@ from scheduler.rollmux.control.wire import (
     Reply,
     call_name,
     decoded_reply,
+    encoded_call,
 )
 from scheduler.rollmux.permits.events import Enter
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -160,10 +161,11 @@ class RayControl:
         return text
 
     def call(self, message: Call) -> Reply:
-        """Raises ControlUnreachable, Exhausted, or PeerProtocolError for a refused call."""
+        """Raises ConfigError, ControlUnreachable, Exhausted, or PeerProtocolError if refused."""
+        sent = encoded_call(message)
         timeout_s = _ANSWER_S + (message.wait_s if isinstance(message, Enter) else 0.0)
         name = call_name(message)
-        body, fault = self._request("call", name, msgspec.json.encode(message), timeout_s=timeout_s)
+        body, fault = self._request("call", name, sent, timeout_s=timeout_s)
         if fault:
             raise PeerProtocolError(f"{name}: {fault}")
         return decoded_reply(body)

@@ -6,6 +6,7 @@ is present but silent, the permit is given up one margin before its lease ends.
 """
 
 import threading
+from operator import index
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
@@ -27,6 +28,8 @@ _BEAT_MAX_S = 1.0
 _PROGRESS_STEP = 0.01
 """Progress by less than this waits for the next beat."""
 _MARGIN_RATIO = 0.1
+_ROUNDING = 1e-6
+"""Excess over 1 that a sum of shares may have, in 32-bit floats too."""
 
 
 class Permit:
@@ -127,10 +130,19 @@ class Permit:
         return self._complete_ratio
 
     def progress(self, complete_ratio: float, *, tokens: int = 0) -> None:
-        """Reports the completed share of the phase, 0 to 1, and the number of its tokens."""
-        if not 0.0 <= complete_ratio <= 1.0:
+        """Reports the completed share of the phase, 0 to 1, and the number of its tokens.
+
+        Raises ConfigError for anything else: in a beat the control would refuse it.
+        """
+        try:
+            complete_ratio, tokens = float(complete_ratio), index(tokens)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"progress: a share and a number of tokens: {error}") from error
+        if not 0.0 <= complete_ratio <= 1.0 + _ROUNDING:
             raise ConfigError(f"progress: a share from 0 to 1, not {complete_ratio}")
-        self._complete_ratio, self._tokens = complete_ratio, tokens
+        if tokens < 0:
+            raise ConfigError(f"progress: 0 tokens or more, not {tokens}")
+        self._complete_ratio, self._tokens = min(complete_ratio, 1.0), tokens
         if complete_ratio >= self._reported_ratio + _PROGRESS_STEP:
             self._reported_ratio = complete_ratio
             self._wake.set()

@@ -4,6 +4,7 @@ Never blocks and is used by one thread at a time; a waiting caller looks again w
 signals a change. The socket server and the Ray actor are the shells around it.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,8 +52,9 @@ from scheduler.rollmux.permits.events import (
 )
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage
 from scheduler.rollmux.permits.permits import PermitPolicy
-from scheduler.rollmux.permits.terms import PermitsConfig
+from scheduler.rollmux.permits.terms import PermitsConfig, terms_changes
 
+_log = logging.getLogger(__name__)
 JOBS_MAX = 4096
 TICK_S = 0.1
 JOURNAL_BYTES = 64 << 20
@@ -130,9 +132,12 @@ class PhaseService:
         if known is None and len(self._policy.jobs) >= JOBS_MAX:
             return CallRefused(reason=f"{JOBS_MAX} jobs are registered", retry_after_s=_RETRY_S)
         if known is None or known.terms != terms:
+            changes = "" if known is None else terms_changes(known.terms, terms)
             refusal = _refusal(self._observe(given))
             if refusal:
                 return CallRefused(reason=refusal)
+            if changes:
+                _log.warning("job %s was registered with other terms: %s", terms.job, changes)
         return Accepted()
 
     def enter(self, entry: Enter) -> EnterReply:

@@ -52,14 +52,7 @@ _RETRY_S: Final = 0.5
 _LAYOUT: Final = "layout"
 _CLOCK: Final = "clock"
 _JOB: Final = "job/"
-_TIMES: Final = (
-    "enqueued_s",
-    "last_call_s",
-    "started_s",
-    "worked_at_s",
-    "warned_s",
-    "revoked_s",
-)
+_TIMES: Final = ("enqueued_s", "last_call_s", "started_s", "worked_at_s", "warned_s", "revoked_s")
 """Time fields of a job's permit record."""
 _PLANS: Final = "this control plans: submit the job, and it is placed"
 
@@ -129,12 +122,9 @@ class PlanningService(PhaseService):
         self._observe(message)
         placed = self.cluster.placements[given.job]
         if placed.stage is PlacementStage.QUEUED:
-            waiting = [
-                one
-                for one in self.cluster.placements.values()
-                if one.stage is PlacementStage.QUEUED
-            ]
-            ahead = sum(one.number < placed.number for one in waiting)
+            known_jobs = self.cluster.placements.values()
+            queued = (one for one in known_jobs if one.stage is PlacementStage.QUEUED)
+            ahead = sum(one.number < placed.number for one in queued)
             return Waiting(reason=placed.reason or "others wait longer", ahead=ahead)
         if placed.at is None:
             return Waiting(reason="it waits for room on its new nodes", ahead=0)

@@ -50,9 +50,9 @@ def _plan(planned: Sequence[tuple[JobStatus, PlanStatus]]) -> Table:
             plan.group or plan.stage,
             job.job,
             plan.text if plan.nodes else "",
-            "" if plan.slowdown is None else f"{plan.slowdown:.2f}",
+            "-" if plan.slowdown is None else f"{plan.slowdown:.2f}",
             f"{plan.slo:.2f}",
-            "" if plan.credit_s is None else f"{plan.credit_s:.0f}",
+            "-" if plan.credit_s is None else f"{plan.credit_s:.0f}",
             str(plan.iterations),
             str(plan.moves),
         )

@@ -1,6 +1,7 @@
 """The phase control in another process of this machine, over its Unix socket."""
 
 import http.client
+import os
 import socket
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -9,7 +10,15 @@ from typing import TypeVar
 
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.errors import (
+    UNDECODABLE,
+    ConfigError,
+    Exhausted,
+    PeerProtocolError,
+    Stale,
+    message_of,
+    reason_of,
+)
 from harvester.platform.tls import Credentials
 from scheduler.rollmux.cluster.runtime_events import Call
 from scheduler.rollmux.control.wire import (
@@ -18,6 +27,7 @@ from scheduler.rollmux.control.wire import (
     Reply,
     call_name,
     decoded_reply,
+    encoded_call,
 )
 from scheduler.rollmux.permits.events import Enter
 
@@ -25,7 +35,16 @@ MAX_REPLY_BYTES = 1 << 20
 MAX_STATUS_BYTES = 64 << 20
 """Bound of a status reply: thousands of jobs on a thousand nodes each."""
 _ANSWER_S = 5.0
+_PATH_MAX_BYTES = 107
+"""Linux's `sun_path`, without its final zero byte."""
 T = TypeVar("T")
+
+
+def socket_path(path: Path) -> Path:
+    """Raises ConfigError for a path that no Unix socket can have."""
+    if (size := len(os.fsencode(path))) > _PATH_MAX_BYTES:
+        raise ConfigError(f"socket path of {size} bytes, at most {_PATH_MAX_BYTES}: {path}")
+    return path
 
 
 class SocketControl:
@@ -34,19 +53,18 @@ class SocketControl:
     def __init__(
         self, path: Path, *, token_file: Path | None = None, answer_s: float = _ANSWER_S
     ) -> None:
-        """Raises ConfigError where the token's file cannot be used; it is followed later."""
-        self._path = path
+        """Raises ConfigError for a path that is too long, and where the token's file cannot be
+        used; the file is followed later."""
+        self._path = socket_path(path)
         self._credentials = Credentials(token_file=token_file)
         self._credentials.check()
         self._answer_s = answer_s
 
     def call(self, message: Call) -> Reply:
-        """Raises ControlUnreachable, Exhausted, or PeerProtocolError for a refused call."""
+        """Raises ConfigError, ControlUnreachable, Exhausted, or PeerProtocolError if refused."""
         wait_s = message.wait_s if isinstance(message, Enter) else 0.0
-        body = msgspec.json.encode(message)
-        return decoded_reply(
-            self._answer(f"/v1/phases/{call_name(message)}", body, MAX_REPLY_BYTES, wait_s)
-        )
+        route, body = f"/v1/phases/{call_name(message)}", encoded_call(message)
+        return decoded_reply(self._answer(route, body, MAX_REPLY_BYTES, wait_s))
 
     def jobs(self) -> tuple[JobStatus, ...]:
         """Status of every job that the caller may see. Raises as `call` does."""
@@ -79,8 +97,9 @@ class SocketControl:
         try:
             return answered(connection, method, route, body, sent, what=what, most_bytes=most_bytes)
         except Exhausted as error:
-            if isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
-                raise ControlUnreachable(f"no phase control at {self._path}") from error
+            if isinstance(why := error.__cause__, FileNotFoundError | ConnectionRefusedError):
+                words = f"no phase control at {self._path}: {why.strerror}"
+                raise ControlUnreachable(words) from error
             raise
 
 
@@ -104,12 +123,13 @@ def answered(
         response = connection.getresponse()
         answer = response.read(most_bytes)
     except (OSError, http.client.HTTPException) as error:
-        raise Exhausted(f"{what}: {error!r}") from error
+        why = getattr(error, "strerror", None) or reason_of(error)
+        raise Exhausted(f"{what}: {why}") from error
     finally:
         connection.close()
     if response.status == HTTPStatus.OK:
         return answer
-    refusal = f"{what}: {response.status} {answer[:300]!r}"
+    refusal = f"{what}: {response.status}: {message_of(answer)[:300]}"
     if response.status == HTTPStatus.CONFLICT:
         raise Stale(refusal)
     if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -32,6 +32,7 @@ from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
+from scheduler.rollmux.control.socket_control import socket_path
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import CALLS, JobStatus, Reply
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -121,7 +122,7 @@ def listening_socket(path: Path, *, group: str | None = None) -> socket.socket:
     try:
         gid = None if group is None else getgrnam(group).gr_gid
         made = not path.parent.exists()
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        socket_path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if gid is not None and made:
             _open_to(gid, path.parent, mode=0o710)
         _remove_left_over(path)

@@ -1,14 +1,10 @@
 """Status of jobs, for people and dashboards."""
 
-from typing import Final
-
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.control.phase_service import PhaseService
 from scheduler.rollmux.control.wire import JobStatus, PlanStatus
 from scheduler.rollmux.permits.job_permit import PermitStage
-
-_LEAST_S: Final = 1e-3
 
 
 def statuses(service: PhaseService) -> tuple[JobStatus, ...]:
@@ -43,10 +39,11 @@ def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus
     if placed is None:
         return None
     rollout, training = cluster.machines(placed.at)
+    waited_until_s = now if placed.placed_s is None else placed.placed_s
     slowdown = credit_s = None
-    if facts is not None:
-        slowdown = (now - facts.account.began_s) / max(facts.account.solo_s, _LEAST_S)
-        credit_s = facts.account.credit_s(now)
+    # Before its first iteration has ended, both would compare the elapsed time with a cold start.
+    if facts is not None and placed.iterations:
+        slowdown, credit_s = facts.settled_slowdown(now), facts.settled_credit_s(now)
     return PlanStatus(
         job=job,
         stage=placed.stage,
@@ -60,7 +57,5 @@ def plan_status(cluster: ClusterPolicy, job: JobId, *, now: float) -> PlanStatus
         credit_s=credit_s,
         iterations=placed.iterations,
         moves=placed.moves,
-        waits_s=max(
-            0.0, (now if placed.placed_s is None else placed.placed_s) - placed.submitted_s
-        ),
+        waits_s=max(0.0, waited_until_s - placed.submitted_s),
     )

@@ -16,11 +16,13 @@ monotonic seconds. The epoch fences: a call with an older one changes nothing an
 `Ended`.
 """
 
-from typing import Final, Protocol, get_args
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any, Final, Protocol, get_args
 
 import msgspec
 
-from harvester.contracts.errors import UNDECODABLE, Exhausted, PeerProtocolError
+from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId, NodeId, checked_name
 from scheduler.model import PhaseKind, Placement
 from scheduler.rollmux.cluster.job_placement import PlacementStage
@@ -102,9 +104,11 @@ class PlanStatus(Placement, frozen=True, kw_only=True):
     reason: str
     slo: float
     slowdown: float | None
-    """Time since its placement over what its phases and its first load would have taken alone."""
+    """Time since its placement over what its phases and its first load would have taken alone; a
+    running phase is delay only beyond its expected duration. None before the first iteration ended.
+    """
     credit_s: float | None
-    """Delay that it can still absorb; below 0 its promise would be broken if it ended now."""
+    """Delay that it can still absorb, counted in the same way; below 0 its SLO is missed now."""
     iterations: int
     moves: int
     waits_s: float
@@ -160,8 +164,42 @@ class Transport(Protocol):
         ...
 
 
+def reply_text(reply: Reply) -> str:
+    """The reply in words."""
+    match reply:
+        case Placed():
+            return f"{reply.group} on {reply.text}: {reply.reason}"
+        case Waiting():
+            return f"waits behind {reply.ahead}: {reply.reason}"
+        case CallRefused():
+            return f"refused: {reply.reason}"
+    return str(reply)
+
+
 def call_name(message: Call) -> str:
     return str(message.__struct_config__.tag)
+
+
+def encoded_call(message: Call) -> bytes:
+    """A call's body. Raises ConfigError for a call that no control accepts, whatever its state."""
+    name, body = call_name(message), msgspec.json.encode(message)
+    # JSON has neither: they would arrive as null, which is "no bound" for an optional number.
+    for field, value in _not_finite(msgspec.to_builtins(message), name):
+        raise ConfigError(f"{field} is {value}, not a finite number")
+    try:
+        decoded_call(name, body)
+    except PeerProtocolError as error:
+        raise ConfigError(str(error)) from error
+    return body
+
+
+def _not_finite(value: Any, at: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, float) and not isfinite(value):
+        yield at, value
+    for key, one in value.items() if isinstance(value, dict) else ():
+        yield from _not_finite(one, f"{at}.{key}")
+    for place, one in enumerate(value if isinstance(value, list | tuple) else ()):
+        yield from _not_finite(one, f"{at}[{place}]")
 
 
 def decoded_call(name: str, body: bytes) -> Call:

@@ -6,13 +6,7 @@ from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.accelerators import work_until
 from scheduler.rollmux.permits.completion import CompletionCurve
-from scheduler.rollmux.permits.events import (
-    EndPermit,
-    EnqueuePhase,
-    Leave,
-    PermitEndReason,
-    Refuse,
-)
+from scheduler.rollmux.permits.events import EndPermit, EnqueuePhase, Leave, PermitEndReason, Refuse
 from scheduler.rollmux.permits.job_permit import JobPermit, PermitStage, PermitTrigger
 from scheduler.rollmux.permits.longest_run import LongestRun
 from scheduler.rollmux.permits.permit_table import PermitTable

@@ -4,12 +4,16 @@ A call may be repeated, and its epoch fences: an older one changes nothing.
 """
 
 from enum import StrEnum
+from typing import Annotated
 
 import msgspec
 
 from harvester.contracts.ids import Epoch, JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.permits.terms import JobTerms
+
+AtLeastZero = msgspec.Meta(ge=0)
+Ratio = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +33,7 @@ class Enter(StrictStruct, frozen=True, kw_only=True, tag="enter"):
     kind: PhaseKind
     holder: str
     """Process of the job; differs after a restart."""
-    wait_s: float = 0.0
+    wait_s: Annotated[float, AtLeastZero] = 0.0
     """Time for which the call may be held open, in s."""
 
 
@@ -54,8 +58,8 @@ class Beat(StrictStruct, frozen=True, kw_only=True, tag="beat"):
 
     job: JobId
     epoch: Epoch
-    complete_ratio: float = 0.0
-    tokens: int = 0
+    complete_ratio: Ratio = 0.0
+    tokens: Annotated[int, AtLeastZero] = 0
     narrowed: bool = False
     """The tail runs on the nodes it was asked to keep; the rest is empty."""
     recall: Recall | None = None
@@ -69,10 +73,10 @@ class Leave(StrictStruct, frozen=True, kw_only=True, tag="leave"):
     epoch: Epoch
     failed: str = ""
     """Why it did not complete; empty if it did."""
-    loading_s: float = 0.0
+    loading_s: Annotated[float, AtLeastZero] = 0.0
     """Time spent on loading, offloading, moving its tail and in line, in s; no part of its solo
     duration."""
-    leased_s: float = 0.0
+    leased_s: Annotated[float, AtLeastZero] = 0.0
     """Time that leases saved, in s: the solo duration is longer by it."""
     stays_loaded: bool = False
     """The state is still on the accelerators; the control asks for them when another job starts."""
@@ -121,7 +125,7 @@ class PermitEndReason(StrEnum):
 
 
 class AdmitJob(msgspec.Struct, frozen=True, kw_only=True, tag="admit_job"):
-    """These terms are in force from the job's next place in a line on."""
+    """These terms are in force; a permit that the job holds keeps its nodes to its end."""
 
     job: JobId
 

@@ -14,8 +14,7 @@ LEASED_TAIL_RATIO = 0.85
 PHASE_NODES_MAX = 1024
 ACCELERATORS_MAX = 64
 
-
-Seconds = Annotated[float, msgspec.Meta(gt=0.0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0.0, le=1e9)]
 
 
 class PermitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,6 +77,23 @@ def leased_tail(phase: PhaseTerms) -> PhaseTerms:
     if declared or phase.kind is not PhaseKind.ROLLOUT:
         return phase
     return msgspec.structs.replace(phase, tail_ratio=LEASED_TAIL_RATIO, tail_accelerators=0)
+
+
+def terms_changes(before: JobTerms, after: JobTerms) -> str:
+    """The differences in words, as "rollout: max_s was 5.0, is 50.0"."""
+    words = []
+    for kind in dict.fromkeys(one.kind for one in (*before.phases, *after.phases)):
+        old, new = before.phase(kind), after.phase(kind)
+        if old is None or new is None:
+            words.append(f"{kind}: {'new' if old is None else 'gone'}")
+            continue
+        for name in PhaseTerms.__struct_fields__:
+            was, now = (
+                " ".join(value) if isinstance(value, tuple) else value
+                for value in (getattr(old, name), getattr(new, name))
+            )
+            words += [f"{kind}: {name} was {was}, is {now}"] * (was != now)
+    return "; ".join(words) or "the order of its phases"
 
 
 def terms_fault(terms: JobTerms) -> str:

@@ -12,11 +12,7 @@ from scheduler.rollmux.cluster.runtime import PhaseRuntime, RuntimeConfig
 from scheduler.rollmux.forecast.scenarios import ROUNDING
 from scheduler.rollmux.permits.terms import PermitsConfig
 from scheduler.rollmux.planner.planner import GroupPlanner
-from scheduler.sim.rollmux.baselines import (
-    GreedyPlanner,
-    RandomPlanner,
-    paper_planner,
-)
+from scheduler.sim.rollmux.baselines import GreedyPlanner, RandomPlanner, paper_planner
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver, Watch, not_watched
 from scheduler.sim.rollmux.ledger import Ledger, RunResult, attained, worst_window

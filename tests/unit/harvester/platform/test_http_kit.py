@@ -22,6 +22,7 @@ from harvester.contracts.errors import (
     PeerProtocolError,
     RoseMuxError,
     Stale,
+    message_of,
 )
 from harvester.platform import http_kit
 from harvester.platform.bearer import is_sent
@@ -30,7 +31,6 @@ from harvester.platform.http_kit import (
     errors_as_replies,
     json_reply,
     listen,
-    message_of,
     run_until,
     serving,
     token_required,

@@ -347,6 +347,20 @@ def test_a_control_without_a_plan_explains_permits(tmp_path: Path) -> None:
     assert [entry.kind for entry in found.entries] == [EventKind.PLACED, EventKind.GRANTED]
 
 
+def test_other_terms_of_a_known_job_are_listed_with_their_differences(tmp_path: Path) -> None:
+    state, journal = tmp_path / "state", tmp_path / "journal"
+    for max_s in (5.0, 50.0, -1.0, 60.0):
+        service = PhaseService(PERMITS, VirtualClock(), state=state, journal=journal)
+        service.call(Register(terms=terms("a", max_s=max_s)))
+        service.close()
+    found = explanation(journal, "a", since=EVER, permits=True)
+    assert _told(found, EventKind.PLACED) == [
+        "placed by hand on r0 t0",
+        "registered with other terms: rollout: max_s was 5.0, is 50.0",
+        "registered with other terms: rollout: max_s was 50.0, is 60.0",
+    ]
+
+
 def test_only_later_events_are_listed_and_counted(control: Control) -> None:
     control.submit(submission("a"))
     control.iteration("a")

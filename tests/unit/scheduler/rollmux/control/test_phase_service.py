@@ -362,3 +362,36 @@ def test_a_leave_after_the_permit_was_lost_says_so(tmp_path: Path) -> None:
     _enter(service, "a")
     _pass_time(service, clock, 11.0)
     assert isinstance(service.leave(Leave(job=JobId("a"), epoch=Epoch(1))), Ended)
+
+
+def test_terms_of_a_known_job_that_change_are_logged_by_field(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service = _service(VirtualClock())
+    for _ in range(2):
+        service.register(Register(terms=terms("a", max_s=5.0)))
+    assert not caplog.records
+    for _ in range(2):
+        service.register(Register(terms=terms("a", rollout="r0 r1", max_s=50.0)))
+    changes = "rollout: nodes was r0, is r0 r1; rollout: max_s was 5.0, is 50.0"
+    (record,) = caplog.records
+    assert record.message == f"job a was registered with other terms: {changes}"
+    refused = service.register(Register(terms=terms("a", max_s=-1.0)))
+    assert isinstance(refused, CallRefused)
+    assert len(caplog.records) == 1
+
+
+def test_a_job_that_holds_or_waits_keeps_its_permit_or_its_place_when_its_terms_change() -> None:
+    service = _service(VirtualClock())
+    for job in ("a", "b", "c"):
+        service.register(Register(terms=terms(job)))
+        _enter(service, job)
+    for job in ("a", "b"):
+        service.register(Register(terms=terms(job, rollout="r0 r1")))
+    assert _enter(service, "a") == Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=10.0)
+    assert _enter(service, "b") == Waiting(ahead=1)
+    service.leave(Leave(job=JobId("a"), epoch=Epoch(1)))
+    granted = _enter(service, "b")
+    assert isinstance(granted, Granted)
+    assert granted.nodes == nodes("r0 r1")
+    assert isinstance(_enter(service, "c"), Waiting)

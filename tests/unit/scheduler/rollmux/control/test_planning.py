@@ -1,5 +1,6 @@
 """A control that plans: places, moves at an iteration's end, failed nodes, restarts."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -448,6 +449,33 @@ def test_the_status_says_group_nodes_slow_down_and_credit() -> None:
     assert first.slowdown < 1.0
     assert (second.stage, second.slowdown) == (PlacementStage.QUEUED, None)
     assert second.reason
+
+
+def test_a_job_in_its_first_iteration_shows_a_dash_for_slow_down_and_credit() -> None:
+    from rich.console import Console
+
+    from scheduler.rollmux.control.printed import printed
+    from scheduler.rollmux.control.status import statuses
+
+    control = Control(cluster("r0", "t0"))
+    control.submit(submission("a"))
+    control.pass_time(64.0)
+
+    def shown() -> tuple[float | None, float | None, str]:
+        (job,) = statuses(control.service)
+        assert job.plan is not None
+        console = Console(width=200)
+        with console.capture() as text:
+            console.print(printed([job]))
+        return job.plan.slowdown, job.plan.credit_s, text.get()
+
+    slowdown, credit_s, text = shown()
+    assert (slowdown, credit_s) == (None, None)
+    assert re.search(r"a +│ r0 \| t0 +│ +- │ +\d+\.\d\d │ +- │ +0 │", text)
+    control.iteration("a")
+    slowdown, credit_s, text = shown()
+    assert None not in (slowdown, credit_s)
+    assert f" {slowdown:.2f} │" in text
 
 
 def test_its_metrics_say_how_many_wait_for_a_place_and_which_nodes_are_free() -> None:
