@@ -84,7 +84,7 @@ def run(service: Service, seed: int) -> dict[str, Any]:
             halvings += 1
             if now >= harm_at_s:
                 halved_at_s = min(halved_at_s, now)
-        guards.prove(production, eligible=True, now=now)
+        guards.prove(production, eligible=True, leased=True, now=now)
         if guards.proof.harmful:
             stopped_by = "proof"
         elif overspent:

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from contextlib import suppress
 
 import msgspec
@@ -72,7 +73,7 @@ class NodeAgent:
         self.stops = StopOrders(config)
         self._stop_audit = StopAudit(self.audit, self.stops.stops)
         self.interlocks = InterlockWatch(config, clock=clock)
-        self.slots = tuple(self._slot(config, slot, started) for slot in config.slots)
+        self.slots = tuple[Slot, ...]()
         self.unopened: dict[str, str] = {}
         """Why a slot of the configuration is not open yet, or one that is gone not closed."""
         self._wanted = config
@@ -85,10 +86,34 @@ class NodeAgent:
         self.restart_needed: tuple[str, ...] = ()
         """Fields of the configuration file that await a restart."""
         self._audit_missing = 0
+        self._open_all(config)
         modes = ", ".join(f"{slot.name} {slot.policy.settings.mode}" for slot in self.slots)
         self.audit.note(
             AuditKind.AGENT_STARTED, who=AGENT, reason=f"version {version}; modes: {modes}"
         )
+
+    def _open_all(self, config: AgentConfig) -> None:
+        """Raises the first slot's fault where no slot can be opened."""
+        faults = [self._open(config, each, {}) for each in config.slots]
+        if not self.slots and faults and faults[0]:
+            raise faults[0]
+        self._config = config.model_copy(update={"slots": self._open_slots})
+
+    def _open(
+        self, config: AgentConfig, slot: SlotConfig, known: Mapping[str, str]
+    ) -> Exception | None:
+        """Open a slot, or say why not, in the log too where that is not `known`: a slot that cannot
+        be opened harms no other."""
+        try:
+            _make_root(config)
+            self.slots += (self._slot(config, slot, self.clock.now()),)
+        except Exception as error:
+            self.unopened[slot.name] = str(error)
+            if str(error) != known.get(slot.name):
+                _log.error("slot %s is not opened, and is tried again: %s", slot.name, error)
+            self._forget(SlotId(slot.name))
+            return error
+        return None
 
     def _slot(self, config: AgentConfig, slot: SlotConfig, now: float) -> Slot:
         exposition = SlotExposition(slot.name, self.metrics, tenants=config.tenants)
@@ -114,7 +139,9 @@ class NodeAgent:
         self._stop_audit.observe(stops, caller="", now=now)
         self.leases.expire(now=now)
         for slot in self.slots:
-            self._beat_slot(slot, switch, stops, now)
+            # One that waits to be closed is drained meanwhile.
+            leaving = slot.name in self.unopened
+            self._beat_slot(slot, KillSwitch.DRAIN if leaving else switch, stops, now)
         if switch is not self._switched:
             self.audit.note(
                 AuditKind.KILL_SWITCH,
@@ -243,6 +270,8 @@ class NodeAgent:
             slot.reconfigure(found[slot.name], policy, restart_needed=done.restart_needed)
         self._reopening = done.reopened
         self.open_more()
+        if self.waiting:
+            self.beat()
         done = done.without(name for name, why in self.unopened.items() if why != _WAITS)
         if who == RELOADER:  # A slots file hides no reload that was refused.
             self.metrics.gauge("config_last_reload_successful").set(not done.restart_needed)
@@ -259,7 +288,7 @@ class NodeAgent:
 
     def open_more(self) -> None:
         """Close slots that the configuration has no more, and open those that do not run yet, for
-        about a second. One that cannot be opened harms no other."""
+        about a second."""
         began_s, wanted = self.clock.now(), self._wanted
         before, self.unopened = self.unopened, {}
         found = {slot.name: slot for slot in wanted.slots}
@@ -277,19 +306,15 @@ class NodeAgent:
             if self.clock.now() - began_s > _OPENING_S:
                 self.unopened[name] = _WAITS
                 continue
-            try:
-                _make_root(wanted)
-                self.slots += (self._slot(wanted, each, self.clock.now()),)
-            except Exception as error:
-                self.unopened[name] = str(error)
-                if str(error) != before.get(name):
-                    _log.error("slot %s is not opened, and is tried again: %s", name, error)
-                self._forget(SlotId(name))
+            self._open(wanted, each, before)
             self._beat_if_due()
         order = {name: number for number, name in enumerate(found)}
         self.slots = tuple(sorted(self.slots, key=lambda slot: order.get(slot.name, -1)))
-        in_force = tuple(slot.config for slot in self.slots)
-        self._config = wanted.model_copy(update={"slots": in_force})
+        self._config = wanted.model_copy(update={"slots": self._open_slots})
+
+    @property
+    def _open_slots(self) -> tuple[SlotConfig, ...]:
+        return tuple(slot.config for slot in self.slots)
 
     @property
     def waiting(self) -> bool:

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 _RETRY_S = 1.0
 _SAVE_S = 60.0
 """Interval at which an unchanged state is saved ..."""
-_SAVE_SPENT_S = 5.0
-"""... and one with new production misses."""
+_SAVE_SPENT_S = 1.0
+"""... and one with new production misses. A slot that resumes stays closed for longer."""
 
 
 class SlotRecord:
@@ -62,7 +62,7 @@ class SlotRecord:
         try:
             left = self._state.load(now=now)
             if left is not None:
-                policy.resume(left)
+                policy.resume(left, now=now)
                 return left.forecast
             if self._path.exists() and self._path.stat().st_size:
                 raise Corrupt("a journal and no state")

@@ -111,6 +111,8 @@ class Slot:
         recorded = self.lease_file.read(ends_s=now + leases.ttl_s)
         leases.add_slot(self.name, epoch=epoch_left(directory), recorded=recorded)
         self._grant_page.make()
+        # Taken over it has no epoch until it is written, and epochs must only rise.
+        self._write_closed("agent starts")
         self._mps = _watch(slot.mps)
         shared = _shared(slot, directory.owners)
         self.sensor = SlotSensor(
@@ -178,6 +180,9 @@ class Slot:
     def shut(self, reason: str) -> None:
         """Leave a grant page that is closed and already expired."""
         self._failed = reason
+        self._write_closed(reason)
+
+    def _write_closed(self, reason: str) -> None:
         epoch = self._leases.view(self.name).epoch
         grant = Grant(epoch=epoch, mode=GrantMode.CLOSED, reason=reason)
         self._grant_page.write(grant, now_ns=monotonic_ns(), ttl_ns=0)

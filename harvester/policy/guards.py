@@ -96,11 +96,14 @@ class Guards:
             allotment=lease.allotment,
         )
 
-    def prove(self, production: ProductionView, *, eligible: bool, now: float) -> None:
-        """Fold a beat's latencies into the proof; `eligible` as `Proof.observe` has it."""
+    def prove(
+        self, production: ProductionView, *, eligible: bool, leased: bool, now: float
+    ) -> None:
+        """Fold a beat's latencies into the proof; `eligible`, `leased` as `Proof.observe` has."""
         in_time_s = [x for x in production.itl.seen_s if x <= self._settings.itl_slo_s]
         itl_s = (*in_time_s, *production.itl_late.seen_s)
-        self.proof.observe(ttft_s=production.ttft.seen_s, itl_s=itl_s, eligible=eligible, now=now)
+        ttft_s = production.ttft.seen_s
+        self.proof.observe(ttft_s=ttft_s, itl_s=itl_s, eligible=eligible, leased=leased, now=now)
         # After a stop the proof begins a new state.
         self._memory.proof = self.proof.state
 

@@ -21,6 +21,8 @@ class GuestState(msgspec.Struct, kw_only=True):
     seen_at_s: float | None = None
     active_at_s: float | None = None
     """Time of the last beat at which a guest step ran or had just ended."""
+    stepping: bool = False
+    """Whether its last page was in the middle of a step."""
     steps_finished: int = 0
     kv_tokens: int = 0
     """The engine's KV capacity in tokens, as last reported."""
@@ -43,8 +45,11 @@ class GuestWatch:
         self._settings = settings
         self.state = state or GuestState()
 
-    def observe(self, guest: Guest | None, *, now: float) -> None:
-        state = self.state
+    def observe(self, reading: GuestReading, *, leased: bool, now: float) -> None:
+        guest, state = reading.record, self.state
+        if guest is None and state.stepping and leased and not reading.lives_below:
+            # Silence in the middle of a step ends no step.
+            state.active_at_s = now
         state.law_binds = (
             guest is not None
             and not guest.leaving
@@ -65,8 +70,8 @@ class GuestWatch:
         promised = guest.blocking_ratio
         # Any other value of the page, NaN included, promises nothing.
         state.blocking_ratio = promised if 0.0 < promised <= 1.0 else 1.0
-        stepping = guest.steps_launched > guest.steps_finished
-        if stepping or guest.steps_finished != state.steps_finished:
+        state.stepping = not guest.leaving and guest.steps_launched > guest.steps_finished
+        if state.stepping or guest.steps_finished != state.steps_finished:
             state.active_at_s = now
         state.steps_finished = guest.steps_finished
 

@@ -102,6 +102,12 @@ class Slice(msgspec.Struct, kw_only=True):
     ttft: SliceSamples
     itl: SliceSamples
     eligible: bool = True
+    leased: bool = False
+    """Whether a lease was in force in some of it."""
+
+    @property
+    def counts(self) -> bool:
+        return self.eligible and self.leased
 
     @property
     def end_s(self) -> float:
@@ -111,7 +117,7 @@ class Slice(msgspec.Struct, kw_only=True):
     def outline(self) -> tuple[float, float, bool | None]:
         """Begin and end, in s, of arrivals that count to this slice; whether it was withheld."""
         edge_s = _EDGE_RATIO * self.length_s
-        side = self.withheld if self.eligible else None
+        side = self.withheld if self.counts else None
         return self.begin_s + edge_s, self.end_s - edge_s, side
 
     def holds(self, arrival_s: float) -> bool:
@@ -261,21 +267,29 @@ class Proof:
             return False
         for one in reversed(self.state.slices):
             if one.begin_s <= arrival_s:
-                return one.withheld if one.eligible and one.holds(arrival_s) else None
+                return one.withheld if one.counts and one.holds(arrival_s) else None
         found = (side for begin_s, end_s, side in reversed(ended) if begin_s <= arrival_s < end_s)
         return next(found, None)
 
     def observe(
-        self, *, ttft_s: Iterable[float], itl_s: Iterable[float], eligible: bool, now: float
+        self,
+        *,
+        ttft_s: Iterable[float],
+        itl_s: Iterable[float],
+        eligible: bool,
+        leased: bool,
+        now: float,
     ) -> None:
         """Fold in the latencies (s) of a beat.
 
-        `eligible` is whether the grant would be open if no slice were withheld: a slice counts for
-        either kind only if all of it was eligible, so that both kinds see the same production.
+        A slice, granted or withheld, counts if all of it was `eligible`, and some of it `leased`.
+        Neither may follow from which slices are withheld, so that both sides see the same
+        production.
         """
         state = self.state
         self.withheld(now=now)
         state.slices[-1].eligible &= eligible
+        state.slices[-1].leased |= leased
         for name, latencies_s, slo_s in zip(
             ("ttft", "itl"), (ttft_s, itl_s), self._slo_s, strict=True
         ):
@@ -308,7 +322,7 @@ class Proof:
             yield slices.pop(0)
 
     def _judge(self, done: Slice) -> None:
-        if done.eligible:
+        if done.counts:
             self.state.judged_s += done.length_s
             self.state.ttft.add(done, done.ttft, allowed=self._allowed)
             self.state.itl.add(done, done.itl, allowed=self._allowed)

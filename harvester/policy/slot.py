@@ -54,9 +54,11 @@ _PROVEN_CONDITIONS = frozenset(
     {
         *(Condition.CLEAR, Condition.WITHHELD, Condition.COOLING),
         *(Condition.SILENT, Condition.UNSEEN, Condition.HUNG),
+        *(Condition.STARVED, Condition.STOPPED, Condition.GUESTLESS, Condition.UNLEASED),
     }
 )
-"""Conditions whose time counts to the slices of the proof."""
+"""Conditions that void no slice of the proof, since a guest's step or its job may bring them about:
+a guest that falls silent, or a lease that is shorter than a slice, would hide its harm."""
 
 
 class SlotMemory(GuardMemory, kw_only=True):
@@ -113,10 +115,12 @@ class SlotPolicy:
             **{name: getattr(memory, name) for name in _DURABLE},
         )
 
-    def resume(self, left: DurableState) -> None:
-        """Begin with an earlier process's durable state; its times are in this process's clock."""
+    def resume(self, left: DurableState, *, now: float) -> None:
+        """Begin with an earlier process's durable state; its times are in this process's clock.
+        Quiet at first: a process that dies again and again saves what it charges before it lends
+        again."""
         guest = GuestState(losses_s=left.guest_losses_s, stopped=left.guest_stopped)
-        kept = {name: getattr(left, name) for name in _DURABLE}
+        kept = {name: getattr(left, name) for name in _DURABLE} | {"breached_at_s": now}
         self._install(SlotMemory(guest=guest, **kept))
         self.guards.budget.state.limit = None
 
@@ -216,7 +220,7 @@ class SlotPolicy:
         production = self._watch.observe(sample.pulses, now=now)
         self._busy_s = production.busy_s
         guest = sample.guest.record
-        self.guest.observe(guest, now=now)
+        self.guest.observe(sample.guest, leased=sample.lease.lease is not None, now=now)
         self.evictions.observe(guest.aborted_total if guest else None, now=now)
         overspent = self._account(production, sample, now)
         before = self._memory.condition
@@ -227,7 +231,12 @@ class SlotPolicy:
             self._memory.breached_at_s = now
         self._memory.state = TRANSITIONS[self._memory.state, condition]
         self._memory.condition, self._memory.reason = condition, reason
-        self._prove(production, now)
+        self.guards.prove(
+            production,
+            eligible=self.settings.mode is Mode.HARVEST and condition in _PROVEN_CONDITIONS,
+            leased=sample.lease.lease is not None,
+            now=now,
+        )
         ending = self._end_lease(sample, now)
         # A sleeping guest gives up KV that production does not need yet, so it has no deadline.
         budget = self._kv_budget_tokens() or None if self.settings.mode is Mode.HARVEST else None
@@ -336,12 +345,6 @@ class SlotPolicy:
         if idle is Condition.CLEAR and self.guards.proof.withheld(now=now):
             return Condition.WITHHELD, "proof slice"
         return idle, reason
-
-    def _prove(self, production: ProductionView, now: float) -> None:
-        memory = self._memory
-        # Whatever may follow from a guest's step voids no slice: harm would hide itself.
-        eligible = self.settings.mode is Mode.HARVEST and memory.condition in _PROVEN_CONDITIONS
-        self.guards.prove(production, eligible=eligible, now=now)
 
     def _end_lease(self, sample: SlotSample, now: float) -> tuple[Effect, ...]:
         memory, lease = self._memory, sample.lease.lease

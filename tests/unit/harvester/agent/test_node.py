@@ -54,8 +54,12 @@ class Stage:
         self.switch = root / "pages" / "kill"
         self.start()
 
-    def start(self) -> None:
-        self.node = NodeAgent(self.config, clock=MonotonicClock(), version="1")
+    def start(self, **policy: Any) -> None:
+        """`policy`: settings of the slot besides the stage's."""
+        fields = self.config.model_dump()
+        fields["slots"][0]["policy"] |= policy
+        config = AgentConfig.model_validate(fields) if policy else self.config
+        self.node = NodeAgent(config, clock=MonotonicClock(), version="1")
 
     def production(self, **fields: Any) -> None:
         pulse = Pulse(model_samples=1000, **fields)
@@ -363,10 +367,57 @@ def test_a_lease_that_a_beat_has_ended_is_over_for_a_successor_of_the_same_momen
     stage.beats()
     kill(stage)
     stage.switch.unlink()
-    stage.start()
+    stage.start(cooldown_s=0.0)
     assert stage.node.leases.live(SLOT) is None
     stage.beats(2)
     assert stage.take("r2").epoch > lease.epoch
+    stage.node.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_a_slot_with_another_user_s_page_neither_stops_the_others_nor_costs_them_their_epochs(
+    tmp_path: Path,
+) -> None:
+    stage, leases = many_slots(tmp_path)
+    stage.node.close()
+    page = tmp_path / "pages" / leases[1].slot / "grant"
+    page.unlink()
+    page.touch()
+    os.chown(page, 12345, 12345)
+    for _ in range(2):
+        stage.start()
+        assert [slot.name for slot in stage.node.slots] == [leases[0].slot, leases[2].slot]
+        assert "belongs to another user" in stage.node.unopened[leases[1].slot]
+        kill(stage)  # Before the first beat.
+    page.unlink()
+    stage.start()
+    assert not stage.node.unopened
+    assert stage.node.leases.view(leases[0].slot).epoch > leases[0].epoch
+    stage.node.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_an_agent_none_of_whose_slots_can_be_opened_does_not_start(tmp_path: Path) -> None:
+    page = tmp_path / "pages" / SLOT / "grant"
+    page.parent.mkdir(parents=True)
+    page.touch()
+    os.chown(page, 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        Stage(tmp_path)
+
+
+def test_a_removed_slot_that_waits_to_be_closed_lends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, leases = many_slots(tmp_path)
+    monkeypatch.setattr("harvester.agent.node._OPENING_S", -1.0)
+    slots = stage.config.slots[:1]
+    stage.node.reconfigure(stage.config.model_copy(update={"slots": slots}))
+    assert stage.node.unopened.keys() == {lease.slot for lease in leases[1:]}
+    for lease in leases[1:]:
+        assert stage.node.leases.live(lease.slot) is None
+        assert isinstance(stage.ask("again", slot=lease.slot), LeaseRefused)
+    assert stage.node.leases.live(leases[0].slot) is not None
     stage.node.close()
 
 

@@ -27,7 +27,7 @@ def restarted(scene: Any, *, now: float) -> None:
     """Another agent's policy resumes this one's state, at another clock's `now`."""
     left = moved(scene.policy.durable(), from_s=scene.now, to_s=now)
     scene.policy, scene.now = SlotPolicy(scene.settings), now
-    scene.policy.resume(left)
+    scene.policy.resume(left, now=now)
 
 
 def test_a_restart_keeps_the_life_and_spends_nothing_before_a_renewal(make_scene: Any) -> None:
@@ -76,7 +76,7 @@ def test_a_harm_stop_goes_on_for_as_long_as_it_had_left(make_scene: Any, to_s: f
     scene = make_scene()
     scene.beats_for(1)
     stopped = ProofState(stopped_at_s=scene.now - 3000.0)
-    scene.policy.resume(DurableState(proof=stopped))
+    scene.policy.resume(DurableState(proof=stopped), now=scene.now)
     restarted(scene, now=to_s)
     scene.beats_for(590)
     assert scene.policy.condition is Condition.HARMFUL
@@ -111,11 +111,12 @@ def test_a_level_that_was_halved_stays_halved(open_scene: Any, grant_in: Any) ->
     assert grant_in(open_scene.beat()).step_tokens_cap == cap < 2048
 
 
-def test_a_lasting_breach_keeps_the_slot_in_cooldown(open_scene: Any) -> None:
-    open_scene.policy.resume(DurableState(breached_at_s=open_scene.now - 1.0))
+def test_a_restart_is_followed_by_a_quiet_time(open_scene: Any) -> None:
     restarted(open_scene, now=4.0)
-    open_scene.beat()
+    open_scene.beats_for(1.8)
     assert open_scene.policy.condition is Condition.COOLING
+    open_scene.beats_for(0.3)
+    assert open_scene.policy.condition is Condition.CLEAR
 
 
 def test_a_history_that_is_not_known_is_spent_until_traffic_has_earned_it_back() -> None:

@@ -56,7 +56,7 @@ def test_evictions_survive_a_restart_of_the_agent(make_scene: Any) -> None:
     assert scene.policy.evictions.exceeded
     left = moved(scene.policy.durable(), from_s=scene.now, to_s=5.0)
     after = SlotPolicy(scene.settings)
-    after.resume(left)
+    after.resume(left, now=5.0)
     assert after.evictions.exceeded
     after.evictions.observe(4, now=5.0 + 3599.0)
     assert after.evictions.exceeded

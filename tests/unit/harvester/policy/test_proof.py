@@ -34,7 +34,7 @@ def serve(
             coming.append((now + latency_s, latency_s))
         told = tuple(latency_s for end_s, latency_s in coming if end_s <= now)
         coming = [each for each in coming if each[0] > now]
-        proof.observe(ttft_s=told, itl_s=(), eligible=True, now=now)
+        proof.observe(ttft_s=told, itl_s=(), eligible=True, leased=True, now=now)
         if proof.harmful:
             return (now - begun_s) / 60.0
     return None
@@ -141,7 +141,7 @@ def test_a_request_that_waited_for_minutes_counts_to_the_slice_in_which_it_arriv
     for beat in range(8000):
         now = 1000.0 + beat * 0.1
         sides[now] = proof.withheld(now=now)
-        proof.observe(ttft_s=(), itl_s=(), eligible=True, now=now)
+        proof.observe(ttft_s=(), itl_s=(), eligible=True, leased=True, now=now)
     late = [at_s for at_s in sides if 60.0 < now - at_s < 500.0]
     found = [(proof.withheld_at(at_s), sides[at_s]) for at_s in late]
     assert {side for side, _ in found} == {True, False, None}
@@ -171,9 +171,20 @@ def test_counts_no_slice_in_which_the_gate_was_shut_for_another_reason() -> None
     proof = make(ProofSettings(share_ratio=0.3, minimum_slices=2))
     for number in range(4000):
         eligible = number % 20 < 19
-        proof.observe(ttft_s=(0.01,), itl_s=(0.01,), eligible=eligible, now=number * 0.1)
+        proof.observe(
+            ttft_s=(0.01,), itl_s=(0.01,), eligible=eligible, leased=True, now=number * 0.1
+        )
     assert proof.impact() == {"ttft": None, "itl": None}
     assert proof.state.judged_s == 0.0
+
+
+def test_counts_each_slice_with_a_lease_in_some_of_it_and_no_other() -> None:
+    proof = make(ProofSettings(share_ratio=0.3))
+    for number in range(4000):
+        # Slices of 20 beats: one lease ends in each of the first hundred.
+        leased = number < 2000 and number % 20 < 5
+        proof.observe(ttft_s=(0.01,), itl_s=(0.01,), eligible=True, leased=leased, now=number * 0.1)
+    assert proof.state.judged_s == pytest.approx(200.0, abs=4.0)
 
 
 def test_a_stop_ends_after_its_hold_and_the_proof_begins_anew() -> None:
@@ -182,8 +193,8 @@ def test_a_stop_ends_after_its_hold_and_the_proof_begins_anew() -> None:
     assert proof.harmful
     stopped_at_s = proof.state.stopped_at_s
     assert stopped_at_s is not None
-    proof.observe(ttft_s=(), itl_s=(), eligible=False, now=stopped_at_s + 59.0)
+    proof.observe(ttft_s=(), itl_s=(), eligible=False, leased=True, now=stopped_at_s + 59.0)
     assert proof.harmful
-    proof.observe(ttft_s=(), itl_s=(), eligible=False, now=stopped_at_s + 61.0)
+    proof.observe(ttft_s=(), itl_s=(), eligible=False, leased=True, now=stopped_at_s + 61.0)
     assert not proof.harmful
     assert proof.evidence == make().evidence

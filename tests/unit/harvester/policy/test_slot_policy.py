@@ -1,5 +1,6 @@
 """The node's control law, seen through samples and effects only."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -677,3 +678,63 @@ def test_an_operator_s_release_ends_a_quarantine_and_forgets_its_losses(
     open_scene.release = ""
     assert grant_in(open_scene.beats_for(0.3)).mode == "open"
     assert open_scene.policy.guest.state.losses_s == []
+
+
+def judged_s(scene: Any, disturb: Callable[[Any, int], None]) -> float:
+    """Seconds that the proof judges of two minutes in which something goes on."""
+    for number in range(1200):
+        disturb(scene, number)
+        scene.latencies(ttft=(0.05,))
+        scene.beat()
+    return scene.policy.guards.proof.state.judged_s
+
+
+def silent(scene: Any, number: int) -> None:
+    scene.guest = None if number % 50 < 30 else Guest()
+
+
+def starved(scene: Any, number: int) -> None:
+    scene.guest_lives_below = True
+    silent(scene, number)
+
+
+def stopping(scene: Any, number: int) -> None:
+    scene.guest = Guest(leaving=number % 50 < 10)
+
+
+def leased_for_moments(scene: Any, number: int) -> None:
+    epoch, held = Epoch(1 + number // 10), number % 20 < 10
+    scene.lease = LeaseView(epoch=epoch, lease=LeaseId(f"l{epoch}") if held else None)
+
+
+@pytest.mark.parametrize("disturb", [silent, starved, stopping, leased_for_moments])
+def test_what_a_guest_or_its_job_can_do_hides_no_slice_from_the_proof(
+    make_scene: Any, disturb: Callable[[Any, int], None]
+) -> None:
+    scene = make_scene(proof=ProofSettings())
+    assert judged_s(scene, disturb) == pytest.approx(120.0, rel=0.15)
+
+
+def test_slices_without_a_lease_are_not_judged(make_scene: Any) -> None:
+    scene = make_scene(proof=ProofSettings())
+    scene.lease = LeaseView(epoch=Epoch(1))
+    assert judged_s(scene, lambda _scene, _number: None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("below", "leased", "counted"), [(False, True, 1), (True, True, 0), (False, False, 0)]
+)
+def test_a_guest_that_falls_silent_in_its_step_still_steps_under_its_lease(
+    open_scene: Any, below: bool, leased: bool, counted: int
+) -> None:
+    scene = open_scene
+    scene.guest = Guest(steps_launched=1)
+    scene.beat()
+    scene.guest, scene.guest_lives_below = None, below
+    if not leased:
+        scene.lease = LeaseView(epoch=Epoch(2))
+    scene.beats_for(4.0)
+    scene.latencies(ttft=(2.0,))
+    scene.beat()
+    (_, misses, _) = scene.policy.accounted
+    assert misses == counted
