@@ -33,12 +33,10 @@ class RestartWaits:
         return doubled_s(_FIRST_WAIT_S, self._failures - 1, most_s=_MOST_WAIT_S)
 
 
-async def run_with_restarts(
-    engine: Callable[[], GuestEngine], *, clock: Clock, waits: RestartWaits | None = None
-) -> int:
+async def run_with_restarts(engine: Callable[[], GuestEngine], *, clock: Clock) -> int:
     """Run one engine after the other until one ends without failure or a stop is requested: 0.
     Raises ConfigError for an engine that cannot be started."""
-    waits = waits or RestartWaits()
+    waits = RestartWaits()
     while True:
         began_s = clock.now()
         status = await engine().run()

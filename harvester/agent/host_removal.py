@@ -5,7 +5,7 @@ still in use, stay and are named. Audit, journals and states stay unless they ar
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -187,9 +187,9 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
         _remove_directory(state, done)
 
 
-def _remove(path: Path, done: RemovalReport) -> None:
+def _remove(path: Path, done: RemovalReport, *, how: Callable[[Path], None] = Path.unlink) -> None:
     try:
-        path.unlink()
+        how(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -207,15 +207,6 @@ def _is_directory(path: Path, done: RemovalReport | None = None) -> bool:
 
 def _remove_directory(path: Path, done: RemovalReport) -> None:
     """Only an empty one; what is in it is not known to be ours."""
-    for stray in _strays(path, done):
-        done.left[stray] = "not known to be RoseMux's"
-    try:
-        path.rmdir()
-    except OSError as error:
-        done.left[path] = error.strerror or str(error)
-    else:
-        done.removed.append(path)
-
-
-def _strays(path: Path, done: RemovalReport) -> Iterator[Path]:
-    return (entry for entry in sorted(path.iterdir()) if entry not in done.left)
+    for stray in sorted(path.iterdir()):
+        done.left.setdefault(stray, "not known to be RoseMux's")
+    _remove(path, done, how=Path.rmdir)

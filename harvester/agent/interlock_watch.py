@@ -8,10 +8,10 @@ import msgspec
 
 from harvester.agent.interlock_probes import (
     NOT_ASKED_YET,
-    AcceleratorsProbe,
-    AlertsProbe,
-    DcgmProbe,
-    NvmlProbe,
+    Probe,
+    alerts_probe,
+    dcgm_probe,
+    nvml_probe,
 )
 from harvester.config import AgentConfig
 from harvester.contracts.clock import Clock, wall_time_utc
@@ -20,6 +20,7 @@ from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
 from harvester.interlock_config import AcceleratorsConfig
 from harvester.platform.nvml import Nvml
 from harvester.policy.interlocks import (
+    AcceleratorsReading,
     AlertsReading,
     Interlock,
     Verdict,
@@ -43,19 +44,12 @@ class InterlockWatch:
         self._limit = EventLimit()
         self._alerts = config.interlocks.alerts
         self._accelerators = config.interlocks.accelerators
-        self._alerts_probe: AlertsProbe | None = None
+        self._alerts_probe: Probe[AlertsReading] | None = None
         self._judged: AlertsReading | None = None
         self._alerts_verdict = Verdict()
         self._accelerators_probe = _accelerators_probe(self._accelerators, clock)
         if (alerts := self._alerts) is not None:
-            self._alerts_probe = AlertsProbe(
-                alerts.url,
-                server=alerts.server,
-                credentials=alerts,
-                period_s=alerts.period_s,
-                timeout_s=alerts.timeout_s,
-                clock=clock,
-            )
+            self._alerts_probe = alerts_probe(alerts, clock=clock)
             self._alerts_lock = Interlock(
                 "alerts",
                 order=alerts.order,
@@ -157,17 +151,13 @@ class InterlockWatch:
         )
 
 
-def _accelerators_probe(config: AcceleratorsConfig, clock: Clock) -> AcceleratorsProbe | None:
+def _accelerators_probe(
+    config: AcceleratorsConfig, clock: Clock
+) -> Probe[AcceleratorsReading] | None:
     match config.source:
         case "dcgm-exporter":
-            return DcgmProbe(
-                config.url,
-                credentials=config,
-                period_s=config.period_s,
-                timeout_s=config.timeout_s,
-                clock=clock,
-            )
+            return dcgm_probe(config, clock=clock)
         case "nvml":
-            return NvmlProbe(Nvml().read, period_s=config.period_s, clock=clock)
+            return nvml_probe(Nvml().read, period_s=config.period_s, clock=clock)
         case _:
             return None
