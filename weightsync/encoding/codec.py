@@ -40,11 +40,7 @@ from weightsync.encoding.delta import (
     rosemux_layout,
 )
 from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
-from weightsync.encoding.plain import (
-    PLAIN_BYTES,
-    plain_deltas,
-    plain_payload,
-)
+from weightsync.encoding.plain import PLAIN_BYTES, plain_deltas, plain_payload
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
 from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
 from weightsync.encoding.stream import pack_frame, pack_stream, read_stream
@@ -176,7 +172,7 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
     if changed == 0:
         return None
     writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
-        Encoding.XOR: encode_xor,
+        Encoding.XOR: lambda old, new: pack_frame(bytes_of(np.bitwise_xor(old, new))),
         Encoding.OVERWRITE: encode_overwrite,
         Encoding.DENSE: lambda _, new: encode_dense(new),
     }
@@ -263,10 +259,6 @@ def _warm_up(width_bytes: int) -> None:
 
 def encode_dense(new: Bits) -> bytes:
     return pack_stream(bytes_of(new))
-
-
-def encode_xor(old: Bits, new: Bits) -> bytes:
-    return pack_frame(bytes_of(np.bitwise_xor(old, new)))
 
 
 def encode_overwrite(old: Bits, new: Bits) -> bytes:
