@@ -146,19 +146,13 @@ class Receiver:
         self._steps.pop(VersionRef(Kind.WEIGHT, newest), None)
         return self._was_replaced(held, newest, self._stamps.get(held))
 
-    def plan(
-        self,
-        current: WeightVersion | None,
-        target: WeightVersion,
-        *,
-        held: Layout | None = None,
-    ) -> PullPlan:
-        """The first of `plans`; raises ConfigError, Stale or Corrupt. `held` as in `prepare`.
+    def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
+        """The first of `plans`; raises ConfigError, Stale or Corrupt.
 
         A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
         """
         with self._forgetting():
-            return next(self._plans(current, target, layout_is_known=held is not None))
+            return next(self._plans(current, target, layout_is_known=False))
 
     def _plans(
         self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool

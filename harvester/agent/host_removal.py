@@ -35,16 +35,16 @@ class RemovalReport:
     """Paths that stay, with the reason."""
 
 
-def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None) -> RemovalReport:
+def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
     """`records`: audit, journals and states too. Raises ConfigError or Exhausted while an agent or
     a guest runs; then nothing is changed."""
-    done, groups = RemovalReport(), groups or IdleGroups()
+    done, groups = RemovalReport(), IdleGroups()
     config = config.model_copy(update={"slots": (*config.slots, *_earlier_slots(config))})
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
         for slot in config.slots:
-            _settle(config, slot, groups, done)
+            _settle(config, slot, done)
             _remove_segment(config, slot, done)
             _remove_pages(config.pages_of(slot), done)
     _remove_root(config, done)
@@ -104,10 +104,10 @@ def _as_owner(lock: Path) -> Iterator[None]:
         os.setegid(group)
 
 
-def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: RemovalReport) -> None:
+def _settle(config: AgentConfig, slot: SlotConfig, done: RemovalReport) -> None:
     """Processes that an agent lifted and that are alive all the same: where they were."""
     memo = config.file_of(slot, "lifted")
-    processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo, groups=groups)
+    processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo)
     processes.settle()
     faults = [outcome.fault for outcome in processes.outcomes() if outcome.fault]
     if faults:

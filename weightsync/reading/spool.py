@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Bytes
-from weightsync.elements.state_hash import file_digest, new_digest
+from weightsync.elements.state_hash import digest_of
 from weightsync.layout.durable import refusals
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.transport.ranges import ByteSpan
@@ -100,7 +101,7 @@ class MemoryStaging:
             np.copyto(there, data)
 
     def digest(self, span: ByteSpan) -> str:
-        return file_digest(self.read(span))
+        return digest_of(self.read(span))
 
 
 class _DiskStaging:
@@ -127,7 +128,7 @@ class _DiskStaging:
         self._file.write(self._base + start, data.data)
 
     def digest(self, span: ByteSpan) -> str:
-        whole = new_digest()
+        whole = xxhash.xxh3_128()
         for piece in span.pieces(_PIECE_BYTES):
             whole.update(self.read(piece).data)
         return str(whole.hexdigest())
