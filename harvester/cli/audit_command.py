@@ -38,7 +38,6 @@ def audit(
     slot: Annotated[str | None, typer.Option(help="Only events of this slot.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the events as JSON lines.")] = False,
 ) -> None:
-    """Print leases with holders and end reasons, and changes with authors."""
     from_time = None if since is None else _begin(since)
     events = (
         event

@@ -15,6 +15,7 @@ import yaml
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.page import PageDirectory, PageFault, PageReader, ProductionModel, Pulse
+from harvester.platform.whole_file import write_whole
 from harvester.policy.settings import SlotSettings
 
 _POLL_S = 0.2
@@ -28,7 +29,6 @@ def profile(
     ] = 60.0,
     out: Annotated[Path | None, typer.Option(help="File to write it to as well.")] = None,
 ) -> None:
-    """Print production's learned step times as the `profile` of a slot's policy."""
     directory, clock = PageDirectory(pages), MonotonicClock()
     until_s = clock.now() + seconds
     while (learned := _learned(directory)) is None:
@@ -47,10 +47,7 @@ def profile(
     text += yaml.safe_dump({"policy": {"profile": profiled}}, sort_keys=False, width=_WIDTH)
     typer.echo(text, nl=False)
     if out is not None:
-        try:
-            out.write_text(text)
-        except OSError as error:
-            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+        write_whole(out, text)
 
 
 def _learned(directory: PageDirectory) -> tuple[dict[str, Pulse], ProductionModel] | None:

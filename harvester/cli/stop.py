@@ -31,7 +31,7 @@ _Reason = Annotated[str, typer.Option(help="Why, for status, log and journal.")]
 AGENT, GATEWAY = "http://127.0.0.1:9711", "http://127.0.0.1:8300"
 
 
-def _placing(order: StopOrder, summary: str) -> Callable[..., None]:
+def _placing(order: StopOrder) -> Callable[..., None]:
     """The command that places an order."""
 
     def place(
@@ -49,18 +49,10 @@ def _placing(order: StopOrder, summary: str) -> Callable[..., None]:
         credentials = credentials_of(token_file, ca_file, cert_file, key_file)
         _order(_request(order, slot, tenant, reason), agent, gateway, cluster, credentials)
 
-    place.__doc__ = summary
     return place
 
 
-hold = _placing(
-    StopOrder.HOLD,
-    "Stop admission: no new lease, no new turn; running turns end by themselves.",
-)
-drain = _placing(
-    StopOrder.DRAIN,
-    "Stop admission and evict what runs: grants close and leases end at once.",
-)
+hold, drain = _placing(StopOrder.HOLD), _placing(StopOrder.DRAIN)
 
 
 def resume(
@@ -76,7 +68,6 @@ def resume(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Lift a hold or a drain of the same scope; other orders stay in force."""
     credentials = credentials_of(token_file, ca_file, cert_file, key_file)
     request = _request(StopOrder.NONE, slot, tenant, reason, cluster_order=cluster_order)
     _order(request, agent, gateway, cluster, credentials)
