@@ -222,7 +222,7 @@ class SlotConfig(FrozenSettings):
     @model_validator(mode="after")
     def _guest_within_reach(self) -> "SlotConfig":
         for field in ("engine_url", "offered_url"):
-            if getattr(self, field) and not _is_http_url(getattr(self, field)):
+            if getattr(self, field) and not _is_base_url(getattr(self, field)):
                 raise ValueError(f"{field}: use http://HOST:PORT")
         host = urlsplit(self.engine_url).hostname
         if self.guest is not None and host is not None and not is_loopback(host):
@@ -236,8 +236,11 @@ class SlotConfig(FrozenSettings):
     @field_validator("metrics_url")
     @classmethod
     def _page_of_metrics(cls, url: str | None) -> str | None:
-        if url is not None and not _is_http_url(url):
-            raise ValueError("use http://HOST:PORT/metrics")
+        if url is not None:
+            page = urlsplit(url)
+            # urlsplit's `port` raises ValueError by itself for a malformed port.
+            if page.scheme not in ("http", "https") or not page.hostname or page.port == 0:
+                raise ValueError("use http://HOST:PORT/metrics")
         return url
 
     @field_validator("pulses")
@@ -246,7 +249,7 @@ class SlotConfig(FrozenSettings):
         return tuple(sorted(pulses))
 
 
-def _is_http_url(url: str) -> bool:
+def _is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -196,8 +196,8 @@ _FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, Confi
 async def _fetched(
     peer: Peer, path: str, read: Callable[[bytes], R], timeout_s: float, most_bytes: int
 ) -> R:
-    """What `read` finds in the whole body. Raises as it does, and Exhausted for any status but 200
-    and for a body over the limit."""
+    """The reading of a whole body. Raises as `read` does, and Exhausted for any status but 200 and
+    for a body over the limit."""
     async with peer.get(path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as reply:
         if reply.status != 200:
             raise Exhausted(f"HTTP {reply.status}")
