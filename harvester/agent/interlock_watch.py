@@ -17,7 +17,7 @@ from harvester.config import AgentConfig
 from harvester.contracts.clock import Clock, wall_time_utc
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
-from harvester.interlock_config import AcceleratorsConfig
+from harvester.interlock_config import AcceleratorsConfig, AlertsConfig
 from harvester.platform.nvml import Nvml
 from harvester.policy.interlocks import (
     AcceleratorsReading,
@@ -50,12 +50,7 @@ class InterlockWatch:
         self._accelerators_probe = _accelerators_probe(self._accelerators, clock)
         if (alerts := self._alerts) is not None:
             self._alerts_probe = alerts_probe(alerts, clock=clock)
-            self._alerts_lock = Interlock(
-                "alerts",
-                order=alerts.order,
-                stale_s=_MISSED_READINGS * (alerts.period_s + alerts.timeout_s),
-                quiet_s=alerts.quiet_s,
-            )
+            self._alerts_lock = _interlock("alerts", alerts)
         self._locks: dict[str, tuple[Interlock, tuple[str, ...]]] = {}
         self._absent: dict[str, Interlock] = {}
         self.configure(config)
@@ -67,7 +62,8 @@ class InterlockWatch:
         self._locks = {
             slot.name: before.get(slot.name)
             or (
-                self._absent.get(slot.name) or self._lock(slot.name),
+                self._absent.get(slot.name)
+                or _interlock("accelerators", self._accelerators, slot=slot.name),
                 slot.guest.gpus if slot.guest is not None else (),
             )
             for slot in config.slots
@@ -76,16 +72,6 @@ class InterlockWatch:
         self._absent |= {name: before[name][0] for name in gone}
         while len(self._absent) > _MOST_ABSENT:
             del self._absent[next(iter(self._absent))]
-
-    def _lock(self, slot: str) -> Interlock:
-        given = self._accelerators
-        return Interlock(
-            "accelerators",
-            order=given.order,
-            stale_s=_MISSED_READINGS * (given.period_s + given.timeout_s),
-            quiet_s=given.quiet_s,
-            slot=slot,
-        )
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Loops to be run until they are cancelled."""
@@ -149,6 +135,11 @@ class InterlockWatch:
             msgspec.structs.replace(stop, at=self._at[key])
             for key, stop in zip(keys, stops, strict=True)
         )
+
+
+def _interlock(by: str, config: AlertsConfig | AcceleratorsConfig, *, slot: str = "") -> Interlock:
+    stale_s = _MISSED_READINGS * (config.period_s + config.timeout_s)
+    return Interlock(by, order=config.order, stale_s=stale_s, quiet_s=config.quiet_s, slot=slot)
 
 
 def _accelerators_probe(
