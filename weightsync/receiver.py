@@ -157,7 +157,7 @@ class Receiver:
     def _plans(
         self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool
     ) -> Iterator[PullPlan]:
-        if self.is_partial and current != self._known_version:
+        if self.is_partial and (self._written is None or self._written.version != current):
             current = None
         latest = self._store.latest()
         self._present = self._store.refs()
@@ -373,10 +373,6 @@ class Receiver:
         """Prepare and settle."""
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
-
-    @property
-    def _known_version(self) -> WeightVersion | None:
-        return self._written.version if self._written else None
 
     def doubt(self, plan: PullPlan) -> None:
         """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any

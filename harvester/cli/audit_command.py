@@ -116,15 +116,9 @@ def _time(event: AuditEvent) -> datetime:
 def _table(events: Iterable[AuditEvent]) -> Table:
     table = Table("time", "event", "slot", "lease", "tenant", "job", "who", "what", box=None)
     for event in events:
-        table.add_row(
-            *map(
-                printable,
-                (
-                    *(event.time, event.event, event.slot, event.lease, event.tenant, event.job),
-                    *(event.who, _what(event)),
-                ),
-            )
-        )
+        held = (event.slot, event.lease, event.tenant, event.job)
+        cells = (event.time, event.event, *held, event.who, _what(event))
+        table.add_row(*map(printable, cells))
     return table
 
 
