@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+import msgspec
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from harvester.contracts.wire.stops import KUEUE_WORDS, StopOrder, order_of
@@ -104,12 +105,7 @@ class AcceleratorsConfig(Credentials):
 
     @property
     def limits(self) -> AcceleratorLimits:
-        return AcceleratorLimits(
-            power_watts_max=self.power_watts_max,
-            temperature_celsius_max=self.temperature_celsius_max,
-            xid=self.xid,
-            xids_ignored=frozenset(self.xids_ignored),
-        )
+        return msgspec.convert(self, AcceleratorLimits, from_attributes=True)
 
 
 class InterlocksConfig(FrozenSettings):

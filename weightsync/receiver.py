@@ -146,24 +146,18 @@ class Receiver:
         self._steps.pop(VersionRef(Kind.WEIGHT, newest), None)
         return self._was_replaced(held, newest, self._stamps.get(held))
 
-    def plan(
-        self,
-        current: WeightVersion | None,
-        target: WeightVersion,
-        *,
-        held: Layout | None = None,
-    ) -> PullPlan:
-        """The first of `plans`; raises ConfigError, Stale or Corrupt. `held` as in `prepare`.
+    def plan(self, current: WeightVersion | None, target: WeightVersion) -> PullPlan:
+        """The first of `plans`; raises ConfigError, Stale or Corrupt.
 
         A holder of parts starts from a full checkpoint unless this receiver wrote `current` there.
         """
         with self._forgetting():
-            return next(self._plans(current, target, layout_is_known=held is not None))
+            return next(self._plans(current, target, layout_is_known=False))
 
     def _plans(
         self, current: WeightVersion | None, target: WeightVersion, *, layout_is_known: bool
     ) -> Iterator[PullPlan]:
-        if self.is_partial and current != self._known_version:
+        if self.is_partial and (self._written is None or self._written.version != current):
             current = None
         latest = self._store.latest()
         self._present = self._store.refs()
@@ -379,10 +373,6 @@ class Receiver:
         """Prepare and settle."""
         held = None if self.is_partial else buffers.layout()
         return self.settle(self.prepare(current, target, held=held), buffers)
-
-    @property
-    def _known_version(self) -> WeightVersion | None:
-        return self._written.version if self._written else None
 
     def doubt(self, plan: PullPlan) -> None:
         """Report that a plan led to wrong tensors. Shards of another trainer have no digests: any

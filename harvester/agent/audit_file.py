@@ -15,7 +15,7 @@ import msgspec
 
 from harvester.contracts.audit import MAX_LINE_BYTES, AuditEvent, audit_files
 from harvester.contracts.errors import UNDECODABLE
-from harvester.contracts.journal import open_private
+from harvester.contracts.journal import is_at, open_private
 
 _DAY_S = 86_400.0
 _FILES = 8
@@ -63,7 +63,7 @@ class AuditFile:
 
     def _opened(self) -> FileIO:
         """The current file; a new one where it was moved or removed."""
-        if self._file is not None and not _is_at(self.path, self._file):
+        if self._file is not None and not is_at(self.path, self._file):
             self.close()
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,13 +95,6 @@ class AuditFile:
                 break
             path.unlink(missing_ok=True)
             kept_bytes -= status.st_size
-
-
-def _is_at(path: Path, file: FileIO) -> bool:
-    try:
-        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    except FileNotFoundError:
-        return False
 
 
 def _first_day(path: Path) -> str:

@@ -189,7 +189,7 @@ class SlotExposition:
         for slo, (ratio, age_s) in self._headrooms(settings).items():
             self._set("slo_headroom_ratio", ratio, slo)
             self._set("headroom_age_seconds", age_s, slo)
-        self._set_calibrations(guest, pulses)
+        self._set_calibrations(guest or Guest(), pulses)
         self._set_guest(guest)
         self._set_sharing(sample, policy)
 
@@ -305,12 +305,10 @@ class SlotExposition:
             self._metrics.reclaim_duration.labels(self._slot).observe(late_ns / 1e9)
             self._closing_at_ns = None
 
-    def _set_calibrations(self, guest: Guest | None, pulses: list[Pulse]) -> None:
+    def _set_calibrations(self, guest: Guest, pulses: list[Pulse]) -> None:
         """Production's are those of the pulse whose steps exceed their prediction most often."""
-        for kind, found in (
-            ("alone", guest.step_calibration if guest else Calibration()),
-            ("beside", guest.beside_calibration if guest else Calibration()),
-        ):
+        guests = {"alone": guest.step_calibration, "beside": guest.beside_calibration}
+        for kind, found in guests.items():
             self._set_each("guest_step_percentile_ratio", _percentiles(found), kind)
         for kind, all_found in (
             ("prefill", [pulse.prefill_calibration for pulse in pulses]),

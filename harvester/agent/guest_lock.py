@@ -8,7 +8,7 @@ killed guest's segment of shared KV.
 import logging
 import time
 
-from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.page import PageDirectory
 from harvester.platform.file_lock import FileLock
@@ -23,9 +23,9 @@ PATIENCE_S = 60.0
 
 
 class GuestLock:
-    def __init__(self, pages: PageDirectory, *, clock: Clock | None = None) -> None:
+    def __init__(self, pages: PageDirectory) -> None:
         self._pages = pages
-        self._clock = clock or MonotonicClock()
+        self._clock = MonotonicClock()
         file = pages.path / _LOCK
         try:
             self._lock = FileLock(file, mode=0o600)

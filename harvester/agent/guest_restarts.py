@@ -20,25 +20,17 @@ _STEADY_S = 600.0
 """A guest that lived so long begins with the first wait again."""
 
 
-class RestartWaits:
-    """Pure."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-
-    def after(self, life_s: float) -> float:
-        """Seconds until the next start, after a life of `life_s` that ended in failure."""
-        self._failures = 0 if life_s >= _STEADY_S else self._failures
-        self._failures += 1
-        return doubled_s(_FIRST_WAIT_S, self._failures - 1, most_s=_MOST_WAIT_S)
+def restart_wait(life_s: float, failures: int) -> tuple[float, int]:
+    """Seconds until the next start, after a life of `life_s` that ended in failure, and the
+    failures in a row with this one; `failures` are those before."""
+    failures = 0 if life_s >= _STEADY_S else failures
+    return doubled_s(_FIRST_WAIT_S, failures, most_s=_MOST_WAIT_S), failures + 1
 
 
-async def run_with_restarts(
-    engine: Callable[[], GuestEngine], *, clock: Clock, waits: RestartWaits | None = None
-) -> int:
+async def run_with_restarts(engine: Callable[[], GuestEngine], *, clock: Clock) -> int:
     """Run one engine after the other until one ends without failure or a stop is requested: 0.
     Raises ConfigError for an engine that cannot be started."""
-    waits = waits or RestartWaits()
+    failures = 0
     while True:
         began_s = clock.now()
         status = await engine().run()
@@ -46,7 +38,7 @@ async def run_with_restarts(
             return 0
         stop = stop_event()
         life_s = clock.now() - began_s
-        wait_s = waits.after(life_s)
+        wait_s, failures = restart_wait(life_s, failures)
         _log.error(
             "the guest ended with status %d after %.0f s; the next one starts in %.0f s",
             status,

@@ -5,7 +5,7 @@ still in use, stay and are named. Audit, journals and states stay unless they ar
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,16 +35,16 @@ class RemovalReport:
     """Paths that stay, with the reason."""
 
 
-def undo(config: AgentConfig, *, records: bool, groups: IdleGroups | None = None) -> RemovalReport:
+def undo(config: AgentConfig, *, records: bool) -> RemovalReport:
     """`records`: audit, journals and states too. Raises ConfigError or Exhausted while an agent or
     a guest runs; then nothing is changed."""
-    done, groups = RemovalReport(), groups or IdleGroups()
+    done, groups = RemovalReport(), IdleGroups()
     config = config.model_copy(update={"slots": (*config.slots, *_earlier_slots(config))})
     with ExitStack() as held:
         for slot in config.slots:
             _refuse_running(config, slot, held)
         for slot in config.slots:
-            _settle(config, slot, groups, done)
+            _settle(config, slot, done)
             _remove_segment(config, slot, done)
             _remove_pages(config.pages_of(slot), done)
     _remove_root(config, done)
@@ -104,10 +104,10 @@ def _as_owner(lock: Path) -> Iterator[None]:
         os.setegid(group)
 
 
-def _settle(config: AgentConfig, slot: SlotConfig, groups: IdleGroups, done: RemovalReport) -> None:
+def _settle(config: AgentConfig, slot: SlotConfig, done: RemovalReport) -> None:
     """Processes that an agent lifted and that are alive all the same: where they were."""
     memo = config.file_of(slot, "lifted")
-    processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo, groups=groups)
+    processes = GuestProcesses(config.pages_of(slot) / PageName.GUEST, memo=memo)
     processes.settle()
     faults = [outcome.fault for outcome in processes.outcomes() if outcome.fault]
     if faults:
@@ -187,9 +187,9 @@ def _remove_state(config: AgentConfig, done: RemovalReport, *, records: bool) ->
         _remove_directory(state, done)
 
 
-def _remove(path: Path, done: RemovalReport) -> None:
+def _remove(path: Path, done: RemovalReport, *, how: Callable[[Path], None] = Path.unlink) -> None:
     try:
-        path.unlink()
+        how(path)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -207,15 +207,6 @@ def _is_directory(path: Path, done: RemovalReport | None = None) -> bool:
 
 def _remove_directory(path: Path, done: RemovalReport) -> None:
     """Only an empty one; what is in it is not known to be ours."""
-    for stray in _strays(path, done):
-        done.left[stray] = "not known to be RoseMux's"
-    try:
-        path.rmdir()
-    except OSError as error:
-        done.left[path] = error.strerror or str(error)
-    else:
-        done.removed.append(path)
-
-
-def _strays(path: Path, done: RemovalReport) -> Iterator[Path]:
-    return (entry for entry in sorted(path.iterdir()) if entry not in done.left)
+    for stray in sorted(path.iterdir()):
+        done.left.setdefault(stray, "not known to be RoseMux's")
+    _remove(path, done, how=Path.rmdir)

@@ -100,14 +100,8 @@ class Routes:
 
     async def take(self, request: web.Request) -> web.Response:
         wanted = await decoded_body(request, LeaseRequest, name="LeaseRequest")
-        names = {
-            "request_id": wanted.request_id,
-            "slot": wanted.slot,
-            "tenant": wanted.tenant,
-            "job": wanted.job,
-        }
-        for what, name in names.items():
-            checked_name(name, what=what)
+        for what in ("request_id", "slot", "tenant", "job"):
+            checked_name(getattr(wanted, what), what=what)
         return json_reply(self._node.take(wanted, who=self._caller(request)))
 
     async def renew(self, request: web.Request) -> web.Response:

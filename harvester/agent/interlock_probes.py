@@ -8,10 +8,9 @@ import asyncio
 import math
 import re
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Literal, Protocol, TypeVar
+from typing import Generic, Literal, TypeVar
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
@@ -21,11 +20,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from harvester.contracts.accelerator import Accelerator
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Exhausted, reason_of
+from harvester.interlock_config import AcceleratorsConfig, AlertsConfig
 from harvester.platform.http_kit import body_of
 from harvester.platform.peer import Peer
-from harvester.platform.tls import Credentials
 from harvester.policy.interlocks import AcceleratorsReading, AlertsReading
 
+R = TypeVar("R", bound=AlertsReading | AcceleratorsReading)
 T = TypeVar("T")
 
 BODY_BYTES_MAX = 4 << 20
@@ -40,8 +40,6 @@ _DCGM = {
     "DCGM_FI_DEV_XID_ERRORS": "xid",
 }
 _DCGM_LINES = re.compile(rf"^(?:{'|'.join(_DCGM)})\{{.*$", re.MULTILINE)
-
-AlertServer = Literal["prometheus", "alertmanager"]
 
 
 class _Alert(msgspec.Struct):
@@ -122,10 +120,24 @@ def read_dcgm(body: bytes) -> AcceleratorsReading:
     )
 
 
-class _PageProbe(ABC):
-    """Asks a server again and again."""
+class Probe(Generic[R]):
+    """Asks a source again and again. `name` is what a fault begins with, and `kind` its reading."""
 
-    _period_s: float
+    def __init__(
+        self,
+        name: str,
+        kind: type[R],
+        read: Callable[[aiohttp.ClientSession], Awaitable[R]],
+        *,
+        period_s: float,
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._kind = kind
+        self._read = read
+        self._period_s = period_s
+        self._clock = clock
+        self.reading = kind(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -134,112 +146,66 @@ class _PageProbe(ABC):
                 await self.ask(session)
                 await asyncio.sleep(self._period_s)
 
-    @abstractmethod
     async def ask(self, session: aiohttp.ClientSession) -> None:
         """Take one reading. Raises nothing."""
-
-
-class AlertsProbe(_PageProbe):
-    def __init__(
-        self,
-        url: str,
-        *,
-        server: AlertServer,
-        credentials: Credentials,
-        period_s: float,
-        timeout_s: float,
-        clock: Clock,
-    ) -> None:
-        self._url = url
-        self._credentials = credentials
-        self._period_s = period_s
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self.reading = AlertsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
-        if server == "prometheus":
-            self._path, self._read = "/api/v1/rules?type=alert", read_rules
-        else:
-            chosen = {"active": "true", "silenced": "false", "inhibited": "false"}
-            self._path, self._read = f"/api/v2/alerts?{urlencode(chosen)}", read_raised
-
-    async def ask(self, session: aiohttp.ClientSession) -> None:
         try:
-            peer = Peer(session, self._url, self._credentials)
-            body = await _fetched(peer, self._path, self._timeout_s, BODY_BYTES_MAX)
-            # In a thread: the beats of all slots go on meanwhile.
-            reading = await asyncio.to_thread(self._read, body)
+            reading = await self._read(session)
         except (*_FAULTS, *UNDECODABLE) as error:
-            reading = AlertsReading(fault=_fault(self._url, error))
+            reading = self._kind(fault=f"{self._name}: {reason_of(error)}")
         self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
 
 
-class DcgmProbe(_PageProbe):
-    def __init__(
-        self, url: str, *, credentials: Credentials, period_s: float, timeout_s: float, clock: Clock
-    ) -> None:
-        """`url` is that of the metrics page."""
-        page = urlsplit(url)
-        self._url = f"{page.scheme}://{page.netloc}"
-        self._path = page.path or "/metrics"
-        self._credentials = credentials
-        self._period_s = period_s
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
+def alerts_probe(config: AlertsConfig, *, clock: Clock) -> Probe[AlertsReading]:
+    path, read = "/api/v1/rules?type=alert", read_rules
+    if config.server == "alertmanager":
+        chosen = {"active": "true", "silenced": "false", "inhibited": "false"}
+        path, read = f"/api/v2/alerts?{urlencode(chosen)}", read_raised
 
-    async def ask(self, session: aiohttp.ClientSession) -> None:
-        try:
-            peer = Peer(session, self._url, self._credentials)
-            body = await _fetched(peer, self._path, self._timeout_s, _PAGE_BYTES_MAX)
-            reading = await asyncio.to_thread(read_dcgm, body)
-        except _FAULTS as error:
-            reading = AcceleratorsReading(fault=_fault(self._url, error))
-        self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
+    async def ask(session: aiohttp.ClientSession) -> AlertsReading:
+        peer = Peer(session, config.url, config)
+        return await _fetched(peer, path, read, config.timeout_s, BODY_BYTES_MAX)
+
+    return Probe(config.url, AlertsReading, ask, period_s=config.period_s, clock=clock)
 
 
-class NvmlProbe:
+def dcgm_probe(config: AcceleratorsConfig, *, clock: Clock) -> Probe[AcceleratorsReading]:
+    page = urlsplit(config.url)
+    url, path = f"{page.scheme}://{page.netloc}", page.path or "/metrics"
+
+    async def ask(session: aiohttp.ClientSession) -> AcceleratorsReading:
+        peer = Peer(session, url, config)
+        return await _fetched(peer, path, read_dcgm, config.timeout_s, _PAGE_BYTES_MAX)
+
+    return Probe(url, AcceleratorsReading, ask, period_s=config.period_s, clock=clock)
+
+
+def nvml_probe(
+    read: Callable[[], tuple[Accelerator, ...]], *, period_s: float, clock: Clock
+) -> Probe[AcceleratorsReading]:
     """Each reading in a thread. While one hangs none other begins, and the last one grows old."""
 
-    def __init__(
-        self, read: Callable[[], tuple[Accelerator, ...]], *, period_s: float, clock: Clock
-    ) -> None:
-        self._source = read
-        self._period_s = period_s
-        self._clock = clock
-        self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
+    async def ask(_session: aiohttp.ClientSession) -> AcceleratorsReading:
+        return AcceleratorsReading(accelerators=await _in_daemon(read))
 
-    async def run(self) -> None:
-        """Until cancelled."""
-        while True:
-            await self.ask()
-            await asyncio.sleep(self._period_s)
-
-    async def ask(self) -> None:
-        try:
-            reading = AcceleratorsReading(accelerators=await _in_daemon(self._source))
-        except Exhausted as error:
-            reading = AcceleratorsReading(fault=_fault("nvml", error))
-        self.reading = msgspec.structs.replace(reading, taken_at_s=self._clock.now())
-
-
-class AcceleratorsProbe(Protocol):
-    reading: AcceleratorsReading
-
-    async def run(self) -> None: ...
+    return Probe("nvml", AcceleratorsReading, ask, period_s=period_s, clock=clock)
 
 
 _FAULTS = (aiohttp.ClientError, TimeoutError, ConnectionError, ValueError, ConfigError, Exhausted)
 
 
-async def _fetched(peer: Peer, path: str, timeout_s: float, most_bytes: int) -> bytes:
-    """The whole body. Raises Exhausted for any status but 200 and for a body over the limit."""
+async def _fetched(
+    peer: Peer, path: str, read: Callable[[bytes], R], timeout_s: float, most_bytes: int
+) -> R:
+    """The reading of a whole body. Raises as `read` does, and Exhausted for any status but 200 and
+    for a body over the limit."""
     async with peer.get(path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as reply:
         if reply.status != 200:
             raise Exhausted(f"HTTP {reply.status}")
         body = await body_of(reply, most_bytes=most_bytes + 1)
     if len(body) > most_bytes:
         raise Exhausted(f"more than {most_bytes} bytes")
-    return body
+    # In a thread: the beats of all slots go on meanwhile.
+    return await asyncio.to_thread(read, body)
 
 
 async def _in_daemon(work: Callable[[], T]) -> T:
@@ -266,7 +232,3 @@ async def _in_daemon(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="rosemux-nvml", daemon=True).start()
     return await done
-
-
-def _fault(url: str, error: Exception) -> str:
-    return f"{url}: {reason_of(error)}"

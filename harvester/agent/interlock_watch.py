@@ -8,18 +8,19 @@ import msgspec
 
 from harvester.agent.interlock_probes import (
     NOT_ASKED_YET,
-    AcceleratorsProbe,
-    AlertsProbe,
-    DcgmProbe,
-    NvmlProbe,
+    Probe,
+    alerts_probe,
+    dcgm_probe,
+    nvml_probe,
 )
 from harvester.config import AgentConfig
 from harvester.contracts.clock import Clock, wall_time_utc
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.wire.stops import Stop, StopOrder, StopSource
-from harvester.interlock_config import AcceleratorsConfig
+from harvester.interlock_config import AcceleratorsConfig, AlertsConfig
 from harvester.platform.nvml import Nvml
 from harvester.policy.interlocks import (
+    AcceleratorsReading,
     AlertsReading,
     Interlock,
     Verdict,
@@ -43,25 +44,13 @@ class InterlockWatch:
         self._limit = EventLimit()
         self._alerts = config.interlocks.alerts
         self._accelerators = config.interlocks.accelerators
-        self._alerts_probe: AlertsProbe | None = None
+        self._alerts_probe: Probe[AlertsReading] | None = None
         self._judged: AlertsReading | None = None
         self._alerts_verdict = Verdict()
         self._accelerators_probe = _accelerators_probe(self._accelerators, clock)
         if (alerts := self._alerts) is not None:
-            self._alerts_probe = AlertsProbe(
-                alerts.url,
-                server=alerts.server,
-                credentials=alerts,
-                period_s=alerts.period_s,
-                timeout_s=alerts.timeout_s,
-                clock=clock,
-            )
-            self._alerts_lock = Interlock(
-                "alerts",
-                order=alerts.order,
-                stale_s=_MISSED_READINGS * (alerts.period_s + alerts.timeout_s),
-                quiet_s=alerts.quiet_s,
-            )
+            self._alerts_probe = alerts_probe(alerts, clock=clock)
+            self._alerts_lock = _interlock("alerts", alerts)
         self._locks: dict[str, tuple[Interlock, tuple[str, ...]]] = {}
         self._absent: dict[str, Interlock] = {}
         self.configure(config)
@@ -73,7 +62,8 @@ class InterlockWatch:
         self._locks = {
             slot.name: before.get(slot.name)
             or (
-                self._absent.get(slot.name) or self._lock(slot.name),
+                self._absent.get(slot.name)
+                or _interlock("accelerators", self._accelerators, slot=slot.name),
                 slot.guest.gpus if slot.guest is not None else (),
             )
             for slot in config.slots
@@ -82,16 +72,6 @@ class InterlockWatch:
         self._absent |= {name: before[name][0] for name in gone}
         while len(self._absent) > _MOST_ABSENT:
             del self._absent[next(iter(self._absent))]
-
-    def _lock(self, slot: str) -> Interlock:
-        given = self._accelerators
-        return Interlock(
-            "accelerators",
-            order=given.order,
-            stale_s=_MISSED_READINGS * (given.period_s + given.timeout_s),
-            quiet_s=given.quiet_s,
-            slot=slot,
-        )
 
     def probes(self) -> list[Coroutine[Any, Any, None]]:
         """Loops to be run until they are cancelled."""
@@ -157,17 +137,18 @@ class InterlockWatch:
         )
 
 
-def _accelerators_probe(config: AcceleratorsConfig, clock: Clock) -> AcceleratorsProbe | None:
+def _interlock(by: str, config: AlertsConfig | AcceleratorsConfig, *, slot: str = "") -> Interlock:
+    stale_s = _MISSED_READINGS * (config.period_s + config.timeout_s)
+    return Interlock(by, order=config.order, stale_s=stale_s, quiet_s=config.quiet_s, slot=slot)
+
+
+def _accelerators_probe(
+    config: AcceleratorsConfig, clock: Clock
+) -> Probe[AcceleratorsReading] | None:
     match config.source:
         case "dcgm-exporter":
-            return DcgmProbe(
-                config.url,
-                credentials=config,
-                period_s=config.period_s,
-                timeout_s=config.timeout_s,
-                clock=clock,
-            )
+            return dcgm_probe(config, clock=clock)
         case "nvml":
-            return NvmlProbe(Nvml().read, period_s=config.period_s, clock=clock)
+            return nvml_probe(Nvml().read, period_s=config.period_s, clock=clock)
         case _:
             return None

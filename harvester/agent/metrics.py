@@ -1,8 +1,9 @@
 """The agent's Prometheus exports; `deploy/metrics.py` and what rests on it take them from here."""
 
 import re
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +15,8 @@ from prometheus_client import (
 )
 
 from harvester.contracts.wire.stops import Stop
+
+M = TypeVar("M", Counter, Gauge)
 
 
 def _declared(table: str) -> dict[str, tuple[tuple[str, ...], str]]:
@@ -140,7 +143,7 @@ class AgentMetrics:
             name: Gauge(f"harvester_{name}", text, labels, registry=self.registry)
             for name, (labels, text) in GAUGES.items()
         }
-        self._counters = {
+        counters = {
             name: Counter(f"harvester_{name}", text, labels, registry=self.registry)
             for name, (labels, text) in COUNTERS.items()
         }
@@ -150,13 +153,14 @@ class AgentMetrics:
             )
             for name, (labels, text) in HISTOGRAMS.items()
         }
-        every = {**self._gauges, **self._counters, **histograms}
+        every = {**self._gauges, **counters, **histograms}
         declared = (GAUGES | COUNTERS | HISTOGRAMS).items()
         self._of_slots = [every[name] for name, (labels, _) in declared if "slot" in labels]
         self.lease_info = self._gauges["lease_info"]
         self.reclaim_duration = histograms["reclaim_duration_seconds"]
         self.steps_met = histograms["guest_steps_met"]
-        self.gauge, self.counter = cache(self._gauge), cache(self._counter)
+        self.gauge = cache(partial(_series, self._gauges))
+        self.counter = cache(partial(_series, counters))
         self.gauge("build_info", version).set(1)
         self.gauge("config_last_reload_successful").set(1)
         self.gauge("slots_file_in_force").set(1)
@@ -181,10 +185,6 @@ class AgentMetrics:
         self.gauge.cache_clear()
         self.counter.cache_clear()
 
-    def _gauge(self, name: str, *labels: str) -> Gauge:
-        found = self._gauges[name]
-        return found.labels(*labels) if labels else found
 
-    def _counter(self, name: str, *labels: str) -> Counter:
-        found = self._counters[name]
-        return found.labels(*labels) if labels else found
+def _series(metrics: Mapping[str, M], name: str, *labels: str) -> M:
+    return metrics[name].labels(*labels) if labels else metrics[name]

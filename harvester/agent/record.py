@@ -83,12 +83,11 @@ class SlotRecord:
             self._journal_fault = _fault_of("journal", error)
         self._log_fault()
 
-    def look(self, *, now: float) -> str:
-        """Before a beat: `fault`, after another try where it is due."""
+    def look(self, *, now: float) -> None:
+        """Before a beat: another try where it is due."""
         if self._journal_fault and now >= self._retry_at_s:
             self._retry_at_s = now + _RETRY_S
             self.reopen()
-        return self.fault
 
     def reopen(self) -> None:
         """Go on with a first line, which holds the whole state."""

@@ -26,7 +26,6 @@ def agent(
     ] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Run the node agent: watch production, grant its idle part, take it back."""
     flags = _flags(mode, port, assignments or [])
 
     def load() -> LoadedConfig:

@@ -38,7 +38,6 @@ def audit(
     slot: Annotated[str | None, typer.Option(help="Only events of this slot.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the events as JSON lines.")] = False,
 ) -> None:
-    """Print leases with holders and end reasons, and changes with authors."""
     from_time = None if since is None else _begin(since)
     events = (
         event
@@ -117,15 +116,9 @@ def _time(event: AuditEvent) -> datetime:
 def _table(events: Iterable[AuditEvent]) -> Table:
     table = Table("time", "event", "slot", "lease", "tenant", "job", "who", "what", box=None)
     for event in events:
-        table.add_row(
-            *map(
-                printable,
-                (
-                    *(event.time, event.event, event.slot, event.lease, event.tenant, event.job),
-                    *(event.who, _what(event)),
-                ),
-            )
-        )
+        held = (event.slot, event.lease, event.tenant, event.job)
+        cells = (event.time, event.event, *held, event.who, _what(event))
+        table.add_row(*map(printable, cells))
     return table
 
 

@@ -54,7 +54,6 @@ def guest(
         typer.Option("--restart", help="Start a guest that failed again: in 10 s to 10 minutes."),
     ] = False,
 ) -> None:
-    """Start a slot's guest as this machine, this vLLM and your consent allow; say why."""
     agent = load_agent_config(config, slot=slot)
     chosen = agent.slot_named(slot)
     wanted, pages = _guest(chosen), agent.pages_of(chosen)

@@ -4,6 +4,7 @@ It reads pages and changes nothing. It waits until the times are learned.
 """
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +14,8 @@ import yaml
 
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
-from harvester.contracts.page import (
-    PageDirectory,
-    PageFault,
-    PageReader,
-    ProductionModel,
-    Pulse,
-    Reading,
-)
+from harvester.contracts.page import PageDirectory, PageFault, PageReader, ProductionModel, Pulse
+from harvester.platform.whole_file import write_whole
 from harvester.policy.settings import SlotSettings
 
 _POLL_S = 0.2
@@ -34,7 +29,6 @@ def profile(
     ] = 60.0,
     out: Annotated[Path | None, typer.Option(help="File to write it to as well.")] = None,
 ) -> None:
-    """Print production's learned step times as the `profile` of a slot's policy."""
     directory, clock = PageDirectory(pages), MonotonicClock()
     until_s = clock.now() + seconds
     while (learned := _learned(directory)) is None:
@@ -45,19 +39,19 @@ def profile(
                 "traffic, or wait longer with --seconds"
             )
         time.sleep(_POLL_S)
-    text = _calibrations(directory)
-    profiled = {**learned, "shapes": _shapes(directory)}
+    pulses, times = learned
+    # So that no unlike engine uses these times.
+    shapes = sorted({pulse.shape for pulse in pulses.values() if pulse.shape})
+    profiled = {**msgspec.to_builtins(times), "shapes": shapes}
+    text = _calibrations(pulses)
     text += yaml.safe_dump({"policy": {"profile": profiled}}, sort_keys=False, width=_WIDTH)
     typer.echo(text, nl=False)
     if out is not None:
-        try:
-            out.write_text(text)
-        except OSError as error:
-            raise ConfigError(f"cannot write {out}: {error.strerror}") from error
+        write_whole(out, text)
 
 
-def _learned(directory: PageDirectory) -> dict[str, float] | None:
-    """The largest of every coefficient over the slot's pulses; None while any is unlearned.
+def _learned(directory: PageDirectory) -> tuple[dict[str, Pulse], ProductionModel] | None:
+    """The slot's pulses and the largest of every coefficient; None while any is unlearned.
 
     Raises ConfigError where there is no pulse at all, or none that may be read.
     """
@@ -65,9 +59,10 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
     if not names:
         raise ConfigError(f"no pulse in {directory.path}: start production with its pulse first")
     most = ProductionModel()
+    pulses = {}
     for name in names:
         path = directory.path / name
-        reading = _read(directory, name)
+        reading = PageReader(path, Pulse, owners=frozenset({path.stat().st_uid})).read()
         if reading.record is None:
             if reading.fault is PageFault.FOREIGN:
                 raise ConfigError(f"{path} is no pulse")
@@ -75,23 +70,14 @@ def _learned(directory: PageDirectory) -> dict[str, float] | None:
         if reading.record.model_samples < SlotSettings().model_samples_min:
             return None
         most = most.upper(reading.record.model)
-    learned: dict[str, float] = msgspec.to_builtins(most)
-    return learned
+        pulses[name] = reading.record
+    return pulses, most
 
 
-def _shapes(directory: PageDirectory) -> list[str]:
-    """Shapes of the engines that these times come from, so that no unlike engine uses them."""
-    pulses = (_read(directory, name).record for name in directory.pulse_names())
-    return sorted({pulse.shape for pulse in pulses if pulse is not None and pulse.shape})
-
-
-def _calibrations(directory: PageDirectory) -> str:
+def _calibrations(pulses: Mapping[str, Pulse]) -> str:
     """Observed over predicted step times per pulse, as YAML comments."""
     lines = "# Observed over predicted; the prediction is the P90, so the goal is 1.00 there.\n"
-    for name in directory.pulse_names():
-        pulse = _read(directory, name).record
-        if pulse is None:
-            continue
+    for name, pulse in pulses.items():
         kinds = {"prefills": pulse.prefill_calibration, "decodes": pulse.decode_calibration}
         for kind, found in kinds.items():
             ratios = "none compared yet"
@@ -101,8 +87,3 @@ def _calibrations(directory: PageDirectory) -> str:
                 ratios += f" of {found.steps}, {found.over_ratio:.0%} longer"
             lines += f"# {name} {kind}: {ratios}\n"
     return lines
-
-
-def _read(directory: PageDirectory, name: str) -> Reading[Pulse]:
-    path = directory.path / name
-    return PageReader(path, Pulse, owners=frozenset({path.stat().st_uid})).read()

@@ -31,7 +31,6 @@ _MODELS: Mapping[ConfigFile, str] = {
 def schema(
     file: Annotated[ConfigFile, typer.Argument(help="The file that it describes.")],
 ) -> None:
-    """Print the JSON schema of a configuration file: every field, its type and meaning."""
     module, _, model = _MODELS[file].partition(":")
     with needing("rollmux", subject=f"rosemux schema {file}"):
         fields = getattr(importlib.import_module(module), model).model_json_schema()

@@ -48,7 +48,6 @@ def status(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Show the slots of this machine, an agent's and a gateway's engines and jobs."""
     console = row_console()
     directories = _slot_directories(pages)
     if not directories and agent_url is None and gateway_url is None:

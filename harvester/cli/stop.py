@@ -2,6 +2,7 @@
 
 import getpass
 import socket
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -30,38 +31,28 @@ _Reason = Annotated[str, typer.Option(help="Why, for status, log and journal.")]
 AGENT, GATEWAY = "http://127.0.0.1:9711", "http://127.0.0.1:8300"
 
 
-def hold(
-    reason: _Reason,
-    agent: _Agent = AGENT,
-    slot: _Slot = "",
-    tenant: _Tenant = "",
-    cluster: _Cluster = False,
-    gateway: _Gateway = GATEWAY,
-    token_file: TokenFile = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-) -> None:
-    """Stop admission: no new lease, no new turn; running turns end by themselves."""
-    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
-    _order(_request(StopOrder.HOLD, slot, tenant, reason), agent, gateway, cluster, credentials)
+def _placing(order: StopOrder) -> Callable[..., None]:
+    """The command that places an order."""
+
+    def place(
+        reason: _Reason,
+        agent: _Agent = AGENT,
+        slot: _Slot = "",
+        tenant: _Tenant = "",
+        cluster: _Cluster = False,
+        gateway: _Gateway = GATEWAY,
+        token_file: TokenFile = None,
+        ca_file: CaFile = None,
+        cert_file: CertFile = None,
+        key_file: KeyFile = None,
+    ) -> None:
+        credentials = credentials_of(token_file, ca_file, cert_file, key_file)
+        _order(_request(order, slot, tenant, reason), agent, gateway, cluster, credentials)
+
+    return place
 
 
-def drain(
-    reason: _Reason,
-    agent: _Agent = AGENT,
-    slot: _Slot = "",
-    tenant: _Tenant = "",
-    cluster: _Cluster = False,
-    gateway: _Gateway = GATEWAY,
-    token_file: TokenFile = None,
-    ca_file: CaFile = None,
-    cert_file: CertFile = None,
-    key_file: KeyFile = None,
-) -> None:
-    """Stop admission and evict what runs: grants close and leases end at once."""
-    credentials = credentials_of(token_file, ca_file, cert_file, key_file)
-    _order(_request(StopOrder.DRAIN, slot, tenant, reason), agent, gateway, cluster, credentials)
+hold, drain = _placing(StopOrder.HOLD), _placing(StopOrder.DRAIN)
 
 
 def resume(
@@ -77,7 +68,6 @@ def resume(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Lift a hold or a drain of the same scope; other orders stay in force."""
     credentials = credentials_of(token_file, ca_file, cert_file, key_file)
     request = _request(StopOrder.NONE, slot, tenant, reason, cluster_order=cluster_order)
     _order(request, agent, gateway, cluster, credentials)

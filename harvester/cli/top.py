@@ -52,7 +52,6 @@ def top(
     cert_file: CertFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Show the slots of agents live: state, lease, guards, latencies, tokens."""
     urls = list(agents or [])
     if config is not None:
         loaded = read_agent_config(config).config

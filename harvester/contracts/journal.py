@@ -107,7 +107,7 @@ class JournalWriter:
     def rotate(self, line: Opened) -> None:
         # The old file is given up last, so that a full disk leaves a working writer: by then the
         # old file may already have its older name.
-        if self._in_place():
+        if is_at(self._path, self._file):
             self._path.replace(self._older)
         old, self._file = (self._file, self._packer), self._open()
         self._packer = None if self._packer is None else LinePacker()
@@ -160,11 +160,13 @@ class JournalWriter:
         # Without a buffer: one would keep what a full disk refused, and raise again when closed.
         return open(self._path, "ab", buffering=0, opener=open_private)
 
-    def _in_place(self) -> bool:
-        try:
-            return self._path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
-        except FileNotFoundError:
-            return False
+
+def is_at(path: Path, file: FileIO) -> bool:
+    """Whether the path still names the opened file."""
+    try:
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    except FileNotFoundError:
+        return False
 
 
 def open_private(path: str, flags: int) -> int:

@@ -202,7 +202,6 @@ async def posted(
     headers: Mapping[str, str],
     timeout_s: float,
     tls: ssl.SSLContext | bool = True,
-    most_bytes: int = SMALL_BODY_BYTES,
 ) -> bytes:
     """The reply's body. Repeats what may pass by itself: statuses of `PASSING`, no connection.
 
@@ -218,7 +217,7 @@ async def posted(
                 ssl=tls,
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as reply:
-                content = await body_of(reply, most_bytes=most_bytes)
+                content = await body_of(reply, most_bytes=SMALL_BODY_BYTES)
                 if reply.status == 200:
                     return content
                 problem = refusal_of(reply, content)

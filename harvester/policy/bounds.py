@@ -26,14 +26,11 @@ class Range:
     most: float
     unit: str
     why: str
-    or_zero: bool = False
-    """0 is outside the range and means something else, which is harmless."""
 
     def fault(self, value: Any) -> str:
-        if self.least <= value <= self.most or (self.or_zero and value == 0):
+        if self.least <= value <= self.most:
             return ""
-        zero = ", or 0" if self.or_zero else ""
-        return f"{value:g} is not {self.least:g} to {self.most:g} {self.unit}{zero}: {self.why}"
+        return f"{value:g} is not {self.least:g} to {self.most:g} {self.unit}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,9 +237,6 @@ class LeaseTable:
             return SlotState.LEASED, entry.reason, entry.epoch
         return entry.state, entry.reason, entry.epoch
 
-    def slots(self) -> tuple[SlotId, ...]:
-        return tuple(sorted(self._slots))
-
     def _repeated(
         self, request: LeaseRequest, lease: LeaseId, entry: SlotEntry, now: float
     ) -> LeaseGranted | LeaseRefused:

@@ -30,9 +30,6 @@ class StopTable:
     def stops(self) -> tuple[Stop, ...]:
         return tuple(stop for _, stop in sorted(self._stops.items()))
 
-    def find(self, source: StopSource, *, slot: str = "", tenant: str = "") -> Stop | None:
-        return self._stops.get((source, slot, tenant))
-
     def place(self, stop: Stop) -> Stop:
         """The order in force after it. Raises Exhausted where there are too many."""
         lifted = self._lifted.get(stop.tenant, -1)

@@ -30,7 +30,6 @@ def engine_proxy(
     max_body_bytes: Annotated[int, typer.Option(min=1024, help="Largest request.")] = 64 << 20,
     max_requests: Annotated[int, typer.Option(min=1, help="Most requests at once.")] = 1024,
 ) -> None:
-    """Let the gateway on another machine reach an engine that listens on loopback."""
     import uvloop
 
     from harvester.platform.bearer import TokenFile

@@ -31,7 +31,13 @@ from examples.grpo.model import write_checkpoint
 from harvester.config import AgentConfig
 from harvester.config_file import load_agent_config
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
-from harvester.contracts.page import Grant, Guest, PageDirectory, PageReader, Record
+from harvester.contracts.page import (
+    Grant,
+    Guest,
+    PageDirectory,
+    PageReader,
+)
+from harvester.contracts.page.records import Record
 from harvester.contracts.process import family
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from tests.integration.engine_slot import (

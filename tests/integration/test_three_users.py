@@ -61,7 +61,8 @@ from pathlib import Path
 import msgspec
 from coserve.pulse.pulse_state import PulseState
 from harvester.contracts.clock import monotonic_ns
-from harvester.contracts.page import PageDirectory, ProductionModel, environment_owners
+from harvester.contracts.page import PageDirectory, ProductionModel
+from harvester.contracts.page.owners import environment_owners
 become({production}, {group})
 pages = PageDirectory(Path(sys.argv[1]), environment_owners())
 page, grants, book = pages.own_pulse("prod", 0), pages.grant_reader(), PulseState()
@@ -81,7 +82,7 @@ GUEST_PROCESS = """
 import json, sys, time
 from pathlib import Path
 from coserve.guest.guest_slot import GuestSlot
-from harvester.contracts.page import environment_owners
+from harvester.contracts.page.owners import environment_owners
 become({guest}, {group})
 slot = GuestSlot(Path(sys.argv[1]), token_limit=512, owners=environment_owners())
 while True:

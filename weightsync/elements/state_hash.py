@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from importlib import import_module, util
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -33,16 +32,6 @@ def digest_from(sums: Accumulators, data: Bytes) -> str:
         return digest_of(data)
     high, low = xxh3.finished(sums, data)
     return f"{int(high):016x}{int(low):016x}"
-
-
-def new_digest() -> Any:
-    """An xxh3-128 in the making (`update`, `hexdigest`)."""
-    return xxhash.xxh3_128()
-
-
-def file_digest(data: Bytes) -> str:
-    """xxh3-128 of a file's bytes."""
-    return str(xxhash.xxh3_128_hexdigest(data.data))
 
 
 def digests_of(

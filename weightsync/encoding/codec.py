@@ -39,12 +39,8 @@ from weightsync.encoding.delta import (
     decode_xor,
     rosemux_layout,
 )
-from weightsync.encoding.grouped import GROUPS, grouped_payload, is_worth_groups
-from weightsync.encoding.plain import (
-    PLAIN_BYTES,
-    plain_deltas,
-    plain_payload,
-)
+from weightsync.encoding.grouped import grouped_payload, is_worth_groups
+from weightsync.encoding.plain import PLAIN_BYTES, plain_deltas, plain_payload
 from weightsync.encoding.planes import PLANES, apply_planes_payload, planes_payload
 from weightsync.encoding.sparse import FORMAT, SPARSE, SparseStreams, compared
 from weightsync.encoding.stream import pack_frame, pack_stream, read_stream
@@ -106,7 +102,7 @@ def encode_streams(old: Bits, new: Bits) -> Encoded | None:
     # One after another, so that at most two payloads exist at once.
     if changed > PLANES_ABOVE_RATIO * old.size:
         del streams
-        payload = min(payload, _encode_planes(old, new), key=len)
+        payload = min(payload, planes_payload(old, new), key=len)
         dense = encode_dense(new)
         if len(dense) < len(payload):
             encoding, payload = Encoding.DENSE, dense
@@ -138,7 +134,7 @@ def composed(
         return None
     payload = sum_of_all.payload
     if sum_of_all.encoding is Encoding.DENSE:
-        payload = _encode_planes(nothing, total)
+        payload = planes_payload(nothing, total)
     return Encoded(Encoding.ROSEMUX, payload, sum_of_all.changed, digest)
 
 
@@ -157,11 +153,11 @@ def _encode_everything(old: Bits, new: Bits) -> Encoded:
     for part in range(_SAMPLES):
         start = part * (old.size - _RUN_ELEMENTS) // (_SAMPLES - 1)
         run = slice(start, start + _RUN_ELEMENTS)
-        planes_bytes += len(_encode_planes(old[run], new[run]))
+        planes_bytes += len(planes_payload(old[run], new[run]))
         dense_bytes += len(encode_dense(new[run]))
     if dense_bytes < planes_bytes:
         return Encoded(Encoding.DENSE, encode_dense(new), changed, digest)
-    return Encoded(Encoding.ROSEMUX, _encode_planes(old, new), changed, digest)
+    return Encoded(Encoding.ROSEMUX, planes_payload(old, new), changed, digest)
 
 
 def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
@@ -176,7 +172,7 @@ def encode_as(encoding: Encoding, old: Bits, new: Bits) -> Encoded | None:
     if changed == 0:
         return None
     writers: dict[Encoding, Callable[[Bits, Bits], bytes]] = {
-        Encoding.XOR: encode_xor,
+        Encoding.XOR: lambda old, new: pack_frame(bytes_of(np.bitwise_xor(old, new))),
         Encoding.OVERWRITE: encode_overwrite,
         Encoding.DENSE: lambda _, new: encode_dense(new),
     }
@@ -243,11 +239,10 @@ def _warm_up(width_bytes: int) -> None:
     kernels.share_changed(old, new, 1, 1)
     streams = compared(old, new)
     is_worth_groups(streams, old.size)
-    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
     for payload in (
         _encode_streams(old, streams),
-        grouped_payload(head, old.size, streams),
-        _encode_planes(old, new),
+        grouped_payload(old.size, streams),
+        planes_payload(old, new),
     ):
         delta = decode(Encoding.ROSEMUX, memoryview(payload), TensorSpec(dtype, old.shape))
         for hashed in (False, True):
@@ -265,10 +260,6 @@ def encode_dense(new: Bits) -> bytes:
     return pack_stream(bytes_of(new))
 
 
-def encode_xor(old: Bits, new: Bits) -> bytes:
-    return pack_frame(bytes_of(np.bitwise_xor(old, new)))
-
-
 def encode_overwrite(old: Bits, new: Bits) -> bytes:
     """Count, byte positions (u4 each), bytes: a zstd frame."""
     new_bytes = bytes_of(new)
@@ -282,10 +273,8 @@ def encode_overwrite(old: Bits, new: Bits) -> bytes:
 
 
 def _encode_sparse(old: Bits, found: SparseStreams) -> bytes:
-    if is_worth_groups(found, old.size):
-        head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
-        if payload := grouped_payload(head, old.size, found):
-            return payload
+    if is_worth_groups(found, old.size) and (payload := grouped_payload(old.size, found)):
+        return payload
     return _encode_streams(old, found)
 
 
@@ -295,11 +284,6 @@ def _encode_streams(old: Bits, found: SparseStreams) -> bytes:
     return b"".join(
         [bytes((FORMAT, SPARSE, old.itemsize)), *map(varint, numbers), *map(_stream, streams)]
     )
-
-
-def _encode_planes(old: Bits, new: Bits) -> bytes | memoryview:
-    head = bytes((FORMAT, PLANES, old.itemsize)) + varint(old.size)
-    return planes_payload(old, new, head=head)
 
 
 def _stream(raw: Bytes) -> bytes:

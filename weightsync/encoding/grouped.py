@@ -27,9 +27,9 @@ from weightsync.elements.groups import GROUP, MAX_LOW_BITS, WORD_BYTES, groups_e
 from weightsync.elements.scan import GAP_ESCAPE
 from weightsync.elements.state_hash import digest_from
 from weightsync.elements.xxh3 import Accumulators
-from weightsync.encoding.sparse import SparseStreams
+from weightsync.encoding.sparse import FORMAT, SparseStreams
 from weightsync.encoding.stream import pack_stream
-from weightsync.encoding.varint import number_at, put_number
+from weightsync.encoding.varint import number_at, put_number, varint
 
 GROUPS = 2
 """Layout number of a payload that holds groups."""
@@ -166,8 +166,9 @@ def _apply(
     apply_grouped(bits, data, low_bits, gaps, signs, far_gaps, codes, wide, sums, hashed)
 
 
-def grouped_payload(head: bytes, elements: int, found: SparseStreams) -> bytes:
-    """`head` and the changes in groups; empty if too many differences are wide."""
+def grouped_payload(elements: int, found: SparseStreams) -> bytes:
+    """The changes of a tensor in groups; empty if too many differences are wide."""
+    head = bytes((FORMAT, GROUPS, found.far_planes.shape[0])) + varint(elements)
     payload = np.empty(len(head) + _room_bytes(found, elements), dtype=np.uint8)
     payload[: len(head)] = np.frombuffer(head, dtype=np.uint8)
     size = _write(

@@ -180,31 +180,21 @@ class PlainPayload(NamedTuple):
     """Empty if a stream may be worth compressing."""
 
 
-class _Made(NamedTuple):
-    changed: int
-    payload_bytes: int
-    high: np.uint64
-    low: np.uint64
-
-
 def plain_payload(old: Bits, new: Bits) -> PlainPayload:
     """The payload for a tensor of at most PLAIN_BYTES."""
     data = bytes_of(new)
     payload = np.empty(_PAYLOAD_BYTES, dtype=np.uint8)
     room = scratch.reserve(Scan(), new.size, new.size)
-    made = _Made(*_make(old, new, data, room, xxh3.started(), payload))
-    digest = (
-        digest_of(new)
-        if data.size < xxh3.MIN_BYTES
-        else f"{int(made.high):016x}{int(made.low):016x}"
-    )
-    return PlainPayload(made.changed, digest, payload[: made.payload_bytes].tobytes())
+    changed, size_bytes, high, low = _make(old, new, data, room, xxh3.started(), payload)
+    digest = digest_of(new) if data.size < xxh3.MIN_BYTES else f"{int(high):016x}{int(low):016x}"
+    return PlainPayload(changed, digest, payload[:size_bytes].tobytes())
 
 
 @compiled
 def _make(
     old: Bits, new: Bits, data: Bytes, room: Room, sums: Accumulators, payload: Bytes
 ) -> tuple[int, int, np.uint64, np.uint64]:
+    """(changed elements, bytes of the payload, high and low word of the hash)."""
     scan = scan_elements(old, new, data, 0, new.size, Scan(0, 0, 0, 0, 0, 0), room, sums)
     changed = scan.small + scan.far
     payload_bytes = 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from harvester.contracts.errors import Corrupt
 from weightsync.elements import kernels
 from weightsync.elements.bits import Bits
+from weightsync.encoding.sparse import FORMAT
 from weightsync.encoding.stream import LargePayload, StreamPacker, pack_stream, read_stream
 from weightsync.encoding.varint import PayloadReader, varint
 
@@ -24,8 +25,9 @@ _PREFIX_BYTES = 16
 """More than any length takes."""
 
 
-def planes_payload(old: Bits, new: Bits, *, head: bytes) -> bytes | memoryview:
-    """`head` and the streams, each behind its length."""
+def planes_payload(old: Bits, new: Bits) -> bytes | memoryview:
+    """The differences of all elements, each stream behind its length."""
+    head = bytes((FORMAT, PLANES, old.itemsize)) + varint(old.size)
     if old.size <= RUN_ELEMENTS:
         rows = np.empty((old.itemsize, old.size), dtype=np.uint8)
         kernels.write_planes(old, new, rows)

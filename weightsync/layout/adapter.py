@@ -16,7 +16,7 @@ import numpy as np
 
 from harvester.contracts.errors import UNDECODABLE, ConfigError, Corrupt, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
-from weightsync.elements.state_hash import file_digest
+from weightsync.elements.state_hash import digest_of
 from weightsync.layout.manifest import AdapterRecord, FileRecord, Manifest
 from weightsync.layout.names import CONFIG_FILE
 
@@ -111,4 +111,4 @@ def checked_config(raw: bytes, record: AdapterRecord, *, where: str) -> dict[str
 
 
 def _file_record(raw: bytes) -> FileRecord:
-    return FileRecord(len(raw), file_digest(np.frombuffer(raw, np.uint8)))
+    return FileRecord(len(raw), digest_of(np.frombuffer(raw, np.uint8)))

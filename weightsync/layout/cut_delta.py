@@ -27,10 +27,9 @@ from weightsync.encoding.delta import (
     XorDelta,
     decode_rosemux,
 )
-from weightsync.encoding.grouped import GROUPS, GroupedDelta, grouped_payload
+from weightsync.encoding.grouped import GroupedDelta, grouped_payload
 from weightsync.encoding.plain import PlainDelta
-from weightsync.encoding.sparse import FORMAT, compared
-from weightsync.encoding.varint import varint
+from weightsync.encoding.sparse import compared
 from weightsync.layout.slices import SliceRecord
 
 
@@ -50,11 +49,10 @@ def warm_up() -> None:
     new = old.copy()
     new[::8], new[1] = 1, 9
     spec, box = TensorSpec("BF16", old.shape), SliceRecord("", old.shape, (1,), (2,))
-    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
     encoded = encode_as(Encoding.ROSEMUX, old[:64], new[:64])
     assert encoded is not None
     cut_delta(decode_rosemux(memoryview(encoded.payload), TensorSpec("BF16", (64,))), box, 2)
-    grouped = grouped_payload(head, old.size, compared(old, new))
+    grouped = grouped_payload(old.size, compared(old, new))
     cut_delta(decode_rosemux(memoryview(grouped), spec), box, 2)
 
 

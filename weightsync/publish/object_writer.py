@@ -114,11 +114,9 @@ class ObjectWriter(StoreWriter):
 
         def check(shard: Shard) -> None:
             path = f"{ref.directory}/{names[shard.file]}"
-            try:
+            with suppress(FileNotFoundError):
                 if self._objects.size_bytes(path) == shard.record.bytes:
                     return
-            except FileNotFoundError:
-                pass
             raise Corrupt(f"{self._objects}/{path} is not as long as its rank wrote it")
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="weight-check") as pool:

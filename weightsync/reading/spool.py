@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import xxhash
 
 from harvester.contracts.errors import ConfigError
 from weightsync.elements.bits import Bytes
-from weightsync.elements.state_hash import file_digest, new_digest
+from weightsync.elements.state_hash import digest_of
 from weightsync.layout.durable import refusals
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.transport.ranges import ByteSpan
@@ -100,7 +101,7 @@ class MemoryStaging:
             np.copyto(there, data)
 
     def digest(self, span: ByteSpan) -> str:
-        return file_digest(self.read(span))
+        return digest_of(self.read(span))
 
 
 class _DiskStaging:
@@ -118,16 +119,25 @@ class _DiskStaging:
         return data
 
     def read_into(self, start: int, into: Bytes) -> None:
-        self._file.read_into(self._base + start, into.data)
+        at = 0
+        with refusals(self._file.directory):
+            while at < into.size:
+                got = os.preadv(self._file.handle, [into.data[at:]], self._base + start + at)
+                if got == 0:
+                    raise OSError(f"{self._file.directory} lost what was written there")
+                at += got
 
     def buffer(self, span: ByteSpan) -> Bytes:
         return np.empty(span.size_bytes, dtype=np.uint8)
 
     def write(self, start: int, data: Bytes) -> None:
-        self._file.write(self._base + start, data.data)
+        at = 0
+        with refusals(self._file.directory):
+            while at < data.size:
+                at += os.pwrite(self._file.handle, data.data[at:], self._base + start + at)
 
     def digest(self, span: ByteSpan) -> str:
-        whole = new_digest()
+        whole = xxhash.xxh3_128()
         for piece in span.pieces(_PIECE_BYTES):
             whole.update(self.read(piece).data)
         return str(whole.hexdigest())
@@ -135,31 +145,16 @@ class _DiskStaging:
 
 class _NamelessFile:
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._size_bytes = 0
         with refusals(directory), tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            self._handle = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._handle)
+            self.handle = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.handle)
 
     def stage(self, size_bytes: int) -> _DiskStaging:
         base = self._size_bytes
         self._size_bytes += size_bytes
-        with refusals(self._directory):
+        with refusals(self.directory):
             # A hole reads as zeros, so that unfetched bytes are never out of bounds.
-            os.ftruncate(self._handle, self._size_bytes)
+            os.ftruncate(self.handle, self._size_bytes)
         return _DiskStaging(self, base)
-
-    def read_into(self, start: int, into: memoryview) -> None:
-        at = 0
-        with refusals(self._directory):
-            while at < len(into):
-                got = os.preadv(self._handle, [into[at:]], start + at)
-                if got == 0:
-                    raise OSError(f"{self._directory} lost what was written there")
-                at += got
-
-    def write(self, start: int, data: memoryview) -> None:
-        at = 0
-        with refusals(self._directory):
-            while at < len(data):
-                at += os.pwrite(self._handle, data[at:], start + at)

@@ -14,7 +14,7 @@ import numpy as np
 from harvester.contracts.errors import ConfigError, Corrupt
 from harvester.contracts.ids import WeightVersion
 from weightsync.elements import state_hash
-from weightsync.elements.bits import Bits, Layout
+from weightsync.elements.bits import Bits, Layout, difference
 from weightsync.elements.state_hash import digest_of, digests_of
 from weightsync.encoding.delta import Delta, apply_all
 from weightsync.layout.slices import Slicing
@@ -186,7 +186,8 @@ def write_state(staged: Staged, target: ApplyTarget, pool: Executor) -> tuple[st
     foreign delta is damaged (nothing is touched), and Corrupt if the state is not the published one
     (the target is in doubt).
     """
-    _check_layout(staged.layout, target.layout())
+    if other := difference(staged.layout, target.layout()):
+        raise ConfigError(f"the store's checkpoint does not fit this model: {other}")
     staged = tried_foreign(staged, target.bits, pool)
     cut, known = staged.parts.cut, staged.cut_digests
     there = {} if staged.full is not None else digests_of(cut, staged.layout, target.bits, pool)
@@ -229,14 +230,3 @@ def _write_part(staged: Staged, target: ApplyTarget, name: str) -> str:
     np.copyto(bits, new)
     target.commit(name, bits)
     return digest_of(new)
-
-
-def _check_layout(published: Layout, held: Layout) -> None:
-    if published == held:
-        return
-    for name in sorted(published.keys() | held.keys()):
-        if published.get(name) != held.get(name):
-            raise ConfigError(
-                f"the store's checkpoint does not fit this model: {name} is "
-                f"{published.get(name)} there and {held.get(name)} here"
-            )

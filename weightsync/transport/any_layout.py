@@ -79,34 +79,18 @@ class AnyLayoutSource(StoreSource):
 
     def read_small(self, path: str, limit_bytes: int) -> bytes:
         layout = self._layout(again=path == LATEST_FILE)
-        if layout is None:
-            return self._source.read_small(path, limit_bytes)
-        if path == LATEST_FILE:
+        if layout is not None and path == LATEST_FILE:
             return self._latest(layout)
-        made = self._made(layout, path)
-        if made is not None:
-            return made
-        source, there = self._at(layout, path)
-        return source.read_small(there, limit_bytes)
+        made, source, there = self._located(layout, path)
+        return source.read_small(there, limit_bytes) if made is None else made
 
     def size_bytes(self, path: str) -> int:
-        layout = self._layout()
-        if layout is None:
-            return self._source.size_bytes(path)
-        made = self._made(layout, path)
-        if made is not None:
-            return len(made)
-        source, there = self._at(layout, path)
-        return source.size_bytes(there)
+        made, source, there = self._located(self._layout(), path)
+        return source.size_bytes(there) if made is None else len(made)
 
     def read_range(self, path: str, start: int, into: memoryview) -> None:
-        layout = self._layout()
-        if layout is None:
-            self._source.read_range(path, start, into)
-            return
-        made = self._made(layout, path)
+        made, source, there = self._located(self._layout(), path)
         if made is None:
-            source, there = self._at(layout, path)
             source.read_range(there, start, into)
             return
         if start + len(into) > len(made):
@@ -168,6 +152,15 @@ class AnyLayoutSource(StoreSource):
         """Run and version in force."""
         raw = self._source.read_small(self._inside(pointer), _MAX_POINTER_BYTES)
         return pointed(raw, path=f"{self}/{pointer}")
+
+    def _located(
+        self, layout: ForeignLayout | None, path: str
+    ) -> tuple[bytes | None, StoreSource, str]:
+        """A file's bytes where they are made here, else None, and where the file lies."""
+        if layout is None:
+            return None, self._source, path
+        made = self._made(layout, path)
+        return (None, *self._at(layout, path)) if made is None else (made, self._source, path)
 
     def _made(self, layout: ForeignLayout, path: str) -> bytes | None:
         """An index that the store does not have in this form; None for every other file."""

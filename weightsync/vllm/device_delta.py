@@ -8,7 +8,6 @@ device write one element.
 
 from collections.abc import Iterator
 from functools import singledispatch
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +35,6 @@ CHANGES_AT_ONCE = 1 << 20
 _WORD_BITS = 8 * WORD_BYTES
 _WORDS_AT_ONCE = CHANGES_AT_ONCE // _WORD_BITS
 
-Words: TypeAlias = npt.NDArray[np.uint64]
 MOST_DEVICE_BYTES = 96 * CHANGES_AT_ONCE
 """Bound on an apply's device memory, for any size of tensor and delta."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

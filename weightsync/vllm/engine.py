@@ -25,7 +25,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.v1.worker.gpu_worker import Worker
 
 from harvester.contracts.errors import Unsupported
-from weightsync.vllm.paced_pool import Pace
 from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, add_worker_methods
 
 
@@ -41,6 +40,9 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._weights = WorkerWeights(model, vllm_config, device)
+        self.stage, self.report = self._weights.stage, self._weights.report
+        # Called where production is beside this engine, and around the worker's sleep.
+        self.paced_by, self.set_asleep = self._weights.paced_by, self._weights.set_asleep
         add_worker_methods(Worker)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -48,17 +50,6 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """No-op: weights are changed in place."""
-
-    def stage(self, update_info: UpdateInfo) -> dict[str, str]:
-        return self._weights.stage(update_info)
-
-    def set_asleep(self, *, asleep: bool) -> None:
-        """Around the worker's sleep."""
-        self._weights.set_asleep(asleep=asleep)
-
-    def paced_by(self, pace: Pace) -> None:
-        """Called where production is beside this engine."""
-        self._weights.paced_by(pace)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """The base class waits for the accelerator here; a CPU has none to wait for."""
@@ -76,6 +67,3 @@ class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def trainer_send_weights(*_: object, **__: object) -> None:
         """Part of the base class until vLLM 0.27; our trainers publish to a store instead."""
         raise Unsupported("publish with weightsync.publisher.Publisher")
-
-    def report(self) -> dict[str, Any]:
-        return self._weights.report()

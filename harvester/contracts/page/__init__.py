@@ -2,12 +2,7 @@
 
 from harvester.contracts.page.directory import PageDirectory, PageName, engine_of, pulse_page
 from harvester.contracts.page.kept import KeptPage
-from harvester.contracts.page.owners import (
-    OWN_USER,
-    OWNERS_VARIABLE,
-    PageOwners,
-    environment_owners,
-)
+from harvester.contracts.page.owners import OWN_USER, PageOwners
 from harvester.contracts.page.reader import PageReader, Reading
 from harvester.contracts.page.records import (
     MOST_SHAPE_CHARACTERS,
@@ -22,17 +17,14 @@ from harvester.contracts.page.records import (
     ProductionModel,
     Pulse,
     PulseHead,
-    Record,
     latest_cores,
 )
-from harvester.contracts.page.seal import LAYOUT_VERSION, PAGE_BYTES, PageFault
+from harvester.contracts.page.seal import PAGE_BYTES, PageFault
 from harvester.contracts.page.writer import PageWriter
 from harvester.contracts.page.writer_lock import PageHeld
 
 __all__ = [
-    "LAYOUT_VERSION",
     "MOST_SHAPE_CHARACTERS",
-    "OWNERS_VARIABLE",
     "OWN_USER",
     "PAGE_BYTES",
     "Calibration",
@@ -55,9 +47,7 @@ __all__ = [
     "Pulse",
     "PulseHead",
     "Reading",
-    "Record",
     "engine_of",
-    "environment_owners",
     "latest_cores",
     "pulse_page",
 ]

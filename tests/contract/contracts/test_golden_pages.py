@@ -16,8 +16,8 @@ from harvester.contracts.page import (
     PageWriter,
     ProductionModel,
     Pulse,
-    Record,
 )
+from harvester.contracts.page.records import Record
 
 NOW_NS, TTL_NS = 1_000_000_000_000, 500_000_000
 

@@ -12,12 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from harvester.agent.interlock_probes import (
-    AlertServer,
-    AlertsProbe,
-    DcgmProbe,
-    NvmlProbe,
-)
+from harvester.agent.interlock_probes import Probe, alerts_probe, dcgm_probe, nvml_probe
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.config_file import load_agent_config
@@ -26,8 +21,8 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.page import Guest, PageDirectory, Pulse
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRefused, LeaseRequest
-from harvester.platform.tls import NO_CREDENTIALS
-from harvester.policy.interlocks import AlertsReading
+from harvester.interlock_config import AcceleratorsConfig, AlertsConfig
+from harvester.policy.interlocks import AcceleratorsReading, AlertsReading
 from tests.virtual_clock import VirtualClock
 
 TIMEOUT_S = 0.3
@@ -95,25 +90,15 @@ async def raw_server(handle: Handler) -> AsyncIterator[str]:
         await asyncio.sleep(0)
 
 
-def alerts_probe(url: str, server: AlertServer = "prometheus") -> AlertsProbe:
-    return AlertsProbe(
-        url,
-        server=server,
-        credentials=NO_CREDENTIALS,
-        period_s=5.0,
-        timeout_s=TIMEOUT_S,
-        clock=MonotonicClock(),
-    )
+def alerts_at(url: str, server: str = "prometheus") -> Probe[AlertsReading]:
+    fields = {"url": url, "server": server, "alerts": ["Slow"], "watchdog": "Watchdog"}
+    config = AlertsConfig.model_validate(fields | {"timeout_s": TIMEOUT_S})
+    return alerts_probe(config, clock=MonotonicClock())
 
 
-def dcgm_probe(url: str) -> DcgmProbe:
-    return DcgmProbe(
-        url,
-        credentials=NO_CREDENTIALS,
-        period_s=5.0,
-        timeout_s=TIMEOUT_S,
-        clock=MonotonicClock(),
-    )
+def dcgm_at(url: str) -> Probe[AcceleratorsReading]:
+    config = AcceleratorsConfig(source="dcgm-exporter", url=url, timeout_s=TIMEOUT_S)
+    return dcgm_probe(config, clock=MonotonicClock())
 
 
 async def head(writer: asyncio.StreamWriter, rest: bytes, length: int | None = None) -> None:
@@ -170,7 +155,7 @@ async def speaks_no_http(_reader: asyncio.StreamReader, writer: asyncio.StreamWr
 @pytest.mark.parametrize("kind", ["prometheus", "alertmanager", "dcgm"])
 async def test_any_answer_but_a_whole_one_in_time_is_a_fault(handle: Handler, kind: Any) -> None:
     async with raw_server(handle) as url, aiohttp.ClientSession() as session:
-        probe = dcgm_probe(url + "/metrics") if kind == "dcgm" else alerts_probe(url, kind)
+        probe = dcgm_at(url + "/metrics") if kind == "dcgm" else alerts_at(url, kind)
         async with asyncio.timeout(TIMEOUT_S + 2.0):
             await probe.ask(session)
         assert probe.reading.fault
@@ -180,7 +165,7 @@ async def test_any_answer_but_a_whole_one_in_time_is_a_fault(handle: Handler, ki
 
 async def test_a_server_that_is_not_there_is_a_fault() -> None:
     async with aiohttp.ClientSession() as session:
-        probe = alerts_probe("http://127.0.0.1:1")
+        probe = alerts_at("http://127.0.0.1:1")
         await probe.ask(session)
         assert probe.reading.fault
 
@@ -204,7 +189,7 @@ async def serving_body(body: str | bytes, status: int = 200) -> AsyncIterator[st
 
 async def asked(body: str | bytes, kind: Any, status: int = 200) -> Any:
     async with serving_body(body, status) as url, aiohttp.ClientSession() as session:
-        probe = dcgm_probe(url + "/metrics") if kind == "dcgm" else alerts_probe(url, kind)
+        probe = dcgm_at(url + "/metrics") if kind == "dcgm" else alerts_at(url, kind)
         await probe.ask(session)
         return probe.reading
 
@@ -282,7 +267,7 @@ async def test_a_driver_that_hangs_leaves_an_old_reading_and_no_second_call() ->
         return ()
 
     clock = VirtualClock(now_s=1.0)
-    probe = NvmlProbe(read, period_s=0.001, clock=clock)
+    probe = nvml_probe(read, period_s=0.001, clock=clock)
     running = asyncio.create_task(probe.run())
     try:
         async with asyncio.timeout(5.0):

@@ -19,7 +19,6 @@ from harvester.contracts import audit, journal
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import (
-    LAYOUT_VERSION,
     PAGE_BYTES,
     Calibration,
     EngineCore,
@@ -35,6 +34,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.seal import (
     BODY_OFFSET,
     CRC_OFFSET,
+    LAYOUT_VERSION,
     MAGIC,
     MAX_RECORD_BYTES,
     RECORD_OFFSET,

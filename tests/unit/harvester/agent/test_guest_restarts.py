@@ -10,7 +10,7 @@ import pytest
 
 from harvester.agent import guest_restarts
 from harvester.agent.guest_engine import GuestEngine
-from harvester.agent.guest_restarts import RestartWaits, run_with_restarts
+from harvester.agent.guest_restarts import restart_wait, run_with_restarts
 from harvester.contracts.clock import MonotonicClock
 
 # Fails until it has been started a given number of times; each start adds a line.
@@ -31,10 +31,11 @@ def failing(file: Path, times: int) -> GuestEngine:
 
 
 def test_waits_double_to_ten_minutes_and_begin_anew_after_a_long_life() -> None:
-    waits = RestartWaits()
-    assert [waits.after(1.0) for _ in range(8)] == [10, 20, 40, 80, 160, 320, 600, 600]
-    assert waits.after(599.0) == 600
-    assert [waits.after(600.0), waits.after(1.0)] == [10, 20]
+    failures, waits = 0, []
+    for life_s in (*[1.0] * 8, 599.0, 600.0, 1.0):
+        wait_s, failures = restart_wait(life_s, failures)
+        waits.append(wait_s)
+    assert waits == [10, 20, 40, 80, 160, 320, 600, 600, 600, 10, 20]
 
 
 @pytest.fixture

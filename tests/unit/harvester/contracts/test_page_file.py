@@ -9,7 +9,6 @@ import pytest
 
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
-    LAYOUT_VERSION,
     Grant,
     GrantMode,
     PageFault,
@@ -20,6 +19,7 @@ from harvester.contracts.page import (
     Reading,
 )
 from harvester.contracts.page.seal import (
+    LAYOUT_VERSION,
     PAGE_BYTES,
     pack_body,
     pack_head,

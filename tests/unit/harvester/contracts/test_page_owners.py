@@ -6,7 +6,8 @@ import pwd
 import pytest
 
 from harvester.contracts.errors import ConfigError
-from harvester.contracts.page import OWN_USER, OWNERS_VARIABLE, PageOwners, environment_owners
+from harvester.contracts.page import OWN_USER, PageOwners
+from harvester.contracts.page.owners import OWNERS_VARIABLE, environment_owners
 
 
 def told(text: str) -> PageOwners:

@@ -15,7 +15,7 @@ from weightsync.encoding import codec
 from weightsync.encoding.codec import Encoding, decode, encode
 from weightsync.encoding.delta import SparseDelta, checked_apply
 from weightsync.encoding.grouped import GROUPS, GroupedDelta, grouped_payload
-from weightsync.encoding.sparse import FORMAT, compared
+from weightsync.encoding.sparse import compared
 from weightsync.encoding.varint import varint
 from weightsync.vllm.device_delta import apply_on_device
 
@@ -42,8 +42,7 @@ def _step(
 
 def _in_groups(old: Bits, new: Bits) -> bytes:
     """The payload in groups, even if another layout would be chosen; empty if impossible."""
-    head = bytes((FORMAT, GROUPS, old.itemsize)) + varint(old.size)
-    return grouped_payload(head, old.size, compared(old, new))
+    return grouped_payload(old.size, compared(old, new))
 
 
 def _spec(bits: Bits) -> TensorSpec:

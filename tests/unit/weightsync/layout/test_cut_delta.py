@@ -15,7 +15,7 @@ from weightsync.encoding.codec import Encoding, decode, encode_as
 from weightsync.encoding.delta import Delta, SparseDelta, apply_all, decode_rosemux
 from weightsync.encoding.grouped import GROUPS, grouped_payload
 from weightsync.encoding.plain import plain_deltas, plain_payload
-from weightsync.encoding.planes import PLANES, planes_payload
+from weightsync.encoding.planes import planes_payload
 from weightsync.encoding.sparse import FORMAT, compared
 from weightsync.encoding.varint import varint
 from weightsync.layout.cut_delta import cut_delta, cut_deltas, warm_up
@@ -53,7 +53,6 @@ def _states(elements: int, width: int, share: float, seed: int) -> tuple[Bits, B
 
 def _delta(form: str, old: Bits, new: Bits, spec: TensorSpec) -> Delta | None:
     """The change in a form; None where there is none in it."""
-    width = spec.width_bytes
     if form in {"dense", "xor", "overwrite"}:
         encoded = encode_as(Encoding(form), old, new)
         return encoded and decode(encoded.encoding, memoryview(encoded.payload), spec)
@@ -61,12 +60,11 @@ def _delta(form: str, old: Bits, new: Bits, spec: TensorSpec) -> Delta | None:
         plain = np.frombuffer(plain_payload(old, new).payload, np.uint8)
         return plain_deltas(plain, [(0, plain.size)], [spec])[0]
     if form == "planes":
-        payload = planes_payload(old, new, head=bytes((FORMAT, PLANES, width)) + varint(old.size))
+        payload = planes_payload(old, new)
         return decode_rosemux(memoryview(payload), spec)
     streams = compared(old, new)
     if form == "groups":
-        head = bytes((FORMAT, GROUPS, width)) + varint(old.size)
-        grouped = grouped_payload(head, old.size, streams)
+        grouped = grouped_payload(old.size, streams)
         return decode_rosemux(memoryview(grouped), spec) if grouped else None
     return SparseDelta(
         old.size,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted
-from weightsync.elements.state_hash import file_digest
+from weightsync.elements.state_hash import digest_of
 from weightsync.reading.memory_room import MemoryRoom
 from weightsync.reading.spool import MemoryStaging, Spool
 from weightsync.transport.ranges import ByteSpan
@@ -31,7 +31,7 @@ def test_a_fitting_part_stays_in_memory_and_the_rest_is_read_back(
         staged.write(0, DATA[:size])
     for staged, size in ((small, MIB), (large, DATA.size), (other, 100)):
         assert np.array_equal(staged.read(ByteSpan(7, size)), DATA[7:size])
-        assert staged.digest(ByteSpan(3, size)) == file_digest(DATA[3:size])
+        assert staged.digest(ByteSpan(3, size)) == digest_of(DATA[3:size])
         into = np.zeros(50, dtype=np.uint8)
         staged.read_into(20, into)
         assert np.array_equal(into, DATA[20:70])
