@@ -33,8 +33,9 @@ BACKENDS = ("idle-group", "idle", "time-slicing", "mps", "none")
 _PREEMPTING = ("idle-group", "idle")
 """Backends under which production preempts a guest step, and which the guest checks itself."""
 _OTHER_TENANT = "other"
-_MOST_REQUESTS = 1_000
-"""Requests that production is believed to serve within a beat, whatever a guest's page says."""
+_MOST_REQUESTS = 200
+"""Requests that are shown for a beat, by the shares of its counts: each costs time, and the counts
+are what a guest's page says."""
 _ACCOUNTED = ("requests", "slo_misses", "unanswered_requests")
 _RECLAIM_OUTCOMES = ("in_time", "missed")
 _PREFIX_OUTCOMES = {
@@ -296,8 +297,10 @@ class SlotExposition:
                 tokens = getattr(guest, field) - getattr(before, field)
                 self._count("guest_prefix_tokens", max(0, tokens), outcome)
             met_counts = guest.steps_met[:5], before.steps_met  # A page has room for a thousand.
-            for met, (count, seen) in enumerate(zip(*met_counts, strict=False)):
-                for _ in range(min(_MOST_REQUESTS, count - seen)):
+            new = [max(0, count - seen) for count, seen in zip(*met_counts, strict=False)]
+            shown_ratio = _MOST_REQUESTS / max(sum(new), _MOST_REQUESTS)
+            for met, count in enumerate(new):
+                for _ in range(round(count * shown_ratio)):
                     self._metrics.steps_met.labels(self._slot).observe(met)
         self._guest = guest
         if self._closing_at_ns is not None and guest.steps_launched <= guest.steps_finished:

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 _MAX_FAULT = 300
 _SETTLE_AGAIN_NS = 5_000_000_000
 _LISTINGS = 8
+_MOST_NAMED = 64
+"""Processes of a guest's page that are looked up; each costs time."""
 _DYING_NS = 10_000_000_000
 """Bound on the wait for killed processes: the kernel needs time to give back much memory."""
 
@@ -92,7 +94,7 @@ class GuestProcesses:
         self._lifted = _remembered(memo)
         self._settle_again_ns = 0
         self._production: frozenset[ProcessId] = frozenset()
-        self._named: tuple[ProcessId, ...] = ()
+        self._named: frozenset[ProcessId] = frozenset()
         self._seen: frozenset[ProcessId] = frozenset()
         self._kill: _Kill | None = None
         self._killing = threading.Lock()
@@ -104,10 +106,10 @@ class GuestProcesses:
     def know(self, named: tuple[ProcessId, ...]) -> None:
         """Record the processes that the guest names and that exist here: one that later is missing
         has ended, and is not merely in another pid namespace."""
-        if named != self._named:
-            self._named = named
-            here = {one for one in named if one.lives()}
-            self._seen = frozenset(here | (self._seen & set(named)))
+        if (known := frozenset(named[:_MOST_NAMED])) != self._named:
+            self._named = known
+            here = {one for one in known if one.lives()}
+            self._seen = frozenset(here | (self._seen & known))
 
     def spare(self, production: Iterable[ProcessId]) -> None:
         """Exclude production's root processes and their ancestors and descendants from every

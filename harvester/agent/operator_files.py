@@ -29,7 +29,8 @@ def read_kill_switch(path: Path) -> KillSwitch:
         finally:
             os.close(file)
     except FileNotFoundError:
-        return KillSwitch.NONE
+        # A link may lead to a file system that is away.
+        return KillSwitch.DRAIN if path.is_symlink() else KillSwitch.NONE
     except OSError:
         return KillSwitch.DRAIN
     return KillSwitch.HOLD if holds else KillSwitch.DRAIN

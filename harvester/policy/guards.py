@@ -3,7 +3,6 @@
 The slack law acts within each of the guest's steps; these judge what became of production.
 """
 
-from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -61,16 +60,15 @@ class Guards:
         """
         settings, memory = self._settings, self._memory
         ttft, itl, late = production.ttft, production.itl, production.itl_late
-        ttft_misses = ttft.weight * sum(
-            beside_step(x) for x in ttft.seen_s if x > settings.ttft_slo_s
-        )
-        itl_misses = late.weight * sum(map(beside_step, late.seen_s))
+        late_first = ttft.above(settings.ttft_slo_s)
+        ttft_misses = sum(weight for x, weight in late_first.weighed if beside_step(x))
+        itl_misses = sum(weight for x, weight in late.weighed if beside_step(x))
         misses = ttft_misses + min(itl_misses, production.decoded)
         served = self._served(production, misses=misses, now=now)
         if served != NONE_SERVED:
             memory.served += served
         memory.unanswered += production.unanswered
-        late_first = self._ttft_misses.observe(
+        level_ttft = self._ttft_misses.observe(
             samples=ttft.total,
             misses=ttft_misses,
             own_samples=served.withheld,
@@ -78,14 +76,14 @@ class Guards:
             now=now,
         )
         withheld = served.withheld_beats > 0
-        late_next = self._itl_misses.observe(
+        level_itl = self._itl_misses.observe(
             samples=itl.total,
             misses=itl_misses,
             own_samples=itl.total * withheld,
             own_misses=late.total * withheld,
             now=now,
         )
-        level = self.step_level.observe(breached=late_first or late_next, now=now)
+        level = self.step_level.observe(breached=level_ttft or level_itl, now=now)
         for window in (self._ttft_misses, self._itl_misses):
             window.state.breached &= level < 1.0
         return self.budget.observe(
@@ -151,12 +149,12 @@ class Guards:
         settings, ttft, itl = self._settings, production.ttft, production.itl
         if not ttft.seen_s and not itl.seen_s:
             return Served(requests=ttft.total, misses=misses)
-        counts: Counter[bool | None] = Counter()
-        late: Counter[bool | None] = Counter()
-        for latency_s in ttft.seen_s:
+        counts: dict[bool | None, float] = dict.fromkeys((False, True, None), 0.0)
+        late = counts.copy()
+        for latency_s, weight in ttft.weighed:
             arrived_in = self.proof.withheld_at(now - latency_s)
-            counts[arrived_in] += 1
-            late[arrived_in] += latency_s > settings.ttft_slo_s
+            counts[arrived_in] += weight
+            late[arrived_in] += weight * (latency_s > settings.ttft_slo_s)
         side, decoded, late_decoded = None, 0.0, 0.0
         if itl.seen_s:
             worst_s = max(itl.seen_s + production.itl_late.seen_s)
@@ -165,12 +163,12 @@ class Guards:
         return Served(
             requests=ttft.total,
             misses=misses,
-            granted=ttft.weight * counts[False],
-            granted_misses=ttft.weight * late[False],
+            granted=counts[False],
+            granted_misses=late[False],
             granted_beats=decoded * (side is False),
             granted_late_beats=late_decoded * (side is False),
-            withheld=ttft.weight * counts[True],
-            withheld_misses=ttft.weight * late[True],
+            withheld=counts[True],
+            withheld_misses=late[True],
             withheld_beats=decoded * (side is True),
             withheld_late_beats=late_decoded * (side is True),
         )

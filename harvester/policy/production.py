@@ -26,17 +26,31 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
     total: float = 0.0
     """Count of new samples, including those beyond a pulse's capacity."""
 
+    weights: tuple[float, ...] = ()
+    """New samples that each seen one stands for; empty: each for as many."""
+
     def __add__(self, other: "Latencies") -> "Latencies":
-        return Latencies(seen_s=self.seen_s + other.seen_s, total=self.total + other.total)
+        if not (self.seen_s and other.seen_s):
+            return self if self.seen_s else other
+        return Latencies(
+            seen_s=self.seen_s + other.seen_s,
+            total=self.total + other.total,
+            weights=tuple(weight for _, weight in (*self.weighed, *other.weighed)),
+        )
 
     @property
-    def weight(self) -> float:
-        """New samples that each seen one stands for."""
-        return self.total / len(self.seen_s) if self.seen_s else 0.0
+    def weighed(self) -> Iterable[tuple[float, float]]:
+        """Each seen sample, and the number of new ones that it stands for."""
+        if self.weights:
+            return zip(self.seen_s, self.weights, strict=True)
+        return [(seen_s, self.total / len(self.seen_s)) for seen_s in self.seen_s]
 
     def above(self, slo_s: float) -> "Latencies":
-        late_s = tuple([x for x in self.seen_s if x > slo_s])
-        return Latencies(seen_s=late_s, total=self.weight * len(late_s)) if late_s else NO_LATENCIES
+        late = [(x, weight) for x, weight in self.weighed if x > slo_s]
+        if not late:
+            return NO_LATENCIES
+        late_s, weights = zip(*late, strict=True)
+        return Latencies(seen_s=late_s, total=sum(weights), weights=weights)
 
 
 NO_LATENCIES = Latencies()
@@ -260,13 +274,11 @@ def _latencies(
     went_on: Mapping[str, tuple[PulseMemory, Pulse]], recent: str, total: str
 ) -> Latencies:
     """New samples of the field `recent`, of which `total` counts all."""
-    seen_s: list[float] = []
-    new_total = 0
+    found = NO_LATENCIES
     for before, pulse in went_on.values():
         if new := getattr(pulse, total) - getattr(before, total):
-            seen_s += getattr(pulse, recent)[-new:]
-            new_total += new
-    return Latencies(seen_s=tuple(seen_s), total=new_total) if new_total else NO_LATENCIES
+            found += Latencies(seen_s=getattr(pulse, recent)[-new:], total=new)
+    return found
 
 
 def _busy_s(went_on: Iterable[tuple[PulseMemory, Pulse]]) -> float:

@@ -76,9 +76,9 @@ class EngineCore(msgspec.Struct, frozen=True, kw_only=True):
     told_ns: int = 0
     """With several API servers each step's statistics go to only one of them."""
     kv_usage_ratio: Amount = 0.0
-    running: int = 0
+    running: Count = 0
     """Requests in its batch, from every API server and entry point."""
-    waiting: int = 0
+    waiting: Count = 0
     """Requests queued for the batch."""
 
 
@@ -87,12 +87,12 @@ class PulseHead(Record, frozen=True, kw_only=True):
 
     KIND: ClassVar[int] = 1
 
-    in_flight: int = 0
+    in_flight: Count = 0
     """Requests between the end of their body and their last byte, and open WebSockets, as the
     middleware counts them."""
-    waiting: int = 0
+    waiting: Count = 0
     """Requests without a first token yet."""
-    decoding: int = 0
+    decoding: Count = 0
     """Requests that have a first token and no last one yet."""
     oldest_waiting_arrival_ns: int = 0
     largest_waiting_prompt_tokens: int = 0
@@ -117,7 +117,7 @@ class PulseHead(Record, frozen=True, kw_only=True):
 class Pulse(PulseHead, frozen=True, kw_only=True):
     """One production engine as one of its API-server processes sees it. Written while idle too."""
 
-    running: int = 0
+    running: Count = 0
     """Requests in the engine's running batch."""
     steps_total: int = 0
     busy_s_total: Amount = 0.0
@@ -136,7 +136,7 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     """Steps behind `model`; below the agent's minimum the slot is still learning."""
     prefill_calibration: Calibration = Calibration()
     decode_calibration: Calibration = Calibration()
-    processes: int = 0
+    processes: Count = 0
     """API servers of this engine, each with its own pulse; 0 if unknown."""
     shape: str = ""
     """Model, parallelism and accelerator, as the engine says: step times learned on another shape
@@ -152,12 +152,12 @@ class Pulse(PulseHead, frozen=True, kw_only=True):
     if unknown."""
     unfit: str = ""
     """Why no guest may run beside an engine that is deployed like this one, and the remedy."""
-    unanswered_s_recent: tuple[float, ...] = ()
+    unanswered_s_recent: tuple[Finite, ...] = ()
     """Waits of requests that ended without a first token (given up, or failed); at most 32."""
     unanswered_total: int = 0
-    itl_slo_s: float = 0.0
+    itl_slo_s: Amount = 0.0
     """The grant's, above which a time between tokens counts as late; 0 if none was read."""
-    itl_late_s_recent: tuple[float, ...] = ()
+    itl_late_s_recent: tuple[Finite, ...] = ()
     """Newest last, at most 8; each is of another request or step."""
     itl_late_total: int = 0
 

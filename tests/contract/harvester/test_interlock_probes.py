@@ -194,6 +194,11 @@ async def asked(body: str | bytes, kind: Any, status: int = 200) -> Any:
         return probe.reading
 
 
+async def test_a_page_on_which_the_parser_fails_is_a_fault() -> None:
+    reading = await asked('DCGM_FI_DEV_GPU_TEMP{,\u2028=""}\n', "dcgm")
+    assert "index out of range" in reading.fault
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -59,3 +59,8 @@ def test_a_pipe_or_a_folder_drains_and_holds_no_beat_up(
 ) -> None:
     make(kill)
     assert read_kill_switch(kill) is KillSwitch.DRAIN
+
+
+def test_a_link_to_nowhere_drains(kill: Path) -> None:
+    kill.symlink_to("/nonexistent/kill")
+    assert read_kill_switch(kill) is KillSwitch.DRAIN

@@ -559,7 +559,7 @@ def test_counts_the_requests_that_met_steps_of_the_guest(stage: Stage) -> None:
         stage.metric("harvester_guest_steps_met_bucket", slot=SLOT, le=edge)
         for edge in ("0.0", "1.0", "2.0", "+Inf")
     ]
-    assert within == [1_002, 1_004, 1_005, 1_005], "a page that claims more is not believed"
+    assert within == [202, 204, 205, 205], "a page that claims more is not believed"
 
 
 def test_says_which_slots_are_silent(stage: Stage) -> None:

@@ -48,7 +48,9 @@ def config(tmp_path: Path) -> AgentConfig:
 
 
 @pytest.fixture
-def node(config: AgentConfig) -> Iterator[NodeAgent]:
+def node(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgent]:
+    """Takes as long as a slow disk does to close and open what a reload asks for."""
+    monkeypatch.setattr("harvester.agent.node._OPENING_S", 60.0)
     node = NodeAgent(config, clock=MonotonicClock(), version="1")
     node.beat()
     yield node

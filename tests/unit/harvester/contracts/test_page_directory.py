@@ -214,7 +214,7 @@ def test_the_head_of_a_pulse_is_the_pulse_as_far_as_a_gate_asks(tmp_path: Path) 
 
 
 def test_the_fullest_pulse_fits_into_a_page(tmp_path: Path) -> None:
-    most, second = 2**63, 1.2345678901234567
+    most, second = 2**62 - 1, 1.2345678901234567
     pulse = Pulse(
         **dict.fromkeys(
             ("in_flight", "waiting", "running", "decoding", "oldest_waiting_arrival_ns"), most

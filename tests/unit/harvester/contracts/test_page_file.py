@@ -1,8 +1,10 @@
 """One page between a writer and a reader, in real files."""
 
+import math
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "pulse.prod.0"
 
 
-def written(path: Path, **fields: int) -> PageWriter[Pulse]:
+def written(path: Path, **fields: Any) -> PageWriter[Pulse]:
     writer = PageWriter(path, Pulse)
     writer.write(Pulse(**fields), now_ns=NOW_NS, ttl_ns=TTL_NS)
     return writer
@@ -59,6 +61,21 @@ def test_a_record_is_decoded_once_and_believed_until_it_expires(path: Path) -> N
     assert read(reader, now_ns=NOW_NS + TTL_NS - 1).record is first.record
     assert read(reader, now_ns=NOW_NS + TTL_NS).fault is PageFault.EXPIRED
     assert read(reader, now_ns=NOW_NS - 2_000_000_000).fault is PageFault.CLOCK
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"itl_slo_s": math.nan},
+        {"itl_late_s_recent": (math.inf,), "itl_late_total": 1},
+        {"unanswered_s_recent": (math.nan,), "unanswered_total": 1},
+        {"in_flight": -1},
+        {"running": -1},
+    ],
+)
+def test_a_number_outside_its_range_is_a_torn_page(path: Path, fields: dict[str, Any]) -> None:
+    written(path, **fields)
+    assert read(PageReader(path, Pulse)).fault is PageFault.TORN
 
 
 def test_no_file_is_missing_until_there_is_one(path: Path) -> None:

@@ -87,3 +87,23 @@ def test_requests_without_a_first_token_are_never_fewer_than_none() -> None:
     assert found is not None
     assert found.unanswered == 0.0
     assert found.ttft.total == pytest.approx(58)
+
+
+def test_each_pulse_s_samples_stand_for_its_own_requests() -> None:
+    """A page holds 32 latencies: those of a busy pulse stand for more than an idle one's."""
+    watch = ProductionWatch(SlotSettings())
+    late = []
+    for totals, latencies in (
+        ((0, 0), (0.1, 0.1)),
+        ((500, 40), (0.9, 0.1)),
+        ((1000, 80), (0.1, 0.9)),
+    ):
+        readings = tuple(
+            PulseReading(
+                name=f"pulse.a.{place}",
+                record=pulse(samples_total=total, ttft_s_recent=(latency_s,) * 32),
+            )
+            for place, (total, latency_s) in enumerate(zip(totals, latencies, strict=True))
+        )
+        late.append(watch.observe(readings, now=100.0).ttft.above(0.25).total)
+    assert late == pytest.approx([0.0, 500.0, 40.0])
