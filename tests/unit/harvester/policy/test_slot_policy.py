@@ -708,7 +708,7 @@ def leased_for_moments(scene: Any, number: int) -> None:
 
 
 @pytest.mark.parametrize("disturb", [silent, starved, stopping, leased_for_moments])
-def test_what_a_guest_or_its_job_can_do_hides_no_slice_from_the_proof(
+def test_no_act_of_a_guest_or_its_job_hides_a_slice_from_the_proof(
     make_scene: Any, disturb: Callable[[Any, int], None]
 ) -> None:
     scene = make_scene(proof=ProofSettings())
