@@ -29,6 +29,8 @@ _BLOCKED_S = 0.05
 _CONNECTIONS_MAX = 2
 _AGENT_MB = 256.0
 """`MemoryMax` of the shipped unit."""
+_UNDECIDED = "agent starts", "agent stopped"
+"""Reasons of closed grants that are no decision: the first and the last one of an agent."""
 _KILL_S = 5.0
 """A guest is gone so soon after the decision to end it."""
 
@@ -141,8 +143,8 @@ def _records(evidence: Evidence, verdict: ScenarioVerdict) -> None:
     for seen in evidence.grants:
         if seen.grant.mode is GrantMode.CLOSED and not evidence.recording:
             continue
-        if seen.grant.reason == "agent stopped":
-            continue  # The last one, of an agent that decides no more.
+        if seen.grant.mode is GrantMode.CLOSED and seen.grant.reason in _UNDECIDED:
+            continue
         at = bisect_right(times.get(seen.slot, []), seen.stamp_s) - 1
         effects = evidence.decisions[seen.slot][at].effects if at >= 0 else ()
         if not any(effect.get("grant") == plain(seen.grant) for effect in effects):
