@@ -229,7 +229,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         if published.is_full:
             self._warm_up()
         if self._announcer is not None:
-            self._announcer.announce(published.version)
+            self._announcer.announce(published.version, published.state_hash)
         if self._skips is not None:
             self._skips.published(published.version)
         if self._lead is not None:

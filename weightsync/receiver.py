@@ -104,6 +104,8 @@ class Receiver:
         self._spool_dir = spool_dir
         self._parts: tuple[VersionRef, HeldParts] | None = None
         self._written: _Written | None = None
+        self._hashes: dict[WeightVersion, str | None] = {}
+        """State hash of every version that was written here, as its store gave it."""
         self._stamps: dict[WeightVersion, str] = {}
         """Stamp of every version that was written here; empty for ours, and where none is seen."""
         self.reapplied = 0
@@ -162,6 +164,8 @@ class Receiver:
         latest = self._store.latest()
         self._present = self._store.refs()
         self._look_ahead(current, target)
+        if current == target:
+            self._steps.pop(VersionRef(Kind.WEIGHT, target), None)
         if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
             # The trainer began anew, or the run that wrote the held version is unknown here.
             self._steps.clear()
@@ -197,8 +201,11 @@ class Receiver:
             here = (ref for ref in self._present if ref.version == target)
             ref = max(here, key=lambda ref: ref.kind, default=VersionRef(Kind.WEIGHT, target))
             step = self.step(ref)
-            if (step.manifest if step else self._store.manifest(ref)).block is not None:
-                return bool(known)
+            manifest = step.manifest if step else self._store.manifest(ref)
+            if manifest.block is not None:
+                # Of a later version the deltas tell, since they lead to another state.
+                written = self._hashes.get(version) if version == target else None
+                return bool(known) or (written or manifest.state_hash) != manifest.state_hash
         try:
             found = self._store.manifest(VersionRef(Kind.WEIGHT, version))
         except Stale:
@@ -314,7 +321,9 @@ class Receiver:
     def wrote_steps(self, staged: Staged) -> None:
         """Remember which run of a trainer the written versions are of. A staged one that is never
         written says nothing of what is held."""
-        self._stamps |= {step.ref.version: step.manifest.stamp for step in staged.plan.steps}
+        for step in staged.plan.steps:
+            self._stamps[step.ref.version] = step.manifest.stamp
+            self._hashes[step.ref.version] = step.manifest.state_hash
 
     def prepare(
         self,

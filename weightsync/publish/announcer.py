@@ -57,11 +57,11 @@ class Announcer:
         self._announced = threading.Event()
         self._announced.set()
 
-    def announce(self, version: WeightVersion) -> None:
+    def announce(self, version: WeightVersion, state_hash: str) -> None:
         self._newest = version
         self._announced.clear()
         self.faults = dict.fromkeys(self._jobs, _NO_ANSWER)
-        self._loop.call(self._begin, version)
+        self._loop.call(self._begin, version, state_hash)
 
     def wait(self, timeout_s: float) -> AnnounceState:
         """The newest version's state once every gateway has it or refuses it, or after this
@@ -74,14 +74,15 @@ class Announcer:
             _LOG.warning("the last version is not announced: %s", why)
         self._loop.close()
 
-    def _begin(self, version: WeightVersion) -> None:
+    def _begin(self, version: WeightVersion, state_hash: str) -> None:
         if self._task is not None:
             self._task.cancel()
             self.faults = dict.fromkeys(self._jobs, _NO_ANSWER)
-        self._task = asyncio.ensure_future(self._tell_all(version))
+        self._task = asyncio.ensure_future(self._tell_all(version, state_hash))
 
-    async def _tell_all(self, version: WeightVersion) -> None:
-        body = msgspec.json.encode(PublishedVersion(version=version, store=self._store))
+    async def _tell_all(self, version: WeightVersion, state_hash: str) -> None:
+        told = PublishedVersion(version=version, store=self._store, state_hash=state_hash)
+        body = msgspec.json.encode(told)
         async with aiohttp.ClientSession() as session:
             states = await asyncio.gather(*(self._tell(session, url, body) for url in self._jobs))
         worst = (AnnounceState.PENDING, AnnounceState.NOT_ACTIVE, AnnounceState.SERVED)

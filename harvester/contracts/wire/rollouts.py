@@ -248,6 +248,8 @@ PublishedNumber: TypeAlias = Annotated[WeightVersion, msgspec.Meta(ge=1, le=(1 <
 class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: PublishedNumber
     store: str
+    state_hash: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    """Of the version's weights, where the publisher knows it: tells two runs of one store apart."""
     cut_open_turns: bool = False
     """End turns that are pinned to exactly the version before, with partial output, instead of
     waiting for them. Turns whose pin admits the new version go on at it either way."""

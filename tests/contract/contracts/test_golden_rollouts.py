@@ -62,7 +62,7 @@ GOLDEN: list[tuple[msgspec.Struct, bytes]] = [
     ),
     (
         PublishedVersion(version=WeightVersion(5), store="/store/job"),
-        b'{"version":5,"store":"/store/job","cut_open_turns":false}',
+        b'{"version":5,"store":"/store/job","state_hash":"","cut_open_turns":false}',
     ),
     (
         VersionSwitched(

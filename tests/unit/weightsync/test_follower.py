@@ -20,6 +20,7 @@ from weightsync.layout.apply_journal import Applying, Held, Record, read_record
 from weightsync.publisher import Published, Publisher
 from weightsync.receive import kept_directory
 from weightsync.receive.checkpoint import Checkpoint
+from weightsync.receive.target import TensorTarget
 from weightsync.receiver import Receiver
 
 State = dict[str, torch.Tensor]
@@ -113,6 +114,27 @@ def test_a_store_that_began_anew_is_taken_from_its_full_version(
         with following(tmp_path / "other", tmp_path / "held") as follows:
             follows.pull(WeightVersion(version))
             assert same(loaded(tmp_path / "held"), states[8 + version])
+
+
+def test_another_run_s_version_of_the_same_number_is_not_held(
+    published: Store, states: tuple[State, ...], same: Same, tmp_path: Path
+) -> None:
+    store, done = published
+    blank = {name: torch.zeros_like(tensor) for name, tensor in states[-1].items()}
+    receiver, target = Receiver(store), TensorTarget(blank)
+    with following(store, tmp_path / "held") as follows:
+        follows.pull(EIGHT)
+        receiver.sync(None, EIGHT, target)
+        shutil.rmtree(store)
+        with Publisher(store) as publisher:
+            for state in reversed(states[: len(done)]):
+                last = publisher.publish(state)
+        assert last.version == EIGHT
+        assert follows.pull().from_full
+        assert receiver.sync(EIGHT, EIGHT, target).from_full
+        assert follows.pull().bytes_read == 0
+    assert same(loaded(tmp_path / "held"), states[0])
+    assert same(blank, states[0])
 
 
 def test_a_new_layout_makes_new_files(

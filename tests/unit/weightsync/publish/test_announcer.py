@@ -17,9 +17,9 @@ async def test_an_answer_about_an_older_version_confirms_no_newer_one(monkeypatc
     monkeypatch.setattr(announcer, "_tell", served)
     monkeypatch.setattr(announcer._loop, "call", lambda *_: None)
     for version in (1, 2):
-        announcer.announce(WeightVersion(version))
-    await announcer._tell_all(WeightVersion(1))
+        announcer.announce(WeightVersion(version), "hash")
+    await announcer._tell_all(WeightVersion(1), "hash")
     assert announcer.wait(0.0) is AnnounceState.PENDING
-    await announcer._tell_all(WeightVersion(2))
+    await announcer._tell_all(WeightVersion(2), "hash")
     assert announcer.wait(0.0) is AnnounceState.SERVED
     announcer.close(0.0)
