@@ -19,7 +19,7 @@ from harvester.contracts.ids import JobId
 from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
-from scheduler.rollmux.control.socket_control import answered
+from scheduler.rollmux.control.socket_transport import answered
 from scheduler.rollmux.permits.leased_tail import Switches
 
 ANSWER_S: Final = 2.0

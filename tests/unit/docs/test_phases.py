@@ -91,6 +91,6 @@ def test_the_examples_parse_and_declare_a_job_that_there_can_be(repository: Path
     names: dict[str, Any] = {}
     for code in (planned, pinned):
         compile(code, PAGE, "exec")
-        exec(code.partition("phases = PhaseControl")[0], names)
+        exec(code.partition("phases = PhaseClient")[0], names)
     assert spec_fault(names["job"]) == ""
     assert {phase.kind for phase in names["terms"].phases} == {"rollout", "training"}

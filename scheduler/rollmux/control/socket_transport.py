@@ -47,8 +47,8 @@ def socket_path(path: Path) -> Path:
     return path
 
 
-class SocketControl:
-    """A transport. A connection for each call: calls are rare, and come from several threads."""
+class SocketTransport:
+    """Transport over the control's Unix socket; opens a connection for each call."""
 
     def __init__(
         self, path: Path, *, token_file: Path | None = None, answer_s: float = _ANSWER_S

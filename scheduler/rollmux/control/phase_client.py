@@ -1,6 +1,6 @@
 """Phases in a job's code: they run when their nodes are free, and start warm.
 
-    phases = PhaseControl(SocketControl(Path("/run/phases/phases.sock")), terms)
+    phases = PhaseClient(SocketTransport(Path("/run/phases/phases.sock")), terms)
     phases.resident(PhaseKind.TRAINING, on_resume=load, on_release=offload)
 
     @phases.phase("rollout")
@@ -83,8 +83,8 @@ class _Resident:
     stays_loaded: bool
 
 
-class PhaseControl:
-    """One job's process. Phases of one job run one after the other."""
+class PhaseClient:
+    """A job's side of the phase control. One phase of a job runs at a time."""
 
     def __init__(
         self,
@@ -354,26 +354,26 @@ def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Reg
     return Register(terms=msgspec.structs.replace(terms, phases=phases))
 
 
-_CURRENT: ContextVar[PhaseControl] = ContextVar("phase_control")
+_CURRENT: ContextVar[PhaseClient] = ContextVar("phase_client")
 
 
-def install(control: PhaseControl) -> None:
-    """The control that `phase` of this module uses from here on."""
-    _CURRENT.set(control)
+def install(client: PhaseClient) -> None:
+    """The client that `phase` of this module uses from here on."""
+    _CURRENT.set(client)
 
 
 def phase(kind: PhaseKind | str) -> Phase:
-    """A phase of the control installed at entry, not at declaration.
+    """A phase of the client installed at entry, not at declaration.
 
-    Raises ConfigError on entry without an installed control.
+    Raises ConfigError on entry without an installed client.
     """
     return Phase(_installed, PhaseKind(kind))
 
 
-def _installed() -> PhaseControl:
-    control = _CURRENT.get(None)
-    if control is None:
+def _installed() -> PhaseClient:
+    client = _CURRENT.get(None)
+    if client is None:
         raise ConfigError(
-            "no phase control is installed: call scheduler.rollmux.control.control.install"
+            "no phase client is installed: call scheduler.rollmux.control.phase_client.install"
         )
-    return control
+    return client

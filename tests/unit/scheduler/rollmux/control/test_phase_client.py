@@ -17,10 +17,10 @@ from harvester.contracts.ids import Epoch, JobId
 from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
-from scheduler.rollmux.control.control import PhaseControl, install, phase
 from scheduler.rollmux.control.loaded_states import LoadedStates
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.phase_client import PhaseClient, install, phase
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import (
     Accepted,
     ControlUnreachable,
@@ -54,7 +54,7 @@ def embedded() -> Iterator[EmbeddedControl]:
 
 
 def test_a_phase_is_a_context_manager_and_a_decorator(embedded: EmbeddedControl) -> None:
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
 
     @phases.phase("training")
     def train(batch: list[int]) -> int:
@@ -76,7 +76,7 @@ def test_the_installed_control_is_found_when_a_phase_is_entered(
 
     with pytest.raises(ConfigError, match="install"):
         roll_out()
-    install(PhaseControl(embedded, terms("a")))
+    install(PhaseClient(embedded, terms("a")))
     assert roll_out() == "done"
 
 
@@ -84,7 +84,7 @@ def test_a_job_without_a_control_says_that_it_waits_and_for_what(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     with pytest.raises(Exhausted, match="no phase control"):
-        PhaseControl(SocketControl(tmp_path / "none.sock"), terms("a"), timeout_s=0.2)
+        PhaseClient(SocketTransport(tmp_path / "none.sock"), terms("a"), timeout_s=0.2)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("job a waits for a phase control: no phase control at")
     assert line.endswith("none.sock: No such file or directory")
@@ -110,7 +110,7 @@ def test_a_job_that_cannot_report_a_phase_s_end_says_that_it_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     control = Leaving()
-    with PhaseControl(control, terms("a")).phase("rollout"):
+    with PhaseClient(control, terms("a")).phase("rollout"):
         assert not caplog.records
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "job a waits for a phase control: no phase control here"
@@ -122,12 +122,12 @@ def test_terms_without_a_number_for_a_bound_are_refused_before_they_are_sent(
     tmp_path: Path, max_s: float
 ) -> None:
     with pytest.raises(ConfigError, match="max_s is a number above 0"):
-        PhaseControl(SocketControl(tmp_path / "none.sock"), terms("a", max_s=max_s))
+        PhaseClient(SocketTransport(tmp_path / "none.sock"), terms("a", max_s=max_s))
 
 
 @pytest.mark.parametrize("ratio", [math.nan, math.inf, 2.0, -1.0])
 def test_a_progress_that_is_no_share_is_refused(embedded: EmbeddedControl, ratio: float) -> None:
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
     with phases.phase("rollout") as permit:
         with pytest.raises(ConfigError, match="a share from 0 to 1"):
             permit.progress(ratio)
@@ -144,7 +144,7 @@ def test_two_jobs_are_never_on_one_node_and_their_phases_overlap_across_pools(
     order = {"a": (ROLLOUT, TRAINING), "b": (TRAINING, ROLLOUT)}
 
     def alternate(job: str) -> None:
-        phases = PhaseControl(embedded, terms(job), timeout_s=LONG_S)
+        phases = PhaseClient(embedded, terms(job), timeout_s=LONG_S)
         for _ in range(5):
             for kind in order[job]:
                 with phases.phase(kind):
@@ -169,8 +169,8 @@ def test_state_is_loaded_after_the_permit_and_offloaded_before_the_nodes_are_giv
     embedded: EmbeddedControl,
 ) -> None:
     said: list[str] = []
-    phases = PhaseControl(embedded, terms("a"))
-    other = PhaseControl(embedded, terms("b"), timeout_s=0.0)
+    phases = PhaseClient(embedded, terms("a"))
+    other = PhaseClient(embedded, terms("b"), timeout_s=0.0)
 
     def on_release() -> None:
         said.append("offloaded")
@@ -196,7 +196,7 @@ def test_a_state_stays_loaded_until_another_job_is_to_start_there(
     embedded: EmbeddedControl,
 ) -> None:
     said: list[str] = []
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
     phases.resident(
         ROLLOUT,
         on_resume=lambda _cold: said.append("loaded"),
@@ -206,7 +206,7 @@ def test_a_state_stays_loaded_until_another_job_is_to_start_there(
         with phases.phase(ROLLOUT):
             said.append("runs")
     assert said == ["loaded", "runs", "runs"]
-    other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+    other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
     with phases.phase(TRAINING), other.phase(ROLLOUT):
         said.append("other runs")
     with phases.phase(ROLLOUT):
@@ -218,7 +218,7 @@ def test_a_job_between_two_phases_takes_its_state_off_for_another(
     embedded: EmbeddedControl,
 ) -> None:
     said: list[str] = []
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
 
     def on_release() -> None:
         said.append("leaves")
@@ -228,21 +228,21 @@ def test_a_job_between_two_phases_takes_its_state_off_for_another(
     phases.resident(ROLLOUT, on_release=on_release)
     with phases.phase(ROLLOUT):
         pass
-    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
         said.append("other runs")
     assert said == ["leaves", "left", "other runs"]
 
 
 def test_a_job_that_waits_itself_takes_its_state_off_for_another(embedded: EmbeddedControl) -> None:
     said: list[str] = []
-    phases = PhaseControl(embedded, terms("a"), timeout_s=LONG_S)
+    phases = PhaseClient(embedded, terms("a"), timeout_s=LONG_S)
     phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
     with phases.phase(ROLLOUT):
         pass
-    trains = PhaseControl(embedded, terms("b", rollout="r1"))
+    trains = PhaseClient(embedded, terms("b", rollout="r1"))
     with trains.phase(ROLLOUT):
         pass
-    other = PhaseControl(embedded, terms("c", training="t1"), timeout_s=LONG_S)
+    other = PhaseClient(embedded, terms("c", training="t1"), timeout_s=LONG_S)
     with trains.phase(TRAINING):
         waiting = threading.Thread(target=lambda: phases.end(phases.begin(TRAINING)))
         waiting.start()
@@ -256,7 +256,7 @@ def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
     embedded: EmbeddedControl,
 ) -> None:
     said: list[str] = []
-    phases = PhaseControl(embedded, terms("a", rollout="n0", training="n0"))
+    phases = PhaseClient(embedded, terms("a", rollout="n0", training="n0"))
     for kind in (ROLLOUT, TRAINING):
         phases.resident(
             kind,
@@ -274,21 +274,21 @@ def test_a_phase_without_hooks_takes_the_job_s_other_states_off_its_nodes(
     embedded: EmbeddedControl,
 ) -> None:
     said: list[str] = []
-    phases = PhaseControl(embedded, terms("a", rollout="n0", training="n0"))
+    phases = PhaseClient(embedded, terms("a", rollout="n0", training="n0"))
     phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
     with phases.phase(ROLLOUT):
         pass
     with phases.phase(TRAINING):
         said.append("trains")
-    with PhaseControl(embedded, terms("b", rollout="n0"), timeout_s=LONG_S).phase(ROLLOUT):
+    with PhaseClient(embedded, terms("b", rollout="n0"), timeout_s=LONG_S).phase(ROLLOUT):
         said.append("other runs")
     assert said == ["offloaded", "trains", "other runs"]
 
 
 def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes() -> None:
     with EmbeddedControl(PATIENT) as embedded:
-        phases = PhaseControl(embedded, terms("a", rollout="n0 n1", training="n0"))
-        other = PhaseControl(embedded, terms("b", rollout="n1"), timeout_s=LONG_S)
+        phases = PhaseClient(embedded, terms("a", rollout="n0 n1", training="n0"))
+        other = PhaseClient(embedded, terms("b", rollout="n1"), timeout_s=LONG_S)
         for kind in (ROLLOUT, TRAINING):
             phases.resident(kind)
         with phases.phase(ROLLOUT):
@@ -299,11 +299,11 @@ def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes()
 
 def test_a_job_reports_nodes_where_its_process_before_has_left_a_state() -> None:
     with EmbeddedControl(PATIENT) as embedded, ThreadPoolExecutor(1) as pool:
-        phases = PhaseControl(embedded, terms("a"))
+        phases = PhaseClient(embedded, terms("a"))
         dead = Enter(job=JobId("a"), kind=TRAINING, holder="dead")
         assert isinstance(embedded.call(dead), Granted)
         embedded.call(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
-        other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+        other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
         phases.resident(ROLLOUT)
         with phases.phase(ROLLOUT):
             waiting = pool.submit(other.begin, TRAINING)
@@ -325,12 +325,12 @@ def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None
 
 @pytest.mark.parametrize("hook", ["on_resume", "on_release"])
 def test_a_hook_that_fails_gives_the_nodes_back(embedded: EmbeddedControl, hook: str) -> None:
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
     broken: Callable[..., None] = _breaks
     phases.resident(ROLLOUT, stays_loaded=False, **{hook: broken})
     with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
         pass
-    other = PhaseControl(embedded, terms("b"), timeout_s=LONG_S)
+    other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
     with other.phase(ROLLOUT) as permit:
         assert permit.nodes == nodes("r0")
 
@@ -342,17 +342,17 @@ def _breaks(*_: Any) -> None:
 def test_an_error_in_a_phase_fails_the_job_and_frees_its_nodes(
     embedded: EmbeddedControl,
 ) -> None:
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
     with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
         raise ZeroDivisionError
-    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
         pass
     with phases.phase(ROLLOUT):
         pass
 
 
 def test_phases_of_one_job_do_not_nest(embedded: EmbeddedControl) -> None:
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
     with phases.phase(ROLLOUT), pytest.raises(ConfigError, match="must end"):
         phases.begin(TRAINING)
 
@@ -362,15 +362,15 @@ def test_a_phase_that_the_terms_do_not_name_is_an_error_and_no_wait(
 ) -> None:
     only = JobTerms(job=JobId("a"), phases=terms("a").phases[:1])
     with pytest.raises(ConfigError, match="no training phase"):
-        PhaseControl(embedded, only).begin(TRAINING)
+        PhaseClient(embedded, only).begin(TRAINING)
     with pytest.raises(ConfigError, match="tail_ratio"):
-        PhaseControl(embedded, terms("b", tail_ratio=2.0))
+        PhaseClient(embedded, terms("b", tail_ratio=2.0))
 
 
 def test_a_holder_is_kept_by_its_beats_for_many_leases() -> None:
     with EmbeddedControl(QUICK) as embedded:
-        phases = PhaseControl(embedded, terms("a"))
-        other = PhaseControl(embedded, terms("b"), timeout_s=4 * QUICK.lease_s)
+        phases = PhaseClient(embedded, terms("a"))
+        other = PhaseClient(embedded, terms("b"), timeout_s=4 * QUICK.lease_s)
         with phases.phase(ROLLOUT), pytest.raises(Exhausted, match="1 jobs"):
             other.begin(ROLLOUT)
 
@@ -378,8 +378,8 @@ def test_a_holder_is_kept_by_its_beats_for_many_leases() -> None:
 def test_a_tail_makes_room_on_request_and_the_other_job_starts_beside_it(
     embedded: EmbeddedControl,
 ) -> None:
-    phases = PhaseControl(embedded, terms("a", rollout="r0 r1", tail_ratio=0.8))
-    other = PhaseControl(embedded, terms("b", rollout="r1"), timeout_s=LONG_S)
+    phases = PhaseClient(embedded, terms("a", rollout="r0 r1", tail_ratio=0.8))
+    other = PhaseClient(embedded, terms("b", rollout="r1"), timeout_s=LONG_S)
     with ThreadPoolExecutor(1) as pool, phases.phase(ROLLOUT) as permit:
         started = pool.submit(other.begin, ROLLOUT)
         permit.progress(0.9)
@@ -482,7 +482,7 @@ def test_a_holder_stops_before_its_lease_ends_although_its_beat_has_not_failed_y
 
 def test_a_phase_that_ends_after_its_lease_leaves_no_state_loaded() -> None:
     clock, transport, released = VirtualClock(), Hanging(), list[str]()
-    phases = PhaseControl(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    phases = PhaseClient(transport, terms("a"), clock=clock, timeout_s=LONG_S)
     phases.resident(ROLLOUT, on_release=lambda: released.append("rollout"))
     permit = phases.begin(ROLLOUT)
     clock.now_s += QUICK.lease_s
@@ -529,7 +529,7 @@ class Slow(Scripted):
 def test_a_grant_that_comes_late_is_asked_for_again_for_a_whole_lease() -> None:
     clock = VirtualClock()
     transport = Slow(clock)
-    phases = PhaseControl(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    phases = PhaseClient(transport, terms("a"), clock=clock, timeout_s=LONG_S)
     permit = phases.begin(ROLLOUT)
     clock.now_s += 0.8 * QUICK.lease_s
     permit.check()
@@ -609,7 +609,7 @@ class Fencing(Scripted):
 @pytest.mark.parametrize("failed", ["", "no more data"])
 def test_a_job_whose_permit_was_lost_unseen_leaves_no_state_loaded(failed: str) -> None:
     released: list[str] = []
-    phases = PhaseControl(Fencing(), terms("a"), timeout_s=LONG_S)
+    phases = PhaseClient(Fencing(), terms("a"), timeout_s=LONG_S)
     for kind in (TRAINING, ROLLOUT):
         phases.resident(kind, on_release=lambda kind=kind: released.append(kind))
     with phases.phase(TRAINING):
@@ -640,7 +640,7 @@ def test_a_task_cancelled_while_it_enters_gives_its_permit_back_before_it_ends(
     embedded: EmbeddedControl, times: int
 ) -> None:
     transport = Held(embedded)
-    phases = PhaseControl(transport, terms("a"))
+    phases = PhaseClient(transport, terms("a"))
 
     async def roll_out() -> None:
         async with phases.phase(ROLLOUT):
@@ -658,7 +658,7 @@ def test_a_task_cancelled_while_it_enters_gives_its_permit_back_before_it_ends(
         assert embedded.jobs()[0].stage is PermitStage.APART
 
     asyncio.run(cancelled())
-    with PhaseControl(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
         pass
     with phases.phase(ROLLOUT):
         pass
@@ -668,7 +668,7 @@ def test_a_task_cancelled_while_it_enters_gives_its_permit_back_before_it_ends(
 def test_a_task_cancelled_while_it_loads_or_leaves_gives_its_permit_back_before_it_ends(
     embedded: EmbeddedControl, times: int
 ) -> None:
-    phases = PhaseControl(embedded, terms("a"))
+    phases = PhaseClient(embedded, terms("a"))
     busy, goes_on = threading.Event(), threading.Event()
 
     def work(*_: object) -> None:
@@ -702,7 +702,7 @@ def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
     embedded: EmbeddedControl,
 ) -> None:
     transport, cancelled = Held(embedded), threading.Event()
-    phases = PhaseControl(transport, terms("a"))
+    phases = PhaseClient(transport, terms("a"))
     with ThreadPoolExecutor(1) as pool:
         beginning = pool.submit(phases.begin, ROLLOUT, cancelled=cancelled)
         assert transport.taken.wait(LONG_S)
@@ -723,6 +723,6 @@ class Gone(Scripted):
 
 
 def test_an_error_leaves_the_phase_also_while_there_is_no_control() -> None:
-    phases = PhaseControl(Gone(), terms("a"), timeout_s=LONG_S)
+    phases = PhaseClient(Gone(), terms("a"), timeout_s=LONG_S)
     with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
         raise ZeroDivisionError
