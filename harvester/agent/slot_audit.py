@@ -89,7 +89,7 @@ class SlotAudit:
                 self._note_processes(record.processes, now)
         elif self._guest is not None:
             stopped = record is not None
-            away = policy.guest.away(now=now) and not sample.guest.lives_below
+            away = policy.guest.away(now=now) and not sample.guest.runs_below_production
             if stopped or away:
                 reason = "stopped on purpose" if stopped else f"its page is {sample.guest.fault}"
                 self._end_guest(reason, now)

@@ -76,13 +76,13 @@ class AgentClient:
 
     async def offers(self) -> SlotOffers:
         """Without slots that cannot be decoded: one costs the others nothing."""
-        said = await self._call("GET", "/v1/slots", None, _OFFERS)
+        reply = await self._call("GET", "/v1/slots", None, _OFFERS)
         slots, stops, faults = [], [], []
-        for raw in said.stops:
+        for raw in reply.stops:
             # A later agent's kind of order is for its slots' own reports.
             with suppress(*UNDECODABLE):
                 stops.append(_STOP.decode(raw))
-        for raw in said.slots:
+        for raw in reply.slots:
             try:
                 offer = _OFFER.decode(raw)
                 slots.append(replace(offer, slot=self._known(offer.slot)))
@@ -93,9 +93,9 @@ class AgentClient:
             for fault in faults:
                 _log.warning("agent %s offers a slot that is left out: %s", self._peer.url, fault)
         return SlotOffers(
-            node=said.node,
+            node=reply.node,
             slots=tuple(slots),
-            restart_needed=said.restart_needed,
+            restart_needed=reply.restart_needed,
             stops=tuple(stops),
         )
 

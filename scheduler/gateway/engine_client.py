@@ -59,7 +59,7 @@ _DRAIN_S = 1.0
 """The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
-_TELLS_NOTHING = frozenset({401, 403, 408, 429, 504})
+_INCONCLUSIVE_STATUSES = frozenset({401, 403, 408, 429, 504})
 """Answers to a health check that leave open whether the engine lives."""
 
 
@@ -409,7 +409,7 @@ class EngineClient:
         )
         if status == 200:
             return await self.changed()
-        return Change.UNKNOWN if status in _TELLS_NOTHING else Change.PROCESS
+        return Change.UNKNOWN if status in _INCONCLUSIVE_STATUSES else Change.PROCESS
 
     async def vllm_version(self) -> str:
         """The vLLM version that the engine reports; empty without one."""

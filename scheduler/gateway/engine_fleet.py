@@ -436,8 +436,8 @@ class EngineFleet:
                 self.review_contexts()
 
     async def _numerics(self, member: Member) -> str:
-        member.release = await member.client.vllm_version()
-        return numerics_of(member.engine.engine, member.release, member.description)
+        member.vllm_version = await member.client.vllm_version()
+        return numerics_of(member.engine.engine, member.vllm_version, member.description)
 
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None

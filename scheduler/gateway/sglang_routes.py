@@ -97,8 +97,8 @@ class SglangRoutes:
 
     async def _version(self, _request: web.Request) -> web.Response:
         """An engine's vLLM, as clients of vLLM choose by it what they send."""
-        members = self._scheduler.fleet.members.values()
-        return json_reply({"version": next((m.release for m in members if m.release), "")})
+        found = (each.vllm_version for each in self._scheduler.fleet.members.values())
+        return json_reply({"version": next(filter(None, found), "")})
 
     async def _info(self, request: web.Request) -> web.Response:
         job = self._job_of(request)

@@ -468,10 +468,11 @@ def _check_request(turn: Turn, member: Member) -> None:
     """Raises RequestRefused for fields that this engine would misread: token ids beyond its
     vocabulary (the turn may predate the engine), and, before vLLM 0.32, a grammar beside a
     reasoning parser."""
-    sampling, release = turn.request.sampling_params, re.match(r"0\.(\d+)", member.release)
+    sampling, release = turn.request.sampling_params, re.match(r"0\.(\d+)", member.vllm_version)
     fields = ", ".join(reasoning_fields(turn.request))
     if fields and sampling.structured_outputs and release and int(release[1]) < _REASONING_MINOR:
-        raise RequestRefused(f"{fields}: vLLM {member.release} takes no grammar beside a parser")
+        version = member.vllm_version
+        raise RequestRefused(f"{fields}: vLLM {version} takes no grammar beside a parser")
     bound = member.vocabulary_tokens
     if bound is None:
         return

@@ -87,17 +87,17 @@ def moment(*, last: str, since: str) -> datetime:
 
 
 def _in_words(one: PermitSummary) -> str:
-    said = one.document()
-    words = f"{one.kind}: {said['granted']} permits"
+    summary = one.document()
+    words = f"{one.kind}: {summary['granted']} permits"
     if one.waits_s:
         words += (
-            f", waited {seconds(said['wait_median_s'])} in the median, "
-            f"{seconds(said['wait_longest_s'])} at most{behind_in_words(one.behind_s)}"
+            f", waited {seconds(summary['wait_median_s'])} in the median, "
+            f"{seconds(summary['wait_longest_s'])} at most{behind_in_words(one.behind_s)}"
         )
     if one.held_s:
         words += (
-            f"; took {seconds(said['held_median_s'])} in the median, "
-            f"alone {seconds(said['solo_median_s'])}"
+            f"; took {seconds(summary['held_median_s'])} in the median, "
+            f"alone {seconds(summary['solo_median_s'])}"
         )
     counted = {**one.happened, **{f"ended {reason}": n for reason, n in one.ended.items()}}
     return "; ".join((words, *(f"{count} {what}" for what, count in counted.items())))

@@ -132,7 +132,7 @@ class PhaseClient:
         self._open: PhaseKind | None = None
         self._place()
         if self._gateway is not None:
-            self._gateway.rest()
+            self._gateway.switch_off()
 
     def resident(
         self,

@@ -52,7 +52,7 @@ class FakeGateway:
         self.job = job
         return self
 
-    def rest(self) -> None:
+    def switch_off(self) -> None:
         pass
 
     def view(self) -> GatewayView:
