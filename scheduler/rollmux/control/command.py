@@ -192,8 +192,8 @@ def explain(
     """Print a job's history: its placements, its moves with their reasons, and the jobs it waited
     for."""
     from harvester.contracts.errors import ConfigError
-    from scheduler.rollmux.control.explanation import explanation, moment
     from scheduler.rollmux.control.socket_transport import SocketTransport
+    from scheduler.rollmux.explain.explanation import explanation, moment
 
     if (journal is None) == (socket is None):
         raise ConfigError("explain needs --journal DIRECTORY or --socket FILE")

@@ -16,10 +16,10 @@ from scheduler.rollmux.cluster.runtime_events import (
     NodeReport,
 )
 from scheduler.rollmux.control.command import explain
-from scheduler.rollmux.control.explanation import EVER, Explanation, explanation, moment
-from scheduler.rollmux.control.history_entry import EventKind
-from scheduler.rollmux.control.journal_lines import journal_lines
 from scheduler.rollmux.control.phase_service import PhaseService
+from scheduler.rollmux.explain.explanation import EVER, Explanation, explanation, moment
+from scheduler.rollmux.explain.history_entry import EventKind
+from scheduler.rollmux.explain.journal_lines import journal_lines
 from scheduler.rollmux.permits.events import (
     Beat,
     Enter,

@@ -9,8 +9,8 @@ import msgspec
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect
-from scheduler.rollmux.control.history_entry import Entry, EventKind, nodes_in_words, seconds
-from scheduler.rollmux.control.journal_lines import Moment
+from scheduler.rollmux.explain.history_entry import Entry, EventKind, nodes_in_words, seconds
+from scheduler.rollmux.explain.journal_lines import Moment
 from scheduler.rollmux.permits.events import (
     DropPlace,
     EndPermit,

@@ -12,10 +12,10 @@ import msgspec
 from harvester.contracts.clock import wall_time_utc
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId, is_name
-from scheduler.rollmux.control.history_entry import SUMMARISED, Entry, seconds
-from scheduler.rollmux.control.job_history import JobHistory
-from scheduler.rollmux.control.journal_lines import journal_lines
-from scheduler.rollmux.control.permit_history import PermitSummary, behind_in_words
+from scheduler.rollmux.explain.history_entry import SUMMARISED, Entry, seconds
+from scheduler.rollmux.explain.job_history import JobHistory
+from scheduler.rollmux.explain.journal_lines import journal_lines
+from scheduler.rollmux.explain.permit_history import PermitSummary, behind_in_words
 
 EVER: Final = datetime.min.replace(tzinfo=UTC)
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}

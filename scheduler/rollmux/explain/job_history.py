@@ -23,9 +23,9 @@ from scheduler.rollmux.cluster.runtime_events import (
     SettleJob,
     Submit,
 )
-from scheduler.rollmux.control.history_entry import Entry, EventKind, seconds
-from scheduler.rollmux.control.journal_lines import Began, Dated, Moment
-from scheduler.rollmux.control.permit_history import PermitHistory
+from scheduler.rollmux.explain.history_entry import Entry, EventKind, seconds
+from scheduler.rollmux.explain.journal_lines import Began, Dated, Moment
+from scheduler.rollmux.explain.permit_history import PermitHistory
 from scheduler.rollmux.permits.events import ControlResumed, DropPlace, Enter, Forget, Register
 from scheduler.rollmux.permits.terms import JobTerms, terms_changes, terms_fault
 from scheduler.rollmux.planner.group_effects import PlacementDecision
