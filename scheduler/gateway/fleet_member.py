@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.policy.engine_health import EngineLog, FaultStreak, ForeignUpdates
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.running_attempt import RunningAttempt

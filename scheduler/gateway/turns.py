@@ -17,7 +17,9 @@ from harvester.contracts.errors import Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.gateway.dispatch import Dispatcher, context_tokens
-from scheduler.gateway.engine_faults import (
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_faults import (
     EngineBusy,
     EngineChanged,
     EngineLost,
@@ -26,11 +28,9 @@ from scheduler.gateway.engine_faults import (
     RequestRefused,
     names_context,
 )
-from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.engine_output import ROUNDED_LOGPROB, accepted, check_finish
-from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_output import ROUNDED_LOGPROB, accepted, check_finish
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member, unfit_for
-from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,

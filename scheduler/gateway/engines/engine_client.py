@@ -25,8 +25,12 @@ from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import PromptScores
 from harvester.platform.peer import Peer
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
-from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply
-from scheduler.gateway.engine_faults import (
+from scheduler.gateway.engines.engine_connections import (
+    ConnectionFailed,
+    EngineConnections,
+    StreamedReply,
+)
+from scheduler.gateway.engines.engine_faults import (
     ADVICE,
     EngineBusy,
     EngineChanged,
@@ -35,17 +39,17 @@ from scheduler.gateway.engine_faults import (
     RequestRefused,
     refusal,
 )
-from scheduler.gateway.generate_body import generate_body
-from scheduler.gateway.identity import (
+from scheduler.gateway.engines.generate_body import generate_body
+from scheduler.gateway.engines.identity import (
     Change,
     HeldWeights,
     IdentityClient,
     WorkerReplies,
     change_between,
 )
+from scheduler.gateway.engines.stream import MAX_EVENT_BYTES, EngineChoice, EngineChunk, EventStream
 from scheduler.gateway.loop_share import AT_ONCE, LoopShare
 from scheduler.gateway.policy.trajectories import Attempt
-from scheduler.gateway.stream import MAX_EVENT_BYTES, EngineChoice, EngineChunk, EventStream
 
 _ENCODER = msgspec.json.Encoder()
 _GENERATE = "/inference/v1/generate"

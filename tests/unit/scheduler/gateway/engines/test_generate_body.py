@@ -4,7 +4,7 @@ from typing import Any
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.generate_body import generate_body
+from scheduler.gateway.engines.generate_body import generate_body
 from scheduler.gateway.policy.trajectories import TurnLedger
 
 

@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.errors import Exhausted
-from scheduler.gateway.engine_connections import ConnectionFailed
-from scheduler.gateway.renderer import (
+from scheduler.gateway.dialects.renderer import (
     CHAT,
     COMPLETION,
     Dialect,
@@ -19,6 +18,7 @@ from scheduler.gateway.renderer import (
     RenderRefused,
     StreamedText,
 )
+from scheduler.gateway.engines.engine_connections import ConnectionFailed
 from scheduler.gateway.settings import Timeouts
 
 PATIENCE_S = 1.0

@@ -27,10 +27,11 @@ from harvester.contracts.wire.leases import (
 from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.agent_client import AgentClient
-from scheduler.gateway.cluster_stops import ClusterStops
-from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.cluster_stops import ClusterStops
+from scheduler.gateway.capacity.service_budgets import ServiceBudgets
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engines.engine_client import EngineClient
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_state import SchedulerState
 from scheduler.gateway.policy.capacity import (
@@ -46,7 +47,6 @@ from scheduler.gateway.policy.capacity import (
     TakeLease,
 )
 from scheduler.gateway.running_attempt import Cut
-from scheduler.gateway.service_budgets import ServiceBudgets
 from scheduler.gateway.settings import EngineSettings
 from scheduler.model import Engine, EngineKind, Lease
 

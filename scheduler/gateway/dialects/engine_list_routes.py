@@ -21,9 +21,9 @@ from harvester.contracts.errors import PeerProtocolError, Stale
 from harvester.contracts.ids import WeightVersion, checked_name
 from harvester.contracts.wire.rollouts import VersionSwitched
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
+from scheduler.gateway.dialects.text_routes import JobOf
+from scheduler.gateway.dialects.weight_sync import ControlReply
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.text_routes import JobOf
-from scheduler.gateway.weight_sync import ControlReply
 from scheduler.model import BASE_VERSION
 
 _WORKER_ID = "gateway"

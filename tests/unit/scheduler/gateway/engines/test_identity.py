@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from harvester.contracts.errors import PeerProtocolError
-from scheduler.gateway.identity import Change, _decoded, change_between
+from scheduler.gateway.engines.identity import Change, _decoded, change_between
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,15 @@ import msgspec
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest, TokenLogprob
-from scheduler.gateway.renderer import Body, Dialect
-from scheduler.gateway.session_names import session_of
-from scheduler.gateway.stopped_text import StoppedText, StoppedTexts, text_tokens, without_stop
-from scheduler.gateway.text_fields import (
+from scheduler.gateway.dialects.renderer import Body, Dialect
+from scheduler.gateway.dialects.session_names import session_of
+from scheduler.gateway.dialects.stopped_text import (
+    StoppedText,
+    StoppedTexts,
+    text_tokens,
+    without_stop,
+)
+from scheduler.gateway.dialects.text_fields import (
     MEDIA_SETTINGS,
     OWN_FIELDS,
     PIN_FIELDS,
@@ -19,7 +24,7 @@ from scheduler.gateway.text_fields import (
     check_media,
     given,
 )
-from scheduler.gateway.text_logprobs import name_by_id, renderer_logprob
+from scheduler.gateway.dialects.text_logprobs import name_by_id, renderer_logprob
 
 _ENCODER = msgspec.json.Encoder()
 _RENDERER_FIELDS = ("skip_clone", "output_kind", "output_text_buffer_length")

@@ -5,9 +5,9 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import TrajectoryId
 from harvester.contracts.wire.leases import SESSION_HEADER
-from scheduler.gateway.renderer import Body
+from scheduler.gateway.dialects.renderer import Body
+from scheduler.gateway.dialects.text_fields import SESSION_FIELDS
 from scheduler.gateway.requests import checked_trajectory
-from scheduler.gateway.text_fields import SESSION_FIELDS
 
 SESSION_HEADERS = (
     SESSION_HEADER,

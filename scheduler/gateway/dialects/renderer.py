@@ -25,11 +25,11 @@ from harvester.contracts.errors import (
 )
 from harvester.contracts.event_limit import EventLimit
 from harvester.platform.backoff import Interrupted
-from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections
-from scheduler.gateway.engine_faults import names_context
+from scheduler.gateway.dialects.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
+from scheduler.gateway.engines.engine_connections import ConnectionFailed, EngineConnections
+from scheduler.gateway.engines.engine_faults import names_context
 from scheduler.gateway.loop_share import in_shares
 from scheduler.gateway.settings import Timeouts
-from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS
 
 _MOST_BYTES = 64 << 20
 _RENDERS = 64

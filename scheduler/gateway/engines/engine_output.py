@@ -3,9 +3,9 @@
 import math
 
 from harvester.contracts.wire.rollouts import TokenLogprob
-from scheduler.gateway.engine_faults import EngineLost
+from scheduler.gateway.engines.engine_faults import EngineLost
+from scheduler.gateway.engines.stream import EngineChoice
 from scheduler.gateway.policy.trajectories import FINISHED, Attempt, Turn
-from scheduler.gateway.stream import EngineChoice
 
 _UNFINISHED = frozenset(("abort", "error"))
 """Finish reasons of an attempt whose turn goes on."""

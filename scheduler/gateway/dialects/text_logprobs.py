@@ -7,8 +7,8 @@ import msgspec
 
 from harvester.contracts.errors import UNDECODABLE, Exhausted
 from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
+from scheduler.gateway.dialects.renderer import Body, RendererFault
 from scheduler.gateway.loop_share import in_shares
-from scheduler.gateway.renderer import Body, RendererFault
 
 _NO_LOGPROB = -9999.0
 """vLLM's, where a number must be."""

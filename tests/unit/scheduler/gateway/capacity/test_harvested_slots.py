@@ -28,8 +28,8 @@ from harvester.contracts.wire.leases import (
 from harvester.platform.tls import Credentials
 from harvester.policy.lease_table import LeaseTable
 from scheduler.decision_log import DecisionLog
+from scheduler.gateway.capacity.harvested_slots import Harvest
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 from scheduler.gateway.running_attempt import Cut
 from scheduler.model import Engine, Lease

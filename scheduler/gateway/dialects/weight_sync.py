@@ -35,11 +35,7 @@ from scheduler.gateway.scheduler import Scheduler
 
 _PREFIX = "/v1/jobs/{job}/vllm"
 _MODES = {mode.value: mode for mode in PauseMode}
-_SGLANG_MODES = {
-    "abort": PauseMode.ABORT,
-    "retract": PauseMode.KEEP,
-    "in_place": PauseMode.KEEP,
-}
+_SGLANG_MODES = {"abort": PauseMode.ABORT, "retract": PauseMode.KEEP, "in_place": PauseMode.KEEP}
 
 T = TypeVar("T")
 

@@ -19,23 +19,25 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import Choice, FinishReason, GenerateRequest
 from harvester.platform.http_kit import json_reply
-from scheduler.gateway.event_stream import event_stream
+from scheduler.gateway.dialects.event_stream import event_stream
+from scheduler.gateway.dialects.renderer import COMPLETION, Body
+from scheduler.gateway.dialects.session_names import session_of, trajectory_of
+from scheduler.gateway.dialects.stopped_text import early_parts, text_tokens, without_stop
+from scheduler.gateway.dialects.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS, given
+from scheduler.gateway.dialects.text_logprobs import prompt_logprobs
+from scheduler.gateway.dialects.text_routes import (
+    CHUNK_PERIOD_S,
+    Admit,
+    JobOf,
+    json_object,
+    turns_of,
+)
 from scheduler.gateway.loop_share import LoopShare, in_shares
-from scheduler.gateway.renderer import COMPLETION, Body
 from scheduler.gateway.samples import Samples, follow
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.session_names import session_of, trajectory_of
-from scheduler.gateway.stopped_text import early_parts, text_tokens, without_stop
-from scheduler.gateway.text_fields import NO_MEDIA, PIN_FIELDS, SESSION_FIELDS, given
-from scheduler.gateway.text_logprobs import prompt_logprobs
-from scheduler.gateway.text_routes import CHUNK_PERIOD_S, Admit, JobOf, json_object, turns_of
 
 MAX_PROMPTS = 4096
-_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-}
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 """SGLang's names of parameters that vLLM calls otherwise."""
 _SAME = (
     "temperature",

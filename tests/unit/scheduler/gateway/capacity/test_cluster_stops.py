@@ -18,7 +18,7 @@ from harvester.contracts.wire.stops import (
     StopSource,
 )
 from harvester.policy.stop_table import StopTable
-from scheduler.gateway.cluster_stops import ClusterStops
+from scheduler.gateway.capacity.cluster_stops import ClusterStops
 from scheduler.gateway.gateway_state import SchedulerState
 
 

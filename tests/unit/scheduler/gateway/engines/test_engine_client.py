@@ -11,9 +11,9 @@ import pytest
 
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_faults import EngineBusy, EngineUnreachable
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_faults import EngineBusy, EngineUnreachable
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.policy.trajectories import TurnLedger
 
 

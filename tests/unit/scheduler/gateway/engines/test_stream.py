@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import TokenLogprob
-from scheduler.gateway.stream import MAX_EVENT_BYTES, EventStream
+from scheduler.gateway.engines.stream import MAX_EVENT_BYTES, EventStream
 
 
 def _event(token: int) -> bytes:

@@ -23,7 +23,7 @@ from harvester.contracts.wire.stops import (
     StopRequest,
     StopSource,
 )
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
 from scheduler.gateway.gateway_state import SchedulerState
 
 _log = logging.getLogger(__name__)

@@ -21,17 +21,17 @@ from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.ids import JobId
 from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs
 from harvester.platform.http_kit import decoded_body, json_reply
-from scheduler.gateway.event_stream import event_stream
+from scheduler.gateway.dialects.event_stream import event_stream
+from scheduler.gateway.dialects.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
+from scheduler.gateway.dialects.session_names import trajectory_of
+from scheduler.gateway.dialects.stopped_text import early_parts, in_parts, text_tokens
+from scheduler.gateway.dialects.text_fields import MEDIA_SETTINGS, check_media
+from scheduler.gateway.dialects.text_logprobs import name_by_id, of_prompt, prompt_logprobs
+from scheduler.gateway.dialects.text_request import TextRequest
 from scheduler.gateway.job_paths import route_of
 from scheduler.gateway.loop_share import LoopShare, in_shares
-from scheduler.gateway.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
 from scheduler.gateway.samples import Samples, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.session_names import trajectory_of
-from scheduler.gateway.stopped_text import early_parts, in_parts, text_tokens
-from scheduler.gateway.text_fields import MEDIA_SETTINGS, check_media
-from scheduler.gateway.text_logprobs import name_by_id, of_prompt, prompt_logprobs
-from scheduler.gateway.text_request import TextRequest
 
 _ENCODER = msgspec.json.Encoder()
 MODEL_ROUTE = "/v1/models/{model:.+}"

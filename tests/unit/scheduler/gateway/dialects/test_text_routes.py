@@ -22,18 +22,18 @@ from harvester.contracts.wire.rollouts import (
     TokenLogprob,
 )
 from scheduler.gateway import loop_share
-from scheduler.gateway.renderer import CHAT, COMPLETION
-from scheduler.gateway.requests import decode_generate
-from scheduler.gateway.session_names import (
+from scheduler.gateway.dialects.renderer import CHAT, COMPLETION
+from scheduler.gateway.dialects.session_names import (
     SESSION_HEADERS,
     session_header,
     session_of,
     trajectory_of,
 )
-from scheduler.gateway.stopped_text import StoppedText, in_parts, text_tokens, without_stop
-from scheduler.gateway.text_logprobs import named_in_parts, prompt_logprobs
-from scheduler.gateway.text_request import TextRequest
-from scheduler.gateway.text_routes import MAX_TURNS, turns_of
+from scheduler.gateway.dialects.stopped_text import StoppedText, in_parts, text_tokens, without_stop
+from scheduler.gateway.dialects.text_logprobs import named_in_parts, prompt_logprobs
+from scheduler.gateway.dialects.text_request import TextRequest
+from scheduler.gateway.dialects.text_routes import MAX_TURNS, turns_of
+from scheduler.gateway.requests import decode_generate
 
 
 def turn_with(*stops: str, include: bool = False, min_tokens: int = 0) -> GenerateRequest:

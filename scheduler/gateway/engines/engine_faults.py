@@ -1,7 +1,7 @@
 """Faults of engines: each names the party at fault, the engine or the request."""
 
 from harvester.contracts.errors import Exhausted, RoseMuxError, Stale
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.identity import Change
 
 _RETRY_AFTER_S = 1.0
 _RETRY_AFTER_MAX_S = 30.0
