@@ -1,7 +1,7 @@
 """Samples a step's trajectories in this process: the job without engines or a gateway.
 
-For tests, tuning and people without vLLM. Turns of all trajectories advance together, which their
-fixed line length permits; tool latencies are not waited for.
+Turns of all trajectories advance together, which their fixed line length permits; tool latencies
+are not waited for.
 """
 
 from collections.abc import Iterable, Sequence

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harvester.agent.audit_file import AuditFile
+from harvester.agent.audit.audit_file import AuditFile
 from harvester.contracts.audit import SCHEMA, AuditEvent, audit_files, read_audit
 
 DAY_S = 86_400

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from harvester.agent.audit_file import AuditFile
+from harvester.agent.audit.audit_file import AuditFile
 from harvester.contracts.audit import SCHEMA, AuditEvent, AuditKind
 from harvester.contracts.clock import Clock, wall_time_utc
 

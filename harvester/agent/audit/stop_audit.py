@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from harvester.agent.audit_log import AuditLog
+from harvester.agent.audit.audit_log import AuditLog
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.wire.stops import Stop, StopSource

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harvester.agent import agent_process
-from harvester.agent.audit_file import AuditFile
+from harvester.agent.audit.audit_file import AuditFile
 from harvester.agent.node import NodeAgent
 from harvester.config import AgentConfig
 from harvester.config_file import LoadedConfig

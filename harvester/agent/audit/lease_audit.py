@@ -3,8 +3,8 @@
 A request and its answer are one event; a renewal that is granted is none.
 """
 
-from harvester.agent.audit_log import AGENT, AuditLog
-from harvester.agent.slot_audit import lease_fields
+from harvester.agent.audit.audit_log import AGENT, AuditLog
+from harvester.agent.audit.slot_audit import lease_fields
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.wire.leases import (

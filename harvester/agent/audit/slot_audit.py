@@ -1,6 +1,6 @@
 """A slot's audit events, from its beats: changes of its state, its quarantine and its guest."""
 
-from harvester.agent.audit_log import AGENT, AuditLog
+from harvester.agent.audit.audit_log import AGENT, AuditLog
 from harvester.contracts.audit import AuditKind
 from harvester.contracts.event_limit import EventLimit
 from harvester.contracts.process import ProcessId
