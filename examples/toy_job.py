@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from harvester.contracts.ids import JobId
-from scheduler import JobSpec, PhaseControl, PhaseKind, PhaseSpec, SocketControl
+from scheduler import JobSpec, PhaseClient, PhaseKind, PhaseSpec, SocketTransport
 from scheduler.rollmux.cluster.runtime_events import OrderMove
 from scheduler.rollmux.control.permit import Permit
 
@@ -70,7 +70,7 @@ def main() -> None:
         print(f"{given.job}: {words}", flush=True)
 
     job = submission(given.job, rollout_s=given.rollout_s, training_s=given.training_s)
-    phases = PhaseControl(SocketControl(given.socket), job, on_move=moved)
+    phases = PhaseClient(SocketTransport(given.socket), job, on_move=moved)
     place = phases.placement
     assert place is not None
     say(f"{place.group} on {place.text}: {place.reason}")

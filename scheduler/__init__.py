@@ -10,7 +10,7 @@
 
     from pathlib import Path
 
-    from scheduler import JobSpec, PhaseControl, PhaseKind, PhaseSpec, SocketControl
+    from scheduler import JobSpec, PhaseClient, PhaseKind, PhaseSpec, SocketTransport
 
     job = JobSpec(
         job="math-7b",
@@ -21,7 +21,7 @@
             PhaseSpec(kind=PhaseKind.TRAINING, max_s=600.0),
         ),
     )
-    phases = PhaseControl(SocketControl(Path("/run/phases/phases.sock")), job)
+    phases = PhaseClient(SocketTransport(Path("/run/phases/phases.sock")), job)
     with phases.phase("rollout") as permit:
         permit.progress(1.0)
     with phases.phase("training") as permit:
@@ -38,26 +38,26 @@ if TYPE_CHECKING:
     from scheduler.client.blocking import RolloutClient
     from scheduler.client.rollout_client import AsyncRolloutClient
     from scheduler.model import JobSpec, PhaseKind, PhaseSpec
-    from scheduler.rollmux.control.control import PhaseControl
-    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.phase_client import PhaseClient
+    from scheduler.rollmux.control.socket_transport import SocketTransport
 
 __all__ = [
     "AsyncRolloutClient",
     "JobSpec",
-    "PhaseControl",
+    "PhaseClient",
     "PhaseKind",
     "PhaseSpec",
     "RolloutClient",
-    "SocketControl",
+    "SocketTransport",
 ]
 _MODULES = {
     "AsyncRolloutClient": "scheduler.client.rollout_client",
     "JobSpec": "scheduler.model",
-    "PhaseControl": "scheduler.rollmux.control.control",
+    "PhaseClient": "scheduler.rollmux.control.phase_client",
     "PhaseKind": "scheduler.model",
     "PhaseSpec": "scheduler.model",
     "RolloutClient": "scheduler.client.blocking",
-    "SocketControl": "scheduler.rollmux.control.socket_control",
+    "SocketTransport": "scheduler.rollmux.control.socket_transport",
 }
 
 

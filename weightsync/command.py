@@ -25,7 +25,7 @@ Host = Annotated[
     str, typer.Option(help="Address to listen on; a token file is required unless it is loopback.")
 ]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")]
-TokenFile = Annotated[
+ReadersTokenFile = Annotated[
     Path | None, typer.Option(help="Tokens, one a line: readers have to send one of them.")
 ]
 TenantsFile = Annotated[
@@ -49,7 +49,7 @@ Transfers = Annotated[
 UpstreamToken = Annotated[
     Path | None, typer.Option(help="File with the token that the server requires.")
 ]
-Base = Annotated[
+BaseOption = Annotated[
     Path | None,
     typer.Option(
         "--base-checkpoint",
@@ -66,14 +66,14 @@ def serve(
     ],
     host: Host = "127.0.0.1",
     port: Port = 9731,
-    token_file: TokenFile = None,
+    token_file: ReadersTokenFile = None,
     tenants: TenantsFile = None,
     cert: Cert = None,
     key: Key = None,
     client_ca: ClientCa = None,
     max_mbit: Rate = None,
     max_transfers: Transfers = 64,
-    base_checkpoint: Base = None,
+    base_checkpoint: BaseOption = None,
 ) -> None:
     """Serve every store under ROOT over HTTP, by byte ranges."""
     from weightsync.serve.shelf import SourceShelf
@@ -100,7 +100,7 @@ def relay(
     ca_file: CaFile = None,
     host: Host = "127.0.0.1",
     port: Port = 9732,
-    token_file: TokenFile = None,
+    token_file: ReadersTokenFile = None,
     tenants: TenantsFile = None,
     cert: Cert = None,
     key: Key = None,
@@ -208,7 +208,7 @@ def pull(
     staging_bytes: Annotated[
         int, typer.Option(help="Memory that a version may take; the rest is kept in DIRECTORY.")
     ] = STAGING_BYTES,
-    base_checkpoint: Base = None,
+    base_checkpoint: BaseOption = None,
 ) -> None:
     """Bring a local checkpoint directory to a published version, and keep it there.
 

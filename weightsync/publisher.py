@@ -34,7 +34,7 @@ from weightsync.publish.agreement import (
     SkippedEntries,
     WrittenShare,
 )
-from weightsync.publish.intake import Intake, State
+from weightsync.publish.intake import Intake, PublishedState
 from weightsync.publish.last_published import LastPublished, MappedFile
 from weightsync.publish.ranks import Alone, RankExchange, RanksByFiles
 from weightsync.publish.share import Share
@@ -205,7 +205,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         by the job's URL there."""
         return {} if self._announcer is None else {**self._announcer.faults}
 
-    def publish(self, state: State, *, step: int | None = None) -> Published:
+    def publish(self, state: PublishedState, *, step: int | None = None) -> Published:
         """Write the next version; returns when it is durable and LATEST names it.
 
         With several ranks every rank calls it, each with its own part of the model; `step` is the
@@ -252,7 +252,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             _LOG.warning("waiting for loops that are being compiled, once for each machine")
             wait([self._compiling])
 
-    def _agreed(self, state: State, step: int, started: float) -> Published:
+    def _agreed(self, state: PublishedState, step: int, started: float) -> Published:
         with self._ranks.exchange(step) as talk:
             alone = isinstance(self._ranks, Alone)
             intake = Intake(

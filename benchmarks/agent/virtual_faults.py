@@ -22,7 +22,7 @@ from benchmarks.agent.virtual_node import (
     VirtualNode,
     VirtualSlot,
 )
-from harvester.agent.audit_file import AuditFile
+from harvester.agent.audit.audit_file import AuditFile
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.journal import JournalWriter

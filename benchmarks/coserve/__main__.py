@@ -55,7 +55,7 @@ from benchmarks.testbed.trace import Trace
 from benchmarks.testbed.window import Window, mean_rate
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.page import Guest, Pulse, pulse_page
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
 
 PARTS = ("rounds", "reclaim", "closed_gate", "unseen", "failsafe")
 _FIRST_RATE = 3.0

@@ -21,9 +21,9 @@ from examples.grpo.rollout import StepBatch
 from examples.grpo.training_run import Collects, TrainingRun
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import on_ray
-from scheduler.rollmux.control.control import PhaseControl, Start
 from scheduler.rollmux.control.harvesting import Harvesting
 from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.phase_client import PhaseClient, Start
 from scheduler.rollmux.permits.leased_tail import TailEnd
 from scheduler.rollmux.permits.terms import JobTerms
 
@@ -41,8 +41,8 @@ class TrainingJob:
         if terms is not None:
             job_terms = msgspec.json.decode(terms, type=JobTerms)
             harvesting = Harvesting(gateway=self._config.gateway_url) if leases else None
-            control = PhaseControl(on_ray.connect(), job_terms, harvesting=harvesting)
-            self._phases = PhasedRun(control)
+            client = PhaseClient(on_ray.connect(), job_terms, harvesting=harvesting)
+            self._phases = PhasedRun(client)
         self._stack = AsyncExitStack()
         self._run: TrainingRun | None = None
 
@@ -62,7 +62,7 @@ class TrainingJob:
         opened = opened_run(config, weights, **hooks)
         self._run = await self._stack.enter_async_context(opened)
         if self._phases is not None:
-            self._phases.control.resident(
+            self._phases.client.resident(
                 PhaseKind.ROLLOUT, on_resume=lambda _cold: _answers(self._engine_url)
             )
 
@@ -79,18 +79,18 @@ class TrainingJob:
             if self._phases is not None:
                 await self._phases.trained()
         if self._phases is not None:
-            await asyncio.to_thread(self._phases.control.forget)
+            await asyncio.to_thread(self._phases.client.forget)
         return done
 
     async def starts(self) -> list[dict[str, Any]]:
         """Starts of its phases."""
         if self._phases is None:
             return []
-        return [_plain(start) for start in self._phases.control.starts]
+        return [_plain(start) for start in self._phases.client.starts]
 
     async def tails(self) -> dict[str, float]:
         """Outcomes of its rollouts' tails: counts and seconds; all 0 without leases."""
-        tails = [] if self._phases is None else self._phases.control.tails
+        tails = [] if self._phases is None else self._phases.client.tails
         ends = [tail.end for tail in tails]
         return {
             "moved": len(tails),
@@ -106,8 +106,8 @@ class TrainingJob:
 class PhasedRun:
     """Rollouts under one permit, then update, publish and switch under the other."""
 
-    def __init__(self, control: PhaseControl) -> None:
-        self.control = control
+    def __init__(self, client: PhaseClient) -> None:
+        self.client = client
         self._rollout: Permit | None = None
         self._training: Permit | None = None
 
@@ -119,15 +119,15 @@ class PhasedRun:
             self._rollout.progress(complete_ratio)
 
     async def rolled_out(self, collector: Collects, tasks: Sequence[Task], **at: int) -> StepBatch:
-        async with self.control.phase(PhaseKind.ROLLOUT) as self._rollout:
+        async with self.client.phase(PhaseKind.ROLLOUT) as self._rollout:
             batch = await collector.collect(tasks, **at)
         self._rollout = None
-        self._training = await asyncio.to_thread(self.control.begin, PhaseKind.TRAINING)
+        self._training = await asyncio.to_thread(self.client.begin, PhaseKind.TRAINING)
         return batch
 
     async def trained(self) -> None:
         assert self._training is not None
-        await asyncio.to_thread(self.control.end, self._training)
+        await asyncio.to_thread(self.client.end, self._training)
 
 
 class _PhasedCollector:

@@ -27,8 +27,8 @@ from scheduler.rollmux.permits.leased_tail import (
     RECALL_S,
     NarrowPermit,
     RecallTail,
-    TailPlace,
     TailSample,
+    TailState,
 )
 from scheduler.sim.rollmux.disruptions import UNDISTURBED, Disruptions
 from scheduler.sim.rollmux.driver import Driver
@@ -218,7 +218,7 @@ class LeasedDriver(Driver):
         rolls_out = worker.stage is WorkerStage.RUNNING and worker.kind is PhaseKind.ROLLOUT
         if permit is None or not rolls_out:
             return
-        leaving = worker.tail.place is TailPlace.LEAVING
+        leaving = worker.tail.state is TailState.LEAVING
         effects = worker.tail.observe(
             TailSample(
                 stage=permit.stage,
@@ -228,7 +228,7 @@ class LeasedDriver(Driver):
             ),
             now=self._now,
         )
-        if not leaving and worker.tail.place is TailPlace.LEAVING:
+        if not leaving and worker.tail.state is TailState.LEAVING:
             self._look_soon(worker, LOOK_S)
         for effect in effects:
             match effect:

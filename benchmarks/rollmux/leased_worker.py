@@ -11,7 +11,7 @@ from math import ceil
 from benchmarks.rollmux.lease_supply import HeadroomRecord, LeaseTerms
 from harvester.contracts.ids import NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.permits.leased_tail import BULK_RATIO, LeasedTail, TailPlace, taken_off_s
+from scheduler.rollmux.permits.leased_tail import BULK_RATIO, LeasedTail, TailState, taken_off_s
 from scheduler.sim.rollmux.worker import ROUNDING_S, Worker, WorkerStage
 from scheduler.sim.rollmux.workload import SimulatedJob, World
 
@@ -50,7 +50,7 @@ class LeasedWorker(Worker):
 
     @property
     def is_away(self) -> bool:
-        return self.tail.place in (TailPlace.AWAY, TailPlace.IN_LINE)
+        return self.tail.state in (TailState.AWAY, TailState.IN_LINE)
 
     @property
     def node_count(self) -> int:

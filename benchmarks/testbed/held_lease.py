@@ -9,7 +9,7 @@ from benchmarks.testbed.slot import SLOT
 from harvester.contracts.errors import ConfigError, Exhausted
 from harvester.contracts.ids import JobId, SlotId, TenantId
 from harvester.contracts.wire.leases import LeaseGranted, LeaseRequest
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
 
 _DURATION_S = 10.0
 _RENEW_S = 2.0

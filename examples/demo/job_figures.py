@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from benchmarks.testbed.serving_figures import ratio
 from examples.demo.records import Arm, TrainingStep
-from examples.demo.schema import OnPolicy, Trajectories, Weights
+from examples.demo.schema import OnPolicy, TrajectoryCounts, Weights
 
 REWARD_STEPS = 3
 """Steps at each end whose rewards are averaged."""
@@ -160,8 +160,8 @@ def weights_of(steps: Sequence[TrainingStep], *, hash_mismatches: int | None) ->
     )
 
 
-def trajectories_of(steps: Sequence[TrainingStep], *, migrated: int | None) -> Trajectories:
-    return Trajectories(
+def trajectories_of(steps: Sequence[TrainingStep], *, migrated: int | None) -> TrajectoryCounts:
+    return TrajectoryCounts(
         started=sum(s.started for s in steps),
         completed=sum(s.completed for s in steps),
         lost=sum(s.lost for s in steps),

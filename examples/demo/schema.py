@@ -88,7 +88,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
     hash_mismatches: int | None
 
 
-class Trajectories(msgspec.Struct, frozen=True, kw_only=True):
+class TrajectoryCounts(msgspec.Struct, frozen=True, kw_only=True):
     started: int
     completed: int
     lost: int
@@ -121,7 +121,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     intervals: Intervals
     onpolicy: OnPolicy
     weights: Weights
-    trajectories: Trajectories
+    trajectories: TrajectoryCounts
     seconds_total: float | None
     seconds_to_first_harvested_token: float | None
     fixed_ratios: LatencyRatios | None = None

@@ -57,7 +57,7 @@ class AgentProcess:
         self._found: LoadedConfig | None = None
         """The slots file's slots that were usable last."""
         self._retry_at_s = 0.0
-        self._said: tuple[str, ...] = ()
+        self._notes: tuple[str, ...] = ()
         """Notes and waiting fields as last logged."""
         self._probes: dict[Slot, list[asyncio.Task[None]]] = {}
         self._version = version
@@ -141,7 +141,7 @@ class AgentProcess:
                 found = self._found
             whole = with_slots(written, found)
             whole.config.check_here()
-            self._said = ()
+            self._notes = ()
             self._apply(node, whole, who=RELOADER)
         except ConfigError as error:
             _log.error("configuration not reloaded, the old one stays: %s", error)
@@ -193,10 +193,10 @@ class AgentProcess:
         done = node.reconfigure(loaded.config, who=who)
         if done.in_force or who == RELOADER:
             _log.info("configuration reloaded, in force: %s", _joined(done.in_force))
-        said = (*loaded.notes, *done.guest_start_needed, *done.restart_needed)
-        if said == self._said:
+        notes = (*loaded.notes, *done.guest_start_needed, *done.restart_needed)
+        if notes == self._notes:
             return
-        self._said = said
+        self._notes = notes
         _log_notes(loaded)
         if done.guest_start_needed:
             _log.info("in force when the guest starts: %s", _joined(done.guest_start_needed))

@@ -8,16 +8,16 @@ from contextlib import suppress
 
 import msgspec
 
-from harvester.agent.audit_file import AuditFile
-from harvester.agent.audit_log import AGENT, AuditLog
+from harvester.agent.audit.audit_file import AuditFile
+from harvester.agent.audit.audit_log import AGENT, AuditLog
+from harvester.agent.audit.lease_audit import LeaseAudit
+from harvester.agent.audit.stop_audit import StopAudit
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.interlock_watch import InterlockWatch
-from harvester.agent.lease_audit import LeaseAudit
 from harvester.agent.metrics import AgentMetrics
 from harvester.agent.operator_files import kill_switch_setter, read_kill_switch
 from harvester.agent.reload import Reload, reload
 from harvester.agent.slot_loop import Slot
-from harvester.agent.stop_audit import StopAudit
 from harvester.agent.stop_orders import StopOrders
 from harvester.config import AgentConfig, SlotConfig
 from harvester.contracts.audit import AuditKind

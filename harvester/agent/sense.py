@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 _RELIST_BEATS = 5
 
 
-def _lives_below(process: ProcessId) -> bool:
+def _runs_below_production(process: ProcessId) -> bool:
     """Queried from the kernel: a supervisor may have isolated the guest from outside."""
     if not process.lives():
         return False
@@ -128,8 +128,8 @@ class SlotSensor:
     def _guest_reading(self, found: Reading[Guest]) -> GuestReading:
         self._log_stranger(self._guest.path, found.fault)
         if found.record is None:
-            below = any(_lives_below(process) for process in self._guest_processes)
-            return GuestReading(fault=found.fault, lives_below=below)
+            below = any(_runs_below_production(process) for process in self._guest_processes)
+            return GuestReading(fault=found.fault, runs_below_production=below)
         self.seen_ns[PageName.GUEST] = found.stamp_ns
         self._guest_processes = found.record.processes
         return GuestReading(record=found.record)

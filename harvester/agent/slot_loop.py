@@ -7,7 +7,8 @@ from contextlib import ExitStack
 
 import msgspec
 
-from harvester.agent.audit_log import AuditLog
+from harvester.agent.audit.audit_log import AuditLog
+from harvester.agent.audit.slot_audit import SlotAudit
 from harvester.agent.engine_probes import GuestDescription
 from harvester.agent.exposition import SlotExposition
 from harvester.agent.guest_processes import GuestProcesses
@@ -17,7 +18,6 @@ from harvester.agent.operator_files import ReleaseFile
 from harvester.agent.record import SlotRecord
 from harvester.agent.sense import SlotSensor
 from harvester.agent.shared_memory import SharedKv, SharedMemory
-from harvester.agent.slot_audit import SlotAudit
 from harvester.agent.state_file import StateFile
 from harvester.config import AgentConfig, MpsConfig, SlotConfig
 from harvester.contracts.clock import monotonic_ns, wall_seconds

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from harvester.cli.server_call import CaFile, TokenFile, call, credentials_of
+from harvester.cli.server_call import CaFile, TokenToSend, call, credentials_of
 from harvester.config_file import SlotsFile
 from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
@@ -48,7 +48,7 @@ Write = Annotated[
     typer.Option(help="Slots file to keep up to date; without it the slots are printed once."),
 ]
 Every = Annotated[float, typer.Option("--every-s", min=1.0, help="Seconds between two looks.")]
-Forget = Annotated[
+ForgetAfter = Annotated[
     float, typer.Option("--forget-s", min=0.0, help="Seconds for which a missing engine is kept.")
 ]
 
@@ -67,7 +67,7 @@ def systemd(
     ],
     write: Write = None,
     every_s: Every = 10.0,
-    forget_s: Forget = 60.0,
+    forget_s: ForgetAfter = 60.0,
 ) -> None:
     """Engines that are units of this machine. A slot's name is the last part of the unit's
     ROSEMUX_PAGE_DIR, without one the unit's instance or name; $port is its command's --port, $x its
@@ -87,11 +87,11 @@ def kubernetes(
     server: Annotated[
         str, typer.Option(help="The API's URL; by default the one that this pod is given.")
     ] = "",
-    token_file: TokenFile = None,
+    token_file: TokenToSend = None,
     ca_file: CaFile = None,
     write: Write = None,
     every_s: Every = 10.0,
-    forget_s: Forget = 60.0,
+    forget_s: ForgetAfter = 60.0,
 ) -> None:
     """Engines that are running pods of this node. $host is the pod's address, $x its annotation
     rosemux.dev/x, and $port without one its first container port."""

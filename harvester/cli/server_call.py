@@ -17,7 +17,7 @@ _MAX_REPLY_BYTES = 1 << 20
 _SHOWN_BYTES = 300
 T = TypeVar("T")
 
-TokenFile = Annotated[Path | None, typer.Option(help="Token to send.")]
+TokenToSend = Annotated[Path | None, typer.Option(help="Token to send.")]
 CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust besides the system's.")]
 CertFile = Annotated[
     Path | None, typer.Option(help="This client's certificate, for a server that asks for one.")

@@ -10,7 +10,7 @@ from harvester.cli.agent_tables import agent_sentences, agent_tables, gib
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.gateway_tables import GatewayReport
 from harvester.cli.row_table import row_table
-from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
 from harvester.contracts.clock import monotonic_ns
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import (
@@ -43,7 +43,7 @@ def status(
     gateway_url: Annotated[
         str | None, typer.Option("--gateway", help="Gateway to ask, e.g. http://127.0.0.1:8300.")
     ] = None,
-    token_file: TokenFile = None,
+    token_file: TokenToSend = None,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
 from harvester.contracts.errors import Exhausted, PeerProtocolError
 from harvester.contracts.wire.stops import (
     NUMBER_MAX,
@@ -41,7 +41,7 @@ def _placing(order: StopOrder) -> Callable[..., None]:
         tenant: _Tenant = "",
         cluster: _Cluster = False,
         gateway: _Gateway = GATEWAY,
-        token_file: TokenFile = None,
+        token_file: TokenToSend = None,
         ca_file: CaFile = None,
         cert_file: CertFile = None,
         key_file: KeyFile = None,
@@ -63,7 +63,7 @@ def resume(
     gateway: _Gateway = GATEWAY,
     reason: _Reason = "",
     cluster_order: _ClusterOrder = False,
-    token_file: TokenFile = None,
+    token_file: TokenToSend = None,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from harvester.cli.audit_command import printable, row_console
 from harvester.cli.row_table import add_row, row_table
-from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenFile, call, credentials_of
+from harvester.cli.server_call import CaFile, CertFile, KeyFile, TokenToSend, call, credentials_of
 from harvester.config import AgentConfig
 from harvester.config_file import read_agent_config
 from harvester.contracts.clock import Clock, MonotonicClock
@@ -47,7 +47,7 @@ def top(
         float, typer.Option(min=0.2, max=3600, help="Seconds between two refreshes.")
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table and stop.")] = False,
-    token_file: TokenFile = None,
+    token_file: TokenToSend = None,
     ca_file: CaFile = None,
     cert_file: CertFile = None,
     key_file: KeyFile = None,

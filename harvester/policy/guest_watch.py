@@ -47,7 +47,7 @@ class GuestWatch:
 
     def observe(self, reading: GuestReading, *, leased: bool, now: float) -> None:
         guest, state = reading.record, self.state
-        if guest is None and state.stepping and leased and not reading.lives_below:
+        if guest is None and state.stepping and leased and not reading.runs_below_production:
             # Silence in the middle of a step ends no step.
             state.active_at_s = now
         state.law_binds = (
@@ -91,7 +91,7 @@ class GuestWatch:
         `idle_at_s` is the time of production's last idle moment; None if it was never idle.
         """
         seen_at_s = self.state.seen_at_s
-        if not reading.lives_below or seen_at_s is None:
+        if not reading.runs_below_production or seen_at_s is None:
             return False
         return idle_at_s is None or idle_at_s - seen_at_s < self._settings.guest_away_s
 
@@ -107,7 +107,7 @@ class GuestWatch:
         if configured != AUTO:
             return configured
         # A guest starved of its page's beat runs no step; it reports again when it steps.
-        gone = reading.record is None and self.away(now=now) and not reading.lives_below
+        gone = reading.record is None and self.away(now=now) and not reading.runs_below_production
         return 1.0 if gone else state.blocking_ratio
 
     def lose(self, reading: GuestReading, *, now: float) -> str:

@@ -39,7 +39,7 @@ class PulseReading(msgspec.Struct, frozen=True, kw_only=True):
 class GuestReading(msgspec.Struct, frozen=True, kw_only=True):
     record: Guest | None = None
     fault: PageFault | None = None
-    lives_below: bool = False
+    runs_below_production: bool = msgspec.field(default=False, name="lives_below")
     """Without a record: whether a process that the last record named still runs, in the idle class
     or an idle control group, and so ranks below production wherever they share cores."""
 

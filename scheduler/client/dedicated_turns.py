@@ -20,9 +20,14 @@ from harvester.contracts.wire.engines import CONTINUATION_FEATURE
 from harvester.platform.backoff import Interrupted
 from harvester.platform.tls import Credentials
 from scheduler.client.gateway_watch import GatewayWatch
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_faults import EngineBusy, EngineLost, RequestFailed, RequestRefused
-from scheduler.gateway.engine_output import accepted, check_finish
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_faults import (
+    EngineBusy,
+    EngineLost,
+    RequestFailed,
+    RequestRefused,
+)
+from scheduler.gateway.engines.engine_output import accepted, check_finish
 from scheduler.gateway.fleet_member import numerics_of
 from scheduler.gateway.policy.trajectories import FINISHED, Attempt, Turn
 

@@ -12,8 +12,8 @@ import msgspec
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, Span
 from harvester.platform.backoff import Interrupted
+from scheduler.gateway.engines.stream import EngineChoice, EngineChunk
 from scheduler.gateway.policy.trajectories import Attempt, Turn
-from scheduler.gateway.stream import EngineChoice, EngineChunk
 
 _ANOTHER = -1
 

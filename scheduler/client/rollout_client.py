@@ -47,9 +47,9 @@ from scheduler.client.dedicated_turns import DedicatedTurns
 from scheduler.client.gateway_turn import GatewayTurn
 from scheduler.client.gateway_watch import GatewayWatch
 from scheduler.gateway.abort_routes import Aborted, FinishSession
+from scheduler.gateway.engines.stream import EngineChunk, EventStream
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
 from scheduler.gateway.requests import checked_trajectory, decode_generate
-from scheduler.gateway.stream import EngineChunk, EventStream
 
 T = TypeVar("T")
 Sampling = SamplingParams | Mapping[str, Any]

@@ -41,14 +41,7 @@ class VerlServer:
     options.
     """
 
-    def __init__(
-        self,
-        gateway: str,
-        job: str,
-        *,
-        response_length: int,
-        **client: Any,
-    ) -> None:
+    def __init__(self, gateway: str, job: str, *, response_length: int, **client: Any) -> None:
         self._client = AsyncRolloutClient(gateway, job, **client)
         self._response_length = response_length
         self._running = asyncio.Event()

@@ -15,10 +15,10 @@ from aiohttp import web
 from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId
 from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
+from scheduler.gateway.dialects.session_names import session_header
+from scheduler.gateway.dialects.text_routes import JobOf
 from scheduler.gateway.requests import checked_trajectory
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.session_names import session_header
-from scheduler.gateway.text_routes import JobOf
 
 _NAMES_BYTES = 1 << 20
 

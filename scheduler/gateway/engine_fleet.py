@@ -15,8 +15,8 @@ from harvester.contracts.ids import EngineId, JobId, WeightVersion
 from harvester.contracts.wire.engines import EngineDescription
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_faults import EngineLost, EngineUnreachable
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_faults import EngineLost, EngineUnreachable
 from scheduler.gateway.fleet_member import Member, numerics_of
 from scheduler.gateway.policy.engine_health import EngineLog
 from scheduler.gateway.policy.routing_events import (
@@ -436,8 +436,8 @@ class EngineFleet:
                 self.review_contexts()
 
     async def _numerics(self, member: Member) -> str:
-        member.release = await member.client.vllm_version()
-        return numerics_of(member.engine.engine, member.release, member.description)
+        member.vllm_version = await member.client.vllm_version()
+        return numerics_of(member.engine.engine, member.vllm_version, member.description)
 
     def _serve(self, member: Member) -> None:
         began_s, member.quiesced_at_s = member.quiesced_at_s, None

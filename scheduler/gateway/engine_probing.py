@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import RoseMuxError
-from scheduler.gateway.engine_faults import EngineLost
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engines.engine_faults import EngineLost
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member
-from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut, RunningAttempt
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from harvester.contracts.ids import EngineId
 from harvester.contracts.wire.engines import CONTINUATION_FEATURE, EngineDescription
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.policy.engine_health import EngineLog, FaultStreak, ForeignUpdates
 from scheduler.gateway.policy.trajectories import Turn
 from scheduler.gateway.running_attempt import RunningAttempt
@@ -30,8 +30,8 @@ class Member:
     idle_ratio: float | None = None
     """Forecast idle share of a guest's slot; None if unknown."""
     numerics: str = ""
-    release: str = ""
-    """Its vLLM version; empty if unknown."""
+    vllm_version: str = ""
+    """Empty if unknown."""
     description: EngineDescription | None = None
     """The engine's last description; None before the first."""
     clashes: bool = False
@@ -104,8 +104,8 @@ def unfit_for(turn: Turn, members: Mapping[EngineId, Member]) -> set[EngineId]:
     return {e for e, member in members.items() if member.engine.kind is EngineKind.GUEST}
 
 
-def numerics_of(engine: EngineId, release: str, described: EngineDescription | None) -> str:
-    known = [f"vllm {release}" if release else ""]
+def numerics_of(engine: EngineId, vllm_version: str, described: EngineDescription | None) -> str:
+    known = [f"vllm {vllm_version}" if vllm_version else ""]
     known += [described.dtype, described.logprobs_mode] if described is not None else []
     # One that says nothing of itself is equal to no other engine.
     return " ".join(filter(None, known)) or f"unknown, {engine}"

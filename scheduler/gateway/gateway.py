@@ -52,9 +52,21 @@ from harvester.platform.http_kit import (
 from harvester.platform.openapi_document import openapi_route
 from harvester.platform.tenants import OBSERVER, OPERATOR, Tenants
 from scheduler.gateway.abort_routes import AbortRoutes
-from scheduler.gateway.engine_faults import RequestRefused
-from scheduler.gateway.engine_list_routes import EngineListRoutes
-from scheduler.gateway.event_stream import event_stream
+from scheduler.gateway.dialects.engine_list_routes import EngineListRoutes
+from scheduler.gateway.dialects.event_stream import event_stream
+from scheduler.gateway.dialects.renderer import CHAT, COMPLETION, RendererFault, RenderRefused
+from scheduler.gateway.dialects.session_names import trajectory_of
+from scheduler.gateway.dialects.sglang_routes import SglangRoutes
+from scheduler.gateway.dialects.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
+from scheduler.gateway.dialects.text_routes import (
+    OPENAI_ROUTES,
+    RENDERER_ROUTES,
+    TextRoutes,
+    wants_usage,
+)
+from scheduler.gateway.dialects.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
+from scheduler.gateway.dialects.weight_sync import WeightSyncRoutes
+from scheduler.gateway.engines.engine_faults import RequestRefused
 from scheduler.gateway.gateway_status import render_metrics, status
 from scheduler.gateway.job_paths import (
     JOB_OF_MODEL,
@@ -70,17 +82,10 @@ from scheduler.gateway.open_turns import IdInUse
 from scheduler.gateway.openapi import RETRIED, document
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.pressure import HELD_BODY, Pressure, TenantShares, connection_room
-from scheduler.gateway.renderer import CHAT, COMPLETION, RendererFault, RenderRefused
 from scheduler.gateway.requests import decode_generate
 from scheduler.gateway.samples import Samples, TurnRefused, follow, samples_of
 from scheduler.gateway.scheduler import Scheduler
-from scheduler.gateway.session_names import trajectory_of
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.sglang_routes import SglangRoutes
-from scheduler.gateway.text_logprobs import NAMED_AT_ONCE, named, named_in_parts
-from scheduler.gateway.text_routes import OPENAI_ROUTES, RENDERER_ROUTES, TextRoutes, wants_usage
-from scheduler.gateway.tinker_routes import SAMPLE_ROUTE, TinkerRoutes
-from scheduler.gateway.weight_sync import WeightSyncRoutes
 
 _log = logging.getLogger(__name__)
 _tell_once = cache(_log.warning)

@@ -17,9 +17,9 @@ from harvester.contracts.wire.rollouts import (
 from harvester.contracts.wire.stops import ClusterStopReply, StopRequest
 from harvester.platform.openapi_document import JSON, PATH, TEXT, Operation, Parameter
 from harvester.platform.openapi_document import document as openapi_document
-from scheduler.gateway import tinker_routes, weight_sync
 from scheduler.gateway.abort_routes import Aborted, AbortRequest, AbortRequests, FinishSession
-from scheduler.gateway.engine_list_routes import (
+from scheduler.gateway.dialects import tinker_routes, weight_sync
+from scheduler.gateway.dialects.engine_list_routes import (
     LoadedWeights,
     PulledWeights,
     RegisteredWorker,
@@ -27,11 +27,11 @@ from scheduler.gateway.engine_list_routes import (
     RouterReply,
     RouterWorker,
 )
+from scheduler.gateway.dialects.session_names import SESSION_HEADERS
+from scheduler.gateway.dialects.text_routes import REQUEST_ID_HEADER
+from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES, ControlReply
 from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.job_switches import SwitchRequest
-from scheduler.gateway.session_names import SESSION_HEADERS
-from scheduler.gateway.text_routes import REQUEST_ID_HEADER
-from scheduler.gateway.weight_sync import REFUSED_ROUTES, ControlReply
 
 RETRIED = (409, 429, 503)
 """Statuses of replies that say when to try again."""

@@ -16,16 +16,17 @@ from harvester.contracts.wire.rollouts import GenerateRequest, OnInterrupt
 from harvester.contracts.wire.stops import StopOrder
 from harvester.platform.tls import Credentials
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.harvested_slots import Harvest
+from scheduler.gateway.dialects.renderer import RenderEndpoint, Renderer
 from scheduler.gateway.dispatch import Dispatcher, context_tokens
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_connections import EngineConnections
 from scheduler.gateway.engine_fleet import EngineFleet, dedicated_places
 from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_connections import EngineConnections
 from scheduler.gateway.fleet_member import Member
 from scheduler.gateway.gateway_metrics import GatewayMetrics
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.job_pauses import JobPauses, PauseMode
 from scheduler.gateway.job_switches import JobSwitches, Switch
 from scheduler.gateway.job_versions import JobVersions
@@ -42,7 +43,6 @@ from scheduler.gateway.policy.routing_events import (
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, turn_key
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import VersionsConfig
-from scheduler.gateway.renderer import RenderEndpoint, Renderer
 from scheduler.gateway.samples import TurnRefused
 from scheduler.gateway.settings import AgentSettings, GatewayJobSettings, GatewaySettings
 from scheduler.gateway.turns import TurnRunner

@@ -17,7 +17,9 @@ from harvester.contracts.errors import Stale
 from harvester.contracts.ids import EngineId, Epoch
 from harvester.contracts.wire.rollouts import FinishReason
 from scheduler.gateway.dispatch import Dispatcher, context_tokens
-from scheduler.gateway.engine_faults import (
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_faults import (
     EngineBusy,
     EngineChanged,
     EngineLost,
@@ -26,11 +28,9 @@ from scheduler.gateway.engine_faults import (
     RequestRefused,
     names_context,
 )
-from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.engine_output import ROUNDED_LOGPROB, accepted, check_finish
-from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_output import ROUNDED_LOGPROB, accepted, check_finish
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member, unfit_for
-from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.course import FirstTokens, TurnCourse
 from scheduler.gateway.policy.routing_events import (
     DispatchTurn,
@@ -468,10 +468,11 @@ def _check_request(turn: Turn, member: Member) -> None:
     """Raises RequestRefused for fields that this engine would misread: token ids beyond its
     vocabulary (the turn may predate the engine), and, before vLLM 0.32, a grammar beside a
     reasoning parser."""
-    sampling, release = turn.request.sampling_params, re.match(r"0\.(\d+)", member.release)
+    sampling, release = turn.request.sampling_params, re.match(r"0\.(\d+)", member.vllm_version)
     fields = ", ".join(reasoning_fields(turn.request))
     if fields and sampling.structured_outputs and release and int(release[1]) < _REASONING_MINOR:
-        raise RequestRefused(f"{fields}: vLLM {member.release} takes no grammar beside a parser")
+        version = member.vllm_version
+        raise RequestRefused(f"{fields}: vLLM {version} takes no grammar beside a parser")
     bound = member.vocabulary_tokens
     if bound is None:
         return

@@ -5,8 +5,8 @@ import math
 
 from harvester.contracts.clock import Clock
 from harvester.contracts.errors import Exhausted
-from scheduler.gateway.engine_client import StageReply
 from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engines.engine_client import StageReply
 from scheduler.gateway.policy.versions_events import JobVersion
 from scheduler.model import EngineKind
 

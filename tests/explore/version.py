@@ -26,7 +26,7 @@ from harvester.contracts.wire.rollouts import (
     VersionPin,
 )
 from scheduler.gateway.dispatch import arrival
-from scheduler.gateway.identity import Change, change_between
+from scheduler.gateway.engines.identity import Change, change_between
 from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import (

@@ -41,7 +41,7 @@ from harvester.contracts.page import (
 from harvester.contracts.page.seal import SEQUENCE_OFFSET
 from harvester.contracts.wire.leases import EPOCH_HEADER
 from harvester.contracts.wire.rollouts import TRAJECTORY_ARGUMENT
-from scheduler.gateway.stream import EventStream
+from scheduler.gateway.engines.stream import EventStream
 from tests.integration.forked_program import begin_forked
 
 PRODUCTION = "production"

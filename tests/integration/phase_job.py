@@ -10,17 +10,17 @@ from pathlib import Path
 from harvester.contracts.errors import RoseMuxError
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
-from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.harvesting import Harvesting
-from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.phase_client import PhaseClient
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.permits.terms import JobTerms, PhaseTerms
 
 
 def main() -> None:
     path, job, *gateway = sys.argv[1:]
     nodes = {PhaseKind.ROLLOUT: "r0", PhaseKind.TRAINING: "t0"}
-    phases = PhaseControl(
-        SocketControl(Path(path), answer_s=1.0),
+    phases = PhaseClient(
+        SocketTransport(Path(path), answer_s=1.0),
         JobTerms(
             job=JobId(job),
             phases=tuple(

@@ -16,8 +16,8 @@ from scheduler.rollmux.cluster.job_limits import KINDS
 from scheduler.rollmux.cluster.runtime_events import (
     OrderMove,
 )
-from scheduler.rollmux.control.control import PhaseControl
-from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.phase_client import PhaseClient
+from scheduler.rollmux.control.socket_transport import SocketTransport
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
         host_bytes=400,
         phases=tuple(PhaseSpec(kind=kind, max_s=600.0) for kind in KINDS),
     )
-    phases = PhaseControl(SocketControl(Path(path), answer_s=2.0), asked, on_move=told)
+    phases = PhaseClient(SocketTransport(Path(path), answer_s=2.0), asked, on_move=told)
     place = phases.placement
     assert place is not None
     say(f"placed {' '.join(place.nodes)}")

@@ -27,7 +27,7 @@ from coserve.vllm.pulse_reporter import PulseReporter
 from harvester.contracts.clock import MonotonicClock, monotonic_ns
 from harvester.contracts.page import Grant, Guest, PageDirectory, PageFault, Pulse, Reading
 from harvester.contracts.wire.leases import SlotOffers
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
 from tests.certificates import Authority, token_file
 from tests.integration.conftest import Served
 

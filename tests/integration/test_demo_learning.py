@@ -10,10 +10,10 @@ import torch
 
 from examples.grpo.environment import Task
 from examples.grpo.grpo import GrpoSettings, UpdateReport, update
-from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights, policy_of
 from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.warm_up import WarmUp, warm_start
+from tests.unit.examples.grpo.local_sampler import LocalSampler
 
 STEPS = 6
 WARM_UP = WarmUp(

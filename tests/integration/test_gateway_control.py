@@ -7,10 +7,10 @@ import pytest
 
 from harvester.contracts.ids import JobId
 from scheduler.gateway import job_versions, version_staging
-from scheduler.gateway.engine_client import StageReply
+from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
+from scheduler.gateway.engines.engine_client import StageReply
 from scheduler.gateway.policy.versions_events import TimePassed
 from scheduler.gateway.running_attempt import Cut
-from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from scheduler.gateway.text_routes import RENDERER_ROUTES
+from scheduler.gateway.dialects.text_routes import RENDERER_ROUTES
 from tests.integration.fake_engine import VOCABULARY, FakeEngine
 from tests.integration.fake_renderer import (
     FakeRenderer,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engines.engine_client import EngineClient
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import PROMPT, GatewayInProcess, continued, gateway_on
 

@@ -9,7 +9,7 @@ import pytest
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import Epoch, JobId, LeaseId, SlotId, TenantId
 from harvester.contracts.wire.leases import LeaseEnded, LeaseGranted, LeaseRequest
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
 
 REQUEST = LeaseRequest(
     request_id="q1", slot=SlotId("slot"), tenant=TenantId("t"), job=JobId("job"), duration_s=5.0

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from scheduler.gateway import tinker_routes
+from scheduler.gateway.dialects import tinker_routes
 from tests.integration.fake_engine import VOCABULARY, FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, continued, gateway_on
 

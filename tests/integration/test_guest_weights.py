@@ -11,7 +11,7 @@ import torch
 from examples.grpo.model import PolicyModel
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.page import GrantMode
-from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engines.engine_client import EngineClient
 from tests.integration.engine_slot import SHAPE, EngineSlot
 
 pytestmark = pytest.mark.engine

@@ -161,12 +161,12 @@ async def test_a_gateway_that_asks_for_a_token_gets_it_and_refuses_a_job_at_its_
     jobs = [{"id": "job", "tenant": "team"}, {"id": "foreign", "tenant": "others"}]
     url = gateway(fake_engine(), token_file=str(tokens), jobs=jobs).url
 
-    def rest(job: str, token_file: Path | None) -> None:
-        Harvesting(gateway=url, token_file=token_file).of(JobId(job)).rest()
+    def switch_off(job: str, token_file: Path | None) -> None:
+        Harvesting(gateway=url, token_file=token_file).of(JobId(job)).switch_off()
 
-    await asyncio.to_thread(rest, "job", ours)
+    await asyncio.to_thread(switch_off, "job", ours)
     view = await asyncio.to_thread(Harvesting(gateway=url, token_file=ours).of(JobId("job")).view)
     assert not view.guest_serves(JobId("job"))
     for job, token_file in (("job", wrong), ("job", None), ("foreign", ours), ("none", ours)):
         with pytest.raises(ConfigError, match="gateway"):
-            await asyncio.to_thread(rest, job, token_file)
+            await asyncio.to_thread(switch_off, job, token_file)

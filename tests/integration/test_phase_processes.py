@@ -21,8 +21,8 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.rollmux.control.command import forget as phases_forget
 from scheduler.rollmux.control.command import status as phases_status
-from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.socket_server import listening_socket
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import (
     ControlUnreachable,
     Ended,
@@ -54,7 +54,7 @@ class Machine:
             *("--lease-s", str(LEASE_S), "--patience-s", "0.05"),
             *arguments,
         )
-        transport, clock = SocketControl(self.socket), MonotonicClock()
+        transport, clock = SocketTransport(self.socket), MonotonicClock()
         until_s = clock.now() + 60.0
         while clock.now() < until_s:
             try:
@@ -155,7 +155,7 @@ def test_the_socket_is_this_user_s_alone_and_has_one_control(machine: Machine) -
     assert stat.S_IMODE(machine.socket.parent.stat().st_mode) == 0o700
     with pytest.raises(ConfigError, match="another phase control"):
         listening_socket(machine.socket)
-    transport = SocketControl(machine.socket)
+    transport = SocketTransport(machine.socket)
     assert isinstance(transport.call(Beat(job=JobId("j"), epoch=Epoch(1))), Ended)
     with pytest.raises(ConfigError, match="job"):
         transport.call(Beat(job=JobId("../j"), epoch=Epoch(1)))
@@ -173,7 +173,7 @@ def test_the_command_serves_shows_and_exports_the_holders(
     assert job.hears() == "placed"
     job.enter("rollout")
     assert job.hears() == "granted 1"
-    (status,) = SocketControl(machine.socket).jobs()
+    (status,) = SocketTransport(machine.socket).jobs()
     assert (status.job, status.stage, status.nodes) == ("first", "running", ("r0",))
     phases_status(machine.socket)
     assert re.search(r"first.*rollout.*running.*r0", capfd.readouterr().out)

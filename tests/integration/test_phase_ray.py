@@ -15,8 +15,8 @@ import ray
 from harvester.contracts.ids import JobId, NodeId
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control import on_ray
-from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.wire import (
     ControlUnreachable,
 )
@@ -40,7 +40,7 @@ class Job:
     def __init__(self, name: str) -> None:
         phase = PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),))
         terms = JobTerms(job=JobId(name), phases=(phase,))
-        self._phases = PhaseControl(on_ray.connect(), terms, timeout_s=ANSWER_S)
+        self._phases = PhaseClient(on_ray.connect(), terms, timeout_s=ANSWER_S)
         self._permit: Permit | None = None
 
     def begin(self) -> int:
@@ -109,7 +109,7 @@ def test_a_control_on_ray_plans_and_knows_its_jobs_after_it_was_killed(
         name="plans",
     )
     phases = {
-        name: PhaseControl(control, submission(name, slo=3.0), timeout_s=ANSWER_S) for name in "ab"
+        name: PhaseClient(control, submission(name, slo=3.0), timeout_s=ANSWER_S) for name in "ab"
     }
     for one in phases.values():
         assert one.placement is not None

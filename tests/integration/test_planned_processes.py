@@ -16,7 +16,7 @@ from harvester.contracts.clock import MonotonicClock
 from harvester.contracts.errors import ConfigError, Exhausted
 from scheduler.rollmux.control.command import explain, forget, node, submit
 from scheduler.rollmux.control.command import status as phases_status
-from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import (
     JobStatus,
     PlanStatus,
@@ -77,7 +77,7 @@ class Machine:
 
     def answers(self) -> bool:
         try:
-            SocketControl(self.socket).jobs()
+            SocketTransport(self.socket).jobs()
         except Exhausted:
             return False
         return True
@@ -87,11 +87,11 @@ class Machine:
         return Job(self.children.start("-m", module, str(self.socket), name, str(slo)))
 
     def plan(self, name: str) -> PlanStatus | None:
-        jobs: tuple[JobStatus, ...] = SocketControl(self.socket).jobs()
+        jobs: tuple[JobStatus, ...] = SocketTransport(self.socket).jobs()
         return next((one.plan for one in jobs if one.job == name), None)
 
     def stage(self, name: str) -> PermitStage:
-        return next(one.stage for one in SocketControl(self.socket).jobs() if one.job == name)
+        return next(one.stage for one in SocketTransport(self.socket).jobs() if one.job == name)
 
     def until(self, done) -> None:
         clock = MonotonicClock()
@@ -249,9 +249,9 @@ def test_the_toy_jobs_of_the_examples_share_two_nodes(tmp_path: Path) -> None:
         said = [toy.communicate(timeout=120)[0] for toy in toys]
         assert all("on roll-0 | train-0" in one for one in said)
         assert all("iteration 2 trains on train-0" in one for one in said)
-        assert SocketControl(machine.socket).jobs() == ()
+        assert SocketTransport(machine.socket).jobs() == ()
         with pytest.raises(ConfigError, match="without --journal"):
-            SocketControl(machine.socket).journal()
+            SocketTransport(machine.socket).journal()
     finally:
         machine.children.stop()
 
@@ -263,4 +263,4 @@ def test_the_example_of_the_package_runs_against_a_planning_control(machine: Mac
     example = textwrap.dedent(code).replace("/run/phases/phases.sock", str(machine.socket))
     assert "phases.forget()" in example
     exec(compile(example, "scheduler/__init__.py", "exec"), {})
-    assert SocketControl(machine.socket).jobs() == ()
+    assert SocketTransport(machine.socket).jobs() == ()

@@ -9,9 +9,9 @@ import pytest
 from harvester.contracts.ids import Epoch, WeightVersion
 from harvester.contracts.page import GrantMode
 from harvester.platform.tls import Credentials
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_faults import EngineLost
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_faults import EngineLost
+from scheduler.gateway.engines.identity import Change
 from tests.certificates import Authority, token_file
 from tests.contract.scheduler.test_engine_contract import attempt
 from tests.integration.conftest import Served

@@ -19,7 +19,7 @@ from harvester.contracts.wire.engines import (
     WEIGHTS_FEATURE,
     EngineReport,
 )
-from scheduler.gateway.engine_client import EngineClient
+from scheduler.gateway.engines.engine_client import EngineClient
 from tests.integration.gateway_in_process import PROMPT, gateway_on
 
 CONTEXT_TOKENS = 512

@@ -24,9 +24,9 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.leases import SlotOffers
 from harvester.platform.tls import NO_CREDENTIALS
 from scheduler.decision_log import DecisionLog
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.harvested_slots import Harvest
 from scheduler.gateway.gateway_state import SchedulerState
-from scheduler.gateway.harvested_slots import Harvest
 from scheduler.gateway.policy.budget_ledger import ServiceBudget
 from scheduler.gateway.policy.capacity import CapacityConfig, CapacityPolicy, Demand
 

@@ -31,7 +31,7 @@ _ALIGNED_BYTES = 16
 _PROOF_BYTES = (xxh3.MIN_BYTES, 4 << 10, (3 << 20) + 5)
 HOST = "cpu"
 
-Counts = npt.NDArray[np.int64]
+Int64s = npt.NDArray[np.int64]
 
 
 def digests_on_device(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -94,7 +94,7 @@ def kernel_digests(
 
 
 def _states(
-    data: Sequence[torch.Tensor], blocks: Counts, blocks_at_once: int
+    data: Sequence[torch.Tensor], blocks: Int64s, blocks_at_once: int
 ) -> npt.NDArray[np.uint64]:
     """The accumulators of each tensor after its whole blocks."""
     from weightsync.elements.hash_kernels import (
@@ -127,7 +127,7 @@ def _states(
     return found
 
 
-def next_blocks(left: Counts, blocks: int) -> Counts:
+def next_blocks(left: Int64s, blocks: int) -> Int64s:
     """How many blocks of each tensor come next, `blocks` at most in all.
 
     Equally many where they are there: so the longest chain is never left to walk alone for longer
@@ -142,7 +142,7 @@ def next_blocks(left: Counts, blocks: int) -> Counts:
     return shares
 
 
-def _tiles(addresses: Counts, counts: Counts, starts: Counts, blocks: int) -> Counts:
+def _tiles(addresses: Int64s, counts: Int64s, starts: Int64s, blocks: int) -> Int64s:
     """A row of `sum_blocks` for every `blocks` blocks of each tensor."""
     tiles = -(-counts // blocks)
     of = np.repeat(np.arange(counts.size), tiles)

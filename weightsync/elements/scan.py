@@ -28,7 +28,7 @@ from weightsync.elements.lanes import (
 from weightsync.elements.picked import IS_QUICK, put_distances, put_escapes, put_flags, put_lanes
 from weightsync.elements.xxh3 import Accumulators, absorb
 
-Positions: TypeAlias = npt.NDArray[np.int32]
+Offsets: TypeAlias = npt.NDArray[np.int32]
 """Positions of elements within a block."""
 
 GAP_ESCAPE = 255
@@ -62,9 +62,9 @@ class Scan(NamedTuple):
 class Room(NamedTuple):
     """Buffers for further changes, after the present ones."""
 
-    small: Positions
+    small: Offsets
     """Small changes of one block. Every buffer has two groups of lanes to spare."""
-    far: Positions
+    far: Offsets
     minus: Bytes
     """One byte per small change, 1 if it is by minus one."""
     gaps: Bytes
@@ -215,9 +215,9 @@ def _find_changes(
     start: int,
     stop: int,
     mask: np.uint64,
-    small: Positions,
+    small: Offsets,
     minus: Bytes,
-    far: Positions,
+    far: Offsets,
     likely_small: int,
     likely_far: int,
 ) -> tuple[int, int]:
@@ -262,7 +262,7 @@ def _find_changes(
 
 
 @compiled
-def _write_gaps(found: Positions, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
+def _write_gaps(found: Offsets, start: int, after: int, gaps: Bytes, at: int) -> tuple[int, int]:
     """Write the gaps before ascending positions, from `at` on.
 
     Returns (next byte, position after the last change). Unsigned throughout: an index that may be
@@ -287,7 +287,7 @@ def _write_differences(
     old: Bits,
     new: Bits,
     start: int,
-    positions: Positions,
+    positions: Offsets,
     mask: np.uint64,
     planes: npt.NDArray[np.uint8],
     at: int,

@@ -64,7 +64,7 @@ class Applying(_State, frozen=True, kw_only=True, tag="applying"):
     seal: str = ""
 
 
-Record = Held | Applying
+ApplyRecord = Held | Applying
 
 
 class Repair(StrEnum):
@@ -92,15 +92,15 @@ def repairs(record: Applying, now: Mapping[str, str]) -> dict[str, Repair]:
     }
 
 
-def encoded_record(record: Record) -> bytes:
+def encoded_record(record: ApplyRecord) -> bytes:
     """Serialise a record, with its seal."""
     return msgspec.json.encode(_sealed(record))
 
 
-def decoded_record(raw: bytes) -> Record:
+def decoded_record(raw: bytes) -> ApplyRecord:
     """Raises Corrupt for anything that `encoded_record` did not write."""
     try:
-        record: Record = msgspec.json.decode(raw, type=Record)
+        record: ApplyRecord = msgspec.json.decode(raw, type=ApplyRecord)
     except UNDECODABLE as error:
         raise Corrupt(f"{RECORD_FILE}: {error}") from error
     if record.format != FORMAT or record.seal != _sealed(record).seal:
@@ -108,7 +108,7 @@ def decoded_record(raw: bytes) -> Record:
     return record
 
 
-def read_record(directory: Path) -> Record | None:
+def read_record(directory: Path) -> ApplyRecord | None:
     """The record, None if there is none; raises Corrupt."""
     try:
         with (directory / RECORD_FILE).open("rb") as file:
@@ -122,12 +122,12 @@ def read_record(directory: Path) -> Record | None:
     return decoded_record(raw)
 
 
-def write_record(directory: Path, record: Record) -> None:
+def write_record(directory: Path, record: ApplyRecord) -> None:
     """Replace the record. Raises Exhausted if the disk is full, and keeps the old one."""
     replace_file(directory / RECORD_FILE, encoded_record(record))
 
 
-def _sealed(record: Record) -> Record:
+def _sealed(record: ApplyRecord) -> ApplyRecord:
     bare = msgspec.structs.replace(record, seal="")
     seal = xxhash.xxh3_128_hexdigest(msgspec.json.encode(bare))
     return msgspec.structs.replace(bare, seal=seal)

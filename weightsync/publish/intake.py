@@ -109,7 +109,7 @@ def _part_of_dtensor(name: str, value: Any) -> Part | None:
     return _part(local, SliceRecord(name, shape, tuple(offsets), tuple(lengths)))
 
 
-State: TypeAlias = (
+PublishedState: TypeAlias = (
     "Mapping[str, torch.Tensor | ShardSlice] | Iterable[tuple[str, torch.Tensor | ShardSlice]]"
 )
 """A state dict, or named parameters; an iterable may give several slices under one name."""
@@ -146,7 +146,7 @@ class Intake:
 
     def __init__(
         self,
-        state: State,
+        state: PublishedState,
         *,
         is_adapter: bool = False,
         finds_ties: bool = True,

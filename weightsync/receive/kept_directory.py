@@ -16,9 +16,9 @@ from weightsync.elements import state_hash
 from weightsync.elements.bits import Bits, Layout
 from weightsync.layout.apply_journal import (
     Applying,
+    ApplyRecord,
     Digests,
     Held,
-    Record,
     read_record,
     write_record,
 )
@@ -39,7 +39,7 @@ class KeptDirectory:
             directory.mkdir(parents=True, exist_ok=True)
             taken = f"another receiver keeps {directory} already"
             self._lock = locked(directory / _LOCK_FILE, taken=taken)
-        self.record: Record | None = None
+        self.record: ApplyRecord | None = None
         self.checkpoint: Checkpoint | None = None
         """The files; None if they are no whole checkpoint."""
         self.digests: Digests = {}

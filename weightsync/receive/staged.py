@@ -25,7 +25,6 @@ from weightsync.receive.plan import PullPlan
 from weightsync.receive.stored_delta import delta_bytes
 from weightsync.receive.target import ApplyTarget
 
-Digests = Mapping[str, str]
 PARTS_CHANGED = "this holder's parts are not those that were written before"
 
 
@@ -140,7 +139,7 @@ def check_state(
     return found
 
 
-def check_digests(expected: Expected, layout: Layout, digests: Digests) -> str:
+def check_digests(expected: Expected, layout: Layout, digests: Mapping[str, str]) -> str:
     """The hash of a state of entries with these digests; raises Corrupt if it is not the expected
     one. A holder of parts may leave out entries of which it has parts only."""
     if expected.digests is not None:

@@ -24,7 +24,7 @@ from benchmarks.testbed.slot import SLOT
 from harvester.contracts.errors import ConfigError
 from harvester.contracts.page import PageDirectory
 from harvester.platform.parent import end_with
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity.agent_client import AgentClient
 
 _START_S = 60.0
 _POLL_S = 0.05

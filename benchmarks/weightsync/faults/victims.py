@@ -30,7 +30,7 @@ from harvester.contracts.ids import WeightVersion
 from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
-from weightsync.layout.apply_journal import Applying, Record, write_record
+from weightsync.layout.apply_journal import Applying, ApplyRecord, write_record
 from weightsync.publisher import Publisher
 from weightsync.receive import kept_directory
 from weightsync.receive.checkpoint import Checkpoint
@@ -174,7 +174,7 @@ def pull(task: Task, meter: Meter) -> None:
                 meter.begin()
             return super().prepare(*arguments, **held)
 
-    def write(directory: Path, record: Record) -> None:
+    def write(directory: Path, record: ApplyRecord) -> None:
         write_record(directory, record)
         if task.phase == "apply" and isinstance(record, Applying):
             meter.begin()

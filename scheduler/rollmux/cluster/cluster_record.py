@@ -40,7 +40,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of all jobs; groups and jobs in the planner's order, which its choices
     follow."""
 
@@ -55,7 +55,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    layout: Layout
+    layout: ClusterLayout
     jobs: tuple[JobRecord, ...]
 
 
@@ -71,8 +71,8 @@ def job_record(policy: ClusterPolicy, job: JobId) -> JobRecord | None:
     return JobRecord(placed=placed, held=policy.residency.nodes_of(job), facts=facts)
 
 
-def layout(policy: ClusterPolicy) -> Layout:
-    return Layout(
+def layout(policy: ClusterPolicy) -> ClusterLayout:
+    return ClusterLayout(
         groups=tuple(policy.planner.table.groups.values()),
         machines=policy.fleet.machines,
         awaited=policy.fleet.awaited,

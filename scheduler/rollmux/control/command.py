@@ -94,10 +94,10 @@ def submit(
     """Ask a control that plans for placements; a job that is known hears where it is."""
     from scheduler.rollmux.cluster.runtime_events import Submit
     from scheduler.rollmux.control.nodes_file import read_specs
-    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.socket_transport import SocketTransport
     from scheduler.rollmux.control.wire import CallRefused, reply_text
 
-    transport, refused = SocketControl(socket, token_file=token_file), False
+    transport, refused = SocketTransport(socket, token_file=token_file), False
     for given in read_specs(jobs):
         reply = transport.call(Submit(spec=given))
         refused |= isinstance(reply, CallRefused)
@@ -115,10 +115,10 @@ def forget(
     """Give up a job's placement for good; its phase, if one runs, loses its permit."""
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import JobId
-    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.socket_transport import SocketTransport
     from scheduler.rollmux.permits.events import Forget
 
-    transport = SocketControl(socket, token_file=token_file)
+    transport = SocketTransport(socket, token_file=token_file)
     # The call is accepted for any name: a job's process repeats it without an answer.
     known = any(each.job == job for each in transport.jobs())
     transport.call(Forget(job=JobId(job)))
@@ -139,10 +139,10 @@ def node(
     from harvester.contracts.errors import ConfigError
     from harvester.contracts.ids import NodeId
     from scheduler.rollmux.cluster.runtime_events import NodeReport
-    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.socket_transport import SocketTransport
     from scheduler.rollmux.control.wire import CallRefused
 
-    transport = SocketControl(socket, token_file=token_file)
+    transport = SocketTransport(socket, token_file=token_file)
     reply = transport.call(NodeReport(node=NodeId(name), failed=failed))
     if isinstance(reply, CallRefused):
         raise ConfigError(reply.reason)
@@ -157,9 +157,9 @@ def status(
     """Show every job: its phase, its stage, the nodes it holds and those it waits for."""
     from rich.console import Console
 
-    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.socket_transport import SocketTransport
 
-    jobs = SocketControl(socket, token_file=token_file).jobs()
+    jobs = SocketTransport(socket, token_file=token_file).jobs()
     if as_json:
         import msgspec
 
@@ -192,13 +192,13 @@ def explain(
     """Print a job's history: its placements, its moves with their reasons, and the jobs it waited
     for."""
     from harvester.contracts.errors import ConfigError
-    from scheduler.rollmux.control.explanation import explanation, moment
-    from scheduler.rollmux.control.socket_control import SocketControl
+    from scheduler.rollmux.control.socket_transport import SocketTransport
+    from scheduler.rollmux.explain.explanation import explanation, moment
 
     if (journal is None) == (socket is None):
         raise ConfigError("explain needs --journal DIRECTORY or --socket FILE")
     if socket is not None:
-        journal = SocketControl(socket, token_file=token_file).journal()
+        journal = SocketTransport(socket, token_file=token_file).journal()
     assert journal is not None
     found = explanation(journal, job, since=moment(last=last, since=since), permits=permits)
     if as_json:

@@ -19,7 +19,7 @@ from harvester.contracts.ids import JobId
 from harvester.contracts.wire.gateway_status import GatewayEngine, GatewayFleet
 from harvester.platform.tls import NO_CREDENTIALS, Credentials
 from scheduler.model import EngineKind
-from scheduler.rollmux.control.socket_control import answered
+from scheduler.rollmux.control.socket_transport import answered
 from scheduler.rollmux.permits.leased_tail import Switches
 
 ANSWER_S: Final = 2.0
@@ -98,7 +98,7 @@ class JobGateway:
         except UNDECODABLE as error:
             raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
-    def rest(self) -> None:
+    def switch_off(self) -> None:
         """Nothing is the job's before its first permit. Raises ConfigError where it is refused."""
         try:
             self.switch(Switches(dedicated=False, harvesting=False), for_s=0.0)
@@ -114,8 +114,8 @@ class JobGateway:
     def switch(self, switches: Switches, *, for_s: float) -> None:
         """Switches stay on for so long. Dedicated engines first: they are another job's soon."""
         for name, on in switches._asdict().items():
-            said = {"enabled": True, "for_s": for_s} if on else {"enabled": False}
-            self._post(name, said, timeout_s=ANSWER_S)
+            body = {"enabled": True, "for_s": for_s} if on else {"enabled": False}
+            self._post(name, body, timeout_s=ANSWER_S)
 
     def _post(self, what: str, body: object, *, timeout_s: float) -> None:
         path = f"/v1/jobs/{quote(self.job, safe='')}/{what}"

@@ -23,13 +23,13 @@ from scheduler.rollmux.permits.leased_tail import (
     RecallTail,
     Switches,
     Tail,
-    TailPlace,
     TailSample,
+    TailState,
     taken_off_s,
 )
 
-LOOK_S: Final = 0.1
-ON_FOR_S: Final = 10.0
+POLL_S: Final = 0.1
+SWITCH_TTL_S: Final = 10.0
 """A process that dies leaves nothing switched on for longer, nor for longer than its permit."""
 RENEWALS: Final = 3
 OFF: Final = Switches(dedicated=False, harvesting=False)
@@ -55,7 +55,7 @@ class LeasedRollout:
         self._clock = clock
         self._tail = LeasedTail(leases=leases)
         self._nodes = permit.nodes
-        self._on_for_s = min(ON_FOR_S, permit.lease_s)
+        self._switch_ttl_s = min(SWITCH_TTL_S, permit.lease_s)
         self._kept: Switches | None = None
         """Switches that the gateway has confirmed; None before that."""
         self._renew_s = 0.0
@@ -69,9 +69,7 @@ class LeasedRollout:
         """Whether a job that waits for the nodes uses the same gateway; None: not looked at yet."""
         self._fault = ""
         self._over = threading.Event()
-        self._looking = threading.Thread(
-            target=self._looks, name=f"leases-{permit.job}", daemon=True
-        )
+        self._poller = threading.Thread(target=self._poll, name=f"leases-{permit.job}", daemon=True)
 
     @property
     def leased_s(self) -> float:
@@ -95,20 +93,20 @@ class LeasedRollout:
             except Stale:
                 pass  # Its first publish makes it the one that is served.
             except RoseMuxError as error:
-                self._say(error)
+                self._log_once(error)
         self._keep_switches()
-        self._looking.start()
+        self._poller.start()
 
     def end(self) -> None:
         """Neither engines nor leases are the job's any more."""
         self._over.set()
-        self._looking.join()
+        self._poller.join()
         self._tail.end(now=self._clock.now())
         self._measure_bulk()
         try:
             self._gateway.switch(OFF, for_s=0.0)
         except RoseMuxError as error:
-            self._say(error)
+            self._log_once(error)
 
     def _measure_bulk(self) -> None:
         """Measures the bulk, once, when the rollout is in its tail or over."""
@@ -128,11 +126,11 @@ class LeasedRollout:
             return 0.0
         return made.get(EngineKind.GUEST, 0) / sum(made.values())
 
-    def _looks(self) -> None:
-        while not self._over.wait(LOOK_S):
-            self._look()
+    def _poll(self) -> None:
+        while not self._over.wait(POLL_S):
+            self._poll_once()
 
-    def _look(self) -> None:
+    def _poll_once(self) -> None:
         if self._permit.keep is not None or self._permit.complete_ratio >= BULK_RATIO:
             self._measure_bulk()
         for effect in self._tail.observe(self._sample(), now=self._clock.now()):
@@ -145,7 +143,7 @@ class LeasedRollout:
 
     def _sample(self) -> TailSample:
         asked = self._permit.keep == ()
-        away = self._tail.place in (TailPlace.AWAY, TailPlace.IN_LINE)
+        away = self._tail.state in (TailState.AWAY, TailState.IN_LINE)
         view = self._view() if asked or away else None
         tokens = {} if view is None else view.tokens(self._permit.job)
         serves = view is not None and view.guest_serves(self._permit.job)
@@ -163,7 +161,7 @@ class LeasedRollout:
         try:
             return self._gateway.view()
         except RoseMuxError as error:
-            self._say(error)
+            self._log_once(error)
             return None
 
     def _shares(self, view: GatewayView) -> bool:
@@ -173,7 +171,7 @@ class LeasedRollout:
             try:
                 jobs = self._transport.jobs()
             except RoseMuxError as error:
-                self._say(error)
+                self._log_once(error)
                 return True
             waiting = (each.job for each in jobs if wanted & set(each.awaits))
             self._stays = any(job in view.jobs for job in waiting if job != self._permit.job)
@@ -185,15 +183,15 @@ class LeasedRollout:
         if wanted == self._kept and now < self._renew_s:
             return
         try:
-            self._gateway.switch(wanted, for_s=self._on_for_s)
+            self._gateway.switch(wanted, for_s=self._switch_ttl_s)
         except RoseMuxError as error:
             self._kept = None
-            self._say(error)
+            self._log_once(error)
             return
         self._kept, self._fault = wanted, ""
-        self._renew_s = now + self._on_for_s / RENEWALS
+        self._renew_s = now + self._switch_ttl_s / RENEWALS
 
-    def _say(self, error: RoseMuxError) -> None:
+    def _log_once(self, error: RoseMuxError) -> None:
         """Logs once for each fault in a row."""
         if str(error) != self._fault:
             self._fault = str(error)

@@ -146,14 +146,14 @@ class LoadedStates:
     def _say(self, nodes: Iterable[NodeId]) -> object:
         """The reply; None without one. An absent control cannot start another job either."""
         asked_s = self._clock.now()
-        said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
+        call = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:
-            reply: object = self._transport.call(said)
+            reply: object = self._transport.call(call)
         except ControlUnreachable:
             reply = None
         except (Exhausted, PeerProtocolError):
             return None
-        if not said.nodes:
+        if not call.nodes:
             # A report by another thread must not hide that the process stood still.
             self._answered_s = asked_s
         return reply

@@ -102,7 +102,7 @@ def start_control(
     metrics_port: int | None = None,
     cluster: ClusterConfig | None = None,
     name: str = ACTOR,
-) -> "RayControl":
+) -> "RayTransport":
     """The control of this Ray cluster, started now if absent; Ray must be initialised.
 
     With a `cluster` it plans; `scheduler.rollmux.control.nodes_file` reads one from a file.
@@ -129,10 +129,10 @@ def start_control(
             None if cluster is None else msgspec.to_builtins(cluster),
         )
     )
-    return RayControl(handle)
+    return RayTransport(handle)
 
 
-def connect(*, name: str = ACTOR) -> "RayControl":
+def connect(*, name: str = ACTOR) -> "RayTransport":
     """Connects from any task or actor of the cluster.
 
     Raises ControlUnreachable if no control was started.
@@ -140,12 +140,12 @@ def connect(*, name: str = ACTOR) -> "RayControl":
     import ray
 
     try:
-        return RayControl(ray.get_actor(name, namespace=NAMESPACE))
+        return RayTransport(ray.get_actor(name, namespace=NAMESPACE))
     except ValueError as error:
         raise ControlUnreachable(f"no phase control {name!r} on this Ray cluster") from error
 
 
-class RayControl:
+class RayTransport:
     """A transport."""
 
     def __init__(self, handle: Any) -> None:

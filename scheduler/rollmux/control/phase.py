@@ -14,8 +14,8 @@ from scheduler.rollmux.control.permit import Permit
 T = TypeVar("T")
 
 
-class Begins(Protocol):
-    """A phase control, as phases use it."""
+class PermitSource(Protocol):
+    """Begins and ends the permits of a `Phase`."""
 
     def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit: ...
 
@@ -28,13 +28,13 @@ class Phase(ContextDecorator):
     Any number of times, by one thread or task at a time.
     """
 
-    def __init__(self, control: Callable[[], Begins], kind: PhaseKind) -> None:
-        self._control = control
+    def __init__(self, source: Callable[[], PermitSource], kind: PhaseKind) -> None:
+        self._source = source
         self._kind = kind
         self._permit: Permit | None = None
 
     def __enter__(self) -> Permit:
-        self._permit = self._control().begin(self._kind)
+        self._permit = self._source().begin(self._kind)
         return self._permit
 
     def __exit__(
@@ -45,12 +45,12 @@ class Phase(ContextDecorator):
     ) -> None:
         assert self._permit is not None
         failed = "" if error is None else f"{type(error).__name__}: {error}"
-        self._control().end(self._permit, failed=failed)
+        self._source().end(self._permit, failed=failed)
 
     async def __aenter__(self) -> Permit:
         cancelled = threading.Event()
         beginning = asyncio.ensure_future(
-            asyncio.to_thread(self._control().begin, self._kind, cancelled=cancelled)
+            asyncio.to_thread(self._source().begin, self._kind, cancelled=cancelled)
         )
         try:
             self._permit = await asyncio.shield(beginning)
@@ -59,7 +59,7 @@ class Phase(ContextDecorator):
             with suppress(Exhausted):
                 # A permit that came all the same is given back.
                 permit = await _outlasted(beginning)
-                await _outlasted(asyncio.to_thread(self._control().end, permit, failed="cancelled"))
+                await _outlasted(asyncio.to_thread(self._source().end, permit, failed="cancelled"))
             raise
         return self._permit
 

@@ -15,9 +15,9 @@ from harvester.contracts.errors import ConfigError
 from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.cluster import ClusterPolicy
 from scheduler.rollmux.cluster.cluster_record import (
+    ClusterLayout,
     ClusterRecord,
     JobRecord,
-    Layout,
     job_record,
     layout,
     strangers,
@@ -253,7 +253,7 @@ def _kept_memory(kept: dict[str, bytes], *, by_s: float) -> dict[str, Any]:
         for name, record in kept.items()
         if name.startswith(_JOB)
     )
-    where = msgspec.json.decode(kept[_LAYOUT], type=Layout) if _LAYOUT in kept else Layout()
+    where = msgspec.json.decode(kept.get(_LAYOUT, b"{}"), type=ClusterLayout)
     memory: dict[str, Any] = msgspec.to_builtins(ClusterRecord(layout=where, jobs=jobs))
     return memory
 

@@ -32,7 +32,7 @@ from scheduler.rollmux.cluster.config import ClusterConfig
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.make_service import compile_for, make_service
 from scheduler.rollmux.control.phase_service import JOURNAL_BYTES, PhaseService
-from scheduler.rollmux.control.socket_control import socket_path
+from scheduler.rollmux.control.socket_transport import socket_path
 from scheduler.rollmux.control.status import statuses
 from scheduler.rollmux.control.wire import CALLS, JobStatus, Reply
 from scheduler.rollmux.permits.terms import PermitsConfig

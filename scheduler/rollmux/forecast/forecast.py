@@ -32,14 +32,7 @@ class Occupant(NamedTuple):
     """Its rollout may begin on what another's tail leaves of its nodes."""
 
 
-_OF_OCCUPANTS = (
-    "rollout_nodes",
-    "training_nodes",
-    "slo",
-    "bulk_ratio",
-    "tail_share",
-    "divisible",
-)
+_OF_OCCUPANTS = ("rollout_nodes", "training_nodes", "slo", "bulk_ratio", "tail_share", "divisible")
 _NODES = empty_nodes()
 _NO_LOG = np.zeros(0, dtype=EVENT)
 

@@ -30,7 +30,7 @@ LEASED_MOST_RATIO: Final = 0.9
 """Cap on the leased share: beyond it the own nodes' output says little about their speed alone."""
 
 
-class TailPlace(StrEnum):
+class TailState(StrEnum):
     HOME = "home"
     LEAVING = "leaving"
     """The gateway has the order that the own engines are off, and has not confirmed it."""
@@ -53,14 +53,14 @@ class TailEvent(StrEnum):
 
 
 # A pair that is not here changes nothing.
-TRANSITIONS: Final[dict[tuple[TailPlace, TailEvent], TailPlace]] = {
-    (TailPlace.HOME, TailEvent.MAY_LEAVE): TailPlace.LEAVING,
-    (TailPlace.LEAVING, TailEvent.ENGINES_OFF): TailPlace.AWAY,
-    (TailPlace.LEAVING, TailEvent.STAYED): TailPlace.HOME,
-    (TailPlace.AWAY, TailEvent.NODES_BACK): TailPlace.HOME,
-    (TailPlace.AWAY, TailEvent.LEASE_GONE): TailPlace.IN_LINE,
-    (TailPlace.IN_LINE, TailEvent.NODES_BACK): TailPlace.HOME,
-} | {(place, TailEvent.PERMIT_LOST): TailPlace.ENDED for place in TailPlace}
+TRANSITIONS: Final[dict[tuple[TailState, TailEvent], TailState]] = {
+    (TailState.HOME, TailEvent.MAY_LEAVE): TailState.LEAVING,
+    (TailState.LEAVING, TailEvent.ENGINES_OFF): TailState.AWAY,
+    (TailState.LEAVING, TailEvent.STAYED): TailState.HOME,
+    (TailState.AWAY, TailEvent.NODES_BACK): TailState.HOME,
+    (TailState.AWAY, TailEvent.LEASE_GONE): TailState.IN_LINE,
+    (TailState.IN_LINE, TailEvent.NODES_BACK): TailState.HOME,
+} | {(state, TailEvent.PERMIT_LOST): TailState.ENDED for state in TailState}
 
 
 class Switches(NamedTuple):
@@ -136,7 +136,7 @@ class LeasedTail:
 
     def __init__(self, *, leases: bool) -> None:
         """`leases`: False if the job's group does not allow them; its tail then stays."""
-        self.place = TailPlace.HOME
+        self.state = TailState.HOME
         self.tails: list[Tail] = []
         self._leases = leases
         self._since_s = 0.0
@@ -150,9 +150,9 @@ class LeasedTail:
 
     @property
     def switches(self) -> Switches:
-        ended = self.place is TailPlace.ENDED
+        ended = self.state is TailState.ENDED
         return Switches(
-            dedicated=self.place is TailPlace.HOME, harvesting=self._leases and not ended
+            dedicated=self.state is TailState.HOME, harvesting=self._leases and not ended
         )
 
     def observe(self, sample: TailSample, *, now: float) -> tuple[TailEffect, ...]:
@@ -163,16 +163,16 @@ class LeasedTail:
         if sample.lost:
             self._move(TailEvent.PERMIT_LOST, now)
             return ()
-        match self.place:
-            case TailPlace.HOME if sample.may_leave and sample.guest_serves and self._leases:
+        match self.state:
+            case TailState.HOME if sample.may_leave and sample.guest_serves and self._leases:
                 self._move(TailEvent.MAY_LEAVE, now)
-            case TailPlace.LEAVING if sample.engines_off:
+            case TailState.LEAVING if sample.engines_off:
                 self._move(TailEvent.ENGINES_OFF, now)
-            case TailPlace.LEAVING if now - self._since_s > GONE_S:
+            case TailState.LEAVING if now - self._since_s > GONE_S:
                 self._move(TailEvent.STAYED, now)
-            case TailPlace.AWAY | TailPlace.IN_LINE if sample.stage is PermitStage.RUNNING:
+            case TailState.AWAY | TailState.IN_LINE if sample.stage is PermitStage.RUNNING:
                 self._move(TailEvent.NODES_BACK, now)
-            case TailPlace.AWAY if self._is_gone(now):
+            case TailState.AWAY if self._is_gone(now):
                 self._move(TailEvent.LEASE_GONE, now)
         return self._requests(sample.stage, now)
 
@@ -183,34 +183,34 @@ class LeasedTail:
     def end(self, *, now: float) -> None:
         """The rollout is done."""
         self._ended(TailEnd.FINISHED, now)
-        self.place = TailPlace.ENDED
+        self.state = TailState.ENDED
 
     def _requests(self, stage: PermitStage, now: float) -> tuple[TailEffect, ...]:
         """Requests to the control, repeated until the permit's stage shows that they arrived."""
-        if self.place not in (TailPlace.AWAY, TailPlace.IN_LINE) or now - self._asked_s < RECALL_S:
+        if self.state not in (TailState.AWAY, TailState.IN_LINE) or now - self._asked_s < RECALL_S:
             return ()
         self._asked_s = now
         if stage is PermitStage.NARROWING:
             return (NarrowPermit(),)
         if stage is not PermitStage.TAILING:
             return ()
-        return (RecallTail(Recall.WHEN_FREE if self.place is TailPlace.AWAY else Recall.IN_LINE),)
+        return (RecallTail(Recall.WHEN_FREE if self.state is TailState.AWAY else Recall.IN_LINE),)
 
     def _move(self, event: TailEvent, now: float) -> None:
-        to = TRANSITIONS[self.place, event]
+        to = TRANSITIONS[self.state, event]
         if event is TailEvent.NODES_BACK:
-            at_once = self.place is TailPlace.AWAY
+            at_once = self.state is TailState.AWAY
             self._ended(TailEnd.RETURNED if at_once else TailEnd.LEASE_LOST, now)
         elif event is TailEvent.PERMIT_LOST:
             self._ended(TailEnd.PERMIT_LOST, now)
-        elif to in (TailPlace.LEAVING, TailPlace.AWAY):
+        elif to in (TailState.LEAVING, TailState.AWAY):
             self._since_s = now
-        elif to is TailPlace.IN_LINE:
+        elif to is TailState.IN_LINE:
             self._in_line_since_s = now
-        self.place, self._asked_s = to, float("-inf")
+        self.state, self._asked_s = to, float("-inf")
 
     def _ended(self, end: TailEnd, now: float) -> None:
-        if self.place in (TailPlace.AWAY, TailPlace.IN_LINE):
-            waits = self.place is TailPlace.IN_LINE
+        if self.state in (TailState.AWAY, TailState.IN_LINE):
+            waits = self.state is TailState.IN_LINE
             in_line_s = now - self._in_line_since_s if waits else 0.0
             self.tails.append(Tail(seconds=now - self._since_s, in_line_s=in_line_s, end=end))

@@ -14,7 +14,7 @@ from scheduler.rollmux.permits.job_permit import JobPermit, PermitTrigger
 from scheduler.rollmux.permits.permit_table import PermitTable
 from scheduler.rollmux.permits.terms import PhaseTerms
 
-Served = list[GrantPermit | WidenPermit]
+Grants = list[GrantPermit | WidenPermit]
 
 
 def enqueue(
@@ -33,9 +33,9 @@ def join(table: PermitTable, permit: JobPermit, phase: PhaseTerms, ticket: int) 
     return EnqueuePhase(job=permit.job, kind=phase.kind, ticket=permit.ticket, nodes=permit.awaits)
 
 
-def serve(table: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Served:
+def serve(table: PermitTable, touched: tuple[NodeId, ...], *, now: float) -> Grants:
     """Starts jobs on the nodes that have changed."""
-    effects: Served = []
+    effects: Grants = []
     for permit in table.holders(touched):
         if permit.accelerators:
             effects += _widen_nodes(table, permit, now)
@@ -75,7 +75,7 @@ def grant(
     )
 
 
-def _start(table: PermitTable, permit: JobPermit, now: float) -> Served:
+def _start(table: PermitTable, permit: JobPermit, now: float) -> Grants:
     phase = permit.phase
     if phase is None:
         return []

@@ -17,7 +17,7 @@ Versions = tuple[int, ...]
 """Per member, the version of the planner's belief about it."""
 Nodes = tuple[Masks, Masks]
 """Per member, its nodes of either pool."""
-Key = tuple[Versions, Nodes]
+VerdictKey = tuple[Versions, Nodes]
 _APART = -1
 
 
@@ -35,7 +35,7 @@ Admits = Callable[[Hosting], bool]
 
 @dataclass(slots=True)
 class Verdicts:
-    _found: dict[Key, bool] = field(default_factory=dict)
+    _found: dict[VerdictKey, bool] = field(default_factory=dict)
     _refused: dict[Versions, list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0, 0])
     )
@@ -82,7 +82,7 @@ class Verdicts:
             self._refused[versions][relation] = 1
         return known
 
-    def _parts_admitted(self, key: Key, members: tuple[int, ...], admits: Admits) -> bool:
+    def _parts_admitted(self, key: VerdictKey, members: tuple[int, ...], admits: Admits) -> bool:
         parts = tuple(_parts(*key))
         found = [self._found.get(part) for part in parts]
         # One that is known to fail spares the forecasts of all others.
@@ -110,7 +110,7 @@ def _relation(rollout: Masks, training: Masks) -> int:
     return 2 if training[0] & training[1] else _APART
 
 
-def _parts(versions: Versions, nodes: Nodes) -> Iterable[Key]:
+def _parts(versions: Versions, nodes: Nodes) -> Iterable[VerdictKey]:
     """The hostings without one of the members; empty for two, since a job alone always fits."""
     return zip(_less(versions), _nodes_less(*nodes), strict=True) if len(versions) > 2 else ()
 

@@ -21,8 +21,8 @@ from harvester.contracts.wire.leases import (
     SlotOffers,
     SlotState,
 )
-from scheduler.gateway import agent_client
-from scheduler.gateway.agent_client import AgentClient
+from scheduler.gateway.capacity import agent_client
+from scheduler.gateway.capacity.agent_client import AgentClient
 
 OFFERS = SlotOffers(
     node=NodeId("n"),

@@ -18,9 +18,13 @@ from harvester.contracts.errors import PeerProtocolError
 from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from harvester.platform.tls import ServerTls
-from scheduler.gateway import engine_connections
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_connections import ConnectionFailed, EngineConnections, StreamedReply
+from scheduler.gateway.engines import engine_connections
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_connections import (
+    ConnectionFailed,
+    EngineConnections,
+    StreamedReply,
+)
 from scheduler.gateway.policy.trajectories import TurnLedger
 from tests.certificates import Authority
 

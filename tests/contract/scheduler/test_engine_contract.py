@@ -13,11 +13,11 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.engine_client import EngineClient
-from scheduler.gateway.engine_faults import RequestRefused
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.engines.engine_faults import RequestRefused
+from scheduler.gateway.engines.identity import Change
+from scheduler.gateway.engines.stream import EngineChoice
 from scheduler.gateway.policy.trajectories import Attempt, TurnLedger
-from scheduler.gateway.stream import EngineChoice
 
 PROMPT = tuple(range(3, 19))
 

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from coserve.vllm.capabilities import SUPPORTED
-from scheduler.gateway.text_fields import (
+from scheduler.gateway.dialects.text_fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     OWN_FIELDS,

@@ -8,10 +8,10 @@ import pytest
 from coserve.vllm.capabilities import capabilities, installed_vllm_version
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
-from scheduler.gateway.generate_body import generate_body
+from scheduler.gateway.engines.generate_body import generate_body
+from scheduler.gateway.engines.stream import EventStream
 from scheduler.gateway.policy.trajectories import TurnLedger
 from scheduler.gateway.requests import REFUSED_FIELDS, REFUSED_SAMPLING_FIELDS
-from scheduler.gateway.stream import EventStream
 from tests.compat.upstream_versions import UPSTREAM_VERSIONS
 
 pytestmark = pytest.mark.engine

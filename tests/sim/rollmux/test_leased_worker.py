@@ -70,7 +70,7 @@ def test_a_job_s_measured_saving_is_what_leases_took_off_its_rollout() -> None:
 def test_a_tail_on_slots_is_as_slow_as_they_are_and_stands_still_without() -> None:
     worker = _rolling_out(slots=0)
     worker.work_until(SYNCED_S + 0.7 * worker.length_s)
-    worker.tail.place = worker.tail.place.AWAY
+    worker.tail.state = worker.tail.state.AWAY
     worker.leave_nodes()
     worker.take_tail_slots(worker.tail_slots)
     left_s, at_s = worker.left_s, SYNCED_S + 0.7 * worker.length_s

@@ -8,8 +8,8 @@ import pytest
 from scheduler.decision_log import DecisionLog
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.cluster.runtime_events import RuntimeEffect, RuntimeEvent
-from scheduler.rollmux.control.explanation import EVER, explanation
-from scheduler.rollmux.control.history_entry import EventKind
+from scheduler.rollmux.explain.explanation import EVER, explanation
+from scheduler.rollmux.explain.history_entry import EventKind
 from scheduler.sim.replay import replay_journal
 from scheduler.sim.rollmux.arms import ARMS, runtime_of
 from scheduler.sim.rollmux.disruptions import Disruptions

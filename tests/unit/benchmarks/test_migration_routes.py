@@ -12,7 +12,7 @@ from benchmarks.migration.replies import Reply, replies
 from benchmarks.migration.rollout_plan import rollout_plan
 from benchmarks.migration.rollout_routes import RolloutRoute, choice_name, sent
 from benchmarks.migration.settings_judge import wrong_text
-from scheduler.gateway.text_fields import CHAT_FIELDS, COMPLETION_FIELDS, OWN_FIELDS
+from scheduler.gateway.dialects.text_fields import CHAT_FIELDS, COMPLETION_FIELDS, OWN_FIELDS
 from tests.unit.benchmarks.migration_case import (
     LOGPROB,
     OUTPUT,

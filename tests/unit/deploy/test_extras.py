@@ -187,7 +187,7 @@ for module, name in json.loads(sys.argv[1]):
 print(json.dumps(said))
 """
     publisher, control = without_extras(
-        code, [["weightsync", "Publisher"], ["scheduler", "PhaseControl"]]
+        code, [["weightsync", "Publisher"], ["scheduler", "PhaseClient"]]
     )
     assert publisher.startswith("Unsupported: weightsync.Publisher needs numpy"), publisher
     assert publisher.endswith("'rosemux[weights]'")

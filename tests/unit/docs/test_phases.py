@@ -15,7 +15,7 @@ from scheduler.rollmux.control.permit import Permit
 from scheduler.rollmux.control.wire import CALLS
 from scheduler.rollmux.permits import leased_tail
 from scheduler.rollmux.permits.job_permit import TRANSITIONS
-from scheduler.rollmux.permits.leased_tail import TailPlace
+from scheduler.rollmux.permits.leased_tail import TailState
 from scheduler.rollmux.permits.terms import PermitsConfig
 
 PAGE = "docs/phases.md"
@@ -29,15 +29,15 @@ def test_a_job_s_stages_are_those_of_the_policy(table_after: TableAfter) -> None
     }
 
 
-def test_the_places_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
-    rows = table_after(PAGE, "| place | event | next |")
+def test_the_states_of_a_leased_tail_are_those_of_the_policy(table_after: TableAfter) -> None:
+    rows = table_after(PAGE, "| state | event | next |")
     one = {(row[0], row[1]): row[2] for row in rows if row[0] != "any"}
     of_any = {
-        (place.value, row[1]): row[2] for row in rows for place in TailPlace if row[0] == "any"
+        (state.value, row[1]): row[2] for row in rows for state in TailState if row[0] == "any"
     }
     assert one | of_any == {
-        (place.value, event.value): to.value
-        for (place, event), to in leased_tail.TRANSITIONS.items()
+        (state.value, event.value): to.value
+        for (state, event), to in leased_tail.TRANSITIONS.items()
     }
 
 
@@ -91,6 +91,6 @@ def test_the_examples_parse_and_declare_a_job_that_there_can_be(repository: Path
     names: dict[str, Any] = {}
     for code in (planned, pinned):
         compile(code, PAGE, "exec")
-        exec(code.partition("phases = PhaseControl")[0], names)
+        exec(code.partition("phases = PhaseClient")[0], names)
     assert spec_fault(names["job"]) == ""
     assert {phase.kind for phase in names["terms"].phases} == {"rollout", "training"}

@@ -44,6 +44,9 @@ from harvester.contracts.served import Served
 from harvester.contracts.wire import engines, error_budget, leases, rollouts, stops
 from harvester.platform.tenants import Tenants
 from harvester.proxy.routes import ROUTES
+from scheduler.gateway.dialects.session_names import SESSION_HEADERS
+from scheduler.gateway.dialects.text_fields import SESSION_FIELDS
+from scheduler.gateway.dialects.weight_sync import REFUSED_ROUTES
 from scheduler.gateway.gateway import Gateway
 from scheduler.gateway.job_paths import JOB_BASE
 from scheduler.gateway.requests import (
@@ -52,10 +55,7 @@ from scheduler.gateway.requests import (
     RefusedField,
     decode_generate,
 )
-from scheduler.gateway.session_names import SESSION_HEADERS
 from scheduler.gateway.settings import GatewaySettings
-from scheduler.gateway.text_fields import SESSION_FIELDS
-from scheduler.gateway.weight_sync import REFUSED_ROUTES
 from weightsync.layout.manifest import AdapterRecord, Block, FileRecord, decoded_manifest
 from weightsync.layout.slices import SliceRecord
 

@@ -28,10 +28,10 @@ from harvester.contracts.wire.rollouts import AnnounceState
 from harvester.platform.http_kit import serving
 from scheduler.model import PhaseKind
 from scheduler.rollmux.control.async_api import AsyncPhaseApi
-from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.make_service import make_service
-from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.socket_server import application, listening_socket
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig, PhaseTerms
 from tests.integration.fake_engine import FakeEngine
 from tests.integration.gateway_in_process import GatewayInProcess, gateway_on
@@ -307,7 +307,7 @@ def phase_control(directory: Path) -> Iterator[Path]:
 def test_a_permit_takes_its_walk(walks: dict[str, Walk], trace: Trace, tmp_path: Path) -> None:
     phases = (PhaseTerms(kind=PhaseKind.ROLLOUT, nodes=(NodeId("r0"),)),)
     with trace.of_threads(), phase_control(tmp_path) as socket:
-        job = PhaseControl(SocketControl(socket), JobTerms(job=JobId("a"), phases=phases))
+        job = PhaseClient(SocketTransport(socket), JobTerms(job=JobId("a"), phases=phases))
         phase = job.phase("rollout")
         with trace.recording(), phase as permit:
             assert permit.nodes == ("r0",)

@@ -39,7 +39,7 @@ class Scene:
     pulse_fault: PageFault | None = None
     guest: Guest | None = field(default_factory=Guest)
     guest_fault: PageFault = PageFault.EXPIRED
-    guest_lives_below: bool = False
+    guest_runs_below_production: bool = False
     lease: LeaseView = field(default_factory=lambda: LeaseView(epoch=Epoch(1), lease=LeaseId("l1")))
     kill_switch: KillSwitch = KillSwitch.NONE
     memory: MemoryReading | None = None
@@ -64,7 +64,9 @@ class Scene:
             guest=(
                 GuestReading(record=self.guest)
                 if self.guest
-                else GuestReading(fault=self.guest_fault, lives_below=self.guest_lives_below)
+                else GuestReading(
+                    fault=self.guest_fault, runs_below_production=self.guest_runs_below_production
+                )
             ),
             lease=self.lease,
             kill_switch=self.kill_switch,

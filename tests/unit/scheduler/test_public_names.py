@@ -13,11 +13,11 @@ def test_the_public_names_are_these_seven() -> None:
     assert scheduler.__all__ == [
         "AsyncRolloutClient",
         "JobSpec",
-        "PhaseControl",
+        "PhaseClient",
         "PhaseKind",
         "PhaseSpec",
         "RolloutClient",
-        "SocketControl",
+        "SocketTransport",
     ]
 
 

@@ -16,7 +16,7 @@ from weightsync.elements.bits import Bits
 from weightsync.encoding.codec import Encoding
 from weightsync.follower import Follower
 from weightsync.layout import durable
-from weightsync.layout.apply_journal import Applying, Held, Record, read_record
+from weightsync.layout.apply_journal import Applying, ApplyRecord, Held, read_record
 from weightsync.publisher import Published, Publisher
 from weightsync.receive import kept_directory
 from weightsync.receive.checkpoint import Checkpoint
@@ -326,10 +326,10 @@ def test_a_full_disk_keeps_the_version_or_says_that_it_is_none(
 ) -> None:
     """The first record comes before, the second after the tensors are written."""
     store, _ = published
-    records: list[Record] = []
+    records: list[ApplyRecord] = []
     real = kept_directory.write_record
 
-    def write(where: Path, record: Record) -> None:
+    def write(where: Path, record: ApplyRecord) -> None:
         records.append(record)
         if len(records) == refused:
             raise durable.storage_error(OSError(errno.ENOSPC, "No space left on device"), where)

@@ -6,13 +6,13 @@ import torch
 
 from examples.grpo.environment import Task, TaskShape
 from examples.grpo.grpo import GrpoSettings, advantages, update
-from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights
 from examples.grpo.microbatch import microbatches
 from examples.grpo.model import PolicyModel
 from examples.grpo.policy_shape import PolicyShape
 from examples.grpo.trajectory import Trajectory
 from harvester.contracts.errors import ConfigError
+from tests.unit.examples.grpo.local_sampler import LocalSampler
 
 SETTINGS = GrpoSettings()
 TASKS = [Task(TaskShape(), 1, 0, i) for i in range(4)]

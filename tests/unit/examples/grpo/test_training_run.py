@@ -16,7 +16,6 @@ from examples.grpo.events import (
     encoded_event,
 )
 from examples.grpo.grpo import GrpoSettings
-from examples.grpo.local_sampler import LocalSampler
 from examples.grpo.master_weights import AdamSettings, MasterWeights
 from examples.grpo.model import PolicyModel
 from examples.grpo.policy_shape import PolicyShape
@@ -26,6 +25,7 @@ from examples.grpo.training_run import TrainingRun
 from harvester.contracts.errors import Exhausted
 from harvester.contracts.ids import WeightVersion
 from harvester.contracts.wire.rollouts import VersionSwitched
+from tests.unit.examples.grpo.local_sampler import LocalSampler
 from tests.virtual_clock import VirtualClock
 
 

@@ -34,7 +34,7 @@ def test_the_writer_of_an_expired_page_lives_until_its_process_ends(tmp_path: Pa
         writer.write(guest, now_ns=monotonic_ns(), ttl_ns=0)
         assert read() == GuestReading(fault=PageFault.EXPIRED), "it has cores like everybody"
         os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
-        assert read() == GuestReading(fault=PageFault.EXPIRED, lives_below=True)
+        assert read() == GuestReading(fault=PageFault.EXPIRED, runs_below_production=True)
     assert read() == GuestReading(fault=PageFault.EXPIRED)
     sensor.close()
 

@@ -71,9 +71,9 @@ def test_a_starved_guest_keeps_its_promise_and_a_lost_one_does_not(
     scene = make_scene()
     scene.guest = ISOLATED
     scene.beats_for(1.0)
-    scene.guest, scene.guest_lives_below = None, True
+    scene.guest, scene.guest_runs_below_production = None, True
     assert grant_in(scene.beats_for(30.0)).blocking_ratio == 0.02
-    scene.guest_lives_below = False
+    scene.guest_runs_below_production = False
     assert grant_in(scene.beat()).blocking_ratio == 1.0
 
 

@@ -177,7 +177,7 @@ def test_ends_the_lease_of_a_guest_that_stays_away(open_scene: Any, ended_in: An
 def test_a_guest_that_production_starves_is_not_lost(
     open_scene: Any, grant_in: Any, ended_in: Any
 ) -> None:
-    open_scene.guest, open_scene.guest_lives_below = None, True
+    open_scene.guest, open_scene.guest_runs_below_production = None, True
     open_scene.set_pulse(in_flight=1)
     for _ in range(600):
         open_scene.set_pulse(steps_total=open_scene.pulse.steps_total + 1)
@@ -192,18 +192,18 @@ def test_a_guest_that_production_starves_is_not_lost(
 def test_a_pulse_that_was_late_is_no_pause_in_which_a_starved_guest_could_have_spoken(
     open_scene: Any, ended_in: Any
 ) -> None:
-    open_scene.guest, open_scene.guest_lives_below = None, True
+    open_scene.guest, open_scene.guest_runs_below_production = None, True
     for beat in range(300):
         open_scene.set_pulse(in_flight=1, steps_total=open_scene.pulse.steps_total + 1)
         open_scene.pulse_fault = PageFault.EXPIRED if beat == 100 else None
         assert ended_in(open_scene.beat()) == []
 
 
-@pytest.mark.parametrize(("lives_below", "in_flight"), [(False, 1), (True, 0)])
+@pytest.mark.parametrize(("runs_below_production", "in_flight"), [(False, 1), (True, 0)])
 def test_a_guest_that_is_gone_or_silent_on_a_core_of_its_own_is_lost(
-    lives_below: bool, in_flight: int, open_scene: Any, ended_in: Any
+    runs_below_production: bool, in_flight: int, open_scene: Any, ended_in: Any
 ) -> None:
-    open_scene.guest, open_scene.guest_lives_below = None, lives_below
+    open_scene.guest, open_scene.guest_runs_below_production = None, runs_below_production
     ended: list[str] = []
     for _ in range(75):
         open_scene.set_pulse(in_flight=in_flight, steps_total=open_scene.pulse.steps_total + 1)

@@ -8,7 +8,7 @@ import pytest
 from harvester.contracts.ids import EngineId
 from harvester.platform.tls import NO_CREDENTIALS
 from scheduler.client.dedicated_turns import DedicatedTurns
-from scheduler.gateway.engine_faults import EngineLost
+from scheduler.gateway.engines.engine_faults import EngineLost
 
 
 async def test_an_engine_that_the_gateway_names_no_more_is_lost_and_not_the_turn() -> None:

@@ -10,8 +10,8 @@ from harvester.contracts.ids import JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
 from harvester.platform.backoff import Interrupted
 from scheduler.client.gateway_turn import GatewayTurn
+from scheduler.gateway.engines.stream import EngineChunk, EventStream
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger
-from scheduler.gateway.stream import EngineChunk, EventStream
 
 PROMPT = (7, 8, 9)
 

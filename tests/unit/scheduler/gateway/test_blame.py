@@ -24,15 +24,16 @@ from harvester.contracts.wire.rollouts import (
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway import turns as turns_module
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_faults import (
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_faults import (
     EngineLost,
     EngineUnreachable,
     RequestFailed,
     RequestRefused,
 )
-from scheduler.gateway.engine_fleet import EngineFleet
-from scheduler.gateway.engine_probing import EngineProbing
-from scheduler.gateway.identity import Change
+from scheduler.gateway.engines.identity import Change
+from scheduler.gateway.engines.stream import EngineChoice, _Logprobs
 from scheduler.gateway.policy import repeated_deaths
 from scheduler.gateway.policy.blame import (
     CLEARED_TOKENS,
@@ -50,7 +51,6 @@ from scheduler.gateway.policy.trajectories import Attempt, Turn, TurnLedger
 from scheduler.gateway.policy.versions import VersionPolicy
 from scheduler.gateway.policy.versions_events import JobActivated
 from scheduler.gateway.settings import Timeouts
-from scheduler.gateway.stream import EngineChoice, _Logprobs
 from scheduler.gateway.turns import TurnRunner
 from scheduler.model import Engine, EngineKind
 

@@ -10,7 +10,7 @@ from harvester.contracts.wire.rollouts import (
     SamplingParams,
     TokenLogprob,
 )
-from scheduler.gateway.generate_body import generate_body
+from scheduler.gateway.engines.generate_body import generate_body
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger, output_fields
 
 

@@ -11,11 +11,11 @@ from harvester.contracts.wire.engines import EngineDescription
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams
 from scheduler.decision_log import DecisionLog
 from scheduler.gateway.dispatch import Dispatcher
-from scheduler.gateway.engine_faults import EngineUnreachable
 from scheduler.gateway.engine_fleet import EngineFleet
 from scheduler.gateway.engine_probing import EngineProbing
+from scheduler.gateway.engines.engine_faults import EngineUnreachable
+from scheduler.gateway.engines.identity import Change
 from scheduler.gateway.fleet_member import Member
-from scheduler.gateway.identity import Change
 from scheduler.gateway.policy.routing import RoutingPolicy
 from scheduler.gateway.policy.routing_events import RoutingConfig
 from scheduler.gateway.policy.trajectories import TurnLedger

@@ -6,7 +6,7 @@ import pytest
 
 from harvester.contracts.ids import JobId, TenantId, TrajectoryId
 from harvester.contracts.wire.rollouts import FinishReason, GenerateRequest, SamplingParams
-from scheduler.gateway.engine_faults import RequestRefused
+from scheduler.gateway.engines.engine_faults import RequestRefused
 from scheduler.gateway.open_turns import ClientRequest, IdInUse, Listen, OpenTurns
 from scheduler.gateway.policy.answered_turns import AnswerBounds, AnsweredTurns
 from scheduler.gateway.policy.trajectories import Turn, TurnLedger

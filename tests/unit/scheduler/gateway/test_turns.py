@@ -6,13 +6,13 @@ import pytest
 
 from harvester.contracts.ids import EngineId, JobId, TrajectoryId, WeightVersion
 from harvester.contracts.wire.rollouts import GenerateRequest, SamplingParams, TokenLogprob
-from scheduler.gateway.engine_faults import EngineLost
-from scheduler.gateway.engine_output import accepted, check_finish
+from scheduler.gateway.engines.engine_faults import EngineLost
+from scheduler.gateway.engines.engine_output import accepted, check_finish
+from scheduler.gateway.engines.stream import EngineChoice, _Logprobs
 from scheduler.gateway.policy.prompts import Prompt
 from scheduler.gateway.policy.trajectories import Turn, TurnCounters
 from scheduler.gateway.running_attempt import RunningAttempt
 from scheduler.gateway.settings import Timeouts
-from scheduler.gateway.stream import EngineChoice, _Logprobs
 from scheduler.model import EngineKind
 
 

@@ -16,8 +16,8 @@ from harvester.contracts.journal import Decided, JournalWriter, Opened, read_jou
 from scheduler.rollmux.beliefs.durations import Belief
 from scheduler.rollmux.cluster.runtime import PhaseRuntime
 from scheduler.rollmux.control.control_state import ControlState
-from scheduler.rollmux.control.explanation import EVER, explanation
 from scheduler.rollmux.control.status import statuses
+from scheduler.rollmux.explain.explanation import EVER, explanation
 from scheduler.rollmux.permits.events import (
     Beat,
     Enter,

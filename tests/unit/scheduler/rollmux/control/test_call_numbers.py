@@ -11,9 +11,9 @@ from harvester.contracts.errors import ConfigError, PeerProtocolError
 from harvester.contracts.ids import Epoch, JobId
 from scheduler.model import JobSpec, PhaseKind, PhaseSpec
 from scheduler.rollmux.cluster.runtime_events import Call, Submit
-from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.permit import Permit
-from scheduler.rollmux.control.socket_control import SocketControl
+from scheduler.rollmux.control.phase_client import PhaseClient
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import Granted, decoded_call, encoded_call
 from scheduler.rollmux.permits.events import Beat, Enter, Leave, Register
 from scheduler.rollmux.permits.terms import PermitsConfig
@@ -53,9 +53,9 @@ def test_a_number_that_json_cannot_carry_is_refused_by_its_field_s_name(
 
 
 def test_a_job_whose_bound_is_no_number_reaches_no_control(tmp_path: Path) -> None:
-    control = SocketControl(tmp_path / "none.sock")
+    control = SocketTransport(tmp_path / "none.sock")
     with pytest.raises(ConfigError, match="max_s is nan"):
-        PhaseControl(control, spec(max_s=nan).spec)
+        PhaseClient(control, spec(max_s=nan).spec)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_sum_of_shares_may_round_to_more_than_1(permit: Permit) -> None:
 @pytest.mark.parametrize("bad", [nan, -1.0])
 def test_a_bound_on_waiting_that_never_ends_it_is_refused(bad: float) -> None:
     with EmbeddedControl() as control, pytest.raises(ConfigError, match="timeout_s"):
-        PhaseControl(control, terms("a"), timeout_s=bad)
+        PhaseClient(control, terms("a"), timeout_s=bad)
 
 
 def test_a_lease_without_an_end_is_refused() -> None:

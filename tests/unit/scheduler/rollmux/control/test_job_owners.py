@@ -25,13 +25,13 @@ from scheduler.rollmux.control.async_api import AsyncPhaseApi
 from scheduler.rollmux.control.control_state import ControlState
 from scheduler.rollmux.control.make_service import make_service
 from scheduler.rollmux.control.nodes_file import read_nodes
-from scheduler.rollmux.control.socket_control import SocketControl
 from scheduler.rollmux.control.socket_server import (
     application,
     exposition,
     listening_socket,
     serve,
 )
+from scheduler.rollmux.control.socket_transport import SocketTransport
 from scheduler.rollmux.control.wire import Accepted, CallRefused, Granted, Placed
 from scheduler.rollmux.permits.events import (
     Beat,
@@ -58,9 +58,9 @@ class Control:
         self.socket = directory / "phases.sock"
         self.tenants = written(directory / "tenants", FILE)
 
-    def by(self, name: str) -> SocketControl:
+    def by(self, name: str) -> SocketTransport:
         token = written(self.directory / f"token-{name}", TOKENS.get(name, name))
-        return SocketControl(self.socket, token_file=token)
+        return SocketTransport(self.socket, token_file=token)
 
     @contextmanager
     def runs(self, *, tenants: bool = True, nodes: bool = False) -> Iterator["Control"]:
@@ -207,8 +207,8 @@ def test_owners_outlive_a_restart_and_a_run_without_tenants_ends_them(control: C
             control.by("bobby").call(terms("a"))
         assert isinstance(control.by("alice").call(enter("a")), Granted)
     with control.runs(tenants=False):
-        assert isinstance(SocketControl(control.socket).call(Forget(job=JobId("a"))), Accepted)
-        assert isinstance(SocketControl(control.socket).call(terms("a")), Accepted)
+        assert isinstance(SocketTransport(control.socket).call(Forget(job=JobId("a"))), Accepted)
+        assert isinstance(SocketTransport(control.socket).call(terms("a")), Accepted)
     with control.runs():
         for name in ("alice", "bobby"):
             with pytest.raises(PeerProtocolError, match="403"):
@@ -251,9 +251,9 @@ def test_no_path_answers_without_a_token_of_the_file(control: Control) -> None:
             for authorization in wrong:
                 assert control.status(method, path, authorization) == 401, (path, authorization)
         with pytest.raises(PeerProtocolError, match="401"):
-            SocketControl(control.socket).jobs()
+            SocketTransport(control.socket).jobs()
         with pytest.raises(PeerProtocolError, match="401"):
-            SocketControl(control.socket).call(terms("a"))
+            SocketTransport(control.socket).call(terms("a"))
 
 
 def test_journal_and_metrics_are_for_operator_and_observer(control: Control) -> None:
@@ -283,7 +283,7 @@ def test_tokens_change_while_the_control_and_its_callers_run(control: Control) -
 
 def test_a_token_file_that_is_not_there_is_a_mistake_of_the_caller(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read token file"):
-        SocketControl(tmp_path / "phases.sock", token_file=tmp_path / "absent")
+        SocketTransport(tmp_path / "phases.sock", token_file=tmp_path / "absent")
 
 
 async def test_the_metrics_port_asks_for_a_token_too(control: Control) -> None:
@@ -331,7 +331,7 @@ async def test_a_group_without_tenants_is_refused(tmp_path: Path) -> None:
 
 def test_without_tenants_every_caller_is_the_operator(control: Control) -> None:
     with control.runs(tenants=False):
-        transport = SocketControl(control.socket)
+        transport = SocketTransport(control.socket)
         assert isinstance(transport.call(terms("a")), Accepted)
         assert {each.job for each in control.by("alice").jobs()} == {"a"}
         assert stat.S_IMODE(control.socket.stat().st_mode) == 0o600

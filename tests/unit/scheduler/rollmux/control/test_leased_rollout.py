@@ -13,9 +13,9 @@ from harvester.contracts.ids import JobId
 from scheduler.rollmux.cluster.runtime_events import (
     Call,
 )
-from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.harvesting import GatewayView, Harvesting
 from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.wire import (
     Reply,
 )
@@ -52,7 +52,7 @@ class FakeGateway:
         self.job = job
         return self
 
-    def rest(self) -> None:
+    def switch_off(self) -> None:
         pass
 
     def view(self) -> GatewayView:
@@ -98,8 +98,8 @@ class Scene:
     def __init__(self, control: EmbeddedControl, gateway: FakeGateway, **more: Any) -> None:
         given: Any = gateway
         self.gateway = gateway
-        self.a = PhaseControl(control, terms("a"), timeout_s=LONG_S, harvesting=given, **more)
-        self.b = PhaseControl(control, terms("b"), timeout_s=LONG_S)
+        self.a = PhaseClient(control, terms("a"), timeout_s=LONG_S, harvesting=given, **more)
+        self.b = PhaseClient(control, terms("b"), timeout_s=LONG_S)
 
     def begin(self, ratio: float = 0.9) -> Permit:
         permit = self.a.begin(ROLLOUT)
@@ -210,7 +210,7 @@ def test_without_a_guest_that_serves_the_job_its_tail_stays_where_it_is(reason: 
 def test_a_tail_with_a_lost_lease_goes_back_in_line_and_is_served(lost_by: str) -> None:
     with EmbeddedControl() as control:
         scene = Scene(control, FakeGateway())
-        c = PhaseControl(control, terms("c"), timeout_s=LONG_S)
+        c = PhaseClient(control, terms("c"), timeout_s=LONG_S)
         permit = scene.begin()
         others = scene.b.begin(ROLLOUT)
         if lost_by == "guest":
@@ -316,8 +316,8 @@ def test_a_tail_that_the_job_declares_stays_as_it_was_declared() -> None:
     with EmbeddedControl() as control:
         gateway: Any = FakeGateway()
         wide = terms("a", rollout="r0 r1", tail_ratio=0.5)
-        a = PhaseControl(control, wide, harvesting=gateway)
-        b = PhaseControl(control, terms("b", rollout="r1"), timeout_s=LONG_S)
+        a = PhaseClient(control, wide, harvesting=gateway)
+        b = PhaseClient(control, terms("b", rollout="r1"), timeout_s=LONG_S)
         with a.phase("rollout") as permit:
             permit.progress(LEASED_TAIL_RATIO)
             waiting = threading.Thread(target=lambda: b.end(b.begin(ROLLOUT)))
@@ -331,7 +331,7 @@ def test_a_tail_that_the_job_declares_stays_as_it_was_declared() -> None:
 
 def test_a_gateway_that_is_not_there_stops_no_job(caplog: pytest.LogCaptureFixture) -> None:
     with EmbeddedControl() as control:
-        phases = PhaseControl(
+        phases = PhaseClient(
             control, terms("a"), harvesting=Harvesting(gateway="http://127.0.0.1:1")
         )
         with phases.phase("rollout") as permit:
@@ -349,4 +349,4 @@ def test_a_token_that_cannot_be_read_stops_the_job_at_its_start(tmp_path: Any) -
             Harvesting(gateway="ftp://127.0.0.1"),
         ):
             with pytest.raises(ConfigError, match="gateway"):
-                PhaseControl(control, terms("a"), harvesting=harvesting)
+                PhaseClient(control, terms("a"), harvesting=harvesting)

@@ -9,8 +9,8 @@ import pytest
 
 from harvester.contracts.ids import JobId
 from scheduler.model import JobSpec
-from scheduler.rollmux.control.control import PhaseControl
 from scheduler.rollmux.control.nodes_file import read_specs
+from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.wire import (
     Placed,
 )
@@ -62,7 +62,7 @@ def test_a_tail_may_leave_for_leases_where_the_control_allows_and_the_job_asks(
 def test_a_rollout_leases_only_where_the_control_allows_it(allowed: bool) -> None:
     gateway: Any = FakeGateway()
     with EmbeddedControl(cluster=cluster(harvesting=allowed)) as control:
-        phases = PhaseControl(control, submission("a"), harvesting=gateway)
+        phases = PhaseClient(control, submission("a"), harvesting=gateway)
         phases.end(phases.begin(ROLLOUT))
     assert gateway.told[0] == (BOTH if allowed else Switches(dedicated=True, harvesting=False))
 

@@ -7,9 +7,9 @@ import pytest
 
 from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError
 from scheduler.rollmux.cluster.runtime_events import Call
-from scheduler.rollmux.control.control import PhaseControl
-from scheduler.rollmux.control.socket_control import SocketControl, answered
+from scheduler.rollmux.control.phase_client import PhaseClient
 from scheduler.rollmux.control.socket_server import listening_socket
+from scheduler.rollmux.control.socket_transport import SocketTransport, answered
 from scheduler.rollmux.control.wire import (
     Accepted,
     CallRefused,
@@ -26,7 +26,7 @@ def test_a_path_that_no_socket_can_have_is_refused_before_anything_is_made(tmp_p
     directory = tmp_path / "new"
     path = directory / ("x" * 110)
     with pytest.raises(ConfigError, match=r"^socket path of \d+ bytes, at most 107: /"):
-        SocketControl(path)
+        SocketTransport(path)
     with pytest.raises(ConfigError, match="at most 107"):
         listening_socket(path)
     assert not directory.exists()
@@ -74,7 +74,7 @@ def test_a_refused_request_is_reported_in_the_refusal_s_words(
 def test_a_bad_name_of_a_job_is_refused_in_its_process_and_on_the_wire(tmp_path: Path) -> None:
     words = "job 'a b': use 1 to 64 letters"
     with pytest.raises(ConfigError, match=f"^{words}"):
-        PhaseControl(SocketControl(tmp_path / "none.sock"), terms("a b"))
+        PhaseClient(SocketTransport(tmp_path / "none.sock"), terms("a b"))
     phase = '{"kind": "rollout", "nodes": ["r0"]}'
     with pytest.raises(PeerProtocolError, match="job 'a b'"):
         decoded_call("register", f'{{"terms": {{"job": "a b", "phases": [{phase}]}}}}'.encode())
@@ -104,4 +104,4 @@ def test_a_wait_that_took_too_long_ends_with_the_control_s_words(
     placement: Reply, words: str
 ) -> None:
     with pytest.raises(Exhausted, match=f"^{words} gave up"):
-        PhaseControl(Full(placement), terms("a"), timeout_s=0.0).begin(ROLLOUT)
+        PhaseClient(Full(placement), terms("a"), timeout_s=0.0).begin(ROLLOUT)

@@ -17,8 +17,8 @@ from scheduler.rollmux.permits.leased_tail import (
     RecallTail,
     Switches,
     TailEnd,
-    TailPlace,
     TailSample,
+    TailState,
 )
 
 BOTH = Switches(dedicated=True, harvesting=True)
@@ -72,7 +72,7 @@ def test_a_tail_stays_without_guest_leases_or_waiting_jobs() -> None:
     ):
         scene = Scene()
         assert scene.see(sample) == ()
-        assert (scene.tail.place, scene.tail.switches) == (TailPlace.HOME, BOTH)
+        assert (scene.tail.state, scene.tail.switches) == (TailState.HOME, BOTH)
     scene = Scene(leases=False)
     scene.see(ASKED)
     assert scene.tail.switches == Switches(dedicated=True, harvesting=False)
@@ -83,9 +83,9 @@ def test_a_tail_whose_gateway_confirms_nothing_stays_on_its_engines() -> None:
     scene.see(ASKED)
     unconfirmed = TailSample(stage=PermitStage.NARROWING)
     scene.see(unconfirmed, after_s=GONE_S)
-    assert scene.tail.place is TailPlace.LEAVING
+    assert scene.tail.state is TailState.LEAVING
     assert scene.see(unconfirmed, after_s=0.1) == ()
-    assert (scene.tail.place, scene.tail.switches, scene.tail.tails) == (TailPlace.HOME, BOTH, [])
+    assert (scene.tail.state, scene.tail.switches, scene.tail.tails) == (TailState.HOME, BOTH, [])
 
 
 def test_a_tail_asks_for_its_nodes_while_they_are_not_free_and_returns_to_them() -> None:
@@ -106,7 +106,7 @@ def test_a_lease_that_is_cut_for_a_moment_costs_no_place() -> None:
     scene.leave()
     for _ in range(3):
         scene.see(UNSERVED, after_s=GONE_S)
-        assert scene.tail.place is TailPlace.AWAY
+        assert scene.tail.state is TailState.AWAY
         scene.see(LEFT, after_s=0.1)
 
 
@@ -121,7 +121,7 @@ def test_a_lease_that_is_gone_sends_the_tail_into_the_line_of_its_nodes() -> Non
     assert [tail.end for tail in scene.tail.tails] == [TailEnd.LEASE_LOST]
     # And it may leave once more.
     scene.see(ASKED)
-    assert scene.tail.place is TailPlace.LEAVING
+    assert scene.tail.state is TailState.LEAVING
 
 
 def test_a_guest_that_starves_is_as_good_as_gone() -> None:
@@ -136,14 +136,14 @@ def test_a_guest_that_starves_is_as_good_as_gone() -> None:
     scene.leave()
     scene.see(starved, after_s=1.0)
     scene.see(starved, after_s=STARVED_S - 0.1)
-    assert scene.tail.place is TailPlace.AWAY
+    assert scene.tail.state is TailState.AWAY
     # A token, or a turn that waits for its tool, begins the time anew.
     for made in (replace(starved, guest_tokens=8), replace(starved, guest_busy=False)):
         scene.see(made, after_s=0.1)
         scene.see(replace(made, guest_busy=True), after_s=STARVED_S - 0.1)
-        assert scene.tail.place is TailPlace.AWAY
+        assert scene.tail.state is TailState.AWAY
     scene.see(starved, after_s=0.2)
-    assert scene.tail.place is TailPlace.IN_LINE
+    assert scene.tail.state is TailState.IN_LINE
 
 
 def test_a_lost_permit_ends_the_use_of_engines_and_leases_wherever_the_tail_is() -> None:

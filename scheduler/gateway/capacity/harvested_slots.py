@@ -1,0 +1,390 @@
+"""The shell around the capacity policy: asks agents, takes, renews and releases leases.
+
+A lease in hand becomes a guest in the fleet; a lease that ends takes its guest out at once.
+"""
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from harvester.contracts.clock import Clock
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.event_limit import EventLimit
+from harvester.contracts.ids import EngineId, JobId, LeaseId, SlotId, TenantId, checked_name
+from harvester.contracts.wire.engines import EngineDescription
+from harvester.contracts.wire.leases import (
+    IdleForecast,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRequest,
+    SlotOffer,
+    SlotState,
+)
+from harvester.contracts.wire.stops import StopOrder
+from harvester.platform.tls import Credentials
+from scheduler.decision_log import DecisionLog
+from scheduler.gateway.capacity.agent_client import AgentClient
+from scheduler.gateway.capacity.cluster_stops import ClusterStops
+from scheduler.gateway.capacity.service_budgets import ServiceBudgets
+from scheduler.gateway.engine_fleet import EngineFleet
+from scheduler.gateway.engines.engine_client import EngineClient
+from scheduler.gateway.fleet_member import Member
+from scheduler.gateway.gateway_state import SchedulerState
+from scheduler.gateway.policy.capacity import (
+    CapacityEffect,
+    CapacityPolicy,
+    CapacitySample,
+    Demand,
+    DropLease,
+    OfferedSlot,
+    ReleaseLease,
+    RenewLease,
+    SlotRefusal,
+    TakeLease,
+)
+from scheduler.gateway.running_attempt import Cut
+from scheduler.gateway.settings import EngineSettings
+from scheduler.model import Engine, EngineKind, Lease
+
+_log = logging.getLogger(__name__)
+
+_TURN_S = 30.0
+"""Horizon of the forecast that matters: about how long a turn keeps its place. Routing learns the
+longest and shortest turns by itself."""
+
+# Between two looks when turns queue up: an agent answers in a millisecond.
+_LEAST_PERIOD_S = 0.1
+
+
+class Harvest:
+    def __init__(
+        self,
+        policy: CapacityPolicy,
+        fleet: EngineFleet,
+        state: SchedulerState,
+        log: DecisionLog,
+        clock: Clock,
+        *,
+        agents: dict[str, AgentClient],
+        guests: dict[SlotId, EngineSettings],
+        client_of: Callable[[str, Credentials], EngineClient],
+        credentials: Mapping[str, Credentials],
+        demands: Callable[[], tuple[Demand, ...]],
+        tenant_of: Callable[[JobId], TenantId],
+    ) -> None:
+        """`credentials`: for the guests of each agent; those of a guest's own entry go first."""
+        self._policy = policy
+        self._fleet = fleet
+        self._state = state
+        self._log = log
+        self._clock = clock
+        self._agents = agents
+        self._guests = guests
+        self._client_of = client_of
+        self._credentials = credentials
+        self._demands = demands
+        self._tenant_of = tenant_of
+        self._refusals: list[SlotRefusal] = []
+        self._limits: dict[SlotId, EventLimit] = {}
+        self._doubted: set[LeaseId] = set()
+        self._wake = asyncio.Event()
+        self.budgets = ServiceBudgets(state, clock)
+        self.stops = ClusterStops(state, agents)
+        self.leases: dict[LeaseId, Lease] = {}
+        self.unrecorded: set[LeaseId] = set()
+        """Leases whose beginning or end is not in the state file."""
+        self.offers: dict[SlotId, tuple[str, SlotOffer]] = {}
+        self.silent_agents: dict[str, str] = {}
+
+    def leasable(self) -> list[EngineDescription]:
+        """The engines of slots that this scheduler may lease, leased or not."""
+        return [
+            offer.engine
+            for _, offer in self.offers.values()
+            if offer.state in (SlotState.OFFERED, SlotState.LEASED, SlotState.LEARNING)
+            and not self._fleet.clash_of(offer.engine)
+        ]
+
+    def wake(self) -> None:
+        """Something changed; look at once instead of at the next period."""
+        self._wake.set()
+
+    async def run(self, *, period_s: float) -> None:
+        await self._adopt()
+        while True:
+            await self.look()
+            await asyncio.sleep(_LEAST_PERIOD_S)
+            try:
+                async with asyncio.timeout(period_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def look(self) -> None:
+        """One sample, one decision, its effects."""
+        for name in sorted(self.unrecorded):
+            self._record(name)
+        # Doubts that come while agents are asked are for the next look.
+        doubted, self._doubted = self._doubted, set()
+        for name in sorted(doubted):
+            if (lease := self.leases.get(name)) is not None:
+                await self._renew(lease)
+        await asyncio.gather(*(self._refresh_offers(name) for name in sorted(self._agents)))
+        demands = self._demands()
+        # Agents refuse by themselves; one from before stops, or out of reach, is not asked at all.
+        stopped = any(each.active and self._is_stopped(each.job) for each in demands)
+        emptied = self._hold_stopped()
+        sample = CapacitySample(
+            demands=demands,
+            slots=tuple(
+                OfferedSlot(
+                    slot=offer.slot,
+                    agent=agent,
+                    free=offer.state is SlotState.OFFERED
+                    and not stopped
+                    and not self._fleet.clash_of(offer.engine)
+                    and not self.budgets.exhausted(offer),
+                    idle_ratio=offer.idle_ratio,
+                    forecast_ratio=_forecast_ratio(offer.forecasts),
+                    emptied=offer.slot in emptied,
+                )
+                for agent, offer in self.offers.values()
+            ),
+            leases=tuple(self.leases.values()),
+            refusals=tuple(self._refusals),
+        )
+        self._refusals.clear()
+        now = self._clock.now()
+        effects = self._policy.observe(sample, now=now)
+        self._log.decided(now=now, sample=sample, effects=effects)
+        await asyncio.gather(*map(self._apply, effects))
+
+    def _is_stopped(self, job: JobId) -> bool:
+        return self.stops.order_for(self._tenant_of(job)) is not StopOrder.NONE
+
+    def _hold_stopped(self) -> set[SlotId]:
+        """Send no new turn to guests on held slots; returns those slots that run none any more."""
+        emptied = set()
+        for lease in self.leases.values():
+            offer = self._offer(lease.slot, lease.agent)
+            held = self._is_stopped(lease.job) or (offer is not None and offer.stop is not None)
+            idle = self._fleet.hold(self._guest_id(lease.slot), held=held)
+            if held and idle:
+                emptied.add(lease.slot)
+        return emptied
+
+    def refused(self, member: Member) -> None:
+        """Handles a guest's report that its lease is not the one in force.
+
+        A new grant reaches the guest a beat after its lease reached us, so this alone ends no
+        lease: the engine rests until its next health check, and the agent is asked.
+        """
+        self._fleet.down(member, "refused the lease epoch", cut=Cut.LEASE)
+        if member.lease is not None:
+            self._doubted.add(member.lease.lease)
+            self.wake()
+
+    async def release_all(self) -> None:
+        effects = [
+            ReleaseLease(lease=lease.lease, agent=lease.agent, reason="shutting down")
+            for lease in self.leases.values()
+        ]
+        await asyncio.gather(*map(self._apply, effects))
+
+    async def _adopt(self) -> None:
+        """Renew what an earlier process held; what its agent does not renew is forgotten.
+
+        All agents at once: one that is away must not outlast the others' leases.
+        """
+        held: dict[str, list[Lease]] = {name: [] for name in self._agents}
+        for lease in self._state.leases():
+            self._record(lease.lease)
+            if lease.agent in held:
+                held[lease.agent].append(lease)
+        await asyncio.gather(*(self._adopt_from(name, held[name]) for name in held if held[name]))
+
+    async def _adopt_from(self, agent: str, leases: list[Lease]) -> None:
+        await self._refresh_offers(agent)
+        await asyncio.gather(*map(self._renew, leases))
+
+    async def _refresh_offers(self, name: str) -> None:
+        try:
+            offers = await self._agents[name].offers()
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[name] = str(error)
+            self.offers = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+            return
+        self.silent_agents.pop(name, None)
+        others = {s: (a, o) for s, (a, o) in self.offers.items() if a != name}
+        twice = sorted(offer.slot for offer in offers.slots if offer.slot in others)
+        if twice:
+            # Leases and guests are known by their slot: one of two would get the other's turns.
+            first = others[twice[0]][0]
+            self.silent_agents[name] = f"agent {first} offers {', '.join(twice)} too: rename them"
+        fresh = {o.slot: (name, o) for o in offers.slots if o.slot not in others}
+        for slot, (_, offer) in tuple(fresh.items()):
+            if exposed := self._credentials_of(name, slot).exposed_at(offer.engine_url):
+                self.silent_agents[name] = f"slot {slot}: {exposed}"
+                del fresh[slot]
+        self.offers = {**others, **fresh}
+        await self.stops.agree(name, offers.stops)
+        self.budgets.report(offer for _, offer in fresh.values())
+        self._fleet.review_contexts()
+
+    async def _apply(self, effect: CapacityEffect) -> None:
+        try:
+            match effect:
+                case TakeLease():
+                    await self._take(effect)
+                case RenewLease():
+                    lease = self.leases.get(effect.lease)
+                    if lease is not None:
+                        await self._renew(lease)
+                case ReleaseLease():
+                    # Stop using it before its slot is free for another.
+                    self._end(self.leases[effect.lease], effect.reason)
+                    await self._agents[effect.agent].release(effect.lease)
+                case DropLease():
+                    self._end(self.leases[effect.lease], effect.reason)
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[effect.agent] = str(error)
+
+    async def _take(self, effect: TakeLease) -> None:
+        called_at_s = self._clock.now()
+        request = LeaseRequest(
+            request_id=effect.request_id,
+            slot=effect.slot,
+            tenant=self._tenant_of(effect.job),
+            job=effect.job,
+            duration_s=effect.duration_s,
+            allotment=self.budgets.allot(self._offer(effect.slot, effect.agent)),
+        )
+        match await self._agents[effect.agent].take(request):
+            case LeaseRefused() as refused:
+                refusal = SlotRefusal(slot=effect.slot, retry_after_s=refused.retry_after_s)
+                self._refusals.append(refusal)
+            case LeaseGranted(slot=slot) if slot != effect.slot:
+                _log.warning("agent %s: asked for %s, got %s", effect.agent, effect.slot, slot)
+                self._refusals.append(SlotRefusal(slot=effect.slot, retry_after_s=0.0))
+            case LeaseGranted() as granted:
+                lease = Lease(
+                    lease=granted.lease,
+                    slot=effect.slot,
+                    agent=effect.agent,
+                    job=effect.job,
+                    epoch=granted.epoch,
+                    # The grantor counts from its reply, later than the question.
+                    expires_s=called_at_s + min(granted.duration_s, effect.duration_s),
+                )
+                self._hold(lease, granted.forecasts)
+
+    async def _renew(self, lease: Lease) -> None:
+        called_at_s, duration_s = self._clock.now(), self._policy.duration_s
+        try:
+            offer = self._offer(lease.slot, lease.agent)
+            reply = await self._agents[lease.agent].renew(
+                lease.lease,
+                epoch=lease.epoch,
+                duration_s=duration_s,
+                allotment=self.budgets.allot(offer, epoch=lease.epoch),
+            )
+        except (Exhausted, PeerProtocolError) as error:
+            self.silent_agents[lease.agent] = str(error)
+            return
+        mismatch = lease.mismatch(reply)
+        if mismatch:
+            _log.warning("agent %s, slot %s: %s", lease.agent, lease.slot, mismatch)
+            self._end(lease, mismatch)
+            return
+        match reply:
+            case LeaseEnded():
+                self._end(lease, f"ended by its agent: {reply.reason}")
+            case LeaseGranted():
+                expires_s = called_at_s + min(reply.duration_s, duration_s)
+                self._hold(msgspec.structs.replace(lease, expires_s=expires_s), reply.forecasts)
+
+    def _hold(self, lease: Lease, forecasts: tuple[IdleForecast, ...]) -> None:
+        known = self.leases.get(lease.lease)
+        self.leases[lease.lease] = lease
+        idle_ratio = _forecast_ratio(forecasts)
+        if known is not None and known.epoch == lease.epoch:
+            guest = self._guest_id(lease.slot)
+            if self._fleet.renewed(guest, lease, idle_ratio=idle_ratio):
+                return
+            # Its offer was not known when it was taken over from an earlier process.
+        else:
+            self._record(lease.lease)
+            self._log_lease(lease, "begins")
+        offer = self._offer(lease.slot, lease.agent)
+        if offer is None:
+            return
+        self._fleet.remove(self._guest_id(lease.slot), "leased anew")
+        engine = self._guest(lease, offer)
+        credentials = self._credentials_of(lease.agent, lease.slot)
+        client = self._client_of(engine.url, credentials)
+        self._fleet.add(engine, client, lease=lease, idle_ratio=idle_ratio)
+
+    def _end(self, lease: Lease, reason: str) -> None:
+        self.leases.pop(lease.lease, None)
+        # A restart also finds leases whose end could not be recorded: the slot may have another.
+        if all(other.slot != lease.slot for other in self.leases.values()):
+            self._fleet.remove(self._guest_id(lease.slot), reason)
+        self._record(lease.lease)
+        self._log_lease(lease, f"ends: {reason}")
+
+    def _log_lease(self, lease: Lease, what: str) -> None:
+        """A slot whose production flaps gets a few lines, then one a minute."""
+        limit = self._limits.setdefault(lease.slot, EventLimit(burst=6.0, per_s=1 / 60))
+        if limit.admits(now=self._clock.now()):
+            omitted = f" ({before} lines left out before)" if (before := limit.taken()) else ""
+            line = "slot %s of agent %s: lease %d of job %s %s%s"
+            _log.info(line, lease.slot, lease.agent, lease.epoch, lease.job, what, omitted)
+
+    def _record(self, name: LeaseId) -> None:
+        """Tried again at each look while the state file cannot take it. A restart asks the agent
+        about each lease that it finds, so one that has ended is not used; one that it does not find
+        ends by itself."""
+        lease = self.leases.get(name)
+        try:
+            self._state.end(name) if lease is None else self._state.hold(lease)
+        except sqlite3.Error as error:
+            if not self.unrecorded:
+                _log.error("leases cannot be recorded in state_file: %s", error)
+            self.unrecorded.add(name)
+        else:
+            self.unrecorded.discard(name)
+
+    def _offer(self, slot: SlotId, agent: str) -> SlotOffer | None:
+        """The slot's offer, if this agent's."""
+        name, offer = self.offers.get(slot, ("", None))
+        return offer if name == agent else None
+
+    def _credentials_of(self, agent: str, slot: SlotId) -> Credentials:
+        own = self._guests.get(slot)
+        return own if own is not None and own.has_files else self._credentials[agent]
+
+    def _guest_id(self, slot: SlotId) -> EngineId:
+        settings = self._guests.get(slot)
+        return EngineId(settings.id if settings else f"guest.{slot}")
+
+    def _guest(self, lease: Lease, offer: SlotOffer) -> Engine:
+        settings = self._guests.get(lease.slot)
+        checked_name(lease.slot, what="slot")
+        return Engine(
+            engine=self._guest_id(lease.slot),
+            kind=EngineKind.GUEST,
+            url=offer.engine_url,
+            concurrency=min(max(1, offer.concurrency), settings.concurrency if settings else 4096),
+            numerics=settings.numerics if settings else "",
+        )
+
+
+def _forecast_ratio(forecasts: tuple[IdleForecast, ...]) -> float | None:
+    """Idle share of a turn's time that is exceeded nine times of ten; None if unknown."""
+    fitting = (each.low_ratio for each in forecasts if each.horizon_s >= _TURN_S)
+    return next(fitting, None)

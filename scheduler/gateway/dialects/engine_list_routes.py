@@ -1,0 +1,154 @@
+"""The gateway as the one engine of a trainer that lists engines, and as that trainer's router.
+
+GET  /workers   POST /workers        SGLang's router: its only worker is the gateway itself
+GET  /list_workers  POST /add_worker  the same under older names
+GET  /v1/loads                       open turns of the job
+POST /pull_weights                   a publish; 0 is the checkpoint that the engines started with
+POST /update_weights_from_disk       accepted for the version in force; no path is read
+
+slime and miles call these with `--rollout-external-engine-addrs` and `--sglang-router-ip` at the
+gateway. Engines of their own are refused: the gateway's engines are those of its configuration.
+"""
+
+from collections.abc import Awaitable, Callable
+from pathlib import PurePosixPath
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+
+from harvester.contracts.errors import PeerProtocolError, Stale
+from harvester.contracts.ids import WeightVersion, checked_name
+from harvester.contracts.wire.rollouts import VersionSwitched
+from harvester.platform.http_kit import SMALL_BODY_BYTES, decoded_body, json_reply
+from scheduler.gateway.dialects.text_routes import JobOf
+from scheduler.gateway.dialects.weight_sync import ControlReply
+from scheduler.gateway.scheduler import Scheduler
+from scheduler.model import BASE_VERSION
+
+_WORKER_ID = "gateway"
+
+
+class RouterWorker(msgspec.Struct, frozen=True):
+    url: str
+    id: str = _WORKER_ID
+    worker_type: str = "regular"
+    is_healthy: bool = True
+
+
+class RouterReply(msgspec.Struct, frozen=True):
+    workers: tuple[RouterWorker, ...]
+    urls: tuple[str, ...]
+    """The same for routers before SGLang's own."""
+
+
+class RegisteredWorker(msgspec.Struct, frozen=True):
+    url: str
+    worker_type: str = "regular"
+
+
+class PulledWeights(msgspec.Struct, frozen=True):
+    """`pull_weights` of slime's and miles' engines."""
+
+    source_dir: str
+    """Directory of versions; its last part names the store under the engines' weight root."""
+    target_version: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class LoadedWeights(msgspec.Struct, frozen=True):
+    """`update_weights_from_disk`, which in slime and miles follows each `pull_weights`."""
+
+    weight_version: str | None = None
+
+
+class RouterLoad(msgspec.Struct, frozen=True):
+    num_reqs: int
+    dp_rank: int = 0
+
+
+class RouterLoads(msgspec.Struct, frozen=True):
+    loads: tuple[RouterLoad, ...]
+
+
+class EngineListRoutes:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        job_of: JobOf,
+        activate: Callable[[web.Request], Awaitable[VersionSwitched]],
+    ) -> None:
+        """`activate` refuses callers that may not take the engines."""
+        self._scheduler = scheduler
+        self._job_of = job_of
+        self._activate = activate
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/workers", self._list),
+            web.get("/list_workers", self._list),
+            web.post("/workers", self._register),
+            web.post("/add_worker", self._register),
+            web.get("/v1/loads", self._loads),
+            web.post("/pull_weights", self._pull),
+            web.post("/update_weights_from_disk", self._loaded),
+        ]
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self._job_of(request)
+        own = _own_url(request)
+        return json_reply(RouterReply(workers=(RouterWorker(own),), urls=(own,)))
+
+    async def _register(self, request: web.Request) -> web.Response:
+        """Raises PeerProtocolError for every engine but the gateway itself."""
+        self._job_of(request)
+        if (url := request.query.get("url")) is None:
+            body = await decoded_body(request, RegisteredWorker, most_bytes=SMALL_BODY_BYTES)
+            url = body.url
+        if url.rstrip("/") != _own_url(request):
+            raise PeerProtocolError(
+                f"url: {url[:200]!r} is not this gateway, which takes no engines from a trainer; "
+                "list them in its configuration, and name the gateway as the only engine"
+            )
+        return json_reply(RouterWorker(_own_url(request)))
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        turns = self._scheduler.ledgers[self._job_of(request)].turns()
+        return json_reply(RouterLoads((RouterLoad(num_reqs=len(turns)),)))
+
+    async def _pull(self, request: web.Request) -> web.Response:
+        """Returns when the job's dedicated engines hold the version.
+
+        Raises Stale where the job is past it, as it is when a trainer counts from 1 again.
+        """
+        job = self._job_of(request)
+        pulled = await decoded_body(request, PulledWeights, most_bytes=SMALL_BODY_BYTES)
+        version, versions = WeightVersion(pulled.target_version), self._scheduler.versions
+        if version != BASE_VERSION:
+            store = checked_name(PurePosixPath(pulled.source_dir).name, what="source_dir")
+            await versions.publish(job, store=store, version=version, cut_exact=False)
+        elif (current := versions.newest(job)) != BASE_VERSION:
+            raise Stale(
+                f"job {job} is at version {current} of an earlier run, and versions only rise; "
+                "begin this run as another job"
+            )
+        else:
+            await self._activate(request)
+        return json_reply(ControlReply(success=True, message="Weights pulled"))
+
+    async def _loaded(self, request: web.Request) -> web.Response:
+        job = self._job_of(request)
+        loaded = await decoded_body(request, LoadedWeights, most_bytes=SMALL_BODY_BYTES)
+        version = str(self._scheduler.versions.newest(job))
+        if loaded.weight_version != version:
+            raise PeerProtocolError(
+                f"weight_version {loaded.weight_version!r}: job {job} is at {version}, and engines "
+                "load no path of the caller's; publish versions through a store, with "
+                "/pull_weights or /v1/jobs/{job}/versions"
+            )
+        return json_reply(ControlReply(success=True, message="Weights are in force"))
+
+
+def _own_url(request: web.Request) -> str:
+    """The gateway as its caller names it, with the base path of a job where the call has one."""
+    base = request.path.rpartition("/")[0]
+    return f"{request.scheme}://{request.host}{base}"

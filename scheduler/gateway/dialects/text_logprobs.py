@@ -1,0 +1,102 @@
+"""Log-probabilities in the forms of text dialects: of renderers, by ids, of prompts."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from harvester.contracts.errors import UNDECODABLE, Exhausted
+from harvester.contracts.wire.rollouts import Choice, Logprobs, TokenLogprob
+from scheduler.gateway.dialects.renderer import Body, RendererFault
+from scheduler.gateway.loop_share import in_shares
+
+_NO_LOGPROB = -9999.0
+"""vLLM's, where a number must be."""
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+
+
+_PROMPT_LOGPROBS = msgspec.json.Decoder(dict[int, PromptLogprob] | None)
+"""Decodes one token's: all of a long prompt take a second."""
+_ENCODER = msgspec.json.Encoder()
+NAMED_AT_ONCE = 32
+"""Tokens of a choice that are named in one piece: of 128 candidates each, some 4 ms."""
+
+
+def renderer_logprob(logprob: TokenLogprob) -> Body:
+    """As renderers of vLLM 0.32 read it, by `token_id`, and as older ones do, by `token`."""
+    return {
+        "token_id": logprob.token_id,
+        "token": token_name(logprob),
+        "logprob": logprob.logprob,
+        "top_logprobs": [renderer_logprob(each) for each in logprob.top_logprobs],
+    }
+
+
+async def prompt_logprobs(
+    scores: Body, token_ids: Sequence[int]
+) -> list[dict[int, PromptLogprob] | None]:
+    """Each prompt token's log-probabilities by token id, of `Samples.prompt_scores`; the first
+    token has none. Raises Exhausted where an engine scored another prompt."""
+    try:
+        rows = msgspec.json.decode(scores["prompt_logprobs"], type=list[msgspec.Raw])
+        scored = await in_shares(map(_PROMPT_LOGPROBS.decode, rows))
+    except UNDECODABLE as error:
+        raise Exhausted(f"cannot read the engine's scores of the prompt: {error}") from error
+    pairs = zip(token_ids[1:], scored[1:], strict=False)
+    if len(scored) != len(token_ids) or any(one not in (each or ()) for one, each in pairs):
+        raise Exhausted("the engine's scores belong to another prompt")
+    return scored
+
+
+def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
+    """The log-probability of a prompt's token, as of one that was sampled."""
+    if scores is None:
+        return TokenLogprob(token_id, _NO_LOGPROB)
+    candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
+    return TokenLogprob(token_id, scores[token_id].logprob, tuple(candidates))
+
+
+def token_name(logprob: TokenLogprob) -> str:
+    """The token's text with vLLM's `return_tokens_as_token_ids`."""
+    return f"token_id:{logprob.token_id}"
+
+
+def named(choice: Choice) -> Choice:
+    """With the name of each token: clients of vLLM before 0.32 hold it against its id."""
+    content = tuple(map(_named, choice.logprobs.content))
+    return msgspec.structs.replace(choice, logprobs=Logprobs(content))
+
+
+async def named_in_parts(choice: Choice) -> Choice:
+    """The same. Tokens of a long choice are encoded, and stand in the reply as they are."""
+    if len(choice.token_ids) <= NAMED_AT_ONCE:
+        return named(choice)
+    entries: Iterable[Any] = map(_named, choice.logprobs.content)
+    entries = await in_shares(msgspec.Raw(_ENCODER.encode(each)) for each in entries)
+    return msgspec.structs.replace(choice, logprobs=Logprobs(tuple(entries)))
+
+
+def _named(logprob: TokenLogprob) -> TokenLogprob:
+    candidates = tuple(map(_named, logprob.top_logprobs))
+    return TokenLogprob(logprob.token_id, logprob.logprob, candidates, token_name(logprob))
+
+
+def name_by_id(logprobs: Body, content: Sequence[TokenLogprob]) -> None:
+    """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
+    whatever the request says."""
+    if "tokens" in logprobs:
+        logprobs["tokens"] = [token_name(each) for each in content]
+        logprobs["top_logprobs"] = [
+            {token_name(one): one.logprob for one in each.top_logprobs} or None for each in content
+        ]
+        return
+    try:
+        for entry, each in zip(logprobs["content"] or (), content, strict=True):
+            entry["token"] = token_name(each)
+            for candidate, one in zip(entry["top_logprobs"], each.top_logprobs, strict=True):
+                candidate["token"] = token_name(one)
+    except ValueError as error:
+        raise RendererFault(f"a renderer's log-probabilities: {error}") from error

@@ -1,0 +1,266 @@
+"""OpenAI's routes over the gateway's turns.
+
+GET  /v1/models    /v1/models/{model}
+POST /v1/chat/completions   POST /v1/completions    JSON, or SSE with "stream": true
+POST .../render    POST /tokenize    POST /detokenize    as vLLM's own
+
+A request is rendered to prompts of token ids (renderer.py), each prompt and each of its `n` samples
+is a turn of its own, and the turns' tokens are derendered to the dialect's reply, with what RL
+clients ask vLLM for (`return_token_ids`, `logprobs`) and the spans of each choice's versions. A
+client that leaves takes all of its turns with it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from harvester.contracts.errors import Exhausted, PeerProtocolError
+from harvester.contracts.ids import JobId
+from harvester.contracts.wire.rollouts import Choice, GenerateRequest, Logprobs
+from harvester.platform.http_kit import decoded_body, json_reply
+from scheduler.gateway.dialects.event_stream import event_stream
+from scheduler.gateway.dialects.renderer import CHAT, COMPLETION, Body, Dialect, StreamedText
+from scheduler.gateway.dialects.session_names import trajectory_of
+from scheduler.gateway.dialects.stopped_text import early_parts, in_parts, text_tokens
+from scheduler.gateway.dialects.text_fields import MEDIA_SETTINGS, check_media
+from scheduler.gateway.dialects.text_logprobs import name_by_id, of_prompt, prompt_logprobs
+from scheduler.gateway.dialects.text_request import TextRequest
+from scheduler.gateway.job_paths import route_of
+from scheduler.gateway.loop_share import LoopShare, in_shares
+from scheduler.gateway.samples import Samples, follow, samples_of
+from scheduler.gateway.scheduler import Scheduler
+
+_ENCODER = msgspec.json.Encoder()
+MODEL_ROUTE = "/v1/models/{model:.+}"
+OPENAI_ROUTES = frozenset(("/v1/models", "/v1/models/{model}", CHAT.route, COMPLETION.route))
+RENDERER_ROUTES = (
+    *(f"{dialect.route}/render" for dialect in (CHAT, COMPLETION)),
+    *("/tokenize", "/detokenize"),
+)
+"""vLLM's own, which the renderer answers."""
+REQUEST_ID_HEADER = "X-Request-Id"
+CHUNK_PERIOD_S = 0.05
+"""Between the chunks of a choice's streamed text: each costs a call to the renderer, and a reader
+of text sees no difference. The first chunk and the last one do not wait."""
+MAX_TURNS = 1 << 14
+"""Turns of one request, over all of its prompts: as many as may wait in the queue."""
+
+_NO_PROMPT: Body = {"token_ids": (0,), "sampling_params": {"max_tokens": 1}}
+JobOf: TypeAlias = Callable[[web.Request], JobId]
+Admit: TypeAlias = Callable[[JobId, bytes], GenerateRequest]
+"""Decodes and checks the body of a generate request of the job."""
+
+
+class TextRoutes:
+    def __init__(self, scheduler: Scheduler, job_of: JobOf, admit: Admit) -> None:
+        self._scheduler = scheduler
+        self._renderer = scheduler.renderer
+        self._job_of = job_of
+        self._admit = admit
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self._models),
+            web.get(MODEL_ROUTE, self._model),
+            web.post(CHAT.route, self._chat),
+            web.post(COMPLETION.route, self._completion),
+            *(web.post(route, self._passed_on) for route in RENDERER_ROUTES),
+        ]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return json_reply({"object": "list", "data": self._cards(request)})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        for card in self._cards(request):
+            if card["id"] == request.match_info["model"]:
+                return json_reply(card)
+        raise web.HTTPNotFound(reason="no such model; GET /v1/models names them")
+
+    def _cards(self, request: web.Request) -> list[Body]:
+        names = sorted(self._scheduler.model_names(self._job_of(request)))
+        card: Body = {"object": "model", "owned_by": "rosemux"}
+        # vLLM's name for it; a turn that fits one engine is served.
+        if context_tokens := self._scheduler.fleet.context_tokens():
+            card["max_model_len"] = context_tokens
+        return [{"id": name} | card for name in names]
+
+    async def _passed_on(self, request: web.Request) -> web.Response:
+        self._job_of(request)
+        body = await json_object(request)
+        check_media(body)
+        for name in ("model", *MEDIA_SETTINGS):
+            body.pop(name, None)
+        return json_reply(await self._renderer.post(route_of(request), body))
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, CHAT)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, COMPLETION)
+
+    async def _serve(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
+        job = self._job_of(request)
+        body, named = await json_object(request), request.headers.get(REQUEST_ID_HEADER)
+        text = TextRequest(dialect, job, body, named)
+        with suppress(Exhausted):
+            # Refused at once for what needs no prompt; an engine to come may have the model.
+            self._admit(job, text.generate(_NO_PROMPT, 0))
+        rendered = await self._renderer.render(dialect, text.to_render)
+        check_count(len(rendered))
+        prompts = await in_shares(
+            self._admit(job, text.generate(each, i)) for i, each in enumerate(rendered)
+        )
+        turns = await turns_of(prompts)
+        trajectory = trajectory_of(request, text.turn_name, text.session)
+        async with follow(self._scheduler, job, trajectory, turns, name=text.name) as samples:
+            if text.stream:
+                return await self._stream(request, text, samples, turns)
+            await samples.results()
+            with samples.rendering():
+                return json_reply(await self._whole(text, prompts, turns, samples))
+
+    async def _whole(
+        self,
+        text: TextRequest,
+        prompts: list[GenerateRequest],
+        turns: list[GenerateRequest],
+        samples: Samples,
+    ) -> Body:
+        choices = await in_shares(turn.choice() for turn in samples.turns if turn is not None)
+        per_prompt = len(turns) // len(prompts)
+        reply = await self._derendered(text, prompts, choices)
+        early, before = early_parts(choices, turns), reply
+        if any(early):
+            parts = [part or choice for part, choice in zip(early, choices, strict=True)]
+            before = await self._derendered(text, prompts, parts)
+        share, made = LoopShare(), []
+        for index, reply_choice in enumerate(reply["choices"]):
+            choice = msgspec.structs.replace(choices[index], index=index)
+            part = before["choices"][index] if early[index] else None
+            text.end_text(reply_choice, choice, turns[index], before=part)
+            text.complete(reply_choice, choice, turns[index])
+            first = index - index % per_prompt
+            if text.dialect.many:
+                reply_choice.update(samples.prompt_scores(first))
+            if text.echoes:
+                await self._echo(text, reply_choice, turns[index], samples.prompt_scores(first))
+            # Thousands of them would be encoded at once.
+            made.append(msgspec.Raw(_ENCODER.encode(reply_choice)))
+            await share.rest()
+        reply |= {"id": text.name, "model": text.model, "choices": made}
+        reply |= {"usage": msgspec.to_builtins(samples.usage()), **samples.versions()}
+        if not text.dialect.many:
+            reply |= samples.prompt_scores(0)
+            if text.returns_ids:
+                reply["prompt_token_ids"] = prompts[0].token_ids
+        return reply
+
+    async def _derendered(
+        self, text: TextRequest, prompts: list[GenerateRequest], choices: list[Choice]
+    ) -> Body:
+        per_prompt = len(choices) // len(prompts)
+
+        def responses() -> Iterator[Body]:
+            for index, prompt in enumerate(prompts):
+                own = choices[index * per_prompt : (index + 1) * per_prompt]
+                numbered = [text.engine_choice(choice, prompt, i) for i, choice in enumerate(own)]
+                yield {"request_id": text.name, "choices": numbered}
+
+        ids = [prompt.token_ids for prompt in prompts]
+        return await self._renderer.derender(text.dialect, text.to_render, ids, responses())
+
+    async def _echo(
+        self, text: TextRequest, reply_choice: Body, turn: GenerateRequest, scores: Body
+    ) -> None:
+        """Puts the prompt before a completion, as OpenAI's `echo`: its text, and its tokens'
+        log-probabilities, of which the first one has none."""
+        sampling, content = turn.sampling_params, []
+        if sampling.logprobs is not None and scores:
+            scored = await prompt_logprobs(scores, turn.token_ids)
+            content = await in_shares(map(of_prompt, turn.token_ids, scored))
+        choice = Choice(token_ids=turn.token_ids, logprobs=Logprobs(tuple(content)))
+        response = {"request_id": text.name, "choices": [text.engine_choice(choice, turn, 0)]}
+        reply = await self._renderer.derender(text.dialect, text.to_render, [[]], [response])
+        (echo,) = reply["choices"]
+        own = reply_choice.get("logprobs") if text.generates else None
+        reply_choice["text"] = echo["text"] + (reply_choice["text"] if text.generates else "")
+        if content and (logprobs := echo["logprobs"]):
+            if text.tokens_as_ids:
+                name_by_id(logprobs, content)
+            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+            for name, values in (own or {}).items():
+                shift = len(echo["text"]) if name == "text_offset" else 0
+                logprobs[name] += [value + shift for value in values] if shift else values
+            reply_choice["logprobs"] = logprobs
+
+    async def _stream(
+        self,
+        request: web.Request,
+        text: TextRequest,
+        samples: Samples,
+        turns: list[GenerateRequest],
+    ) -> web.StreamResponse:
+        states: dict[int, Body | None] = {}
+        texts = [text.stopped_texts(turn) for turn in turns]
+        streamed = StreamedText(text.dialect, text.to_render, turns[0].token_ids)
+        options = text.stream_options
+        created = 0
+        async with event_stream(request) as send:
+            async for choice in in_parts(samples.chunks(every_s=CHUNK_PERIOD_S), turns):
+                turn, first = turns[choice.index], choice.index not in states
+                chunk: Body = {
+                    "request_id": text.name,
+                    "choices": [text.engine_choice(choice, turn, choice.index)],
+                }
+                with samples.rendering(choice.index):
+                    chunk, states[choice.index] = await self._renderer.derender_chunk(
+                        streamed, turn.token_ids, chunk, states.get(choice.index)
+                    )
+                chunk |= {"id": text.name, "model": text.model}
+                created = chunk.get("created", created)
+                chunk |= {} if choice.finish_reason is None else samples.versions(choice.index)
+                chunk.pop("usage", None)
+                if wants_usage(options, "include_usage", "continuous_usage_stats"):
+                    chunk["usage"] = msgspec.to_builtins(samples.usage(choice.index))
+                if first and text.returns_ids and not text.dialect.many:
+                    chunk["prompt_token_ids"] = turn.token_ids
+                for each in chunk["choices"]:
+                    if not text_tokens(choice, turn):
+                        # Rendered from a token that is no text of it, since vLLM needs one.
+                        text.end_text(each, choice, turn)
+                    text.change_streamed(each, texts[choice.index], choice)
+                    text.complete(each, choice, turn)
+                    if not first:
+                        each.pop("prompt_token_ids", None)
+                await send(chunk)
+            if wants_usage(options):
+                last = {"id": text.name, "object": text.dialect.chunk_object, "model": text.model}
+                last["created"] = created
+                await send(last | {"choices": [], "usage": msgspec.to_builtins(samples.usage())})
+        return send.response
+
+
+def check_count(prompts: int) -> None:
+    if not 0 < prompts <= MAX_TURNS:
+        raise PeerProtocolError(f"{prompts} prompts: send 1 to {MAX_TURNS} in a request")
+
+
+async def turns_of(prompts: list[GenerateRequest]) -> list[GenerateRequest]:
+    """The turns of all prompts. Raises PeerProtocolError for more than the queue would hold."""
+    count = sum(prompt.sampling_params.n for prompt in prompts)
+    if count > MAX_TURNS:
+        raise PeerProtocolError(f"{count} samples: a request may ask for {MAX_TURNS}")
+    return await in_shares(turn for prompt in prompts for turn in samples_of(prompt))
+
+
+def wants_usage(stream_options: object, *names: str) -> bool:
+    """Whether a stream ends with the usage, or the options of these names are all set."""
+    names = names or ("include_usage",)
+    return isinstance(stream_options, dict) and all(map(stream_options.get, names))
+
+
+async def json_object(request: web.Request, *, most_bytes: int | None = None) -> Body:
+    return await decoded_body(request, dict[str, Any], most_bytes=most_bytes, name="body")

@@ -1,0 +1,51 @@
+"""Output of an engine for a turn, checked before it counts."""
+
+import math
+
+from harvester.contracts.wire.rollouts import TokenLogprob
+from scheduler.gateway.engines.engine_faults import EngineLost
+from scheduler.gateway.engines.stream import EngineChoice
+from scheduler.gateway.policy.trajectories import FINISHED, Attempt, Turn
+
+_UNFINISHED = frozenset(("abort", "error"))
+"""Finish reasons of an attempt whose turn goes on."""
+_REASON_CHARS = 40
+ROUNDED_LOGPROB = 1e-3
+"""Largest log-probability of an engine: certainty, which rounding may put above 0."""
+
+
+def check_finish(choice: EngineChoice) -> None:
+    """Raises EngineLost for a finish reason that vLLM (0.24 to 0.33) does not send."""
+    reason = choice.finish_reason
+    if not (reason is None or reason in FINISHED or reason in _UNFINISHED):
+        raise EngineLost(f"protocol: finish reason {reason[:_REASON_CHARS]!r}")
+
+
+def accepted(
+    turn: Turn,
+    attempt: Attempt,
+    choice: EngineChoice,
+    vocabulary_tokens: float = math.inf,
+    most_logprob: float = ROUNDED_LOGPROB,
+) -> int:
+    """Adds a chunk's tokens; how many. Raises EngineLost where the chunk contradicts itself or the
+    vocabulary: a wrong log-probability must not reach training."""
+    token_ids = choice.token_ids or []
+    logprobs = choice.logprobs.content if choice.logprobs else None
+    if logprobs and (named := [each.token_id for each in logprobs]) != token_ids:
+        raise EngineLost(f"protocol: log-probabilities of {named[:8]}, tokens {token_ids[:8]}")
+    if token_ids and (max(token_ids) >= vocabulary_tokens or min(token_ids) < 0):
+        raise EngineLost(f"protocol: tokens {token_ids[:8]}, a vocabulary of {vocabulary_tokens}")
+    if logprobs and (most := max(each.logprob for each in logprobs)) > most_logprob:
+        raise EngineLost(
+            f"protocol: log-probability {most:g}, above 0; run vLLM with "
+            "--logprobs-mode processed_logprobs"
+        )
+    if logprobs and not turn.request.sampling_params.lists_candidates:
+        # vLLM lists the sampled token among its own candidates.
+        logprobs = [TokenLogprob(each.token_id, each.logprob) for each in logprobs]
+    try:
+        taken = turn.accept(attempt, token_ids, logprobs or (), choice.sampling_mask)
+        return len(token_ids) if taken else 0
+    except ValueError as error:
+        raise EngineLost(f"protocol: {error}") from error

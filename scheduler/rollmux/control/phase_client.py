@@ -1,0 +1,379 @@
+"""Phases in a job's code: they run when their nodes are free, and start warm.
+
+    phases = PhaseClient(SocketTransport(Path("/run/phases/phases.sock")), terms)
+    phases.resident(PhaseKind.TRAINING, on_resume=load, on_release=offload)
+
+    @phases.phase("rollout")
+    def roll_out(): ...
+
+    with phases.phase("training") as permit:  # or `async with`
+        permit.progress(0.5)
+
+Entering waits for the permit, then loads the state from host memory; leaving gives the nodes back.
+The state stays loaded until another job is to start there; with `stays_loaded=False` it leaves at
+the end of its phase. The process lives on: communicators and environments are made once.
+"""
+
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from math import inf
+
+import msgspec
+
+from harvester.contracts.clock import Clock, MonotonicClock
+from harvester.contracts.errors import ConfigError, Exhausted, PeerProtocolError, Stale
+from harvester.contracts.event_limit import EventLimit
+from harvester.platform.backoff import Backoff, RetryLimits
+from scheduler.model import JobSpec, PhaseKind
+from scheduler.rollmux.cluster.runtime_events import Call, OrderMove, Submit
+from scheduler.rollmux.control.harvesting import Harvesting
+from scheduler.rollmux.control.leased_rollout import LeasedRollout
+from scheduler.rollmux.control.loaded_states import LoadedStates
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.phase import Phase
+from scheduler.rollmux.control.wire import (
+    Accepted,
+    CallRefused,
+    Ended,
+    Granted,
+    Placed,
+    Reply,
+    Transport,
+    Waiting,
+    reply_text,
+)
+from scheduler.rollmux.permits.events import Enter, Forget, Leave, Register, Withdraw
+from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.rollmux.permits.leased_tail import Tail
+from scheduler.rollmux.permits.terms import JobTerms, leased_tail, terms_fault
+
+_log = logging.getLogger(__name__)
+_OLD_RATIO = 1 / 3
+"""Share of the lease after which the answer to a request is too old: it is asked again, which gives
+the permit a whole lease."""
+
+Resume = Callable[[bool], None]
+"""Called with whether the start is cold: the first of this kind in this process."""
+Release = Callable[[], None]
+OnMove = Callable[[OrderMove], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Record of a phase's start."""
+
+    kind: PhaseKind
+    cold: bool
+    waited_s: float
+    """Wait for the permit, in s."""
+    resume_s: float
+    """Time from the permit to the phase's first line, in s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Resident:
+    on_resume: Resume
+    on_release: Release
+    stays_loaded: bool
+
+
+class PhaseClient:
+    """A job's side of the phase control. One phase of a job runs at a time."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        terms: JobTerms | JobSpec,
+        *,
+        clock: Clock | None = None,
+        timeout_s: float = float("inf"),
+        on_move: OnMove = lambda _move: None,
+        harvesting: Harvesting | None = None,
+    ) -> None:
+        """`terms` name the job's nodes; a planning control takes a `JobSpec` and names them.
+
+        `timeout_s` bounds the wait for a placement, for a permit and for an absent control.
+        A job's move comes between two iterations: `on_move` frees what it holds on its old
+        nodes, and the job waits until its new ones have room. Its next phase loads it there.
+        With `harvesting` its rollouts use leases of its gateway, and their tails may end there.
+
+        Raises ConfigError if the job is refused, Exhausted if no control answers in time.
+        """
+        if not timeout_s >= 0:
+            raise ConfigError(f"timeout_s is {timeout_s}, not 0 or more")
+        self.job = terms.job
+        self.starts: list[Start] = []
+        self.placement: Placed | None = None
+        """Placement by a planning control; None without one."""
+        self.tails: list[Tail] = []
+        """Tails that left their nodes for leases, of rollouts that have ended."""
+        self._transport = transport
+        if isinstance(terms, JobTerms) and (fault := terms_fault(terms)):
+            raise ConfigError(f"job {terms.job}: {fault}")
+        self._silences = EventLimit(burst=1.0, per_s=1 / 60)
+        self._declaration = _declaration(terms, harvesting=harvesting is not None)
+        self._gateway = None if harvesting is None else harvesting.of(terms.job)
+        self._leased: LeasedRollout | None = None
+        self._clock = clock or MonotonicClock()
+        self._timeout_s = timeout_s
+        self._holder = f"{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        self._on_move = on_move
+        self._loading_s = 0.0
+        self._leased_s = 0.0
+        self._loaded = LoadedStates(transport, self._clock, self.job, self._holder)
+        self._residents: dict[PhaseKind, _Resident] = {}
+        self._entered: set[PhaseKind] = set()
+        self._open: PhaseKind | None = None
+        self._place()
+        if self._gateway is not None:
+            self._gateway.switch_off()
+
+    def resident(
+        self,
+        kind: PhaseKind,
+        *,
+        on_resume: Resume = lambda _cold: None,
+        on_release: Release = lambda: None,
+        stays_loaded: bool = True,
+    ) -> None:
+        """Hooks that load this kind of phase's state on accelerators, and take it off them.
+
+        It stays loaded when its phase ends, until another job is to start there: `on_release` may
+        be called by another thread, during another phase of the job. Without `stays_loaded` it is
+        called when the phase ends.
+        """
+        self._residents[PhaseKind(kind)] = _Resident(on_resume, on_release, stays_loaded)
+
+    def phase(self, kind: PhaseKind | str) -> Phase:
+        """A context manager and a decorator."""
+        return Phase(lambda: self, PhaseKind(kind))
+
+    def forget(self) -> None:
+        """The job is over: give up its placement for good."""
+        self._loaded.release()
+        self._transport.call(Forget(job=self.job))
+
+    def begin(self, kind: PhaseKind, *, cancelled: threading.Event | None = None) -> Permit:
+        """`cancelled`, set by another thread, ends the wait for the permit.
+
+        Raises Exhausted where no permit came in time, ConfigError for a phase it has not.
+        """
+        if self._open is not None:
+            raise ConfigError(f"job {self.job}: its {self._open} phase must end before {kind}")
+        waits_s = self._clock.now()
+        try:
+            granted, asked_s = self._awaited(kind, cancelled or threading.Event())
+        except BaseException:
+            self._withdraw()
+            raise
+        granted_s = self._clock.now()
+        self._open = kind
+        permit = Permit(
+            self._transport, self._clock, job=self.job, kind=kind, granted=granted, asked_s=asked_s
+        )
+        cold = kind not in self._entered
+        resident = self._residents.get(kind)
+        try:
+            if not self._loaded.take(kind, granted.nodes) and resident is not None:
+                resident.on_resume(cold)
+        except BaseException as error:
+            self._leave(permit, failed=f"could not be resumed: {error!r}")
+            raise
+        self._entered.add(kind)
+        if kind is PhaseKind.ROLLOUT and self._gateway is not None:
+            leases = self.placement is None or self.placement.harvesting
+            self._leased = LeasedRollout(
+                permit, self._gateway, self._transport, self._clock, leases=leases
+            )
+            self._leased.begin()
+        resumed_s = self._clock.now()
+        self._loading_s = resumed_s - granted_s
+        self.starts.append(
+            Start(
+                kind=kind, cold=cold, waited_s=granted_s - waits_s, resume_s=resumed_s - granted_s
+            )
+        )
+        return permit
+
+    def end(self, permit: Permit, *, failed: str = "") -> None:
+        """Raises Stale where the permit ended before its phase did."""
+        resident = self._residents.get(permit.kind)
+        if self._leased is not None:
+            self._leased.end()
+            self.tails += self._leased.tails
+            self._leased_s = self._leased.leased_s
+            self._loading_s += sum(tail.in_line_s for tail in self._leased.tails)
+            self._leased = None
+        self._loading_s += permit.narrowing_s
+        ended_s = self._clock.now()
+        # A tail has its nodes in part, and leaves that part to the job that has the rest.
+        whole = permit.stage in (PermitStage.RUNNING, PermitStage.NARROWING)
+        whole = whole and not failed and not permit.in_doubt
+        stays_loaded = resident is not None and resident.stays_loaded and whole
+        try:
+            if resident is not None and not stays_loaded:
+                resident.on_release()
+        except BaseException as error:
+            self._leave(permit, failed=failed or f"could not be released: {error!r}")
+            raise
+        self._loading_s += self._clock.now() - ended_s
+        if resident is not None and stays_loaded:
+            self._loaded.leave(
+                permit.kind, permit.nodes, resident.on_release, lease_s=permit.lease_s
+            )
+        self._leave(permit, failed=failed, stays_loaded=stays_loaded)
+        if not failed:
+            permit.check()
+
+    def _withdraw(self) -> None:
+        """Withdraws the request; if the control does not hear it, the lease expires."""
+        with suppress(Exhausted, PeerProtocolError):
+            self._transport.call(Withdraw(job=self.job, holder=self._holder))
+
+    def _place(self) -> None:
+        pauses = self._backoff(self._timeout_s)
+        while True:
+            reply = self._answer(self._declaration, pauses)
+            if reply is None:
+                continue
+            if isinstance(reply, Accepted):
+                return
+            if isinstance(reply, Placed):
+                self.placement = reply
+                return
+            if isinstance(reply, CallRefused) and reply.retry_after_s is None:
+                raise ConfigError(f"job {self.job}: {reply.reason}")
+            pauses.pause(Exhausted(f"job {self.job} {reply_text(reply)}"))
+
+    def _answer(self, message: Call, pauses: Backoff) -> Reply | None:
+        """The reply; None, after a pause, where none came."""
+        try:
+            return self._transport.call(message)
+        except Exhausted as error:
+            # Once a minute: a wait without a word looks like a queue.
+            if self._silences.admits(now=self._clock.now()):
+                _log.warning("job %s waits for a phase control: %s", self.job, error)
+            pauses.pause(error)
+            return None
+
+    def _awaited(self, kind: PhaseKind, cancelled: threading.Event) -> tuple[Granted, float]:
+        """The permit, and the time of the request that it answers."""
+        pauses = self._backoff(self._timeout_s)
+        wait_s = 1.0
+        while not cancelled.is_set():
+            entry = Enter(job=self.job, kind=kind, holder=self._holder, wait_s=wait_s)
+            asked_s = self._clock.now()
+            match reply := self._answer(entry, pauses):
+                case None:
+                    continue
+                case Granted() if cancelled.is_set():
+                    break
+                case Granted() if self._clock.now() - asked_s > _OLD_RATIO * reply.lease_s:
+                    wait_s = 0.0
+                    pauses.check("the control answers too slowly")
+                case Granted():
+                    return reply, asked_s
+                case Waiting():
+                    pauses.check(f"{reply.ahead} jobs are before it")
+                case CallRefused(unknown=True):
+                    self._place_again()
+                case CallRefused(retry_after_s=None):
+                    raise ConfigError(f"job {self.job}: {reply.reason}")
+                case _:
+                    words = reply_text(reply)
+                    pauses.pause(Exhausted(f"{kind} phase of job {self.job} {words}"))
+        raise Exhausted(f"{kind} phase of job {self.job}: cancelled")
+
+    def _leave(self, permit: Permit, *, failed: str, stays_loaded: bool = False) -> None:
+        """Repeats until the control has received it; an absent one receives it on its return."""
+        permit.end()
+        self._open = None
+        leave = Leave(
+            job=self.job,
+            epoch=permit.epoch,
+            failed=failed[:500],
+            loading_s=self._loading_s,
+            leased_s=self._leased_s,
+            stays_loaded=stays_loaded,
+        )
+        self._leased_s = 0.0
+        if not failed:
+            self._obey(self._say(leave, timeout_s=self._timeout_s))
+            return
+        # A failed holder reports it while its lease lasts: after that the control knows by itself.
+        with suppress(Exhausted, Stale, PeerProtocolError):
+            self._say(leave, timeout_s=min(self._timeout_s, permit.lease_s))
+
+    def _obey(self, left: Reply) -> None:
+        if not isinstance(left, Accepted):
+            return
+        if left.unload:
+            self._loaded.release(left.unload)
+        if left.move is None or self.placement is None:
+            return
+        self._loaded.release()
+        self._on_move(left.move)
+        self._place_again()
+
+    def _place_again(self) -> None:
+        before = self.placement
+        self._place()
+        if self.placement is not None and self.placement != before:
+            self._loaded.release()
+
+    def _backoff(self, timeout_s: float) -> Backoff:
+        limits = RetryLimits(
+            give_up_s=timeout_s, attempts_max=inf, first_wait_s=0.02, wait_max_s=0.5
+        )
+        return Backoff(limits, self._clock)
+
+    def _say(self, leave: Leave, *, timeout_s: float) -> Reply:
+        pauses = self._backoff(timeout_s)
+        while True:
+            reply = self._answer(leave, pauses)
+            if isinstance(reply, Ended):
+                # Another job may be where its states are.
+                self._loaded.release()
+                raise Stale(f"phase of job {self.job}: {reply.reason}")
+            if reply is not None:
+                return reply
+
+
+def _declaration(terms: JobTerms | JobSpec, *, harvesting: bool) -> Submit | Register:
+    """The job's first call; with `harvesting` its rollouts may use leases."""
+    if isinstance(terms, JobSpec):
+        harvesting |= terms.harvesting
+        return Submit(spec=msgspec.structs.replace(terms, harvesting=harvesting))
+    phases = tuple(map(leased_tail, terms.phases)) if harvesting else terms.phases
+    return Register(terms=msgspec.structs.replace(terms, phases=phases))
+
+
+_CURRENT: ContextVar[PhaseClient] = ContextVar("phase_client")
+
+
+def install(client: PhaseClient) -> None:
+    """The client that `phase` of this module uses from here on."""
+    _CURRENT.set(client)
+
+
+def phase(kind: PhaseKind | str) -> Phase:
+    """A phase of the client installed at entry, not at declaration.
+
+    Raises ConfigError on entry without an installed client.
+    """
+    return Phase(_installed, PhaseKind(kind))
+
+
+def _installed() -> PhaseClient:
+    client = _CURRENT.get(None)
+    if client is None:
+        raise ConfigError(
+            "no phase client is installed: call scheduler.rollmux.control.phase_client.install"
+        )
+    return client

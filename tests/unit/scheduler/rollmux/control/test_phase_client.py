@@ -1,0 +1,728 @@
+"""The embedded control as a job's code sees it: jobs are threads."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harvester.contracts.errors import ConfigError, Exhausted, Stale
+from harvester.contracts.ids import Epoch, JobId
+from scheduler.rollmux.cluster.runtime_events import (
+    Call,
+)
+from scheduler.rollmux.control.loaded_states import LoadedStates
+from scheduler.rollmux.control.permit import Permit
+from scheduler.rollmux.control.phase_client import PhaseClient, install, phase
+from scheduler.rollmux.control.socket_transport import SocketTransport
+from scheduler.rollmux.control.wire import (
+    Accepted,
+    ControlUnreachable,
+    Ended,
+    Granted,
+    Reply,
+    Transport,
+)
+from scheduler.rollmux.permits.events import (
+    Beat,
+    Enter,
+    Leave,
+    Register,
+    Unloaded,
+)
+from scheduler.rollmux.permits.job_permit import PermitStage
+from scheduler.rollmux.permits.terms import JobTerms, PermitsConfig
+from tests.unit.scheduler.rollmux.control.embedded import EmbeddedControl
+from tests.unit.scheduler.rollmux.permits.permit_scenario import ROLLOUT, TRAINING, nodes, terms
+from tests.virtual_clock import VirtualClock
+
+QUICK = PermitsConfig(lease_s=0.3, patience_s=0.01)
+PATIENT = PermitsConfig(lease_s=600.0)
+LONG_S = 20.0
+
+
+@pytest.fixture
+def embedded() -> Iterator[EmbeddedControl]:
+    with EmbeddedControl() as control:
+        yield control
+
+
+def test_a_phase_is_a_context_manager_and_a_decorator(embedded: EmbeddedControl) -> None:
+    phases = PhaseClient(embedded, terms("a"))
+
+    @phases.phase("training")
+    def train(batch: list[int]) -> int:
+        return sum(batch)
+
+    for _ in range(2):
+        with phases.phase("rollout") as permit:
+            assert permit.nodes == nodes("r0")
+        assert train([1, 2]) == 3
+    assert [start.kind for start in phases.starts] == [ROLLOUT, TRAINING] * 2
+
+
+def test_the_installed_control_is_found_when_a_phase_is_entered(
+    embedded: EmbeddedControl,
+) -> None:
+    @phase("rollout")
+    def roll_out() -> str:
+        return "done"
+
+    with pytest.raises(ConfigError, match="install"):
+        roll_out()
+    install(PhaseClient(embedded, terms("a")))
+    assert roll_out() == "done"
+
+
+def test_a_job_without_a_control_says_that_it_waits_and_for_what(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with pytest.raises(Exhausted, match="no phase control"):
+        PhaseClient(SocketTransport(tmp_path / "none.sock"), terms("a"), timeout_s=0.2)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("job a waits for a phase control: no phase control at")
+    assert line.endswith("none.sock: No such file or directory")
+
+
+class Leaving(Transport):
+    """A control that is gone when a phase ends, and comes back."""
+
+    def __init__(self) -> None:
+        self.leaves = 0
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Enter):
+            return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=600.0)
+        if isinstance(message, Leave):
+            self.leaves += 1
+            if self.leaves < 3:
+                raise ControlUnreachable("no phase control here")
+        return Accepted()
+
+
+def test_a_job_that_cannot_report_a_phase_s_end_says_that_it_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    control = Leaving()
+    with PhaseClient(control, terms("a")).phase("rollout"):
+        assert not caplog.records
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "job a waits for a phase control: no phase control here"
+    assert control.leaves == 3
+
+
+@pytest.mark.parametrize("max_s", [math.nan, math.inf, 0.0, -1.0])
+def test_terms_without_a_number_for_a_bound_are_refused_before_they_are_sent(
+    tmp_path: Path, max_s: float
+) -> None:
+    with pytest.raises(ConfigError, match="max_s is a number above 0"):
+        PhaseClient(SocketTransport(tmp_path / "none.sock"), terms("a", max_s=max_s))
+
+
+@pytest.mark.parametrize("ratio", [math.nan, math.inf, 2.0, -1.0])
+def test_a_progress_that_is_no_share_is_refused(embedded: EmbeddedControl, ratio: float) -> None:
+    phases = PhaseClient(embedded, terms("a"))
+    with phases.phase("rollout") as permit:
+        with pytest.raises(ConfigError, match="a share from 0 to 1"):
+            permit.progress(ratio)
+        assert permit.complete_ratio == 0.0
+
+
+def test_two_jobs_are_never_on_one_node_and_their_phases_overlap_across_pools(
+    embedded: EmbeddedControl,
+) -> None:
+    inside = {ROLLOUT: 0, TRAINING: 0}
+    seen: list[tuple[int, int]] = []
+    lock = threading.Lock()
+    met = threading.Barrier(2, timeout=LONG_S)
+    order = {"a": (ROLLOUT, TRAINING), "b": (TRAINING, ROLLOUT)}
+
+    def alternate(job: str) -> None:
+        phases = PhaseClient(embedded, terms(job), timeout_s=LONG_S)
+        for _ in range(5):
+            for kind in order[job]:
+                with phases.phase(kind):
+                    with lock:
+                        inside[kind] += 1
+                        seen.append((inside[ROLLOUT], inside[TRAINING]))
+                    # No job comes past here unless one trains while the other rolls out.
+                    met.wait()
+                    with lock:
+                        inside[kind] -= 1
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(alternate, job) for job in order]:
+            done.result(timeout=LONG_S)
+    assert max(rollouts for rollouts, _ in seen) == 1
+    assert max(trainings for _, trainings in seen) == 1
+    assert (1, 1) in seen
+    assert len(seen) == 20
+
+
+def test_state_is_loaded_after_the_permit_and_offloaded_before_the_nodes_are_given_back(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseClient(embedded, terms("a"))
+    other = PhaseClient(embedded, terms("b"), timeout_s=0.0)
+
+    def on_release() -> None:
+        said.append("offloaded")
+        with pytest.raises(Exhausted):
+            other.begin(ROLLOUT)
+
+    phases.resident(
+        ROLLOUT,
+        on_resume=lambda cold: said.append("cold" if cold else "warm"),
+        on_release=on_release,
+        stays_loaded=False,
+    )
+    for _ in range(2):
+        with phases.phase(ROLLOUT):
+            said.append("runs")
+        with phases.phase(TRAINING):
+            said.append("trains")
+    assert said == ["cold", "runs", "offloaded", "trains", "warm", "runs", "offloaded", "trains"]
+    assert [start.cold for start in phases.starts] == [True, True, False, False]
+
+
+def test_a_state_stays_loaded_until_another_job_is_to_start_there(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseClient(embedded, terms("a"))
+    phases.resident(
+        ROLLOUT,
+        on_resume=lambda _cold: said.append("loaded"),
+        on_release=lambda: said.append("offloaded"),
+    )
+    for _ in range(2):
+        with phases.phase(ROLLOUT):
+            said.append("runs")
+    assert said == ["loaded", "runs", "runs"]
+    other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
+    with phases.phase(TRAINING), other.phase(ROLLOUT):
+        said.append("other runs")
+    with phases.phase(ROLLOUT):
+        said.append("runs")
+    assert said[3:] == ["offloaded", "other runs", "loaded", "runs"]
+
+
+def test_a_job_between_two_phases_takes_its_state_off_for_another(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseClient(embedded, terms("a"))
+
+    def on_release() -> None:
+        said.append("leaves")
+        time.sleep(0.3)
+        said.append("left")
+
+    phases.resident(ROLLOUT, on_release=on_release)
+    with phases.phase(ROLLOUT):
+        pass
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        said.append("other runs")
+    assert said == ["leaves", "left", "other runs"]
+
+
+def test_a_job_that_waits_itself_takes_its_state_off_for_another(embedded: EmbeddedControl) -> None:
+    said: list[str] = []
+    phases = PhaseClient(embedded, terms("a"), timeout_s=LONG_S)
+    phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
+    with phases.phase(ROLLOUT):
+        pass
+    trains = PhaseClient(embedded, terms("b", rollout="r1"))
+    with trains.phase(ROLLOUT):
+        pass
+    other = PhaseClient(embedded, terms("c", training="t1"), timeout_s=LONG_S)
+    with trains.phase(TRAINING):
+        waiting = threading.Thread(target=lambda: phases.end(phases.begin(TRAINING)))
+        waiting.start()
+        with other.phase(ROLLOUT):
+            said.append("other runs")
+    waiting.join(LONG_S)
+    assert said == ["offloaded", "other runs"]
+
+
+def test_phases_of_one_job_on_one_node_take_each_other_s_state_off(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseClient(embedded, terms("a", rollout="n0", training="n0"))
+    for kind in (ROLLOUT, TRAINING):
+        phases.resident(
+            kind,
+            on_resume=lambda _cold, kind=kind: said.append(f"{kind} on"),
+            on_release=lambda kind=kind: said.append(f"{kind} off"),
+        )
+    for kind in (ROLLOUT, TRAINING, ROLLOUT):
+        with phases.phase(kind):
+            pass
+    on, off = "rollout on", "rollout off"
+    assert said == [on, off, "training on", "training off", on]
+
+
+def test_a_phase_without_hooks_takes_the_job_s_other_states_off_its_nodes(
+    embedded: EmbeddedControl,
+) -> None:
+    said: list[str] = []
+    phases = PhaseClient(embedded, terms("a", rollout="n0", training="n0"))
+    phases.resident(ROLLOUT, on_release=lambda: said.append("offloaded"))
+    with phases.phase(ROLLOUT):
+        pass
+    with phases.phase(TRAINING):
+        said.append("trains")
+    with PhaseClient(embedded, terms("b", rollout="n0"), timeout_s=LONG_S).phase(ROLLOUT):
+        said.append("other runs")
+    assert said == ["offloaded", "trains", "other runs"]
+
+
+def test_a_state_that_makes_way_for_the_job_s_next_phase_frees_its_other_nodes() -> None:
+    with EmbeddedControl(PATIENT) as embedded:
+        phases = PhaseClient(embedded, terms("a", rollout="n0 n1", training="n0"))
+        other = PhaseClient(embedded, terms("b", rollout="n1"), timeout_s=LONG_S)
+        for kind in (ROLLOUT, TRAINING):
+            phases.resident(kind)
+        with phases.phase(ROLLOUT):
+            pass
+        with phases.phase(TRAINING), other.phase(ROLLOUT) as permit:
+            assert permit.nodes == nodes("n1")
+
+
+def test_a_job_reports_nodes_where_its_process_before_has_left_a_state() -> None:
+    with EmbeddedControl(PATIENT) as embedded, ThreadPoolExecutor(1) as pool:
+        phases = PhaseClient(embedded, terms("a"))
+        dead = Enter(job=JobId("a"), kind=TRAINING, holder="dead")
+        assert isinstance(embedded.call(dead), Granted)
+        embedded.call(Leave(job=JobId("a"), epoch=Epoch(1), stays_loaded=True))
+        other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
+        phases.resident(ROLLOUT)
+        with phases.phase(ROLLOUT):
+            waiting = pool.submit(other.begin, TRAINING)
+            while not embedded.jobs()[0].unload:
+                time.sleep(0.01)
+        other.end(waiting.result())
+
+
+def test_a_state_whose_release_failed_is_not_reported_and_makes_no_way() -> None:
+    transport = Answering()
+    states = LoadedStates(transport, VirtualClock(), JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("n0 n1"), _breaks, lease_s=LONG_S)
+    with pytest.raises(OSError, match="host memory"):
+        states.take(TRAINING, nodes("n0"))
+    states.release(nodes("n1 n2"))
+    reports = [call for call in transport.calls if isinstance(call, Unloaded) and call.nodes]
+    assert [report.nodes for report in reports] == [nodes("n2")]
+
+
+@pytest.mark.parametrize("hook", ["on_resume", "on_release"])
+def test_a_hook_that_fails_gives_the_nodes_back(embedded: EmbeddedControl, hook: str) -> None:
+    phases = PhaseClient(embedded, terms("a"))
+    broken: Callable[..., None] = _breaks
+    phases.resident(ROLLOUT, stays_loaded=False, **{hook: broken})
+    with pytest.raises(OSError, match="host memory"), phases.phase(ROLLOUT):
+        pass
+    other = PhaseClient(embedded, terms("b"), timeout_s=LONG_S)
+    with other.phase(ROLLOUT) as permit:
+        assert permit.nodes == nodes("r0")
+
+
+def _breaks(*_: Any) -> None:
+    raise OSError("no host memory")
+
+
+def test_an_error_in_a_phase_fails_the_job_and_frees_its_nodes(
+    embedded: EmbeddedControl,
+) -> None:
+    phases = PhaseClient(embedded, terms("a"))
+    with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
+        raise ZeroDivisionError
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        pass
+    with phases.phase(ROLLOUT):
+        pass
+
+
+def test_phases_of_one_job_do_not_nest(embedded: EmbeddedControl) -> None:
+    phases = PhaseClient(embedded, terms("a"))
+    with phases.phase(ROLLOUT), pytest.raises(ConfigError, match="must end"):
+        phases.begin(TRAINING)
+
+
+def test_a_phase_that_the_terms_do_not_name_is_an_error_and_no_wait(
+    embedded: EmbeddedControl,
+) -> None:
+    only = JobTerms(job=JobId("a"), phases=terms("a").phases[:1])
+    with pytest.raises(ConfigError, match="no training phase"):
+        PhaseClient(embedded, only).begin(TRAINING)
+    with pytest.raises(ConfigError, match="tail_ratio"):
+        PhaseClient(embedded, terms("b", tail_ratio=2.0))
+
+
+def test_a_holder_is_kept_by_its_beats_for_many_leases() -> None:
+    with EmbeddedControl(QUICK) as embedded:
+        phases = PhaseClient(embedded, terms("a"))
+        other = PhaseClient(embedded, terms("b"), timeout_s=4 * QUICK.lease_s)
+        with phases.phase(ROLLOUT), pytest.raises(Exhausted, match="1 jobs"):
+            other.begin(ROLLOUT)
+
+
+def test_a_tail_makes_room_on_request_and_the_other_job_starts_beside_it(
+    embedded: EmbeddedControl,
+) -> None:
+    phases = PhaseClient(embedded, terms("a", rollout="r0 r1", tail_ratio=0.8))
+    other = PhaseClient(embedded, terms("b", rollout="r1"), timeout_s=LONG_S)
+    with ThreadPoolExecutor(1) as pool, phases.phase(ROLLOUT) as permit:
+        started = pool.submit(other.begin, ROLLOUT)
+        permit.progress(0.9)
+        while permit.keep is None:
+            threading.Event().wait(0.01)
+        assert permit.keep == nodes("r0")
+        permit.narrowed()
+        beside = started.result(timeout=LONG_S)
+        assert beside.nodes == nodes("r1")
+        other.end(beside)
+
+
+class Scripted(Transport):
+    """A control with scripted answers to beats; everything else is granted."""
+
+    def __init__(self, *beats: Reply | Exception) -> None:
+        self.beats = list(beats)
+        self.beaten = threading.Event()
+        self.left: list[Leave] = []
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Beat) and self.beats:
+            said = self.beats.pop(0)
+            if not self.beats:
+                self.beaten.set()
+            if isinstance(said, Exception):
+                raise said
+            return said
+        if isinstance(message, Leave):
+            self.left.append(message)
+            return Ended(reason="gone")
+        if isinstance(message, Register):
+            return Accepted()
+        return Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=QUICK.lease_s)
+
+
+def _permit(transport: Transport, clock: VirtualClock) -> Permit:
+    granted = Granted(epoch=Epoch(1), nodes=nodes("r0"), lease_s=0.03)
+    return Permit(transport, clock, job=JobId("a"), kind=ROLLOUT, granted=granted, asked_s=0.0)
+
+
+def test_a_permit_that_was_taken_away_is_seen_while_the_phase_runs() -> None:
+    transport = Scripted(Ended(reason="epoch 1 is not in force"))
+    permit = _permit(transport, VirtualClock())
+    assert transport.beaten.wait(LONG_S)
+    permit.end()
+    assert permit.lost == "epoch 1 is not in force"
+    with pytest.raises(Stale, match="not in force"):
+        permit.check()
+
+
+def test_a_holder_goes_on_while_there_is_no_control() -> None:
+    clock = VirtualClock()
+    transport = Scripted(ControlUnreachable("killed"), ControlUnreachable("killed"))
+    permit = _permit(transport, clock)
+    clock.now_s = 1000.0
+    assert transport.beaten.wait(LONG_S)
+    permit.end()
+    permit.check()
+
+
+def test_a_disconnected_holder_stops_before_its_lease_ends() -> None:
+    clock = VirtualClock()
+    transport = Scripted(Exhausted("cut off"))
+    permit = _permit(transport, clock)
+    clock.now_s = 0.028
+    assert transport.beaten.wait(LONG_S)
+    permit.end()
+    with pytest.raises(Stale, match="silent"):
+        permit.check()
+
+
+class Hanging(Scripted):
+    """A control that takes a beat and answers it only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.answers = threading.Event(), threading.Event()
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Beat):
+            self.taken.set()
+            self.answers.wait(LONG_S)
+            raise Exhausted("no answer in time")
+        return super().call(message)
+
+
+def test_a_holder_stops_before_its_lease_ends_although_its_beat_has_not_failed_yet() -> None:
+    clock, transport = VirtualClock(), Hanging()
+    permit = _permit(transport, clock)
+    assert transport.taken.wait(LONG_S)
+    clock.now_s = 0.026
+    permit.check()
+    clock.now_s = 0.028
+    with pytest.raises(Stale, match="silent"):
+        permit.check()
+    transport.answers.set()
+    permit.end()
+
+
+def test_a_phase_that_ends_after_its_lease_leaves_no_state_loaded() -> None:
+    clock, transport, released = VirtualClock(), Hanging(), list[str]()
+    phases = PhaseClient(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    phases.resident(ROLLOUT, on_release=lambda: released.append("rollout"))
+    permit = phases.begin(ROLLOUT)
+    clock.now_s += QUICK.lease_s
+    transport.answers.set()
+    with pytest.raises(Stale):
+        phases.end(permit)
+    assert released == ["rollout"]
+
+
+def test_a_holder_counts_its_lease_from_the_request_and_not_from_a_late_answer() -> None:
+    clock, transport = VirtualClock(now_s=0.028), Hanging()
+    permit = _permit(transport, clock)
+    with pytest.raises(Stale, match="silent"):
+        permit.check()
+    transport.answers.set()
+    permit.end()
+
+
+def test_a_permit_that_ended_in_time_stays_so_however_long_its_leave_takes() -> None:
+    clock, transport = VirtualClock(), Hanging()
+    transport.answers.set()
+    permit = _permit(transport, clock)
+    permit.end()
+    clock.now_s = 1000.0
+    permit.check()
+
+
+class Slow(Scripted):
+    """A control whose first grant comes when half of its lease is over."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.entered: list[Enter] = []
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Enter):
+            self.entered.append(message)
+            if len(self.entered) == 1:
+                self.clock.now_s += QUICK.lease_s / 2
+        return super().call(message)
+
+
+def test_a_grant_that_comes_late_is_asked_for_again_for_a_whole_lease() -> None:
+    clock = VirtualClock()
+    transport = Slow(clock)
+    phases = PhaseClient(transport, terms("a"), clock=clock, timeout_s=LONG_S)
+    permit = phases.begin(ROLLOUT)
+    clock.now_s += 0.8 * QUICK.lease_s
+    permit.check()
+    permit.end()
+    assert [entry.wait_s for entry in transport.entered] == [1.0, 0.0]
+
+
+class Lagging(Transport):
+    """A control whose calls fail after half of a lease."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+
+    def call(self, message: Call) -> Reply:
+        self.clock.now_s += 0.5 * QUICK.lease_s
+        raise Exhausted("no answer in time")
+
+
+def test_a_loaded_state_is_gone_before_its_lease_ends_although_calls_take_long_to_fail() -> None:
+    clock, gone_s, gone = VirtualClock(), list[float](), threading.Event()
+
+    def release() -> None:
+        gone_s.append(clock.now_s)
+        gone.set()
+
+    states = LoadedStates(Lagging(clock), clock, JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("r0"), release, lease_s=QUICK.lease_s)
+    assert gone.wait(LONG_S)
+    assert gone_s[0] <= 0.9 * QUICK.lease_s
+
+
+class Answering(Transport):
+    """A control that asks for nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def call(self, message: Call) -> Reply:
+        self.calls.append(message)
+        return Accepted()
+
+
+def test_a_process_that_stood_still_releases_its_states_before_it_asks() -> None:
+    clock, transport, gone = VirtualClock(), Answering(), threading.Event()
+    states = LoadedStates(transport, clock, JobId("a"), "a.1")
+    states.leave(ROLLOUT, nodes("r0"), gone.set, lease_s=LONG_S)
+    clock.now_s = 0.95 * LONG_S
+    assert gone.wait(LONG_S)
+    while not transport.calls:
+        time.sleep(0.01)
+    assert transport.calls[0] == Unloaded(job=JobId("a"), holder="a.1", nodes=nodes("r0"))
+
+
+def test_no_other_call_hides_that_the_process_stood_still() -> None:
+    clock, gone = VirtualClock(), threading.Event()
+    states = LoadedStates(Answering(), clock, JobId("a"), "a.1")
+    states.leave(TRAINING, nodes("t0"), gone.set, lease_s=LONG_S)
+    clock.now_s = 0.95 * LONG_S
+    states.leave(ROLLOUT, nodes("r0"), lambda: None, lease_s=LONG_S)
+    states.release(nodes("r0"))
+    assert gone.wait(LONG_S)
+
+
+class Fencing(Scripted):
+    """A control that has given the second phase's nodes to another job when it ends."""
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Leave):
+            self.left.append(message)
+            return Accepted() if len(self.left) == 1 else Ended(reason="gone")
+        if isinstance(message, Enter):
+            on = nodes("t0" if message.kind is TRAINING else "r0")
+            return Granted(epoch=Epoch(1), nodes=on, lease_s=LONG_S)
+        return super().call(message)
+
+
+@pytest.mark.parametrize("failed", ["", "no more data"])
+def test_a_job_whose_permit_was_lost_unseen_leaves_no_state_loaded(failed: str) -> None:
+    released: list[str] = []
+    phases = PhaseClient(Fencing(), terms("a"), timeout_s=LONG_S)
+    for kind in (TRAINING, ROLLOUT):
+        phases.resident(kind, on_release=lambda kind=kind: released.append(kind))
+    with phases.phase(TRAINING):
+        pass
+    permit = phases.begin(ROLLOUT)
+    with nullcontext() if failed else pytest.raises(Stale):
+        phases.end(permit, failed=failed)
+    assert sorted(released) == ["rollout", "training"]
+
+
+class Held(Transport):
+    """A control whose answers to entries come when they are let through."""
+
+    def __init__(self, control: Transport) -> None:
+        self.control = control
+        self.taken, self.answers = threading.Event(), threading.Event()
+
+    def call(self, message: Call) -> Reply:
+        reply = self.control.call(message)
+        if isinstance(message, Enter):
+            self.taken.set()
+            self.answers.wait(LONG_S)
+        return reply
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_task_cancelled_while_it_enters_gives_its_permit_back_before_it_ends(
+    embedded: EmbeddedControl, times: int
+) -> None:
+    transport = Held(embedded)
+    phases = PhaseClient(transport, terms("a"))
+
+    async def roll_out() -> None:
+        async with phases.phase(ROLLOUT):
+            raise AssertionError("it was cancelled before")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(roll_out())
+        await asyncio.to_thread(transport.taken.wait, LONG_S)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        transport.answers.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert embedded.jobs()[0].stage is PermitStage.APART
+
+    asyncio.run(cancelled())
+    with PhaseClient(embedded, terms("b"), timeout_s=LONG_S).phase(ROLLOUT):
+        pass
+    with phases.phase(ROLLOUT):
+        pass
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_task_cancelled_while_it_loads_or_leaves_gives_its_permit_back_before_it_ends(
+    embedded: EmbeddedControl, times: int
+) -> None:
+    phases = PhaseClient(embedded, terms("a"))
+    busy, goes_on = threading.Event(), threading.Event()
+
+    def work(*_: object) -> None:
+        busy.set()
+        goes_on.wait(LONG_S)
+
+    async def roll_out() -> None:
+        async with phases.phase(ROLLOUT):
+            pass
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(roll_out())
+        await asyncio.to_thread(busy.wait, LONG_S)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not embedded.jobs()[0].nodes
+
+    for hook in ("on_resume", "on_release"):
+        busy.clear()
+        goes_on.clear()
+        hooks: dict[str, Callable[..., None]] = {hook: work}
+        phases.resident(ROLLOUT, stays_loaded=False, **hooks)
+        asyncio.run(cancelled())
+
+
+def test_a_permit_that_comes_after_its_request_was_cancelled_is_given_back(
+    embedded: EmbeddedControl,
+) -> None:
+    transport, cancelled = Held(embedded), threading.Event()
+    phases = PhaseClient(transport, terms("a"))
+    with ThreadPoolExecutor(1) as pool:
+        beginning = pool.submit(phases.begin, ROLLOUT, cancelled=cancelled)
+        assert transport.taken.wait(LONG_S)
+        cancelled.set()
+        transport.answers.set()
+        with pytest.raises(Exhausted, match="cancelled"):
+            beginning.result()
+    assert embedded.jobs()[0].stage is PermitStage.APART
+
+
+class Gone(Scripted):
+    """A control that dies once it has granted."""
+
+    def call(self, message: Call) -> Reply:
+        if isinstance(message, Beat | Leave):
+            raise ControlUnreachable("killed")
+        return super().call(message)
+
+
+def test_an_error_leaves_the_phase_also_while_there_is_no_control() -> None:
+    phases = PhaseClient(Gone(), terms("a"), timeout_s=LONG_S)
+    with pytest.raises(ZeroDivisionError), phases.phase(ROLLOUT):
+        raise ZeroDivisionError
