@@ -243,11 +243,14 @@ def pull(
 
 def _follow(follower: "Follower", *, every_s: float) -> None:
     """Pull every new version; passing faults are reported once and retried."""
-    complaint = ""
+    complaint, waits = "", False
     while True:
         try:
             if follower.newer(wait_s=_WAIT_S) is not None:
                 typer.echo(_summary(follower.pull()))
+            elif follower.held is None and not waits:
+                typer.echo("the store holds no version yet, or is not there: waiting")
+                waits = True
             complaint = ""
             if follower.announces:
                 continue

@@ -132,6 +132,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             else None
         )
         self._steps = 0
+        self._closed = False
         self._lead: VersionWriter | None = None
         words = _ranks_dir(self._store, ranks, ranks_dir)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weight-publish")
@@ -177,6 +178,7 @@ class Publisher(AbstractContextManager["Publisher"]):
     def close(self) -> None:
         """Release the store's lock, after the loops are compiled, so that the next process finds
         them; a last announcement is waited for, at most 10 s."""
+        self._closed = True
         if self._announcer is not None:
             self._announcer.close(ANNOUNCE_S)
         self._await_compiled()
@@ -213,6 +215,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         Unsupported for tensors that it cannot publish and Exhausted if the disk or the quota is
         full or a rank is too late; the store and this publisher are then unchanged.
         """
+        if self._closed:
+            raise ConfigError("this publisher is closed: make another one of the store")
         with suppress(TypeError):  # A float is no step.
             step = None if step is None else index(step)
         if step is not None and not (isinstance(step, int) and step >= 0):

@@ -297,6 +297,7 @@ class Gateway:
             store=checked_name(published.store, what="store"),
             version=published.version,
             cut_exact=published.cut_open_turns,
+            state_hash=published.state_hash,
         )
         active = self._scheduler.versions.is_active(job)
         return json_reply(

@@ -1,5 +1,6 @@
 """Versions that jobs publish, and which job the engines serve: recorded before the fleet moves."""
 
+import asyncio
 import logging
 import math
 import sqlite3
@@ -84,7 +85,13 @@ class JobVersions:
             self._fleet.observe(JobActivated(job=active))
 
     async def publish(
-        self, job: JobId, *, store: str, version: WeightVersion, cut_exact: bool
+        self,
+        job: JobId,
+        *,
+        store: str,
+        version: WeightVersion,
+        cut_exact: bool,
+        state_hash: str = "",
     ) -> dict[EngineId, VersionSwitchState]:
         """The engines, unless they serve another tenant's job.
 
@@ -96,6 +103,8 @@ class JobVersions:
         published = VersionPublished(job=job, store=store, version=version, cut_exact=cut_exact)
         policy, wanted = self._fleet.policy, JobVersion(job=job, store=store, version=version)
         with self._logging_refusals(job, f"version {version} of store {store}"):
+            if state_hash and wanted == policy.published(job):
+                await self._check_run(wanted, state_hash)
             if self._takes_engines(job):
                 await self._staging.prepare(wanted, patience_s=SHOWN_S)
             self._check_store(job, store)  # Another tenant may have published it meanwhile.
@@ -153,6 +162,17 @@ class JobVersions:
     def _check_store(self, job: JobId, store: str) -> None:
         if refusal := self._owners.refusal(job, store):
             raise PeerProtocolError(f"store: {refusal}")
+
+    async def _check_run(self, wanted: JobVersion, state_hash: str) -> None:
+        """Raises Stale where an engine holds the version of an earlier run of the trainer."""
+        clients = [member.client for member in self._fleet.members.values() if member.up]
+        asked = (each.holds_another(wanted.store, wanted.version, state_hash) for each in clients)
+        if any(await asyncio.gather(*asked)):
+            raise Stale(
+                f"version {wanted.version} of store {wanted.store} is another one than engines "
+                "hold: the store was begun anew; begin this run as another job, in a store of its "
+                "own"
+            )
 
     def _takes_engines(self, job: JobId) -> bool:
         """Whether its publish leads the engines."""

@@ -40,7 +40,7 @@ async def test_the_log_has_engines_jobs_and_versions_and_no_turn(
         "job job: version 0 is served by all dedicated engines up",
         "job job: version 1 of store job.store is announced",
         "job job: version 1 is served by all dedicated engines up",
-        f"{refused}versions only rise, whatever store they are in",
+        f"{refused}versions only rise, whatever store they are in; begin a new run as another job",
         "job other: version 4 of store other is announced; the job is not active",
         "engine e0 is back",
     ]

@@ -80,6 +80,16 @@ async def test_turns_of_a_job_with_adapters_ask_for_its_adapter(fake_engine, gat
     assert looked["models"] == ["policy", None]
 
 
+async def test_another_run_s_version_of_the_same_number_is_refused(fake_engine, gateway) -> None:
+    service = gateway(fake_engine(), fake_engine())
+    held = f"{3:032x}"
+    assert (await publish(service, 3, state_hash=held))[0] == 200
+    assert (await publish(service, 3, state_hash=held))[0] == 200, "again, by the same run"
+    status, reply = await publish(service, 3, state_hash="f" * 32)
+    assert status == 409
+    assert "the store was begun anew" in reply["error"]
+
+
 async def test_pins_are_kept_and_a_version_that_is_nowhere_is_refused(fake_engine, gateway) -> None:
     service = gateway(fake_engine(), timeouts={"pin_s": 0})
     await publish(service, 3)

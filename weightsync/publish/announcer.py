@@ -50,7 +50,7 @@ class Announcer:
         self._clock = clock
         self._loop = LoopThread("weight-announce")
         self._task: asyncio.Task[None] | None = None
-        self._state = AnnounceState.SERVED
+        self._state = AnnounceState.PENDING
         self._newest: WeightVersion | None = None
         self.faults: dict[str, str] = {}
         """Why gateways do not have the newest version, by the job's URL at each."""
@@ -69,7 +69,7 @@ class Announcer:
         return self._state if self._announced.wait(timeout_s) else AnnounceState.PENDING
 
     def close(self, timeout_s: float) -> None:
-        if not self.wait(timeout_s):
+        if not self.wait(timeout_s) and self._newest is not None:
             why = "; ".join(f"{url}: {fault}" for url, fault in self.faults.items())
             _LOG.warning("the last version is not announced: %s", why)
         self._loop.close()

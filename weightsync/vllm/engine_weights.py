@@ -240,7 +240,8 @@ class EngineWeights:
         if target is not None and target.layout() != staged.layout:
             other = difference(target.layout(), staged.layout)
             raise ConfigError(
-                f"store {wanted.store} holds another model than this engine's: {other}"
+                f"store {wanted.store} holds another model than this engine's: {other}; an engine "
+                "that starts anew takes it, if it is the same model in another dtype"
             )
         if isinstance(target, RankMap):
             target.check_unplaced(staged.parts, staged.table)

@@ -249,7 +249,7 @@ class PublishedVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     version: PublishedNumber
     store: str
     state_hash: Annotated[str, msgspec.Meta(max_length=128)] = ""
-    """Of the version's weights, where the publisher knows it: tells two runs of one store apart."""
+    """Hash of its weights, where the publisher knows it: it tells two runs of a store apart."""
     cut_open_turns: bool = False
     """End turns that are pinned to exactly the version before, with partial output, instead of
     waiting for them. Turns whose pin admits the new version go on at it either way."""

@@ -6,7 +6,7 @@ Measures nothing and decides nothing: each failure is an exception that names th
 import asyncio
 import errno
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -60,6 +60,7 @@ _UNKNOWN_VERSION = (
     "or restart the engine"
 )
 _DRAIN_S = 1.0
+_HELD_S = 5.0
 """The rest of a finished stream is waited for so long, so that its connection can be used again."""
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
@@ -249,6 +250,19 @@ class EngineClient:
         except _BROKEN as error:
             raise EngineLost(f"cannot read the engine's identity: {reason_of(error)}") from error
         return report.description
+
+    async def holds_another(self, store: str, version: WeightVersion, state_hash: str) -> bool:
+        """Whether a worker holds this version with other weights, as far as it says."""
+        held: tuple[HeldWeights, ...] = ()
+        with suppress(*_BROKEN):
+            async with asyncio.timeout(_HELD_S):
+                held = await self._identity_client.held()
+        return any(
+            (each.store, each.version) == (store, version)
+            and each.state_hash not in ("", state_hash)
+            for worker in held
+            for each in (worker, *worker.adapters.values())
+        )
 
     async def changed(self, *, frugal: bool = False) -> Change:
         """Whether the engine differs from the one that the version was applied to.

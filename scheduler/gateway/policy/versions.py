@@ -184,7 +184,7 @@ class VersionPolicy:
             return ""
         return (
             f"job {event.job} is at version {before.version} of store {before.store}; "
-            "versions only rise, whatever store they are in"
+            "versions only rise, whatever store they are in; begin a new run as another job"
         )
 
     def observe(self, event: VersionsEvent, *, now: float) -> tuple[VersionsEffect, ...]:

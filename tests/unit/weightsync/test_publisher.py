@@ -75,6 +75,13 @@ def test_a_full_version_is_published_before_its_loops_are_compiled(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e5m2])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_closed_publisher_publishes_nothing(tmp_path: Path) -> None:
+    with Publisher(tmp_path / "job.store") as publisher:
+        publisher.publish({"a": torch.ones(3)})
+    with pytest.raises(ConfigError, match="closed"):
+        publisher.publish({"a": torch.ones(3)})
+
+
 def test_weights_that_are_no_numbers_are_refused_by_name_where_they_are_checked(
     tmp_path: Path, dtype: torch.dtype, value: float
 ) -> None:

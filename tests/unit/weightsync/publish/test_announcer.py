@@ -16,6 +16,7 @@ async def test_an_answer_about_an_older_version_confirms_no_newer_one(monkeypatc
 
     monkeypatch.setattr(announcer, "_tell", served)
     monkeypatch.setattr(announcer._loop, "call", lambda *_: None)
+    assert announcer.wait(0.0) is AnnounceState.PENDING, "nothing was announced yet"
     for version in (1, 2):
         announcer.announce(WeightVersion(version), "hash")
     await announcer._tell_all(WeightVersion(1), "hash")
