@@ -59,9 +59,8 @@ def load_agent_config(
     environment: Mapping[str, str] | None = None,
     slot: str | None = None,
 ) -> AgentConfig:
-    """The whole configuration, with the slots of its `slots_file`. Where a `slot` of the file
-    itself is wanted, its slots alone: a fault of the other file is none of theirs. Raises
-    ConfigError."""
+    """The configuration with the slots of its `slots_file`. If `slot` is in the file itself,
+    `slots_file` is not read, so its faults do not matter. Raises ConfigError."""
     written = read_agent_config(path, flags=flags, environment=environment)
     if slot in {each.name for each in written.config.slots}:
         return written.config

@@ -84,7 +84,7 @@ class GuestSlot:
         self._look_ns = 0
         self._pulses = GrantedPulses(self._directory)
         self._pulses_read: Sequence[Reading[PulseHead]] = ()
-        """As of the last decision."""
+        """Pulse pages as read for the last decision."""
         self._token_limit = token_limit
         self.steps = GuestSteps()
         self.load = GuestQueue()

@@ -128,4 +128,4 @@ def _count_unseen(terms: EngineTerms, pulses: Sequence[PulseHead]) -> None:
     terms.unseen = max(0, in_batch - terms.decoding)
     terms.decoding += terms.unseen
     if terms.decoding == 0 and not any(pulse.in_flight for pulse in pulses):
-        terms.unseen = 1  # Of those without a place in the batch.
+        terms.unseen = 1  # Stands for the held requests without a place in the batch.

@@ -185,7 +185,7 @@ class StepTimeModel:
             self._points.clear()
             self._values.clear()
         self._ratios.append(step_s / max(mean, _SHORTEST_STEP_S))
-        # By rank, so that the next step is within it as often as the quantile says.
+        # The rank makes the factor cover the next step as often as the quantile says.
         rank = math.ceil(self.quantile * (len(self._ratios) + 1))
         self.factor = max(1.0, sorted(self._ratios)[min(rank, len(self._ratios)) - 1])
         self.samples += 1

@@ -71,8 +71,8 @@ class WorkPace:
         """Learn the duration of the piece that was admitted last."""
         self.piece_s = max(taken_s, self.piece_s + _SLOWER_GAIN * (taken_s - self.piece_s))
         if self._admitted_s is not None:
-            # By its actual duration: a long piece makes the prediction cautious, and delays only
-            # itself.
+            # The actual duration counts here: after a long piece the prediction stays high, which
+            # would delay several pieces.
             self._next_s = self._admitted_s + taken_s / SHARE
 
 

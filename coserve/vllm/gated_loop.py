@@ -52,7 +52,7 @@ class GatedLoop:
             except queue.Empty:
                 continue
             core._handle_client_request(*request)
-            # Those behind it; without work left, vLLM ends its pauses here and sleeps by itself.
+            # Reads later requests; without work left, vLLM ends pauses here and sleeps by itself.
             self._process_input_queue()
 
     def step(self) -> Any:

@@ -116,7 +116,7 @@ class MetricsProbe:
         self._failing = False
 
     async def run(self) -> None:
-        """Until cancelled; its pulse goes then, as no scrape follows."""
+        """Probes until the task is cancelled; then the pulse goes, as no scrape follows."""
         try:
             await _repeat(self.ask, period_s=_SCRAPE_S)
         finally:
@@ -191,7 +191,7 @@ class GuestDescription:
         self.latest = EngineDescription()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Probes until the task is cancelled."""
         await _repeat(self.ask, period_s=_DESCRIPTION_S)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:

@@ -128,7 +128,7 @@ class _PageProbe(ABC):
     _period_s: float
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Probes until the task is cancelled."""
         async with aiohttp.ClientSession() as session:
             while True:
                 await self.ask(session)
@@ -209,7 +209,7 @@ class NvmlProbe:
         self.reading = AcceleratorsReading(fault=NOT_ASKED_YET, taken_at_s=clock.now())
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Probes until the task is cancelled."""
         while True:
             await self.ask()
             await asyncio.sleep(self._period_s)

@@ -67,8 +67,8 @@ class InterlockWatch:
         self.configure(config)
 
     def configure(self, config: AgentConfig) -> None:
-        """Take over the slots. Those that stay keep their locks and accelerators, and one that
-        comes back has its lock of before: what fired goes on until it was quiet."""
+        """Take over the slots. Slots that stay keep their locks and accelerators. A slot that comes
+        back gets its old lock: what fired goes on until it was quiet."""
         before = self._locks
         self._locks = {
             slot.name: before.get(slot.name)

@@ -52,5 +52,5 @@ class StopAudit:
 
 
 def _unnumbered(stops: Iterable[Stop]) -> frozenset[Stop]:
-    """Without the numbers, which rise while an order stays."""
+    """The stops without their numbers, which rise while an order stays."""
     return frozenset(msgspec.structs.replace(stop, number=0) for stop in stops)

@@ -12,7 +12,7 @@ _NUMBERS = ("epoch", "idle", "floor", "value", "limit", "budget", "spent", "know
 
 
 def agent_tables(offers: SlotOffers) -> Iterator[Table]:
-    """Those that have rows."""
+    """The tables that have rows."""
     slots = _table("slot", "offer", "mode", "state", "lease", "epoch", "idle", "headroom")
     slots.title = f"Node {offers.node}"
     engines = _table("slot", "model", "url", "isolation", "floor")

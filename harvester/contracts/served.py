@@ -24,7 +24,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     granted_beats: float = 0.0
     """Requests that decoded in a beat of the agent, summed over beats."""
     granted_late_beats: float = 0.0
-    """Those with a late token in the beat: each token of a long reply is no request."""
+    """Requests with a late token in a beat, summed over beats; a request counts once per beat."""
     withheld: float = 0.0
     withheld_misses: float = 0.0
     withheld_beats: float = 0.0

@@ -29,12 +29,12 @@ class DiscoveredEngine:
     port: str = ""
     """Port of its API; "" where the source does not show one."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """More placeholders of the template, by the engine's own variables or annotations. Those that
-    could lead a URL or a path elsewhere are none."""
+    """More placeholders of the template, by the engine's own variables or annotations. Values that
+    could redirect a URL or a path are ignored."""
 
 
 class SlotTemplate:
-    """A slot's fields, in which `$name`, `$host`, `$port` and an engine's own values are filled."""
+    """The fields of a slot, with places for `$name`, `$host`, `$port` and the engine's values."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         """Raises ConfigError for fields that no engine could have."""
@@ -50,7 +50,7 @@ class SlotTemplate:
             raise ConfigError(f"the template gives no slot: {error}") from error
 
     def slot(self, engine: DiscoveredEngine) -> Fields:
-        """Its slot's fields. Raises ValueError where they are none."""
+        """The fields of the engine's slot. Raises ValueError if they make no valid slot."""
         if not is_name(engine.slot):
             raise ValueError(f"{engine.slot[:80]!r} is no name of a slot")
         port = engine.port if engine.port.isdecimal() and 0 < int(engine.port) < 65536 else ""
@@ -68,8 +68,8 @@ class SlotTemplate:
         return fields
 
     def slots(self, engines: Iterable[DiscoveredEngine]) -> tuple[dict[str, Fields], list[str]]:
-        """Fields of each slot by its name, and why an engine has none. The first counts of two
-        engines with one slot, or with one page directory."""
+        """Fields of each slot by name, and a fault for each engine without one. If two engines
+        claim one slot or page directory, the first gets it."""
         slots: dict[str, Fields] = {}
         origins: dict[str, str] = {}
         faults = []

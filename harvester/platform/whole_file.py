@@ -47,7 +47,7 @@ def make_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            # What stands there stays until there is something to put in its place.
+            # The file keeps its content until there is new content to replace it.
             path.open("ab").close()
         else:
             tempfile.TemporaryFile(dir=path.parent).close()

@@ -59,7 +59,7 @@ def parse_value(text: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        # What looks like a date or a number need not be one: 2024-13-45, 0x_, !!bool maybe.
+        # A text like a date or a number may be an invalid one: 2024-13-45, 0x_, !!bool maybe.
         raise yaml.YAMLError(str(error)) from error
     except RecursionError as error:
         raise yaml.YAMLError("nested too deeply") from error
@@ -133,7 +133,7 @@ def _mistake(problem: ErrorDetails, model: type[BaseModel], text: str, path: Pat
     elif problem.get("ctx", {}).get("pattern") == NAME_PATTERN:
         message = NAME_RULE
     mistake = named(where, message, text, path)
-    # What is missing at the top has no line; it belongs into the file all the same.
+    # A field that is missing at the top level has no line, so the message names the file.
     at_top = problem["type"] == "missing" and path is not None and len(where) == 1
     return f"{path}: {mistake}" if at_top else mistake
 

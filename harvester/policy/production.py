@@ -48,12 +48,12 @@ class ProductionView(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     model: ProductionModel = ProductionModel()
     ttft: Latencies = NO_LATENCIES
-    """With the waits above the SLO that ended without a first token."""
+    """First-token latencies, with waits above the SLO that ended without a token."""
     unanswered: float = 0.0
     """Requests that ended without a first token before their SLO: no evidence."""
     itl: Latencies = NO_LATENCIES
     itl_late: Latencies = NO_LATENCIES
-    """Those above the SLO, each of another request or step."""
+    """Inter-token latencies above the SLO, each of another request or step."""
     own_models: bool = False
     """Whether each engine is judged by its own pulses' model, because the engines differ."""
     decoding: int = 0

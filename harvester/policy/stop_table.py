@@ -37,7 +37,7 @@ class StopTable:
         """The order in force after it. Raises Exhausted where there are too many."""
         lifted = self._lifted.get(stop.tenant, -1)
         if stop.source is StopSource.CLUSTER and stop.number <= lifted:
-            # Of a gateway that does not know of another's end: repeated, that must not lift it.
+            # The gateway missed another's end: with a higher number, its repeat lifts nothing.
             stop = msgspec.structs.replace(stop, number=min(lifted + 1, NUMBER_MAX))
         known = self._stops.get(_key(stop))
         if known is not None and known.order.strength >= stop.order.strength:
@@ -71,7 +71,7 @@ class StopTable:
 def binding(stops: Sequence[Stop], *, slot: str, tenant: str = "") -> Stop | None:
     """The strongest of the orders that reach this slot and, under a lease, its tenant."""
     reached = [stop for stop in stops if stop.slot in ("", slot) and stop.tenant in ("", tenant)]
-    # Of equally strong ones the widest, as that is what a resume must lift.
+    # Among equally strong orders the widest wins: a resume must lift that one.
     return max(
         reached,
         key=lambda stop: (stop.order.strength, stop.slot == "", stop.tenant == ""),

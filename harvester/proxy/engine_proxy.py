@@ -63,7 +63,7 @@ class ProxySettings:
     control: Accepts | None = field(default=None, repr=False)
     """Judges Authorization headers of callers with all roles."""
     data: Accepts | None = field(default=None, repr=False)
-    """The same, of callers for data alone."""
+    """Judges Authorization headers of callers with the data role."""
     max_body_bytes: int = 64 << 20
     max_requests: int = 1024
     """Turns and texts at once; a further one is answered with 503. As many calls of workers by each

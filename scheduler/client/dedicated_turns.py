@@ -141,7 +141,7 @@ class DedicatedTurns:
             found = f"weights of {held.store}" if held.store else "its first weights"
             raise EngineLost(f"it holds {found}, not of {self._watch.store}")
         if (adopted := self._adopted.get(engine)) is not None:
-            # By another turn meanwhile; each client keeps connections of its own.
+            # Another turn adopted the engine meanwhile; each client keeps its own connections.
             return adopted
         resumes = CONTINUATION_FEATURE in description.features
         version = WeightVersion(held.version)

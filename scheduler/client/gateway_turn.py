@@ -53,7 +53,7 @@ class GatewayTurn:
                 request_id=f"{turn.request.request_id}.{self._parts}",
                 token_ids=turn.request.token_ids + tuple(turn.token_ids),
                 sampling_params=turn.sampling_left(),
-                # Those of the tokens that are here, not of the rest's own first one.
+                # The numerics of the tokens that are here, not of the rest's own first token.
                 equal_numerics=turn.needed_numerics or turn.request.equal_numerics,
             )
         return self._request

@@ -75,7 +75,7 @@ class AgentClient:
         self._faults: list[str] = []
 
     async def offers(self) -> SlotOffers:
-        """Without slots that cannot be decoded: one costs the others nothing."""
+        """The agent's offers and stops; entries that cannot be decoded are left out."""
         said = await self._call("GET", "/v1/slots", None, _OFFERS)
         slots, stops, faults = [], [], []
         for raw in said.stops:

@@ -39,11 +39,11 @@ class ClusterStops:
         """Tenants whose last order is not in the state file."""
         self._reported: dict[str, tuple[Stop, ...]] = {}
         self.faults: dict[str, str] = {}
-        """Why an agent is not known to obey."""
+        """Reason why an agent is not known to obey, by agent."""
 
     @property
     def stops(self) -> tuple[Stop, ...]:
-        """In force."""
+        """Orders in force."""
         stops = (stop for _, stop in sorted(self._stops.items()))
         return tuple(stop for stop in stops if stop.order is not StopOrder.NONE)
 
@@ -92,7 +92,7 @@ class ClusterStops:
         )
 
     async def agree(self, agent: str, reported: tuple[Stop, ...]) -> None:
-        """Tell an agent what its report lacks, and what it still has."""
+        """Send an agent the orders and ends of orders that its report lacks."""
         self._reported[agent] = reported
         for tenant in tuple(self.unrecorded & self._stops.keys()):
             self._recorded(self._stops[tenant])
@@ -111,7 +111,7 @@ class ClusterStops:
         await asyncio.gather(*(self._tell(name, stop) for name in sorted(self._agents)))
 
     async def _tell(self, agent: str, stop: Stop) -> bool:
-        """Whether it answers."""
+        """Sends an order; returns whether the agent answers."""
         request = StopRequest(
             order=stop.order,
             tenant=stop.tenant,
@@ -158,7 +158,7 @@ class ClusterStops:
 
 
 def _differs(wanted: Stop, held: Stop | None) -> bool:
-    """A stronger order of another gateway is none of ours to weaken."""
+    """Whether the agent's order must change; a stronger order of another gateway stays as it is."""
     if wanted.order is StopOrder.NONE:
         return held is not None and held.number <= wanted.number
     return held is None or held.order.strength < wanted.order.strength

@@ -95,8 +95,8 @@ class Dispatcher:
         until_s: float = math.inf,
         pin_until_s: float = math.inf,
     ) -> DispatchTurn | RefuseTurn | None:
-        """Wait for a place, but no longer than `until_s` (None); with the same `wait` afterwards,
-        the turn keeps its place in the queue. `unfit`: those that it avoids for good.
+        """Waits for a place on an engine until `until_s`, then returns None; a call with the same
+        `wait` keeps the turn's place in the queue. `unfit`: engines that the turn avoids for good.
 
         Refuses a turn that no engine could serve for `queue_s` (the job's waits for a permit do not
         count), or whose pin no engine met by `pin_until_s`.

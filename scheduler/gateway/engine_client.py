@@ -60,7 +60,7 @@ _DRAIN_S = 1.0
 _BROKEN = (aiohttp.ClientError, TimeoutError, ConnectionError, PeerProtocolError)
 IDENTITY_FLAG = ("--middleware", "coserve.vllm.identity.IdentityMiddleware")
 _TELLS_NOTHING = frozenset({401, 403, 408, 429, 504})
-"""Answers to a health check that leave open whether the engine lives."""
+"""Statuses of a health check that do not show whether the engine lives."""
 
 
 class _StageState(msgspec.Struct, frozen=True):

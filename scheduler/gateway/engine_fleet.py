@@ -76,7 +76,7 @@ class EngineFleet:
         self.last_refusal = ""
         self._active_job: JobId | None = None
         self._served: tuple[JobId, WeightVersion] | None = None
-        """The job and the version that the log has."""
+        """Job and version of the last log line."""
         self._context_limit: int | None = None
         self.leasable: Callable[[], Iterable[EngineDescription]] = tuple
         """Engines that may yet be leased."""
@@ -405,7 +405,7 @@ class EngineFleet:
         return self._clash(guest, among=self.members.values())
 
     def _review_clash(self, member: Member) -> str:
-        """A dedicated engine need not be as leased guests are: they go, it stays."""
+        """Compares a dedicated engine with dedicated ones only: guests that clash are dropped."""
         guest = member.engine.kind is EngineKind.GUEST
         others = [
             other

@@ -25,7 +25,7 @@ class Member:
     client: EngineClient
     up: bool = False
     losses: int = 0
-    """How often it was up and is not any more."""
+    """Number of times that the engine was lost after it had been up."""
     lease: Lease | None = None
     idle_ratio: float | None = None
     """Forecast idle share of a guest's slot; None if unknown."""

@@ -315,7 +315,7 @@ class Gateway:
             return
         uses = scheduler.uses_engines(target.job)
         if not scheduler.fleet.may_use_dedicated(target.job):
-            # Those in line wait for leases; those that run on leases would be cut with them.
+            # Queued turns wait for leases and do not count; turns on leased engines would be cut.
             uses = bool(scheduler.dispatcher.policy.open_turns_of(target.job))
         if uses:
             raise web.HTTPConflict(

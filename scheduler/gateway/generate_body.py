@@ -58,7 +58,7 @@ def generate_body(
 
 
 def _streamed(sampling: SamplingParams) -> SamplingParams:
-    """Without what the gateway does itself, or asks for in a call of its own."""
+    """The sampling parameters without the gateway's own fields and those of a separate call."""
     return msgspec.structs.replace(
         sampling,
         stream_interval=None,

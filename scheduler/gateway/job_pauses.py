@@ -16,9 +16,9 @@ class PauseMode(StrEnum):
 
     ABORT = "abort"
     WAIT = "wait"
-    """Those on engines end first; those in the queue wait for the end of the pause."""
+    """Turns on engines end first; queued turns wait for the end of the pause."""
     KEEP = "keep"
-    """They leave their engines and go on from their tokens after the pause."""
+    """Turns leave their engines and go on from their tokens after the pause."""
 
 
 class JobPauses:

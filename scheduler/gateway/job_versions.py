@@ -43,7 +43,7 @@ class JobVersions:
         self._state = state
         self._clock = clock
         self._announced_s: dict[JobId, float] = {}
-        """The time of each job's newest version; none of one that was taken up."""
+        """Publish time of each job's newest version; versions restored at the start have none."""
         self._publish_s = publish_s
         self._on_activated = on_activated
         rules = {

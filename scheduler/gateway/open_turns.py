@@ -86,7 +86,7 @@ class OpenTurns:
         self._answered = answered
         self._tenant = tenant
         self._clients: Counter[str] = Counter()
-        """Those that wait, by request."""
+        """Number of waiting clients by request."""
         self._run = run
         self._on_end = on_end
         self._rejoin_s = rejoin_s
@@ -139,7 +139,7 @@ class OpenTurns:
     async def abort(
         self, *, ids: Collection[str] | None = None, session: TrajectoryId | None = None
     ) -> int:
-        """Ends open turns with their tokens so far, and returns how many; unknown names are none.
+        """Ends open turns with their tokens so far; returns their number. Ignores unknown names.
 
         `ids`: names of turns or of the requests that they are parts of. `session`: of a trajectory.
         Without both, all turns.

@@ -144,7 +144,7 @@ class Dialect:
     whole: Any
     """The fields of a derendered reply that are read here."""
     part: Any
-    """Those of a streamed one."""
+    """Fields of a streamed derendered reply that are read here."""
 
 
 CHAT = Dialect(
@@ -184,11 +184,11 @@ class _Away(Interrupted):
 
 
 class _Malformed(Interrupted):
-    """Those that answer do not answer as vLLM does."""
+    """Every renderer that answers sends replies unlike vLLM's."""
 
 
 class _TooLong(Interrupted):
-    """Those that can be reached are too short for the request."""
+    """The context of every reachable renderer is too short for the request."""
 
 
 class Renderer:
@@ -293,9 +293,9 @@ class Renderer:
     async def _logprobs(
         self, text: "StreamedText", choice: Body, state: Body | None
     ) -> Body | None:
-        """Those of a chunk, which vLLM leaves out where a parser reads a stream: made as of a whole
-        reply, behind the tokens that a character may have begun in. Neither prompt nor tools go
-        with it: no parser reads them for that, and one may refuse a part of a call."""
+        """Log-probabilities of a chunk, which vLLM omits where a parser reads a stream: rendered as
+        for a whole reply, after the tokens in which a character may have begun. Prompt and tools
+        are not sent: no parser needs them here, and one may refuse part of a tool call."""
         before = ((state or {}).get("output_token_ids") or [])[-_CHARACTER_TOKENS:]
         content = [
             {"token_id": one, "token": "", "logprob": 0.0, "top_logprobs": []} for one in before

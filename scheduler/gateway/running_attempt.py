@@ -9,14 +9,14 @@ from scheduler.gateway.policy.course import TurnCourse
 from scheduler.gateway.policy.trajectories import Turn
 
 TOGETHER_S = 0.1
-"""Time that tokens of a whole reply may wait, in s, to be taken together: each read costs as much
-as some of them."""
+"""Time that tokens of a whole reply may wait to be read together, in s: a read costs as much as
+several tokens."""
 STREAMED_TOGETHER_S = 0.02
-"""The same for a streamed reply, while reads are less than `_FAST_S` apart: where tokens come
-slower, or the event loop is late, there is nothing to wait for."""
+"""Time that tokens of a streamed reply may wait to be read together, in s. Applies only while reads
+are less than `_FAST_S` apart."""
 _FAST_S = 0.03
 _ONE_READ_S = 0.001
-"""Chunks this close came in one read, which says nothing of their pace."""
+"""Chunks this close came in one read, which says nothing about the pace of tokens."""
 
 
 class Cut(StrEnum):

@@ -21,7 +21,7 @@ _NEVER = 1 << 30
 _QUIET_S = 30.0
 """Period of collections of a gateway without open turns, in s."""
 _OVERDUE_S = 300.0
-"""The same of one that always has some: requests leave no cycles, and a collection is felt."""
+"""Period with open turns, in s: requests leave no cycles, and a collection delays tokens."""
 
 
 def gateway(

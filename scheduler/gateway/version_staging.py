@@ -51,7 +51,7 @@ class VersionStaging:
             await asyncio.sleep(STAGE_AGAIN_S)
 
     def _is_next(self, wanted: JobVersion) -> bool:
-        """Not where it was overtaken in the meantime, or is loaded already."""
+        """Whether the version is still next: neither overtaken, refused nor loaded."""
         policy = self._fleet.policy
         return bool(wanted.version) and wanted != policy.target and not policy.refusal(wanted)
 

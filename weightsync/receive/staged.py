@@ -108,7 +108,7 @@ class Staged:
         """Approximate memory for writing a tensor, beside the target, in bytes."""
         size, box = self.layout[name].size_bytes, self.parts.boxes[name]
         if self.full is not None:
-            # What is between the columns of a box is read too.
+            # The bytes between the columns of a box are read too.
             around = bounds(box, self.layout[name].width_bytes)
             return size if box.is_whole else size + around.size_bytes
         return size + max((delta_bytes(delta) for delta in self.deltas[name]), default=0)

@@ -158,7 +158,7 @@ class RelayedFile:
         """Withdraw this copy from readers and the cache."""
         if self._failure is None:
             self._failure = error
-            # What a failing disk keeps is never served again.
+            # A copy on a failing disk is never served again.
             with suppress(OSError):
                 self._cache.drop(self._held, reason="broken")
 

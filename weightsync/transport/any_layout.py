@@ -146,7 +146,7 @@ class AnyLayoutSource(StoreSource):
             return None
 
     def _versions(self, layout: ForeignLayout) -> list[int]:
-        """As of the last look at the names."""
+        """Versions in the folder `below`, or else among the names last read."""
         if not layout.below:
             return layout.versions(self._names)
         try:

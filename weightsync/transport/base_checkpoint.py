@@ -57,7 +57,7 @@ class BaseCheckpoint:
         return frozenset(msgspec.json.decode(self.index)["weight_map"].values())
 
     def _shards(self) -> list[str]:
-        """Those of the checkpoint's own index: beside them there may be a copy in one file."""
+        """The shards named by the checkpoint's index; a copy in one file may lie beside them."""
         names = self.source.directories()
         found = {name for name in names if name.endswith(".safetensors")}
         if INDEX_FILE in names:

@@ -182,7 +182,7 @@ class HttpSource(StoreSource):
         length = _length(answer)
         if length > limit_bytes:
             raise Corrupt(f"{self._url} {what} is over the limit of {limit_bytes} bytes")
-        # Of its own, since the server may have held the question back.
+        # The body gets its own pace, since the server may have held the request back.
         pace, raw = Backoff(self._access.retries, self._clock), bytearray()
         while len(raw) < length:
             pace.received(len(raw))

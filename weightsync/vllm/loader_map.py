@@ -225,7 +225,7 @@ def recorded(
             memory = _drawn(name, spec)
             address = memory.ctypes.data
             names[address] = name
-            # Views of the tensor keep this memory. What later lies there is another tensor.
+            # Views of the tensor keep this memory; afterwards another tensor may use the address.
             weakref.finalize(memory, names.pop, address)
             yield name, _tensor(memory, spec)
 

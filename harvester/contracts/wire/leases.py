@@ -23,7 +23,7 @@ from harvester.contracts.wire.error_budget import Allotment, BudgetReport
 from harvester.contracts.wire.stops import Stop
 
 SentEpoch = Annotated[Epoch, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""As far as the holder's and the grantor's files can record one."""
+"""An epoch within the range that the files of holder and grantor can record."""
 EPOCH_HEADER = "X-RoseMux-Epoch"
 SESSION_HEADER = "X-Session-ID"
 JOB_HEADER = "X-RoseMux-Job"

@@ -103,7 +103,7 @@ class RequestOnEngine:
     age_s: float
     """Time since it came to that engine, in s."""
     tokens: int
-    """Made there."""
+    """Tokens generated on that engine."""
     usual_first_token_s: float = 0.0
 
     @property

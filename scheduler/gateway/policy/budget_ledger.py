@@ -47,7 +47,7 @@ class ServiceHour(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingAllotment(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent, and not yet reported as received."""
+    """An allotment that was sent and not yet reported as received."""
 
     allotment: Allotment
     epoch: Epoch | None
@@ -60,13 +60,13 @@ class SlotAccount(msgspec.Struct, kw_only=True):
     slot: str
     run: int
     seen: Served
-    """As last reported of this run."""
+    """Counts last reported by this run."""
     heard_s: float
     number: int = 0
     """Number of the newest allotment."""
     charged: float = 0.0
     limit: float | None = None
-    """As reported; None without a lease."""
+    """Charged misses at which the slot stops, as last reported; None without a lease."""
     pending: tuple[PendingAllotment, ...] = ()
     hour: int = -1
     in_hour: Served = Served()

@@ -30,7 +30,7 @@ STALL_PAUSE_S = 1.0
 # looks too slow is not tried, so that nothing better is learned of it.
 LEAST_IDLE_RATIO = 0.25
 
-# What the guess weighs against measured tokens; about one turn.
+# Weight of the guess, in measured tokens; about one turn.
 _GUESS_TOKENS = 16.0
 
 

@@ -119,7 +119,7 @@ class TurnLeft(msgspec.Struct, frozen=True, kw_only=True, tag="turn_left"):
 
 
 class TurnCleared(msgspec.Struct, frozen=True, kw_only=True, tag="turn_cleared"):
-    """A suspect is none any more; it stays where it is."""
+    """The turn is no longer a suspect; it stays on its engine."""
 
     turn: str
 

@@ -46,13 +46,13 @@ class QueuedTurn:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """Arrivals that differ in nothing that routing looks at but age."""
+    """Queued turns that routing treats alike except for their age."""
 
     waiting: tuple[deque[QueuedTurn], ...] = field(
         default_factory=lambda: tuple(deque() for _ in QueueRank)
     )
     begun_on: dict[EngineId, deque[QueuedTurn]] = field(default_factory=dict)
-    """Those of rank BEGUN again, by the last engine of their trajectory."""
+    """Queued turns of rank BEGUN, by the last engine of their trajectory."""
 
 
 class TurnQueue:

@@ -20,9 +20,9 @@ SPEND_OVER_S: Final = 6 * 3600.0
 RECOVER_OVER_S: Final = 1.5 * 3600.0
 """Time over which a job regains its missing reserve, in s: short, so that the reserve lasts."""
 RESERVE_ITERATIONS: Final = 1.5
-"""Credit kept, in iterations: what a move costs beside the iteration that it waits for."""
+"""Credit kept in reserve, in iterations: cost of a move beside the iteration that it waits for."""
 RESERVE_OF_EARNED: Final = 0.5
-"""Most of it, of what the job would have alone: a young job cannot have kept anything yet."""
+"""Cap on the reserve, as a share of the credit that the job would have earned alone."""
 SURPRISE_ITERATIONS: Final = 0.5
 """Unforeseen cost of company between two reviews, in the job's iterations: company comes at any
 moment of its cycle, and first come, first served makes the job wait once."""
@@ -30,7 +30,7 @@ REGAIN_ITERATIONS: Final = 3.0
 """Alone for so long, about the time between two reviews, a job has to regain what that cost. A job
 that drifts is not expected to: a forecast that errs for what moves errs again the same way."""
 NEEDS_DEDICATED_NODES: Final = 0.0
-"""Slow-down ahead of a job that may share no node: no shared node keeps it."""
+"""The SLO of a job that needs dedicated nodes: no shared node can keep it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

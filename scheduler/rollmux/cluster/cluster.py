@@ -100,7 +100,7 @@ class ClusterPolicy:
         return fault
 
     def submit(self, given: JobSpec, *, now: float) -> None:
-        """Also of a known job, when its process restarts or has left its old nodes."""
+        """Places a job; a known one comes again when it restarts or has left its old nodes."""
         placed = self.placements.get(given.job)
         if placed is None:
             self.arrivals += 1

@@ -46,7 +46,7 @@ class Harvesting:
     """Its private key."""
 
     def of(self, job: JobId) -> "JobGateway":
-        """Raises ConfigError where the URL or a file is none."""
+        """The job's gateway. Raises ConfigError for an invalid URL or credential file."""
         files = {name: value for name, value in asdict(self).items() if name != "gateway"}
         try:
             return JobGateway(self.gateway, job, Credentials(**files))
@@ -99,7 +99,7 @@ class JobGateway:
             raise PeerProtocolError(f"status of gateway {self.url}: {error}") from error
 
     def rest(self) -> None:
-        """Nothing is the job's before its first permit. Raises ConfigError where it is refused."""
+        """Takes engines and leases until the first permit. Raises ConfigError on a refusal."""
         try:
             self.switch(Switches(dedicated=False, harvesting=False), for_s=0.0)
         except PeerProtocolError as error:

@@ -85,7 +85,7 @@ class LeasedRollout:
         return tuple(self._tail.tails)
 
     def begin(self) -> None:
-        """The job's engines are its own, and serve it, on return; where the gateway answers."""
+        """Gives the job its engines and makes them serve it, if the gateway answers."""
         view = self._view()
         self._tokens = {} if view is None else view.tokens(self._permit.job)
         self._began_s = self._clock.now()
@@ -100,7 +100,7 @@ class LeasedRollout:
         self._looking.start()
 
     def end(self) -> None:
-        """Neither engines nor leases are the job's any more."""
+        """Takes engines and leases from the job."""
         self._over.set()
         self._looking.join()
         self._tail.end(now=self._clock.now())

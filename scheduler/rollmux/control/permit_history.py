@@ -67,7 +67,7 @@ class NodeHolders:
         """Nodes that a tail was asked to keep."""
 
     def begin(self, job_permits: Iterable[Mapping[str, Any]]) -> None:
-        """Anew, with the records of a snapshot."""
+        """Starts over with the records of a snapshot."""
         self._on, self._keeps = {}, {}
         for permit in job_permits:
             job = JobId(permit["terms"]["job"])

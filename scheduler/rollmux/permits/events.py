@@ -227,7 +227,7 @@ class Refuse(msgspec.Struct, frozen=True, kw_only=True, tag="refuse"):
     job: JobId
     reason: str
     unknown: bool = False
-    """The job has to be submitted again first: it hears where it is."""
+    """The control does not know the job; submit it again to learn its placement."""
 
 
 PermitEffect = (

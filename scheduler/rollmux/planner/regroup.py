@@ -84,7 +84,7 @@ class Regroup:
         if before - price < self._prices.least_saving_per_move * len(movers):
             return []
         self._seen[key] = now + self._prices.quiet_s / 2
-        # What the search keeps of versions knows nothing of credit.
+        # The search's results are kept by version, which leaves out credit: check it now.
         owed = self._roster(jobs, slo_of=self._packer.slo_now)
         if not all(judge.admits(owed.hosted(*one)) for one in hostings):
             return []
