@@ -1,8 +1,8 @@
 """Orders to stop for every agent of the gateway, or for one tenant: kept, sent and sent again.
 
-Each agent reports its stops with its offers, once a second. One that does not report what was
-ordered here gets it, also after it was away; one that holds an order lifted here lifts it. A
-gateway that never had an order for a tenant leaves what other gateways ordered alone.
+Each agent reports its stops with its offers, once a second. An agent that does not report an order
+of this gateway gets it again; an agent that holds an order lifted here lifts it. A gateway that
+never had an order for a tenant leaves what other gateways ordered alone.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ class Dispatcher:
         self._queue_s = queue_s
         self._waiting: dict[str, asyncio.Future[DispatchTurn | RefuseTurn]] = {}
         self.dispatched: Counter[str] = Counter()
-        """Turns placed so far, by reason."""
+        """Number of placed turns by reason."""
         self.on_queued: Callable[[], None] = lambda: None
         """Called when a turn finds no place."""
         self.on_forgotten: Callable[[ForgetPrefix], None] = lambda _effect: None

@@ -31,7 +31,7 @@ _MAX_UNREAD_BYTES = 1 << 20
 
 
 class ConnectionFailed(ConnectionError):  # noqa: N818 - named for the state
-    """No connection was made: the engine never saw the request. `errno` as of what failed."""
+    """No connection was made: the engine never saw the request. `errno`: of the failed call."""
 
 
 class StreamedReply:
@@ -264,7 +264,7 @@ class EngineConnections:
         return reply
 
     def close(self) -> None:
-        """Closes what is idle, and what becomes so later."""
+        """Closes idle connections now and the others once they become idle."""
         self._closed = True
         self._close_idle(kept_s=0.0)
 

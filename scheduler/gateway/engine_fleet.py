@@ -119,14 +119,14 @@ class EngineFleet:
             self.log_state(member)
 
     def log_state(self, member: Member) -> None:
-        """One line where the log has another state of the engine."""
+        """Logs the engine's state if it differs from the last logged one."""
         before = member.log.losses
         if line := member.log.line(up=member.up, losses=member.losses, now=self._clock.now()):
             level = logging.INFO if member.log.losses == before else logging.WARNING
             _log.log(level, "engine %s %s", member.engine.engine, line)
 
     def log_fault(self, member: Member, fault: str) -> None:
-        """One line for a fault that the engine did not have before."""
+        """Logs a fault that the engine did not have before."""
         if fault not in ("", member.fault) and member.log.limit.admits(now=self._clock.now()):
             _log.warning("engine %s is not served: %s", member.engine.engine, fault)
 
@@ -196,7 +196,7 @@ class EngineFleet:
                         running.cut(Cut.PERMIT)
 
     def vocabulary_tokens(self) -> int | None:
-        """Least vocabulary of the engines; None while none is known."""
+        """Smallest vocabulary of the engines; None while no vocabulary is known."""
         known = (member.vocabulary_tokens for member in self._agreeing())
         return min((tokens for tokens in known if tokens), default=None)
 
@@ -235,8 +235,8 @@ class EngineFleet:
         return True
 
     def hold(self, engine: EngineId, *, held: bool) -> bool:
-        """Sets whether the engine gets no new turns; those on it go on. Returns whether there are
-        none."""
+        """Sets whether the engine gets no new turns; its turns go on. Returns whether it has no
+        turns."""
         member = self.members.get(engine)
         if member is None:
             return True
@@ -377,7 +377,7 @@ class EngineFleet:
         except EngineLost as error:
             fault, died = str(error), isinstance(error, EngineUnreachable)
         except Exception as error:
-            # Not foreseen; without an end, the engine would be updating for ever.
+            # An unforeseen error: without this, the engine would stay in its update for ever.
             _log.exception("engine %s: update to %s", effect.engine, effect.version)
             fault = f"{type(error).__name__}: {error}"
         # While all engines switch, none serves that could disagree.
@@ -467,7 +467,7 @@ class EngineFleet:
         )
 
     def _wake_publishers(self) -> None:
-        """Each of those that wait in `settled` looks once."""
+        """Each task that waits in `settled` looks once."""
         self._changed.set()
         self._changed.clear()
 

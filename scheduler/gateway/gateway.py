@@ -380,7 +380,7 @@ class Gateway:
 
     def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
         """The caller; None: the operator, and everyone where there are no tokens."""
-        key = f"Bearer {request.headers.get('X-API-Key', '')}"  # As Tinker's client sends it.
+        key = f"Bearer {request.headers.get('X-API-Key', '')}"  # Tinker's client sends this header.
         return self._tenants.caller(request.headers.get("Authorization", key), observes=observes)
 
 

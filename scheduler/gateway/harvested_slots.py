@@ -76,7 +76,7 @@ class Harvest:
         demands: Callable[[], tuple[Demand, ...]],
         tenant_of: Callable[[JobId], TenantId],
     ) -> None:
-        """`credentials`: for the guests of each agent; those of a guest's own entry go first."""
+        """`credentials`: for the guests of each agent; a guest's own entry goes first."""
         self._policy = policy
         self._fleet = fleet
         self._state = state
@@ -316,7 +316,7 @@ class Harvest:
             guest = self._guest_id(lease.slot)
             if self._fleet.renewed(guest, lease, idle_ratio=idle_ratio):
                 return
-            # Its offer was not known when it was taken over from an earlier process.
+            # The lease came from an earlier process, before its offer was known.
         else:
             self._record(lease.lease)
             self._log_lease(lease, "begins")
@@ -385,6 +385,6 @@ class Harvest:
 
 
 def _forecast_ratio(forecasts: tuple[IdleForecast, ...]) -> float | None:
-    """Idle share of a turn's time that is exceeded nine times of ten; None if unknown."""
+    """Idle share of a turn's time at its P10; None if unknown."""
     fitting = (each.low_ratio for each in forecasts if each.horizon_s >= _TURN_S)
     return next(fitting, None)

@@ -130,7 +130,7 @@ class IdentityClient:
         models = _decoded(raw, _MODELS, "/v1/models").data if status == 200 else ()
         if not models:
             return EngineDescription()
-        # The first is the model itself, those after it are adapters.
+        # The first entry is the model itself, the others are adapters.
         return EngineDescription(
             model=models[0].id[:200], context_tokens=models[0].max_model_len or 0
         )
@@ -141,7 +141,7 @@ class IdentityClient:
 
 
 def _checked(report: EngineReport) -> EngineReport:
-    """Its identity goes into a header of every request."""
+    """Checks the identity, which goes into a header of every request."""
     given = report.identity
     if len(given) > _MOST_IDENTITY_CHARS or not (given.isascii() and given.isprintable()):
         raise PeerProtocolError(

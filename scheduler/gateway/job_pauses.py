@@ -41,8 +41,8 @@ class JobPauses:
         self._resumed = asyncio.Event()
 
     async def emptied(self, job: JobId, *, cut: bool) -> None:
-        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: those
-        that can go on from their output leave it at once; the others are not waited for."""
+        """Waits until no turn of a paused job is on an engine, or the pause has ended. `cut`: turns
+        that can go on from their output leave at once; the others are not waited for."""
         while self.holds(job):
             on_engines = [
                 running

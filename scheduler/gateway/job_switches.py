@@ -28,7 +28,7 @@ class Switch(StrEnum):
 class SwitchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool
     for_s: Annotated[float, msgspec.Meta(gt=0.0, le=FOR_MAX_S)] | None = None
-    """Switched off after this long unless renewed, in s; None: it stays."""
+    """Time after which the switch goes off unless renewed, in s; None: it stays on."""
 
 
 class JobSwitches:

@@ -199,7 +199,7 @@ class JobVersions:
 
     @contextmanager
     def _logging_refusals(self, job: JobId, what: str) -> Iterator[None]:
-        """One line for a refusal, however often it is repeated."""
+        """Logs a refusal once, however often it is repeated."""
         try:
             yield
         except (Stale, Exhausted) as error:

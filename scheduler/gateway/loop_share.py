@@ -69,7 +69,7 @@ class LoopEntry:
         self._room = ENTERED_AT_ONCE
         while self._waiting and self._room:
             waiting = self._waiting.popleft()
-            # One whose client has left takes no place.
+            # A waiter whose client has left takes no place.
             if not waiting.done():
                 waiting.set_result(None)
                 self._room -= 1

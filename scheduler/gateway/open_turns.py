@@ -80,7 +80,7 @@ class OpenTurns:
         answered: AnsweredTurns,
         tenant: TenantId,
     ) -> None:
-        """`answered`: shared by all jobs; those of this one are `tenant`'s."""
+        """`answered`: shared by all jobs; the answers of this job are `tenant`'s."""
         self._ledger = ledger
         self._clock = clock
         self._answered = answered
@@ -105,7 +105,7 @@ class OpenTurns:
         newest: WeightVersion = BASE_VERSION,
         part_of: ClientRequest | None = None,
     ) -> tuple[Turn, RefuseTurn | None]:
-        """The turn at its end. Raises IdInUse, and what `run` raises.
+        """Returns the turn at its end. Raises IdInUse and the errors of `run`.
 
         `on_turn` gives a callback for new tokens; `on_begin` is called for a turn that is new. Its
         pin is resolved against `newest`.
@@ -154,7 +154,7 @@ class OpenTurns:
         return len(ending)
 
     async def close(self) -> None:
-        """Closes all turns; those that have ended are delivered to their clients first."""
+        """Delivers ended turns to their clients, then closes all turns."""
         while self._open:
             await self._cancel(next(iter(self._open.values())))
 
@@ -175,8 +175,8 @@ class OpenTurns:
     def _ended(self, held: _Open, task: "asyncio.Task[RefuseTurn | None]") -> None:
         self._ledger.close(held.turn)
         self._on_end(held.turn)
-        # Retrieves the error: a waiting client gets it, and asyncio logs none without one. That of
-        # a cancellation refers back to here, by the frames that it passed, and goes with this call.
+        # Retrieves the error: a waiting client gets it, and without a client asyncio logs nothing.
+        # A cancellation refers back to here, by the frames that it passed, and goes with this call.
         with suppress(asyncio.CancelledError):
             task.exception()
         if task.cancelled() or task.exception() is not None:
@@ -223,7 +223,7 @@ class OpenTurns:
             if heard:
                 self._forget(held)
                 if not held.clients:
-                    # Its error refers back to here, by the frames that it passed.
+                    # The task's error refers back to here, by the frames that it passed.
                     held.task = None
             elif not held.clients:
                 loop = asyncio.get_running_loop()
@@ -233,7 +233,7 @@ class OpenTurns:
         assert held.task is not None
         held.abandoned, held.forget = True, None
         if not held.task.cancel():
-            # Its end may not have been taken note of yet: uvloop runs timers before callbacks.
+            # The turn's end may not be recorded yet: uvloop runs timers before callbacks.
             asyncio.get_running_loop().call_soon(self._forget, held)
 
     def _forget(self, held: _Open) -> None:

@@ -219,7 +219,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def document() -> dict[str, Any]:
-    """As OpenAPI 3.1."""
+    """The routes as OpenAPI 3.1."""
     servers = (
         {"url": "/", "description": f"the caller's only job, or that of {JOB_HEADER}"},
         {

@@ -112,8 +112,8 @@ def decode_generate(
 ) -> GenerateRequest:
     """Raises PeerProtocolError, naming the field, for anything that no engine should see.
 
-    `vocabulary_tokens`: token ids lie below it; None while it is not known. `context_tokens`: a
-    request without `max_tokens` may fill so many, as vLLM has it; 0 while it is not known.
+    `vocabulary_tokens`: token ids lie below it; None if unknown. `context_tokens`: bound of a
+    request without `max_tokens`, as in vLLM; 0 if unknown.
     """
     try:
         request = _DECODER.decode(body)
@@ -186,7 +186,7 @@ def _kept(
 
 
 def _check_pin(value: msgspec.Raw) -> None:
-    """Raises PeerProtocolError for what is no object, or has a field that is none of a pin's."""
+    """Raises PeerProtocolError if the pin is no object or has an unknown field."""
     pin = msgspec.json.decode(value)
     if not isinstance(pin, dict):
         # A number alone is not taken: it may be meant as the least version too.

@@ -40,8 +40,7 @@ class Cut(StrEnum):
     WEIGHTS = "weights"
     """Another caller changed the engine's weights; it lives, and no turn is to blame."""
     CLASH = "clash"
-    """Its engine's tokens do not go together with another one's; it lives, and no turn is to
-    blame."""
+    """The engine's tokens do not agree with another engine's; it lives, and no turn is to blame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +54,7 @@ class RunningAttempt:
     task: "asyncio.Task[None] | None" = None
     why_cut: Cut | None = None
     paused_s: float = 0.0
-    """Wait for a guest's closed gate, in s; it is no measure of its speed."""
+    """Wait for a guest's closed gate, in s; excluded from its speed."""
     trial: str = ""
     """The suspect on trial; empty for a turn above suspicion."""
     tokens: int = 0

@@ -125,7 +125,7 @@ class Samples:
             # Cancelled itself: none of them may go on without a reader.
             for task in left:
                 task.cancel()
-            # Their errors refer back to here, by the frames that they passed.
+            # The tasks' errors refer back to here, by the frames that they passed.
             self._tasks.clear()
 
     async def chunks(self, *, every_s: float = 0.0) -> AsyncIterator[Choice]:
@@ -243,6 +243,6 @@ async def follow(
         try:
             yield samples
         finally:
-            # It refers back: without this both would wait for the garbage collector.
+            # The iterator refers back: without this both would wait for the garbage collector.
             samples._unbegun = iter(())
             await samples._leave()

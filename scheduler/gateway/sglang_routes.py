@@ -168,7 +168,7 @@ class SglangRoutes:
     async def _stream(
         self, request: web.Request, sent: "_SGLangRequest", samples: Samples
     ) -> web.StreamResponse:
-        """Each event holds the choice so far, as SGLang's do."""
+        """Streams events that hold the choice so far, as SGLang's events do."""
         async with event_stream(request) as send:
             async for chunk in samples.chunks(every_s=CHUNK_PERIOD_S):
                 turn = samples.turns[chunk.index]
@@ -196,7 +196,7 @@ class SglangRoutes:
     async def _decoded(
         self, choices: Sequence[Choice], turns: Sequence[GenerateRequest]
     ) -> list[str]:
-        """One call for the choices of a request."""
+        """Decodes all choices of a request in one call."""
         texts, sampling = [""] * len(choices), turns[0].sampling_params
         pairs = tuple(zip(choices, turns, strict=True))
         places = [at for at, each in enumerate(pairs) if text_tokens(*each)]
@@ -250,7 +250,7 @@ class _SGLangRequest:
         self._sampling = _translated(sampling)
         start = body.get("logprob_start_len") if body.get("return_logprob") else None
         self._scores_from = start = None if start == -1 else start
-        """First prompt token whose log-probability is asked for; None: of none."""
+        """First prompt token whose log-probability is requested; None: no scores."""
         if start is not None and (type(start) is not int or start < 0 or body.get("stream")):
             raise PeerProtocolError("logprob_start_len: send one number, and no stream")
         self._scores_only = self._sampling["max_tokens"] == 0

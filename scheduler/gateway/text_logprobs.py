@@ -52,7 +52,7 @@ async def prompt_logprobs(
 
 
 def of_prompt(token_id: int, scores: dict[int, PromptLogprob] | None) -> TokenLogprob:
-    """The log-probability of a prompt's token, as of one that was sampled."""
+    """The log-probability of a prompt token in the form of a sampled token's."""
     if scores is None:
         return TokenLogprob(token_id, _NO_LOGPROB)
     candidates = [TokenLogprob(each, scores[each].logprob) for each in scores]
@@ -85,8 +85,8 @@ def _named(logprob: TokenLogprob) -> TokenLogprob:
 
 
 def name_by_id(logprobs: Body, content: Sequence[TokenLogprob]) -> None:
-    """Puts ids in the place of texts in a reply's log-probabilities, which vLLM's renderer decodes
-    whatever the request says."""
+    """Replaces texts by ids in a reply's log-probabilities: vLLM's renderer decodes tokens whatever
+    the request says."""
     if "tokens" in logprobs:
         logprobs["tokens"] = [token_name(each) for each in content]
         logprobs["top_logprobs"] = [

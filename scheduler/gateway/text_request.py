@@ -46,7 +46,7 @@ class TextRequest:
         self.dialect = dialect
         if len(str(named or "")) > _MAX_NAME_CHARS:
             raise PeerProtocolError(f"request_id: use at most {_MAX_NAME_CHARS} characters")
-        # Bytes of a header that are no UTF-8 cannot be told in the reply.
+        # A reply cannot hold header bytes that are not UTF-8.
         self.name = f"{prefix}-{named or unique}".encode(errors="replace").decode()
         shown = "".join(filter(str.isprintable, self.name[:_NAME_CHARS]))
         self.turn_name = f"{shown}-{unique}" if named else self.name

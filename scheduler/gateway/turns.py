@@ -189,7 +189,7 @@ class TurnRunner:
         return placed
 
     def _shunned(self, suspect: str, now: float) -> dict[EngineId, float]:
-        """Only while another engine is there."""
+        """Engines that the suspect avoids, while there is another engine."""
         shunned = self.blame.policy.shunned(suspect, now=now)
         up = {engine for engine, member in self._fleet.members.items() if member.up}
         return shunned if up - shunned.keys() else {}
@@ -238,7 +238,7 @@ class TurnRunner:
         unlike = there is not None and turn.needed_numerics not in ("", there.numerics)
         paused = self._dispatcher.policy.is_paused(turn.job)
         if unlike or paused or engine in unfit_for(turn, self._fleet.members):
-            # It has joined or changed since the turn began to wait, or the job was paused.
+            # The engine joined or changed while the turn waited, or the job was paused.
             self._dispatcher.observe(TurnLeft(turn=turn.key))
             return
         member = self._fleet.began(engine, running, placed.version)
@@ -262,7 +262,7 @@ class TurnRunner:
                 self._cleared(turn, self.blame.served(running, engine))
             self.blame.left(running, engine, self._clock.now())
             if not running.tokens and running.why_cut is None:
-                # It never ran there: a refusal or a lost call is only tried again.
+                # The turn never ran there: a refusal or a lost call is simply retried.
                 course.interruption = ""
             paused = running.why_cut is Cut.PAUSE
             course.attempted(tokens=running.tokens or paused, began_s=running.began_s)
@@ -281,7 +281,7 @@ class TurnRunner:
             )
             self._fleet.ended(member, running)
             running.over.set()
-            # Its error refers back to here, by the frames that it passed.
+            # The task's error refers back to here, by the frames that it passed.
             running.task = None
 
     async def _outcome(
@@ -429,7 +429,7 @@ class TurnRunner:
                     turn.finish(
                         attempt, choice.finish_reason, choice.stop_reason, choice.routed_experts
                     )
-                    # Nothing that still comes, or does not, changes the turn.
+                    # Later chunks, or their absence, change nothing about the turn.
                     await anext(choices, None)
                     return
 

@@ -73,7 +73,7 @@ class AnsweredTurns:
             return
         shelf = self._shelves.setdefault(tenant, _Shelf())
         answer = shelf.answers.setdefault(request, _Answer())
-        # Samples of one request share what it says.
+        # Samples of one request share its content.
         size_bytes = size_of(turn) + (0 if answer.turns else _size_of_request(turn.request))
         answer.turns[turn.key], answer.until_s = turn, math.inf
         answer.size_bytes += size_bytes

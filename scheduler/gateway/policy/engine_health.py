@@ -1,5 +1,5 @@
 """Three counts for each engine: broken attempts in a row, weights that another scheduler changed,
-and losses that the log has.
+and logged losses.
 
 Reads no clock.
 """

@@ -204,7 +204,7 @@ class Turn:
 
     @property
     def length(self) -> int:
-        """Prompt and output so far, in tokens."""
+        """Length of prompt and output so far, in tokens."""
         return len(self.request.token_ids) + len(self.token_ids)
 
     @property
@@ -275,7 +275,8 @@ class Turn:
         return self._open
 
     def sampling_left(self, *, resumes: bool = False) -> SamplingParams:
-        """Sampling of the rest, with the output so far as output, if it `resumes`, or as prompt."""
+        """Sampling of the rest: the output so far is output if the engine `resumes`, else
+        prompt."""
         wanted, offset = self.request.sampling_params, len(self.token_ids)
         sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
         if resumes:
@@ -313,7 +314,7 @@ class Turn:
         stop_reason: int | str | None = None,
         routed_experts: str | None = None,
     ) -> None:
-        """Ends the attempt by the engine's word: final, whatever happens to its stream.
+        """Ends the attempt as the engine reports: final, whatever happens to its stream.
 
         `reported`: one of `FINISHED`.
         """
@@ -387,7 +388,7 @@ class Turn:
         self.counters.refused += 1
 
     def choice(self, *, start: int = 0) -> Choice:
-        """Tokens from `start` on, with all spans closed so far that reach behind it."""
+        """Tokens from `start` on, with all closed spans that end after `start`."""
         spans, masked = self.spans_now(), self._sampling_mask
         all_masked = masked and len(masked) == len(self.token_ids)
         return Choice(
@@ -433,7 +434,7 @@ class Turn:
 
 
 def _version_ranges(spans: Sequence[Span]) -> tuple[VersionRange, ...]:
-    """Spans of one version joined, whatever engines made them."""
+    """Joins adjacent spans of one version, whichever engines made them."""
     ranges: list[VersionRange] = []
     for span in spans:
         start, version = span.start, str(span.version)

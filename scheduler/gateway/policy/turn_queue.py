@@ -60,7 +60,8 @@ class TurnQueue:
         self._queued: dict[str, QueuedTurn] = {}
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
-        """Contexts of all engines so far, sorted; the same turns fit all lengths between two."""
+        """Contexts of all engines so far, sorted: lengths between two of them fit the same
+        engines."""
         self._versions: list[WeightVersion] = []
         """Versions that engines serve or come to serve, sorted. Least versions between two of them
         are one: a line for each that clients think of would make every decision as long."""
@@ -69,7 +70,7 @@ class TurnQueue:
         return len(self._queued)
 
     def __iter__(self) -> Iterator[TurnArrived]:
-        """In the order of their arrival; those met may be removed."""
+        """Yields arrivals in their order; the caller may remove an arrival once it was yielded."""
         return (queued.turn for queued in tuple(self._queued.values()))
 
     def add(self, queued: QueuedTurn) -> None:
@@ -114,7 +115,7 @@ class TurnQueue:
 
     def oldest_first(self, rank: QueueRank) -> Iterator[QueuedTurn]:
         """The first turn of each line, the oldest first, and the next of each line of which one is
-        removed meanwhile. One that stays blocks its own line only."""
+        removed meanwhile. A turn that stays blocks only its own line."""
         heads = [
             (first.since_s, place, line)
             for place, line in enumerate(self._lines.values())
@@ -155,7 +156,7 @@ class TurnQueue:
         waiting = line.waiting[queued.rank]
         at = bisect_right(waiting, queued.since_s, key=_since)
         if at and not self._waits(waiting[at - 1]):
-            # Its own arrival before, as a rule: behind a first turn that waits they would pile up.
+            # As a rule its own earlier arrival: behind a first turn that waits they would pile up.
             waiting[at - 1] = queued
         else:
             waiting.insert(at, queued)

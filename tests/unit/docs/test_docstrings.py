@@ -56,7 +56,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def may_be_riddles(source: str) -> Iterator[tuple[int, str]]:
-    """The comments of a source with a riddle behind a number sign. Tokenizing all sources takes long."""
+    """The comments of a source that may have a riddle. Tokenizing every source takes long."""
     if any(map(riddles, re.findall(r"#([^\n]*)", source))):
         yield from comments(source)
 
