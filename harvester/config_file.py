@@ -96,8 +96,8 @@ def read_agent_config(
 def read_slots_file(
     written: LoadedConfig, path: Path | None, *, may_be_absent: bool = True
 ) -> LoadedConfig | None:
-    """The agent's configuration with the slots of a slots file in place of its own; None without
-    the file. Raises ConfigError."""
+    """The agent's configuration with the slots of a slots file instead of its own; None without the
+    file. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -119,8 +119,8 @@ def read_slots_file(
 
 
 def with_slots(written: LoadedConfig, found: LoadedConfig | None) -> LoadedConfig:
-    """The configuration with the slots of its own file and those of a slots file, of which the
-    former count where both have one. Raises ConfigError."""
+    """The configuration with the slots of its own file and of a slots file; its own slot counts if
+    both have one of a name. Raises ConfigError."""
     if found is None:
         return written
     own = {slot.name for slot in written.config.slots}
@@ -145,8 +145,8 @@ def _with(config: AgentConfig, slots: tuple[SlotConfig, ...], path: Path | None)
 
 
 def _checked(config: AgentConfig, values: Any, text: str, path: Path | None) -> list[str]:
-    """Notes about settings that were read from `values`. Raises ConfigError for those that only an
-    experiment may have."""
+    """Notes about settings that were read from `values`. Raises ConfigError for settings that only
+    an experiment may have."""
 
     def say(found: Iterator[tuple[Where, str]]) -> list[str]:
         return [named(where, note, text, path) for where, note in found]
@@ -232,7 +232,7 @@ def _put(values: dict[str, Any], where: list[str], value: Any, *, origin: str) -
         if last:
             node[key] = value
         else:
-            # A copy: YAML's aliases make one mapping stand in several places.
+            # A copy: with YAML's aliases one mapping may appear in several places.
             child = node.get(key, {}) if isinstance(node, dict) else node[key]
             node[key] = copy(child)
             node = node[key]

@@ -50,7 +50,7 @@ class AgentProcess:
         self, loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str
     ) -> None:
         self._written = loaded
-        """The configuration of its own file, without the slots of its `slots_file`."""
+        """The configuration of the agent's file, without the slots of `slots_file`."""
         self._config = loaded.config
         self._reload = reload
         self._slots_file = SlotsWatch(loaded.config.slots_file)

@@ -107,10 +107,10 @@ class MetricsProbe:
     """
 
     def __init__(self, url: str, *, pages: Path) -> None:
-        """`url` is that of the whole metrics page."""
+        """`url`: address of the whole metrics page."""
         self._url = url
         self._narrow: str | None = narrowed(url)
-        """None once the whole page yielded levels that this URL did not."""
+        """None once the whole page gave levels that this URL lacked."""
         self._page = PageDirectory(pages).own_pulse(engine_of(SCRAPED_PULSE), 0)
         self._busy_s = 0.0
         self._failing = False
@@ -123,13 +123,13 @@ class MetricsProbe:
             self._page.close(unlink=True)
 
     async def ask(self, session: aiohttp.ClientSession) -> None:
-        """One scrape, and its pulse if the levels are known."""
+        """Scrapes once and writes a pulse if the levels are known."""
         levels = await self.scrape(session)
         if levels is not None:
             self._write(levels)
 
     async def scrape(self, session: aiohttp.ClientSession) -> EngineLevels | None:
-        """Read the levels; None if a series is missing or bad. Changes of that are logged."""
+        """Read the levels; None if a series is missing or bad. Logs when this changes."""
         try:
             levels = await self._read(session)
             problem = "a series is missing or not a number" if levels is None else ""

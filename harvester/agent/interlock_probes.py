@@ -177,7 +177,7 @@ class DcgmProbe(_PageProbe):
     def __init__(
         self, url: str, *, credentials: Credentials, period_s: float, timeout_s: float, clock: Clock
     ) -> None:
-        """`url` is that of the metrics page."""
+        """`url`: address of the metrics page."""
         page = urlsplit(url)
         self._url = f"{page.scheme}://{page.netloc}"
         self._path = page.path or "/metrics"
@@ -243,7 +243,7 @@ async def _fetched(peer: Peer, path: str, timeout_s: float, most_bytes: int) -> 
 
 
 async def _in_daemon(work: Callable[[], T]) -> T:
-    """As asyncio.to_thread, in a thread that a process which ends does not wait for."""
+    """Like asyncio.to_thread, in a daemon thread: a process that ends does not wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

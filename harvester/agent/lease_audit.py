@@ -1,6 +1,6 @@
 """Audit events of the lease table's answers: leases with their holders, refusals with reasons.
 
-A request and its answer are one event; a renewal that is granted is none.
+A request and its answer are one event; a granted renewal gives no event.
 """
 
 from harvester.agent.audit_log import AGENT, AuditLog

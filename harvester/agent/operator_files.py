@@ -1,6 +1,6 @@
 """Files by which an operator commands the agent: the node's kill switch, a slot's release.
 
-They work without the network and while the agent is down, and need the right to write there.
+These files work without the network and while the agent is down, and need the right to write there.
 """
 
 import logging

@@ -58,7 +58,7 @@ class SlotSensor:
         memory: SharedMemory | SharedKv | None = None,
         mps: MpsWatch | None = None,
     ) -> None:
-        """`pulses` must be present, besides those that are there or announced."""
+        """`pulses` are required, besides pulses that are present or announced."""
         self._memory = memory
         self._mps = mps
         self._directory = directory
@@ -135,9 +135,9 @@ class SlotSensor:
         return GuestReading(record=found.record)
 
     def _names(self) -> tuple[str, ...]:
-        """Pulse files present, listed anew when the directory changed and now and then besides:
-        two changes within one tick of the file system's clock look like one. A directory that was
-        removed holds none."""
+        """Pulse files present, listed anew when the directory changed and now and then besides: two
+        changes within one tick of the file system's clock look like one. A removed directory holds
+        no pulses."""
         try:
             changed_ns = self._directory.path.stat().st_mtime_ns
         except OSError:

@@ -82,7 +82,7 @@ def _guards(offers: SlotOffers) -> Table:
 
 
 def _budgets(offers: SlotOffers) -> Table:
-    """The service's error budget as of the last allotment."""
+    """The service's error budget at the last allotment."""
     table = _table(
         "slot", "service", "budget", "spent", "known", "charged", "allotted",
         title="Error budgets, misses of 28 d",

@@ -176,7 +176,7 @@ class AgentsView:
         self._counted[url, offer.slot] = now, total
         if before is None or now <= before[0]:
             return ""
-        # A guest that restarted counts anew.
+        # The counter of a restarted guest begins at 0.
         return f"{max(0, total - before[1]) / (now - before[0]):.0f}"
 
 

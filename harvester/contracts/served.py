@@ -12,10 +12,10 @@ import msgspec
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Production's requests of some time, and those that missed the SLO."""
+    """Production's requests in a period, and the requests that missed the SLO."""
 
     requests: float = 0.0
-    """All requests; the `granted` and `withheld` counts have those in slices of the proof."""
+    """All requests; the `granted` and `withheld` counts cover slices of the proof."""
     misses: float = 0.0
     """Requests over their SLO beside a guest step."""
     granted: float = 0.0
@@ -43,8 +43,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def excess(self) -> float:
-        """Misses of granted slices beyond what withheld ones show; below 0 where those missed
-        more often. A request's late beat counts as one late request."""
+        """Misses of granted slices beyond the rate of withheld slices; below 0 if withheld slices
+        missed more often. A request's late beat counts as one late request."""
         if not (self.granted and self.withheld):
             return 0.0
         late = 0.0

@@ -45,7 +45,7 @@ class SlotTemplate:
         try:
             self.slot(example)
         except _UnfilledError:
-            return  # It has values of engines, which are not known here.
+            return  # The template has values of engines, which are not known here.
         except ValueError as error:
             raise ConfigError(f"the template gives no slot: {error}") from error
 
@@ -120,11 +120,11 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
 
 
 class KeptSlots:
-    """Slots that were found, and those that have been missing for less than `forget_s`: an engine
+    """Slots that were found, and slots that have been missing for less than `forget_s`: an engine
     that restarts keeps its slot. While a source gives no answer, nothing is missing."""
 
     def __init__(self, slots: Mapping[str, Fields], *, forget_s: float) -> None:
-        """`slots` are those that were written last."""
+        """`slots`: the slots that were written last."""
         self._slots = dict(slots)
         self._missing_since_s: dict[str, float] = {}
         self._forget_s = forget_s

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, at whatever byte a kill or a power cut falls."""
+"""Files that exist whole or not at all, at whatever byte a kill or a power cut falls."""
 
 import os
 import tempfile

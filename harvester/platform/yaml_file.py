@@ -32,7 +32,7 @@ class FrozenSettings(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 booleans: `mode: off` says off and not false. A key stands once in its mapping."""
+    """YAML 1.2 booleans: `mode: off` means "off", not false. A key appears once in its mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
@@ -121,7 +121,7 @@ def validated(model: type[M], values: Mapping[str, Any], text: str, path: Path |
 
 
 def _follows(problem: ErrorDetails) -> bool:
-    """Whether it only says that items of a list, which have faults of their own, do not count."""
+    """Whether the problem only follows from faults of a list's items."""
     least = problem.get("ctx", {}).get("min_length", 0)
     return problem["type"] == "too_short" and len(problem["input"]) >= least
 
@@ -139,7 +139,7 @@ def _mistake(problem: ErrorDetails, model: type[BaseModel], text: str, path: Pat
 
 
 def _fields_at(model: type[BaseModel], where: Where) -> set[str]:
-    """Names of the fields that may stand there."""
+    """Names of the fields allowed at `where`."""
     fields: dict[str, Any] = dict(_fields_of(model))
     for step in where:
         if step in fields:  # Else it is an item's number, a key, or the kind of a union.
@@ -170,7 +170,7 @@ def _composed(text: str) -> yaml.Node | None:
 
 
 def _line_of(text: str, where: Where) -> int | None:
-    """The line of the deepest part of `where` that stands in the file; None if none does."""
+    """The line of the deepest part of `where` that the file has; None without one."""
     node = _composed(text)
     line: int | None = None
     for step in where:

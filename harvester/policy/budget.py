@@ -143,7 +143,7 @@ class BudgetState(msgspec.Struct, kw_only=True):
     guard: str = ""
     """The guard that stopped harvesting: `error_budget` or a burn's."""
     allotment: Allotment | None = None
-    """Taken last; None while no scheduler keeps the service's budget."""
+    """The allotment taken last; None while no scheduler keeps the service's budget."""
     limit: float | None = None
     """Charged misses that the allotment of the lease in force allows; None without a lease."""
     unknown_at_s: float | None = None
@@ -176,8 +176,8 @@ class ErrorBudget:
 
     @property
     def limit(self) -> float | None:
-        """Charged misses above which harvesting stops; None if nothing can be spent: a scheduler
-        keeps the service's budget, and there is no lease."""
+        """Charged misses above which harvesting stops; None without a lease while a scheduler keeps
+        the service's budget: nothing can be spent."""
         return self.allowance if self.state.allotment is None else self.state.limit
 
     @property
@@ -293,8 +293,8 @@ class ErrorBudget:
 
     @property
     def charge(self) -> tuple[float, float]:
-        """Misses charged to harvesting, and those that stop it if they are more: of the service
-        that has overspent, else of the slot."""
+        """Misses charged to harvesting, and the limit above which they stop it: both of the service
+        if it has overspent, else of the slot."""
         state, least = self.state, float(self._settings.minimum_misses)
         if self.limit is None:
             return self.spent, self.spent

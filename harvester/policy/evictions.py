@@ -24,7 +24,7 @@ class EvictionWindow:
         self.state = EvictionState() if state is None else state
 
     def observe(self, total: int | None, *, now: float) -> None:
-        """`total`: the guest's count; None if it is not known. A smaller one is a new guest's."""
+        """`total`: the guest's count; None if unknown. A smaller count belongs to a new guest."""
         state = self.state
         state.bins = [each for each in state.bins if now - each[0] < _HOUR_S]
         if total is None:

@@ -1,8 +1,8 @@
 """How far outcomes were above an expected level, as quantiles: for any level, and near this one.
 
-Residuals near a level of 0 or 1 lie on one side, those of a level that bursts are spread wide; so
-each is kept in the window of all and in that of the nearest knot, and both are asked. Memory is
-bounded; the oldest residuals go first.
+Residuals near a level of 0 or 1 lie on one side; residuals of a level that bursts are spread wide.
+So each is kept in the window of all and in the window of the nearest knot, and both count. Memory
+is bounded; the oldest residuals go first.
 """
 
 from array import array

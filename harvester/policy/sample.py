@@ -113,14 +113,14 @@ class ActionOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     action: GuestAction
     processes: tuple[ProcessId, ...] = ()
-    """Processes that it was applied to; for a kill, those that have ended."""
+    """Processes that the effect was applied to; for a kill, the processes that have ended."""
     fault: str = ""
     """Why it failed, wholly or for some processes."""
 
 
 class SlotSample(msgspec.Struct, frozen=True, kw_only=True, tag="slot"):
     pulses: tuple[PulseReading, ...]
-    """One for each expected name, in the order of names. An empty tuple is itself a fault."""
+    """One reading for each expected name, in order of names. An empty tuple is a fault."""
     guest: GuestReading
     lease: LeaseView
     kill_switch: KillSwitch = KillSwitch.NONE

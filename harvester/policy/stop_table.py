@@ -14,7 +14,7 @@ from harvester.contracts.errors import Exhausted
 from harvester.contracts.wire.stops import NUMBER_MAX, Stop, StopSource
 
 STOPS_MAX = 256
-"""Orders for tenants that are kept, as those are named from outside. One for a slot or the node is
+"""Bound on orders for tenants, whose names come from outside. An order for a slot or the node is
 never refused."""
 
 _Key = tuple[StopSource, str, str]
@@ -54,12 +54,12 @@ class StopTable:
     def lift(
         self, source: StopSource, *, slot: str = "", tenant: str = "", number: int = 0
     ) -> Stop | None:
-        """The order that stays: a cluster's that is later than `number`; None where none does."""
+        """The order that stays, a cluster's later than `number`; None if the order was lifted."""
         known = self._stops.get((source, slot, tenant))
         if known is not None and source is StopSource.CLUSTER and known.number > number:
             return known
         if self._stops.pop((source, slot, tenant), None) and source is StopSource.CLUSTER:
-            # An operator at this agent lifts whatever is there: no number may follow that one.
+            # An operator at this agent lifts any order: no number may follow NUMBER_MAX.
             end = known.number if known is not None and number == NUMBER_MAX else number
             self._lifted.pop(tenant, None)
             self._lifted[tenant] = end

@@ -1,6 +1,6 @@
 """The three records of the page directory. Fields are added with defaults, never renamed.
 
-Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 is "none". An
+Times are CLOCK_MONOTONIC nanoseconds (`_ns`) or durations in seconds (`_s`); 0 means no time. An
 engine's page with a number outside its range counts as torn: the agent passes such numbers on.
 """
 
@@ -248,7 +248,7 @@ class Grant(Record, frozen=True, kw_only=True):
     """Closed to measure production alone: the guest's other work rests too, unless production waits
     for it."""
     held: bool = False
-    """The guest refuses new requests and goes on with those that it has."""
+    """The guest refuses new requests and goes on with its present ones."""
 
 
 class GuestMemory(msgspec.Struct, frozen=True, kw_only=True):
