@@ -169,7 +169,7 @@ class Receiver:
         self._present = self._store.refs()
         self._look_ahead(current, target)
         if current is not None and self._was_replaced(current, target, self._stamps.get(current)):
-            # The trainer began anew, or the run that wrote the held version is unknown here.
+            # The trainer restarted, or the run that wrote the held version is unknown here.
             self._steps.clear()
             current = None
         copy = self._copy and self._copy.step
@@ -226,7 +226,7 @@ class Receiver:
             try:
                 manifest = self._store.manifest(ref)
             except Stale:
-                # An object store lists what is still being written.
+                # An object store also lists directories that are still being written.
                 if ref.kind is not Kind.WEIGHT:
                     return None
                 raise
@@ -318,8 +318,8 @@ class Receiver:
             self._written = _Written(staged.plan.target, staged.table, digests)
 
     def wrote_steps(self, staged: Staged) -> None:
-        """Remember which run of a trainer the written versions are of. A staged one that is never
-        written says nothing of what is held."""
+        """Remember which trainer's run the written versions come from. A version that is staged and
+        never written does not count."""
         self._stamps |= {step.ref.version: step.manifest.stamp for step in staged.plan.steps}
 
     def prepare(

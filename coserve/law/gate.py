@@ -70,7 +70,7 @@ class StepDecision(msgspec.Struct, frozen=True):
     rest_s: float = 0.0
     """Time until the rest is over, if production stays idle."""
     owed_s: float | None = None
-    """Rest that is left, counted until now; None if production was not seen idle."""
+    """Remaining rest, counted until now; None if production was not seen idle."""
 
     @property
     def open(self) -> bool:

@@ -18,15 +18,15 @@ class StepGate(Protocol):
     """The gated scheduler, as its loop sees it."""
 
     in_step: bool
-    """Within a step vLLM's `has_requests` means: is one to be launched."""
+    """Within a step vLLM's `has_requests` asks whether a step is to be launched."""
 
     def admits(self) -> bool:
-        """One decision: whether a step may be launched now. It holds for one `schedule`."""
+        """Decides whether a step may be launched now. The decision holds for one `schedule`."""
         ...
 
     @property
     def sleep_s(self) -> float | None:
-        """How long the loop may sleep unless it is woken; None: without end."""
+        """Longest sleep of the loop unless it is woken, in s; None: no limit."""
         ...
 
 

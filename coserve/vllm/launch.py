@@ -97,7 +97,7 @@ class EngineCommand:
 
 def stock(spec: EngineSpec) -> EngineCommand:
     """A production engine without any RoseMux component."""
-    # Its weights are its own. A rollout engine's are the store's, which are bfloat16.
+    # A rollout engine's weights, unlike production's, come from a store of bfloat16.
     dtype = "bfloat16" if spec.gpu is not None or _fast_bf16() else "float32"
     return EngineCommand(_server(spec, dtype), _environment(spec) | HUGE_PAGES)
 

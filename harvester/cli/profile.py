@@ -59,7 +59,7 @@ def profile(
 def _learned(directory: PageDirectory) -> dict[str, float] | None:
     """The largest of every coefficient over the slot's pulses; None while any is unlearned.
 
-    Raises ConfigError where there is no pulse at all, or none that may be read.
+    Raises ConfigError without a readable pulse.
     """
     names = directory.pulse_names()
     if not names:

@@ -16,7 +16,7 @@ from harvester.contracts.wire.rollouts import Choice, FinishReason
 from scheduler.client.rollout_client import AsyncRolloutClient
 
 _CALLS_AT_ONCE = 1 << 14
-"""As many turns as a gateway holds; Ray's own bound would queue them where it cannot see them."""
+"""Concurrent calls, as many as a gateway holds turns; Ray's bound would hide calls from it."""
 
 
 class TokenOutput(BaseModel):
@@ -34,8 +34,8 @@ class TokenOutput(BaseModel):
 
 
 class VerlServer:
-    """Made a Ray actor by `started`. Abort and resume are verl's partial rollouts; sleeping and
-    waking are the gateway's, and calls for them do nothing.
+    """The class that `started` makes a Ray actor. Abort and resume are verl's partial rollouts;
+    sleeping and waking are the gateway's, and calls for them do nothing.
 
     `response_length`: most tokens of a turn that names no bound. `client`: AsyncRolloutClient's
     options.

@@ -12,7 +12,7 @@ BATCH_BYTES = 4 << 20
 _BATCHES = 32
 """Batches that a small state is cut into, so that no thread is left with a long last one."""
 _AT_ONCE = 4
-"""With a limit, one thread's batch takes at most this part of it."""
+"""With a limit, one thread's batch takes at most one part in this many of the limit."""
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

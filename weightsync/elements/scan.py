@@ -66,7 +66,7 @@ class Room(NamedTuple):
     """Small changes of one block. Every buffer has two groups of lanes to spare."""
     far: Positions
     minus: Bytes
-    """One byte per small change, 1 if it is by minus one."""
+    """One byte per small change; 1 for a change by minus one."""
     gaps: Bytes
     far_gaps: Bytes
     far_planes: npt.NDArray[np.uint8]

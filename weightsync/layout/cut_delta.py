@@ -35,7 +35,7 @@ from weightsync.layout.slices import SliceRecord
 
 
 def cut_delta(delta: Delta, box: SliceRecord, width_bytes: int) -> Delta:
-    """The delta of `box` alone, in memory of its own. `width_bytes`: of an element."""
+    """The delta of `box` alone, in its own memory. `width_bytes`: of an element."""
     return cut_deltas(delta, [box], width_bytes)[0]
 
 

@@ -1,4 +1,4 @@
-"""Tells gateways of the newest version, on a thread of its own: no publish waits for one or fails.
+"""Announces the newest version to gateways on a separate thread: no publish waits or fails.
 
 A newer version takes the place of one that is still being announced.
 """

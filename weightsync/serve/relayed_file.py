@@ -119,7 +119,7 @@ class RelayedFile:
         try:
             await self._pull(run)
         except Exception as error:
-            # Its readers retry, and request these bytes again.
+            # Readers of the run retry and request these bytes again.
             chunks.lost(run)
             if isinstance(error, Corrupt):
                 self._fail(error)

@@ -96,7 +96,7 @@ class Objects:
     def upload(self, path: str, chunks: Iterable[Any]) -> int:
         """Stream an object in parts and return its size; each attempt iterates `chunks` anew.
 
-        It exists when this returns; before that the store shows nothing, or a prefix of the bytes.
+        The object exists on return; before that the store shows nothing, or a prefix of the bytes.
         """
 
         def attempt(backoff: Backoff) -> int:

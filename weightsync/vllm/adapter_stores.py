@@ -80,8 +80,8 @@ class AdapterStores:
         return self._manifests[key]
 
     def copied(self, store: str, version: WeightVersion, held: AdapterCopy | None) -> AdapterCopy:
-        """A version, by deltas from `held` where that is cheaper. Raises what Receiver raises, and
-        ConfigError for whole models."""
+        """Copies a version, by deltas from `held` where that is cheaper. Raises Receiver's errors,
+        and ConfigError for whole models."""
         receiver = self._receiver(store)
         manifest = self._read_manifest(store, version)
         record = manifest.adapter

@@ -30,7 +30,7 @@ from weightsync.vllm.worker_weights import InitInfo, UpdateInfo, WorkerWeights, 
 
 
 class RoseMuxWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker; vLLM from 0.25 on calls it between two steps."""
+    """One engine per worker; vLLM from 0.25 on calls it between two steps."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

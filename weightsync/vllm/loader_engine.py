@@ -23,7 +23,7 @@ _REDIRECTED = "rosemux_redirected"
 
 
 class LoaderShapedEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker."""
+    """One engine per worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -187,8 +187,7 @@ class BlamePolicy:
             del self._suspects[request]
 
     def left(self, request: str, engine: EngineId) -> None:
-        """Ends the request's trial without a verdict: it left a healthy engine. The next is a
-        trial."""
+        """Ends the trial without a verdict on a healthy engine; the next place is a trial."""
         suspect = self._suspects.get(request)
         if suspect is not None and suspect.trial == engine:
             suspect.trial = None
@@ -202,8 +201,7 @@ class BlamePolicy:
         now: float,
         proven: bool = True,
     ) -> None:
-        """The engine died with requests `ran` on it. Not `proven`: the engine is silent until
-        `proved`."""
+        """The engine died with requests `ran` on it. Not `proven`: it is silent until `proved`."""
         ran = tuple(ran)
         if not ran:
             return

@@ -275,8 +275,7 @@ class Turn:
         return self._open
 
     def sampling_left(self, *, resumes: bool = False) -> SamplingParams:
-        """Sampling of the rest: the output so far is output if the engine `resumes`, else
-        prompt."""
+        """Sampling of the rest. The output so far stays output if the engine `resumes`."""
         wanted, offset = self.request.sampling_params, len(self.token_ids)
         sampling = msgspec.structs.replace(wanted, n=1, seed=continued_seed(wanted.seed, offset))
         if resumes:

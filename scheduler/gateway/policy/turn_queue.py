@@ -60,8 +60,7 @@ class TurnQueue:
         self._queued: dict[str, QueuedTurn] = {}
         self._lines: dict[LineKey, _Line] = {}
         self._contexts: list[int] = []
-        """Contexts of all engines so far, sorted: lengths between two of them fit the same
-        engines."""
+        """Contexts of all engines so far, sorted: lengths between two fit the same engines."""
         self._versions: list[WeightVersion] = []
         """Versions that engines serve or come to serve, sorted. Least versions between two of them
         are one: a line for each that clients think of would make every decision as long."""

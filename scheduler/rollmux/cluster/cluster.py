@@ -303,7 +303,7 @@ class ClusterPolicy:
             case PlacementDecision.MOVED:
                 if not placed.started or placed.at is None:
                     placed.changed = True
-                    # Nothing of it is on the nodes that it would have to leave.
+                    # The job has no state on the nodes that it would leave.
                     self._leave_old(placed, now)
             case PlacementDecision.RESTARTED:
                 self._restart(placed, to.placement, now)

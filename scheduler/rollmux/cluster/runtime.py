@@ -74,7 +74,7 @@ class PhaseRuntime:
         self.permits.restore(kept["permits"])
         restore(self.cluster, msgspec.convert(kept["plan"], ClusterRecord))
         self.permits.close(self.cluster.fleet.failed)
-        # A state file has neither: after a restart every job gets its time anew.
+        # A state file has neither: after a restart every job gets its full time again.
         self._reviewed_s = kept.get("reviewed_s")
         self._last_call_s = dict(kept.get("last_call_s", {}))
 

@@ -42,7 +42,7 @@ class ControlState:
         )
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The snapshot that the policy restores; None if nothing was ever kept."""
+        """The snapshot that the policy restores; None if no state was ever kept."""
         counters = self._db.execute("SELECT epoch, ticket FROM counters").fetchone()
         if counters is None:
             return None

@@ -144,7 +144,7 @@ class LoadedStates:
             self.release()
 
     def _say(self, nodes: Iterable[NodeId]) -> object:
-        """The reply; None without one. An absent control cannot start another job either."""
+        """The reply; None without a reply. An absent control cannot start another job either."""
         asked_s = self._clock.now()
         said = Unloaded(job=self._job, holder=self._holder, nodes=tuple(sorted(nodes)))
         try:

@@ -91,7 +91,7 @@ class Permit:
 
     @property
     def keep(self) -> tuple[NodeId, ...] | None:
-        """Nodes to bring the tail together on before calling `narrowed`; None: not asked to."""
+        """Nodes on which to gather the tail before calling `narrowed`; None without a request."""
         return self._state.keep if self._state.stage is PermitStage.NARROWING else None
 
     @property

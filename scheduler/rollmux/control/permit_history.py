@@ -59,7 +59,7 @@ class PermitSummary(msgspec.Struct, kw_only=True):
 
 
 class NodeHolders:
-    """Jobs on each node, and those that a waiting job has waited for, from permit effects."""
+    """Jobs on each node, and jobs that a waiting job has waited for, from permit effects."""
 
     def __init__(self) -> None:
         self._on: dict[NodeId, set[JobId]] = {}

@@ -18,7 +18,7 @@ class PlacementDecision(StrEnum):
     RESTARTED = "restarted"
     """Immediate restart from the last checkpoint, because one of the job's nodes failed.
 
-    It stays resident where its old and new nodes are the same. Replaces a move asked for before.
+    The job stays resident on nodes that are both old and new. Replaces a requested move.
     """
 
 

@@ -111,7 +111,7 @@ class Relocation:
     def relocate(
         self, jobs: Sequence[JobId], *, without: Sequence[GroupState]
     ) -> list[Move] | None:
-        """Moves all of the jobs, the heaviest first, or none; None if one finds no opening."""
+        """Moves all of the jobs, the heaviest first, or no job; None if one finds no opening."""
         table, packer = self._table, self._packer
         homes = self._leave_home(jobs)
         moves: list[Move] = []

@@ -67,7 +67,7 @@ class Ledger:
         self.write(t_s, "node_down", node=node, pool=pool)
 
     def in_order(self) -> list[dict[str, Any]]:
-        """Recorded events by time, those of one time in the order of writing."""
+        """Recorded events by time, events of one time in order of writing."""
         return sorted(self.events, key=lambda event: event["t"])
 
     @property
