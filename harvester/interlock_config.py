@@ -37,7 +37,7 @@ class AlertsConfig(Credentials):
     server: Literal["prometheus", "alertmanager"] = "prometheus"
     """Prometheus says whether a rule exists and is evaluated; Alertmanager heeds silences."""
     alerts: tuple[AlertConfig, ...] = Field(min_length=1, max_length=64)
-    """A name alone stands for `name`."""
+    """A plain string is the alert's `name`."""
     watchdog: str = Field(default="", max_length=256)
     """An alert that always fires while alerts are raised at all; "" expects none. Alertmanager
     needs it, because it forgets the alerts of a Prometheus that is away."""

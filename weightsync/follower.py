@@ -54,7 +54,7 @@ class _Coming:
 class Follower(AbstractContextManager["Follower"]):
     """Owns one directory; a lock keeps a second owner out. Not thread-safe.
 
-    After an exception `held` tells the directory's state: the old version, or None until the next
+    After an exception `held` shows the directory's state: the old version, or None until the next
     `pull` has repaired it.
     """
 

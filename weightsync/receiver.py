@@ -196,8 +196,8 @@ class Receiver:
         self, version: WeightVersion, target: WeightVersion, known: str | None
     ) -> bool:
         """Whether the version, of the stamp `known`, may not be what the store has under its
-        number. Versions of ours have a hash of the whole state; nothing else would tell the runs of
-        another trainer apart. Only another trainer's have a stamp."""
+        number. RoseMux's versions have a hash of the whole state. Another trainer's versions have a
+        stamp, which alone distinguishes its runs."""
         with suppress(*_BROKEN):
             # A relay may have only the anchor, or a skip delta, of the target in an outage.
             here = (ref for ref in self._present if ref.version == target)

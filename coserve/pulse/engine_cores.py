@@ -17,7 +17,7 @@ _SILENT_NS = 1_000_000_000
 
 
 class EngineStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One iteration as the statistics logger reports it."""
+    """One engine step as the statistics logger reports it."""
 
     running: int | None
     """None if this process got no scheduler statistics for the step."""

@@ -44,7 +44,7 @@ def notify(message: str) -> None:
 
 
 class AgentProcess:
-    """`reload` reads the configuration anew; it raises ConfigError for a bad one."""
+    """`reload` reads the configuration again; it raises ConfigError for a bad one."""
 
     def __init__(
         self, loaded: LoadedConfig, *, reload: Callable[[], LoadedConfig], version: str

@@ -122,7 +122,7 @@ class SlotExposition:
         self._note_latencies()
 
     def _note_holder(self, tenant: str, lease: SlotLease | None) -> None:
-        """One series per slot, so that jobs of other names leave none behind."""
+        """Keeps one series per slot, so that earlier jobs leave no series behind."""
         job = "" if lease is None else tenant if tenant == _OTHER_TENANT else lease.job
         if (tenant, job) != self._holder:
             if self._holder is not None:
@@ -288,7 +288,7 @@ class SlotExposition:
             return
         before = self._guest
         if before is not None:
-            # After the guest restarted its counters begin anew at 0.
+            # A restarted guest's counters begin at 0.
             self._count("guest_tokens", max(0, guest.tokens_total - before.tokens_total))
             aborted = max(0, guest.aborted_total - before.aborted_total)
             self._count("evictions", aborted, policy.condition.value)
@@ -306,7 +306,7 @@ class SlotExposition:
             self._closing_at_ns = None
 
     def _set_calibrations(self, guest: Guest | None, pulses: list[Pulse]) -> None:
-        """Production's are those of the pulse whose steps exceed their prediction most often."""
+        """Production's come from the pulse whose steps exceed their prediction most often."""
         for kind, found in (
             ("alone", guest.step_calibration if guest else Calibration()),
             ("beside", guest.beside_calibration if guest else Calibration()),

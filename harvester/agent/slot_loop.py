@@ -369,7 +369,7 @@ def _watch(mps: MpsConfig | None) -> MpsWatch | None:
 
 
 def _owners(config: AgentConfig, slot: SlotConfig) -> PageOwners:
-    """Users whose pages are believed. Raises ConfigError if the agent's own user is none."""
+    """Users whose pages are believed. Raises ConfigError if the agent's user is not among them."""
     owners = config.owners_of(slot)
     if owners.agent and os.geteuid() not in owners.agent:
         raise ConfigError(

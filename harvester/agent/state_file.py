@@ -73,7 +73,7 @@ class StateFile:
         return moved(state, from_s=head.at_s, to_s=now)
 
     def put_aside(self) -> None:
-        """Keep what could not be believed, for people."""
+        """Keep a file that could not be believed, for people."""
         with contextlib.suppress(OSError):
             self.path.replace(self._refused)
 

@@ -24,7 +24,7 @@ class DiscoveredEngine:
     slot: str
     """Name of its slot, not checked yet."""
     origin: str
-    """Its unit or pod, for people; not empty."""
+    """The engine's unit or pod, for people; not empty."""
     host: str = "127.0.0.1"
     port: str = ""
     """Port of its API; "" where the source does not show one."""

@@ -1,6 +1,6 @@
 """HTTP as every RoseMux service speaks it: start and stop, tokens, bodies, errors as replies.
 
-An error reply is `{"error": MESSAGE}`; `STATUSES` are those of every service.
+An error reply is `{"error": MESSAGE}`; `STATUSES` apply to every service.
 """
 
 import asyncio

@@ -41,8 +41,8 @@ def sync_directory(path: Path) -> None:
 
 
 def make_writable(path: Path) -> None:
-    """Make the folder of a file that a command leaves for people, before its work. Raises
-    ConfigError where a file could not be written there.
+    """Make the folder of a command's output file before the command's work. Raises ConfigError
+    where a file could not be written there.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

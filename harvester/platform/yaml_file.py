@@ -142,7 +142,7 @@ def _fields_at(model: type[BaseModel], where: Where) -> set[str]:
     """Names of the fields allowed at `where`."""
     fields: dict[str, Any] = dict(_fields_of(model))
     for step in where:
-        if step in fields:  # Else it is an item's number, a key, or the kind of a union.
+        if step in fields:  # Other steps are an item's number, a key, or the kind of a union.
             fields = dict(_fields_of(fields[str(step)]))
     return {*fields}
 

@@ -253,7 +253,7 @@ class ErrorBudget:
             state.unknown_at_s = None
         for ring in (state.minutes, state.hours):
             ring.add(served, now=now)
-        # Without a new miss only the passing of time can change the verdict, minute by minute.
+        # Without a new miss only time can change the verdict, minute by minute.
         missed = served.misses + served.granted_misses + served.granted_late_beats
         changed = self._follow(allotment, leased=leased)
         if changed or missed > 0 or state.judged_minute != state.minutes.head:
@@ -300,8 +300,8 @@ class ErrorBudget:
             return self.spent, self.spent
         if state.allotment is not None:
             service = state.allotment.spent, state.allotment.budget
-            # Whatever a caller allots, a slot spends no more than the whole error budget of its own
-            # requests. The scheduler counts the allotment: requests yet to come lift this.
+            # A slot spends no more than the whole error budget of its own requests, whatever a
+            # caller allots. The scheduler counts the allotment; future requests raise this bound.
             own = (1 - self._settings.slo_target_ratio) * self._whole()[0]
             return (
                 service

@@ -22,7 +22,7 @@ _PRIOR = 16.0
 """Weight of the residuals of all levels beside those near one, as a number of residuals: a knot
 counts as much as all others once it has 16, and four times as much when it is full."""
 _UNKNOWN = tuple(0.8 * (quantile - 0.5) for quantile in QUANTILES)
-"""Without a residual: wide, though not the whole range."""
+"""Quantiles without a residual: wide, though not the whole range."""
 
 
 class ResidualWindow:

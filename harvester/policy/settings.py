@@ -195,7 +195,7 @@ class SlotSettings:
     profile: ProfileSettings = field(default_factory=ProfileSettings)
     """Used until the model is learned, so that a slot can open at once."""
     hung_steps: float = 8.0
-    """Requests in flight and no step for so many predicted steps is a hung engine ..."""
+    """An engine with requests in flight and no step for this many predicted steps is hung ..."""
     hung_min_s: float = 2.0
     """... but never less than this, because a predicted step may be a millisecond."""
     cooldown_s: float = 2.0

@@ -290,7 +290,7 @@ class SlotPolicy:
     def _condition(
         self, sample: SlotSample, production: ProductionView, overspent: bool, now: float
     ) -> tuple[Condition, str]:
-        """The most severe condition; the order is that of `Condition`."""
+        """The most severe condition, in the order of `Condition`."""
         memory, settings = self._memory, self.settings
         if settings.mode is Mode.OFF:
             return Condition.KILLED, "mode off"

@@ -1,7 +1,7 @@
-"""A job's client: turns through the gateway, and on its dedicated engines while that is silent.
+"""A job's client: turns through the gateway, or on dedicated engines while it is silent.
 
-Retries what may pass by itself, under one request id, on a bounded schedule. A token that was
-received once is part of its turn, whatever fails afterwards.
+Retries passing faults, under one request id, on a bounded schedule. A token that was received once
+is part of its turn, whatever fails afterwards.
 """
 
 import asyncio

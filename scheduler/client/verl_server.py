@@ -66,8 +66,8 @@ class VerlServer:
         priority: int = 0,
         trajectory: str | None = None,
     ) -> TokenOutput:
-        """One turn. `trajectory`: verl names each turn anew; without its name the turns of a
-        trajectory share no prefix."""
+        """One turn. `trajectory`: verl gives each turn a new id; without the trajectory's name, its
+        turns share no prefix."""
         if image_data or video_data or audio_data or mm_processor_kwargs:
             raise Unsupported("media is not routed; send a prompt of token ids alone")
         await self._running.wait()
@@ -80,8 +80,8 @@ class VerlServer:
         return _output(choice, with_log_probs=bool(sampling_params.get("logprobs")))
 
     async def abort_all_requests(self, **_: Any) -> None:
-        """Running turns return what they have; new ones wait for `resume_generation`, whatever
-        verl's versions ask for besides."""
+        """Running turns return their tokens so far; new turns wait for `resume_generation`,
+        whatever further arguments verl passes."""
         self._running.clear()
         self._client.abort()
 

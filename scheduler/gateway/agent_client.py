@@ -67,8 +67,8 @@ class AgentClient:
         credentials: Credentials = NO_CREDENTIALS,
         prefix: str = "",
     ) -> None:
-        """Agents know nothing of each other: `prefix` tells the slots of this one from another's
-        of the same name. Raises ConfigError for credentials that cannot be used."""
+        """Agents do not know each other: `prefix` distinguishes this agent's slots from another
+        agent's of equal name. Raises ConfigError for credentials that cannot be used."""
         self._peer = Peer(session, url, credentials)
         self._prefix = prefix
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -52,8 +52,8 @@ class ClusterStops:
         return max(orders, key=lambda order: order.strength, default=StopOrder.NONE)
 
     async def order(self, request: StopRequest) -> ClusterStopReply:
-        """Keep an order and tell all agents at once; one that cannot be recorded too. Raises
-        PeerProtocolError for a slot's, and Exhausted for an end that cannot be recorded."""
+        """Keep an order and send it to all agents at once, even if it cannot be recorded. Raises
+        PeerProtocolError for a slot's order, and Exhausted for an end that cannot be recorded."""
         request.check()
         if request.slot:
             raise PeerProtocolError(

@@ -73,7 +73,7 @@ class StageReply(NamedTuple):
 
     ready: bool
     fault: str = ""
-    """Why its workers cannot prepare the version; empty where they can, or tell nothing."""
+    """Why the workers cannot prepare the version; empty if they can, or report nothing."""
 
 
 _STAGE = msgspec.json.Decoder(WorkerReplies[_StageState])

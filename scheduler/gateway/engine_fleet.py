@@ -1,6 +1,6 @@
-"""The engines: which are up, the version each serves, the turns on it.
+"""The engines: which are up, the version that each serves, the turns on each.
 
-The shell around the version policy: it carries out quiesce, update and serve, and tells routing.
+The shell around the version policy: it carries out quiesce, update and serve, and informs routing.
 """
 
 import asyncio
@@ -140,7 +140,7 @@ class EngineFleet:
             self.on_lost(member, fault)
         member.up, member.fault, member.quiesced_at_s = False, fault, None
         member.losses, member.log.fault = member.losses + 1, fault
-        if cut is not Cut.LEASE:  # Its lease has a line, and an engine that stays has one later.
+        if cut is not Cut.LEASE:  # A lease's end is logged already.
             self.log_state(member)
         member.is_described, member.seen_context_tokens, member.held_tokens = False, 0, 0
         member.streak.succeed()
@@ -313,7 +313,7 @@ class EngineFleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         for member in self.members.values():
             member.client.close()
-        # Their connections close in the event loop's next turn.
+        # The engines' connections close in the event loop's next pass.
         await asyncio.sleep(0)
 
     def _serving(self, engine: EngineId) -> bool:
@@ -387,7 +387,7 @@ class EngineFleet:
             self.log_fault(member, fault)
             member.updating, member.fault = None, fault
             if died:
-                # It could not fail to load anything, and has no identity to be missed by.
+                # A dead engine failed to load nothing, and has no identity that could be missed.
                 self.down(member, fault)
             else:
                 self.observe(

@@ -90,10 +90,10 @@ class Member:
 
 
 def unfit_for(turn: Turn, members: Mapping[EngineId, Member]) -> set[EngineId]:
-    """Engines that a turn whose sampling counts output must not be on.
+    """Engines that are unfit for a turn whose sampling counts output.
 
-    It is begun where it can be moved from, and without such an engine on dedicated ones, which are
-    not taken back; from its first token on it goes on only where output stays output.
+    The turn begins on an engine from which it can move, else on a dedicated engine, which is never
+    taken back; from its first token on it goes on only where output stays output.
     """
     if not turn.counts_output:
         return set()

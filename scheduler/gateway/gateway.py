@@ -379,7 +379,7 @@ class Gateway:
         return [job]
 
     def _tenant(self, request: web.Request, *, observes: bool = False) -> str | None:
-        """The caller; None: the operator, and everyone where there are no tokens."""
+        """The caller; None: the operator, and everyone without tokens."""
         key = f"Bearer {request.headers.get('X-API-Key', '')}"  # Tinker's client sends this header.
         return self._tenants.caller(request.headers.get("Authorization", key), observes=observes)
 

@@ -126,7 +126,7 @@ class Harvest:
             self._wake.clear()
 
     async def look(self) -> None:
-        """One sample, one decision, its effects."""
+        """Takes a sample, decides, and applies the effects."""
         for name in sorted(self.unrecorded):
             self._record(name)
         # Doubts that come while agents are asked are for the next look.

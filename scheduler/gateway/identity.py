@@ -39,7 +39,7 @@ class Change(IntEnum):
     WEIGHTS = 2
     """The same process, with weights that another caller has set."""
     UNKNOWN = 3
-    """No answer tells: it may have died, hang, or be cut off."""
+    """No answer: the engine may have died, hang, or be cut off."""
 
 
 def change_between(given: str, reported: str) -> Change:

@@ -36,7 +36,7 @@ class JobPauses:
     def end(self, job: JobId) -> None:
         """Each `emptied` looks once whether the pause was its own."""
         self._dispatcher.observe(JobPaused(job=job, paused=False))
-        # Not cleared but replaced: an `emptied` that is about to wait for it must not miss it.
+        # The event is replaced, not cleared: an `emptied` that is about to wait must not miss it.
         self._resumed.set()
         self._resumed = asyncio.Event()
 

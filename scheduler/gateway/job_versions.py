@@ -69,7 +69,8 @@ class JobVersions:
         configured = next((job for job, given in self._jobs.items() if given.active), None)
         only = next(iter(self._jobs)) if len(self._jobs) == 1 else None
         active = active or configured or only
-        # The active job's version first: the first publish that the policy hears sets its target.
+        # The active job's version first: the first publish that the policy observes sets its
+        # target.
         for job, facts in sorted(stored.items(), key=lambda item: item[0] != active):
             if job in self._jobs and facts.version:
                 self._fleet.observe(

@@ -42,7 +42,7 @@ class TenantShares:
     """
 
     def __init__(self, most: int, *, name: str) -> None:
-        """`name`: the bound's, as a refusal tells it."""
+        """`name`: the bound's name in refusals."""
         self._most = most
         self._name = name
         self._held: Counter[str] = Counter()

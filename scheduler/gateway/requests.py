@@ -176,8 +176,8 @@ def _kept(
             if not where and name in _Sampling.__struct_fields__:
                 raise PeerProtocolError(f"{name}: it belongs in sampling_params")
             raise no_such_field(name, honoured, where)
-    # Null is left out, as vLLM takes it for every field, unless it is a value of its own: without
-    # log-probabilities is not the default.
+    # Null is omitted, since it is vLLM's default for every field, unless null has a meaning: no
+    # log-probabilities differs from the default.
     return {
         name: value
         for name, value in fields.items()

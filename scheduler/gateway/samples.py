@@ -161,7 +161,8 @@ class Samples:
             raise
 
     def usage(self, index: int | None = None) -> Usage:
-        """The tokens of all choices, or of one; prompts count once, whatever their samples."""
+        """The tokens of all choices, or of one; each prompt counts once, however many samples it
+        has."""
         counted = self.turns if index is None else self.turns[index : index + 1]
         turns = [turn for turn in counted if turn is not None]
         prompts = {id(turn.request.token_ids): len(turn.request.token_ids) for turn in turns}

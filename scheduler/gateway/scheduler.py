@@ -306,10 +306,9 @@ class Scheduler:
         self, job: JobId, requests: Sequence[GenerateRequest]
     ) -> AbstractContextManager[None]:
         """Reserves queue room for all new turns of a request (joined turns need none). Raises
-        Pressure, and TurnRefused where one of them fits no engine: each sample would be begun for
-        that answer.
+        Pressure, and TurnRefused if a turn fits no engine, before any sample begins.
 
-        One turn alone is routing's own decision: it may find a free engine.
+        Routing itself decides on a single turn, which may find a free engine.
         """
         if len(requests) == 1:
             return nullcontext()

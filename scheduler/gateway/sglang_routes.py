@@ -122,8 +122,8 @@ class SglangRoutes:
         return json_reply({"weight_version": str(version)})
 
     def _vllm_config(self) -> Body:
-        """The part of vLLM's `/server_info` that TRL reads. Without a transfer engine it pushes no
-        weights, where it would wait for ever for a group of ranks."""
+        """The part of vLLM's `/server_info` that TRL reads. With no transfer engine named, TRL
+        pushes no weights; else it would wait for ever for a group of ranks."""
         members = self._scheduler.fleet.members.values()
         known = next((member.description for member in members if member.description), None)
         return {

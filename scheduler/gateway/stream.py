@@ -189,7 +189,7 @@ class EventStream:
             raise PeerProtocolError(f"event of more than {MAX_EVENT_BYTES} bytes")
         if end < 0:
             return
-        # One copy, not two: an event may have 64 MB.
+        # Copies once instead of twice: an event may have 64 MB.
         whole, self._left = bytes(memoryview(self._left)[:end]), self._left[end + 2 :]
         for event in whole.split(b"\n\n"):
             if not event.startswith(b"data: "):

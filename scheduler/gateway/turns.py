@@ -330,7 +330,8 @@ class TurnRunner:
             self.blame.failed(running, engine, why, self._clock.now())
         except RequestRefused as error:
             if course.ended_short == (engine, turn.length):
-                # It took the turn while that was shorter: its `length` was its context's after all.
+                # The engine took the turn while the turn was shorter: `length` was the context's
+                # end after all.
                 self._fleet.context_ended(member, turn.length)
             else:
                 course.too_short.add(engine)
@@ -417,7 +418,7 @@ class TurnRunner:
                     # The engine's length, not the client's: its context is full.
                     if not member.may_end_at(turn.length):
                         # One such chunk must not shrink the context for all turns. The engine is
-                        # tried again, and refuses the turn if its context is what this says.
+                        # tried again, and refuses the turn if its context has this length.
                         running.course.ended_short = (member.engine.engine, turn.length)
                         raise EngineLost(
                             f"protocol: length at {turn.length} tokens, in a context of "

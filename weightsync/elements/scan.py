@@ -84,7 +84,7 @@ def scan_counting(
     room: Room,
     sums: Accumulators,
 ) -> Scan:
-    """Append the changes of the elements `start` to `stop` to those of `scan`.
+    """Append the changes of the elements `start` to `stop` to the changes of `scan`.
 
     `data` is `new` as bytes, which `sums` absorbs up to `stop`; `start` begins a block.
     """

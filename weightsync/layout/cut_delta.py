@@ -143,7 +143,7 @@ def _streams(
 
 
 def _read_only(data: Bytes) -> Bytes:
-    """Compiled loops tell arrays that may be written from others: one kind is enough."""
+    """A read-only view, because numba compiles a loop again for writable arrays."""
     seen = data.view()
     seen.flags.writeable = False
     return seen

@@ -121,5 +121,5 @@ def _state_of(reply: bytes) -> AnnounceState:
     try:
         active = msgspec.json.decode(reply, type=VersionSwitched).active
     except UNDECODABLE:
-        active = True  # Taken all the same.
+        active = True  # The gateway has accepted the version anyway.
     return AnnounceState.SERVED if active else AnnounceState.NOT_ACTIVE

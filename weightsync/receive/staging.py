@@ -278,7 +278,7 @@ class Staging:
                 ) from error
 
     def _check_table(self) -> None:
-        """Check that the digests that the shards tell hash to the published state."""
+        """Check that the shards' digests hash to the published state."""
         published = self._plan.manifest.state_hash
         is_complete = self._table.keys() == self._read.entries.keys()
         if not is_complete or state_hash.combined(self._table, self._read.entries) != published:

@@ -1,4 +1,4 @@
-"""An index read without a framework: a version's shards for a relay, a line for people."""
+"""Reads an index without a framework: a version's shards for a relay, a line for people."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

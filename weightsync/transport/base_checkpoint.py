@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint as version 0 of a store: the deltas of other trainers build on it.
 
-Its index is made from its shards' headers, because the checkpoint's own may be missing and names no
-version. Serves the shards alone, and writes nothing.
+The index is made from the shards' headers, because the checkpoint's own index may be missing and
+names no version. Serves the shards alone, and writes nothing.
 """
 
 from functools import cached_property

@@ -94,7 +94,7 @@ class Objects:
         self._ask(attempt, writes=True)
 
     def upload(self, path: str, chunks: Iterable[Any]) -> int:
-        """Stream an object in parts and return its size; each attempt iterates `chunks` anew.
+        """Stream an object in parts and return its size; each attempt iterates `chunks` again.
 
         The object exists on return; before that the store shows nothing, or a prefix of the bytes.
         """

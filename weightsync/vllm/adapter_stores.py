@@ -33,7 +33,7 @@ MAX_REMEMBERED = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCopy:
-    """One version of an adapter. Its bits are immutable."""
+    """One version of an adapter, with immutable bits."""
 
     store: str
     record: AdapterRecord

@@ -134,10 +134,10 @@ class PageDirectory:
 
 
 def make_directory(path: Path, *, owners: frozenset[int], group: int | None) -> None:
-    """Make it if needed. Users of `group` may put files there, their own files only, and others do
-    not get in; without a group the owner alone may, and others may read.
+    """Make the directory if needed. Users of `group` may put their own files there, and others
+    cannot enter; without a group only the owner may put files, and others may read.
 
-    Raises ConfigError where a stranger could put, swap or remove files all the same.
+    Raises ConfigError if a stranger could still put, swap or remove files.
     """
     # A stranger who can write to the parent directory can replace this one.
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

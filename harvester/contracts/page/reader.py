@@ -37,7 +37,7 @@ _WORD_BYTES = 4
 
 
 class Reading(msgspec.Struct, Generic[R_co], frozen=True):
-    """A record, or the fault that stands in its place."""
+    """A record, or the fault in its place."""
 
     record: R_co | None
     fault: PageFault | None
@@ -100,7 +100,7 @@ class PageReader(Generic[R]):
         return self._decode(page, int.from_bytes(page[_STAMP], "little") - 1)
 
     def sequence(self) -> bytes | None:
-        """The sequence number; a changed value means a new record. None while there is no page."""
+        """The sequence number; a changed value means a new record. None without a page."""
         if self._fd < 0:
             return None
         return _copied(self._fd, BODY_OFFSET - SEQUENCE_OFFSET, SEQUENCE_OFFSET)

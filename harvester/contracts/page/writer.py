@@ -24,7 +24,7 @@ from harvester.contracts.page.writer_lock import WriterLock, is_at, open_own, re
 
 R = TypeVar("R", bound=Record)
 
-# Each writer counts in a range of its own, above that of the one before it.
+# Each writer counts in its own range, above the range of the writer before it.
 _TERM = 1 << 32
 _TERMS = 1 << 31
 

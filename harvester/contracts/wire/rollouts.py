@@ -38,7 +38,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     n: int = 1
-    """Samples of the prompt, each a turn of its own."""
+    """Number of samples of the prompt; each is a separate turn."""
     top_k: int = 0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -139,7 +139,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """All tokens by engines of one numerics label: the first engine's, or this one."""
     priority: int = 0
     model: str | None = None
-    """Checked against the job's model; None names none."""
+    """Model name, checked against the job's model; None: no check."""
     cache_salt: str | None = None
     """Prefixes are shared between turns of one salt only, within job and version."""
     reasoning_ended: bool | None = None

@@ -47,7 +47,7 @@ KUEUE_WORDS = {
 
 
 def order_of(word: str) -> StopOrder | None:
-    """The order of our own word or of Kueue's; None for any other."""
+    """The order for RoseMux's or Kueue's word; None for any other word."""
     if word in KUEUE_WORDS:
         return KUEUE_WORDS[word]
     return StopOrder(word) if word in tuple(StopOrder) else None

@@ -44,7 +44,7 @@ class EngineWait:
     engines that it avoids change."""
 
     since_s: float | None = None
-    """None before its first arrival."""
+    """Time since which the turn waits; None before its first arrival."""
     servable_s: float = 0.0
     """Time at which an engine last could have served it, or the wait began."""
 

@@ -81,8 +81,8 @@ class Attempt:
     reasoning: dict[str, Any] = field(default_factory=dict)
     """Fields of vLLM's renderer about reasoning, passed on."""
     emitted: tuple[int, ...] = ()
-    """The turn's output so far, for an engine that goes on from it as from its own; [] where
-    `token_ids` ends with it."""
+    """The turn's output so far, for an engine that continues it like its own; () if `token_ids`
+    ends with it."""
     prompt: Prompt
 
     @property
@@ -165,7 +165,7 @@ class Turn:
     """Fields for which it cannot leave the engine of its newest attempt with its output."""
     attempts: int = 0
     end_tokens: EndTokens = field(default_factory=EndTokens)
-    """EOS tokens of the job's model as learned so far, shared by its turns."""
+    """EOS tokens of the job's model learned so far, shared by its turns."""
     prompt: Prompt
     _content: str = ""
     _sampling_mask: list[tuple[int, ...]] = field(default_factory=list)
@@ -404,7 +404,7 @@ class Turn:
         )
 
     def spans_now(self) -> list[Span]:
-        """Spans of all tokens so far, those of the open attempt included."""
+        """Spans of all tokens so far, also of the open attempt."""
         opened = self._open_span()
         return [*self._spans, opened] if opened else self._spans
 

@@ -34,8 +34,8 @@ class QueueRank(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueuedTurn:
-    """One arrival of a turn, in its line. The turn's next arrival is another one: its suspicion and
-    the engines that it avoids may differ."""
+    """One arrival of a turn, in its line. The turn's next arrival is a separate object: its
+    suspicion and avoided engines may differ."""
 
     turn: TurnArrived
     rank: QueueRank

@@ -61,7 +61,7 @@ class QueueJob(msgspec.Struct, frozen=True, kw_only=True, tag="queue_job"):
 class OrderMove(Placement, frozen=True, kw_only=True, tag="order_move"):
     """The job's iteration is over: it leaves its nodes and goes on at the given ones.
 
-    By its request for the next phase it has left the old nodes.
+    It has left the old nodes when it requests its next phase.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""`rosemux phases`: the phase control of one machine, and how it stands."""
+"""`rosemux phases`: the phase control of one machine, and its status."""
 
 import asyncio
 from pathlib import Path

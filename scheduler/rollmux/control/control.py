@@ -84,7 +84,7 @@ class _Resident:
 
 
 class PhaseControl:
-    """One job's process. Phases of one job run one after the other."""
+    """The phases of one job's process, which run one after the other."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One job's permits in the journal: the wait for each, and the jobs waited for."""
+"""One job's permits in the journal: the wait for each, and the jobs that it waited for."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from statistics import median

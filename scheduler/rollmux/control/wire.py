@@ -116,7 +116,7 @@ class PlanStatus(Placement, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one job, for people and dashboards; no call's answer."""
+    """Status of one job, for people and dashboards; not a reply to a call."""
 
     job: JobId
     stage: PermitStage
@@ -181,7 +181,7 @@ def call_name(message: Call) -> str:
 
 
 def encoded_call(message: Call) -> bytes:
-    """A call's body. Raises ConfigError for a call that no control accepts, whatever its state."""
+    """A call's body. Raises ConfigError for a call that a control in any state would refuse."""
     name, body = call_name(message), msgspec.json.encode(message)
     # JSON has neither: they would arrive as null, which is "no bound" for an optional number.
     for field, value in _not_finite(msgspec.to_builtins(message), name):
