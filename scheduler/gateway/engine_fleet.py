@@ -387,7 +387,7 @@ class EngineFleet:
             self.log_fault(member, fault)
             member.updating, member.fault = None, fault
             if died:
-                # A dead engine failed to load nothing, and has no identity that could be missed.
+                # A dead engine did not fail to load the version, and its identity is not judged.
                 self.down(member, fault)
             else:
                 self.observe(
