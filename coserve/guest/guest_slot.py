@@ -90,7 +90,7 @@ class GuestSlot:
         self.load = GuestQueue()
         self.last = self._for_step = StepDecision(0, Closed.NO_GRANT, 0.0)
         self._mean_wait_s: float | None = None
-        """`mean_wait_s` of the launched step; beside one that owes a rest no other is launched."""
+        """`mean_wait_s` of the launched step; a step that owes a rest runs alone."""
         self._grant: Reading[Grant] = self._grant_page.read()
         self.granted = Grant(epoch=0, mode=GrantMode.CLOSED, kv_retained_ratio=0.0)
         """The last readable grant; without a grant nothing falls asleep or wakes up."""

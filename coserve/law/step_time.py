@@ -47,10 +47,10 @@ _LEAST_INFORMATION = 1e-3
 class CalibrationWindow:
     """Calibration of predicted step times: observed over predicted.
 
-    Each step is compared with the model in force when it ran, never with one that has learned from
-    it. For a model of the P90, a tenth of the steps take longer than predicted and the P90 of the
-    ratio is 1; above 1 production is slower than the slack law believes, below it harvesting leaves
-    time unused.
+    Each step is compared with the model in force when it ran, never with a model that has learned
+    from it. For a model of the P90, a tenth of the steps take longer than predicted and the P90 of
+    the ratio is 1; above 1 production is slower than the slack law believes, below it harvesting
+    leaves time unused.
     """
 
     def __init__(self) -> None:

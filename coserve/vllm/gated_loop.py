@@ -42,7 +42,7 @@ class GatedLoop:
         core.step_fn = self.step
 
     def process_input_queue(self) -> None:
-        """Returns when a step is to be made: one is admitted, or one that was launched may end."""
+        """Returns when a step is to be made: a step is admitted, or a launched step may end."""
         core = self._core
         self._process_input_queue()
         while not self._gate.admits() and core.has_work() and not core.batch_queue:

@@ -105,7 +105,7 @@ def _is_at(path: Path, file: FileIO) -> bool:
 
 
 def _first_day(path: Path) -> str:
-    """UTC day on which the file began; "" for one that is empty or begins with no event."""
+    """UTC day on which the file began; "" for a file that is empty or begins with no event."""
     with path.open("rb") as file:
         try:
             return msgspec.json.decode(file.readline(MAX_LINE_BYTES), type=AuditEvent).time[:10]

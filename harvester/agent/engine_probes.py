@@ -183,7 +183,7 @@ async def _levels(session: aiohttp.ClientSession, url: str) -> EngineLevels | No
 
 class GuestDescription:
     """The guest engine's own description, for the slot's offer. An engine that does not answer is
-    unknown again: the one that comes back may be another."""
+    unknown again: the engine that comes back may be another one."""
 
     def __init__(self, engine_url: Callable[[], str]) -> None:
         """`engine_url`: as configured now, "" where offers name no engine."""

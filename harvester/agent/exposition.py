@@ -381,7 +381,7 @@ class SlotExposition:
     def _set_each(
         self, name: str, values: Mapping[str, float], *labels: str, known: bool = True
     ) -> None:
-        """Set the series of the last label's values; `labels` are those before it."""
+        """Set the series of the last label's values; `labels`: the labels before it."""
         for label, value in values.items():
             self._set(name, value if known else math.nan, *labels, label)
 

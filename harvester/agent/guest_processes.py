@@ -102,8 +102,8 @@ class GuestProcesses:
         """Why the record of lifted processes cannot be written."""
 
     def know(self, named: tuple[ProcessId, ...]) -> None:
-        """Record the processes that the guest names and that exist here: one that later is missing
-        has ended, and is not merely in another pid namespace."""
+        """Record the processes that the guest names and that exist here: a process that is missing
+        later has ended, and is not merely in another pid namespace."""
         if named != self._named:
             self._named = named
             here = {one for one in named if one.lives()}

@@ -42,7 +42,7 @@ class LeaseAudit:
         self, answer: LeaseEnded, held: SlotLease | None, *, who: str, now: float
     ) -> None:
         """`held` is the lease that the caller named, if it is in force. The answer of an unknown id
-        has no name: what a caller made up is not repeated."""
+        has no name: a text that a caller made up is not repeated."""
         if not self._refused.admits(now=now):
             return
         fields = {} if held is None else {"slot": held.slot, **lease_fields(held)}

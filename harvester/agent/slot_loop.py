@@ -143,7 +143,7 @@ class Slot:
         self._record.save(self.policy, self._forecaster, now=now)
 
     def beat(self, kill_switch: KillSwitch, stops: tuple[Stop, ...] = (), *, now: float) -> None:
-        """`stops`: every one that is in force on the node."""
+        """`stops`: every order in force on the node."""
         lease = self._leases.live(self.name)
         self.lease_file.follow(lease)
         # A tenant's order binds only while the tenant has the lease.

@@ -134,7 +134,7 @@ class AgentsView:
     """Time and tokens of each agent's slot when it was last seen."""
 
     def table(self) -> SlotRows:
-        """Ask all agents at once; one that gives no answer has a line that says why."""
+        """Ask all agents at once; an agent without an answer has a line with the reason."""
         table = SlotRows()
         with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
             found = list(pool.map(self._ask, self.urls))

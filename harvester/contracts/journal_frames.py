@@ -112,8 +112,8 @@ def last_line_of(path: Path) -> LastLine:
 
 
 def _last_line_in(file: BinaryIO, frame: int, ends: list[int], name: str) -> LastLine:
-    """The last line of a frame without its end. A line beyond 128 KiB has several blocks, of which
-    the first ones alone are no line."""
+    """The last line of a frame without its end. A line beyond 128 KiB has several blocks; the first
+    blocks alone are no line."""
     stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompressobj()
     file.seek(frame)
     at, found = frame, frame

@@ -130,7 +130,7 @@ class KeptSlots:
         self._forget_s = forget_s
 
     def observe(self, found: Mapping[str, Fields], *, now: float) -> list[Fields]:
-        """The slots to write, by name; `found` is what a source that answered has."""
+        """The slots to write, by name; `found`: slots of a source that answered."""
         missing = self._slots.keys() - found.keys()
         since = {name: self._missing_since_s.get(name, now) for name in missing}
         self._missing_since_s = {

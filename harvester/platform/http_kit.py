@@ -53,8 +53,8 @@ _BOUNDED_BODY: Final = web.RequestKey("bounded_body", bytes)
 """The body once it was counted or bounded part by part; aiohttp itself keeps the others."""
 _SHOWN_CHARS: Final = 500
 _BACKLOG: Final = 4096
-"""Connections that wait to be accepted. A synchronous step opens thousands at once; one that finds
-no room here tries again after 1 s, 2 s, 4 s, ..."""
+"""Connections that wait to be accepted. A synchronous step opens thousands at once; a connection
+without room tries again after 1 s, 2 s, 4 s, ..."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,12 +1,12 @@
 """The part of production's error budget that harvesting may spend, and when it must stop.
 
-The proof's withheld slices show what production misses by itself, hour by hour: what is surely more
-than that is charged to harvesting. Without a proof every miss beside a guest step is. The allowance
-is `share * (1 - SLO) * requests` of the last 28 days; time without known traffic grants none, so an
-unknown history counts as spent. A slot whose scheduler keeps the budget of its service has an
-allotment in the place of the allowance, in force while its lease is. Harvesting also stops at half
-of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 over 1 h and 5 m, 6
-over 6 h and 30 m).
+The proof's withheld slices show what production misses by itself, hour by hour: misses that surely
+exceed these are charged to harvesting. Without a proof every miss beside a guest step is. The
+allowance is `share * (1 - SLO) * requests` of the last 28 days; time without known traffic grants
+none, so an unknown history counts as spent. A slot whose scheduler keeps the budget of its service
+has an allotment in the place of the allowance, in force while its lease is. Harvesting also stops
+at half of the burn rates at which SREs page (SRE Workbook, "Alerting on SLOs": 14.4 over 1 h and 5
+m, 6 over 6 h and 30 m).
 """
 
 import math

@@ -1,7 +1,7 @@
 """Evictions of the last hour on one slot, and whether there are too many to lend on.
 
 A slot whose guest is evicted again and again earns little and costs production each time. It is
-held until fewer evictions are in the last hour. Counts are those of the guest's page.
+held until fewer evictions are in the last hour. Counts come from the guest's page.
 """
 
 import msgspec

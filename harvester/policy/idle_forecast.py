@@ -6,9 +6,9 @@
     forecast   the experts' quantiles, mixed and calibrated (`expert_mixture`)
 
 It learns from the slot's own history alone, each outcome once its window has passed. Time that was
-not observed is no idleness: a window with a gap teaches nothing, and for want of recent readings
-there is no forecast. Memory is bounded, and a beat costs the same whatever was seen. Promises
-nothing, and reads no clock.
+not observed is no idleness: a window with a gap teaches nothing, and without recent readings there
+is no forecast. Memory is bounded, and a beat costs the same whatever was seen. Promises nothing,
+and reads no clock.
 """
 
 from collections import deque

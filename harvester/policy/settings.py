@@ -177,7 +177,7 @@ class SlotSettings:
     law: Law = Law.SLACK
     """`rose` and `saturation` are other projects' rules, for comparison with RoseMux's."""
     ungated: bool = False
-    """Grant without any law, to measure what a law is worth. Never in production."""
+    """Grant without any law, to measure the value of a law. Never in production."""
     step_tokens_max: int = 2048
     kv_budget_tokens: int = 0
     """0 keeps the guest engine's own size."""

@@ -166,7 +166,7 @@ class EngineProxy:
                 # The gateway takes only a refused connection for the end of the engine's process.
                 gone = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
                 return error_reply(502 if gone else 504, f"the engine does not answer: {error!r}")
-            # An end of the stream would make what has come look whole.
+            # A regular end of the stream would make the partial reply look whole.
             if request.transport is not None:
                 request.transport.abort()
             return reply

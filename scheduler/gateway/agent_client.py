@@ -127,7 +127,7 @@ class AgentClient:
         return await self._call("POST", "/v1/stops", request, _ORDERED)
 
     def _known(self, slot: SlotId) -> SlotId:
-        """The slot's name at the gateway. Raises PeerProtocolError for one that is no name."""
+        """The slot's name at the gateway. Raises PeerProtocolError for an invalid name."""
         return SlotId(checked_name(f"{self._prefix}{slot}", what="slot"))
 
     async def _call(

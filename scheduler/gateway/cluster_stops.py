@@ -142,7 +142,7 @@ class ClusterStops:
             *(stop for stops in self._reported.values() for stop in stops),
         ]
         numbers = (stop.number for stop in every if stop.tenant == tenant)
-        # An agent may report any number; one that no agent takes would stop nothing.
+        # An agent may report any number; a number that no agent accepts would stop nothing.
         return min(max(numbers, default=0), NUMBER_MAX - 1)
 
     def _recorded(self, stop: Stop) -> bool:

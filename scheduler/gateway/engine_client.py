@@ -247,7 +247,7 @@ class EngineClient:
         return report.description
 
     async def changed(self, *, frugal: bool = False) -> Change:
-        """Whether the engine differs from the one that the version was applied to.
+        """Whether the engine differs from the engine to which the version was applied.
 
         `frugal` skips engines that reveal it only in their whole metrics.
         """

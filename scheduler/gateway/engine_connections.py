@@ -106,7 +106,7 @@ class StreamedReply:
             raise PeerProtocolError("a compressed reply, which was not asked for")
 
     async def _more(self, wait_s: float = 0.0) -> None:
-        """Waits for more bytes; with `wait_s`, for the end, but no longer than that."""
+        """Waits for more bytes; with `wait_s`, at most that long for the end."""
         loop = asyncio.get_running_loop()
         self._came, self._for_end = loop.create_future(), wait_s > 0
         due = loop.call_later(wait_s, self._waited) if wait_s else None

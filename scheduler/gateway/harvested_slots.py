@@ -199,7 +199,7 @@ class Harvest:
     async def _adopt(self) -> None:
         """Renew what an earlier process held; what its agent does not renew is forgotten.
 
-        All agents at once: one that is away must not outlast the others' leases.
+        All agents at once: waiting for one that is away must not outlast the others' leases.
         """
         held: dict[str, list[Lease]] = {name: [] for name in self._agents}
         for lease in self._state.leases():
@@ -347,8 +347,8 @@ class Harvest:
 
     def _record(self, name: LeaseId) -> None:
         """Tried again at each look while the state file cannot take it. A restart asks the agent
-        about each lease that it finds, so one that has ended is not used; one that it does not find
-        ends by itself."""
+        about each recorded lease, so an ended lease is not used; an unrecorded lease ends by
+        itself."""
         lease = self.leases.get(name)
         try:
             self._state.end(name) if lease is None else self._state.hold(lease)

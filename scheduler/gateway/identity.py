@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Change(IntEnum):
-    """An engine as it is now, compared with the one that the version was applied to."""
+    """An engine as it is now, compared with the engine to which the version was applied."""
 
     NONE = 0
     PROCESS = 1

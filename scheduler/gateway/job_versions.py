@@ -129,7 +129,7 @@ class JobVersions:
         with self._logging_refusals(job, "activation"):
             check()
             prepared: JobVersion | None = None
-            # Another version may be published meanwhile, and is the one that is served then.
+            # Another version may be published meanwhile and is then served instead.
             while (published := policy.published(job)) and published != prepared:
                 await self._staging.prepare(published, patience_s=self._patience_s(job))
                 prepared = published

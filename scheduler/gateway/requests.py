@@ -166,7 +166,7 @@ def _kept(
     refused: Mapping[str, RefusedField],
     where: str,
 ) -> dict[str, msgspec.Raw]:
-    """The honoured fields. Raises PeerProtocolError for one that would silently be ignored."""
+    """The honoured fields. Raises PeerProtocolError for a field that would silently be ignored."""
     honoured, nullable = struct.__struct_fields__, _nullable(struct)
     for name, value in fields.items():
         rule = refused.get(name)
@@ -209,7 +209,7 @@ def _nullable(struct: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def no_such_field(name: str, offered: Collection[str], where: str = "") -> PeerProtocolError:
-    """The error for a field that nothing reads, with the nearest one that is read."""
+    """The error for a field that is not read, with the nearest name of a field that is."""
     return PeerProtocolError(f"{where}{name[:_MAX_ID_CHARS]}: {unknown_field(name, offered)}")
 
 

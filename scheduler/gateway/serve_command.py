@@ -51,7 +51,7 @@ def gateway(
 
 
 def _collect_less() -> None:
-    """Takes what a started gateway keeps out of garbage collection, and lets more turns end first.
+    """Excludes a started gateway's objects from garbage collection, and makes collections rarer.
 
     Turns end by reference counts. At Python's own threshold every few of them cause a collection
     that frees almost nothing: a fifth of the time of a busy gateway, and pauses.

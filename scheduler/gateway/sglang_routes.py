@@ -5,7 +5,7 @@ GET  /health  /health_generate  /get_model_info  /model_info  /server_info  /get
 GET  /get_weight_version
 GET  /ping  /version    vLLM's
 
-Sampling parameters are translated to vLLM's names; one that vLLM does not have is refused by name.
+Sampling parameters are translated to vLLM's names; others are refused by name.
 """
 
 import secrets

@@ -26,7 +26,7 @@ class Batch(NamedTuple, Generic[_T]):
 def each(
     pool: Executor, work: Callable[[_T], _R], items: Sequence[_T], size_bytes: Callable[[_T], int]
 ) -> list[_R]:
-    """`work` on every item, results in order; raises what the first failing item raised."""
+    """`work` on every item, results in order; raises the error of the first failing item."""
     return [*spread(pool, work, items, size_bytes)]
 
 

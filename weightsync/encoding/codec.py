@@ -1,7 +1,7 @@
 """Per-tensor encodings: old and new bits to a payload, and a payload back to a checked delta.
 
-`dense` is the new tensor; `xor` and `overwrite` are byte for byte those of the shared Hugging Face
-index layout; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
+`dense` is the new tensor; `xor` and `overwrite` equal the shared Hugging Face index layout's byte
+for byte; `rosemux` writes changes by one unit in the last place as gap and sign, and all other
 changes as gap and difference, because 84 to 90 % of an Adam step's changes are one unit. `encode`
 takes the smaller of `rosemux` and `dense`, which can be composed; delta.py reads payloads back.
 

@@ -320,7 +320,7 @@ def superseded(
 ) -> tuple[VersionRef, ...]:
     """The directories to delete, oldest first. All others stay reachable from a full checkpoint.
 
-    `full_versions` are those with a full checkpoint, as anchor or as the version itself. The newest
+    `full_versions`: versions with a full checkpoint, as anchor or as the version itself. The newest
     of them at or below the oldest version to keep becomes the store's new beginning.
     """
     oldest_kept = latest - keep_versions + 1

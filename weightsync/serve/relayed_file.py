@@ -14,7 +14,7 @@ _RUN_BYTES = 2 << 20
 """Bytes of one pull; readers see them once the whole pull has arrived."""
 
 Pull = Callable[[ByteSpan], Awaitable[None]]
-"""Write a span of the shard into its file; raises what the source raises."""
+"""Write a span of the shard into its file; raises the source's errors."""
 
 
 class RelayedFile:

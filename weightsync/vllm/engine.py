@@ -14,8 +14,8 @@ how far that is: `{"state": "running" | "ready" | "failed" | "asleep", "message"
 works without it and then prepares inside the pause. An update that returns has been verified: the
 state read back from runtime storage is the published one, and the given one where `state_hash` is
 given; anything else is an exception, so HTTP 500. `/collective_rpc {"method": "rosemux_weights"}`
-tells what is loaded. Where stores are is decided by ROSEMUX_WEIGHT_ROOT, never by the wire. Does
-not pause, abort or drop any cache: its caller does.
+reports the loaded versions. Where stores are is decided by ROSEMUX_WEIGHT_ROOT, never by the wire.
+Does not pause, abort or drop any cache: its caller does.
 """
 
 from typing import Any

@@ -186,7 +186,7 @@ class GrantMode(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     UNGATED = "ungated"
-    """Admit without the slack law. For measuring what the law is worth, never for production."""
+    """Admit without the slack law. For measuring the law's value, never for production."""
 
     @property
     def admits(self) -> bool:

@@ -30,7 +30,7 @@ _TERMS = 1 << 31
 
 
 class PageWriter(Generic[R]):
-    """Creates the page, or takes over the one that an earlier process of the same user left."""
+    """Creates the page, or takes over a page that an earlier process of the same user left."""
 
     def __init__(self, path: Path, kind: type[R], *, lock: WriterLock | None = None) -> None:
         """A `lock` of the caller's stays held if this fails, so that the page's writer sees the

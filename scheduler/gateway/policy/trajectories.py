@@ -486,7 +486,7 @@ class TurnLedger:
         return turn
 
     def close(self, turn: Turn) -> None:
-        """Forget a turn; one that has not ended ends as aborted."""
+        """Forget a turn; a turn that has not ended ends as aborted."""
         if not turn.ended:
             turn.end(FinishReason.ABORT)
         self._open.pop(turn.request.request_id, None)

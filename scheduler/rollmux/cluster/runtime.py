@@ -2,7 +2,7 @@
 
 Calls of jobs and operators go to the permits or to the plan. Granted and ended permits teach the
 plan, and its effects on permits are applied in the same decision. A service, a Ray actor and a
-simulator are shells around it: they bring events and times, and do what the effects say.
+simulator are shells around it: they bring events and times, and carry out the effects.
 """
 
 from typing import Any, ClassVar

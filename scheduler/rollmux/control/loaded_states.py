@@ -85,7 +85,7 @@ class LoadedStates:
         return found is not None
 
     def release(self, nodes: Iterable[NodeId] | None = None) -> None:
-        """Releases states on these nodes, or all, and reports clear nodes; one that fails stays."""
+        """Releases states on these nodes, or all, and reports clear nodes; failed ones stay."""
         asked = None if nodes is None else frozenset(nodes)
         gone = set(asked or ())
         with self._lock:

@@ -1,4 +1,4 @@
-"""Savings: the jobs of two or three groups, hosted anew as cheaply as any hosting of them.
+"""Savings: the jobs of two or three groups, rehosted as cheaply as any hosting of them.
 
 One look takes the groups that promise most, by how far their price is above what their jobs' least
 shares of nodes would cost, and searches them exactly. Jobs keep their nodes wherever the new

@@ -1,7 +1,7 @@
 """The shipped runtime in virtual time: a shell that draws durations instead of running engines.
 
-It tells the runtime what jobs and nodes would, at the moments that the truth gives, and does what
-the effects say. It has no rule of its own: no order, no tail, no placement and no memory.
+It sends the runtime the events of jobs and nodes at their true times, and carries out the effects.
+It has no rule of its own: no order, no tail, no placement and no memory.
 """
 
 from collections.abc import Callable
